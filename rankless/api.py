@@ -22,7 +22,7 @@ from rankless.data.generators import take_process_states
 from rankless.data.loader import Loader, LoaderOptions, Reading
 from rankless.data.shard_check import ShardCheckOptions, require_shards
 from rankless.errors import ConfigError
-from rankless.jobs.argument_specs import PerDevice, Whole
+from rankless.jobs.argument_annotations import PerDevice, Whole
 from rankless.jobs.definition import Optimizers, StepOptions
 from rankless.jobs.job import Job, Models, make_job
 from rankless.jobs.mirrored import LocalElement
@@ -33,7 +33,7 @@ from rankless.launch.spawn_output import Show
 from rankless.records.events import AnyRecord, Notice, Progress
 from rankless.runtime.current_process import current_context, join_line, join_rendezvous, leave
 from rankless.runtime.process_context import ProcessContext, RecordObserver
-from rankless.runtime.rendezvous.job_store import JOIN_TIMEOUT_SECONDS
+from rankless.runtime.rendezvous.job_rendezvous import JOIN_TIMEOUT_SECONDS
 from rankless.runtime.rendezvous.parameters import parse_rendezvous_address
 from rankless.terminal.progress_display import ProgressDisplay
 

@@ -14,12 +14,12 @@ from torch import Tensor
 import rankless
 from bench.models import GPT, MLP, LeNet, loss_of, random_batch
 from rankless.compiler.guards.guards import GuardSet
-from rankless.context.model_changes import ModelChanges
+from rankless.context.model_change_detector import ModelChangeDetector
 from rankless.jobs.consistent import ConsistentView
 
 MODELS = {"mlp": MLP, "lenet": LeNet, "gpt": GPT}
 CHECKS: dict[str, list[tuple[type, str]]] = {
-    "digest": [(ConsistentView, "_sync_call"), (ModelChanges, "record_versions")],
+    "digest": [(ConsistentView, "_sync_call"), (ModelChangeDetector, "record_versions")],
     "guards": [(GuardSet, "all_hold")],
 }
 

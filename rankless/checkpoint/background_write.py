@@ -8,13 +8,13 @@ from torch import Tensor
 
 from rankless.checkpoint.files import write_manifest, write_tensors
 from rankless.checkpoint.folder import UncommittedCheckpoint, disk_errors
-from rankless.checkpoint.manifest import HistoryPosition, Manifest
+from rankless.checkpoint.manifest import Manifest, SeriesPosition
 
 
-class SaveHistory(Protocol):
+class CheckpointSeries(Protocol):
     """The run that a checkpoint belongs to. Only rank 0 calls it."""
 
-    def next_position(self) -> HistoryPosition:
+    def next_position(self) -> SeriesPosition:
         """Return the position of a checkpoint that is saved now."""
 
     def remove_expired(self) -> None:
@@ -33,7 +33,7 @@ class WriteTask:
     tensors: dict[str, Tensor]
     manifest: Manifest
     """The manifest without its list of files, which is known after the write."""
-    history: SaveHistory | None
+    series: CheckpointSeries | None
 
     def run(self) -> None:
         """Write the files. If this raises `CheckpointError`, the previous checkpoint is still there."""
@@ -46,8 +46,8 @@ class WriteTask:
                 else:
                     self.uncommitted.report_failure(self.rank, because=error)
                 raise
-        if self.rank == 0 and self.history is not None:
-            self.history.remove_expired()
+        if self.rank == 0 and self.series is not None:
+            self.series.remove_expired()
 
     def _write(self) -> None:
         if self.rank != 0 and self.rank not in self.writers:

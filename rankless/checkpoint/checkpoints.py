@@ -10,7 +10,7 @@ from rankless.checkpoint.collective_errors import Agreement
 from rankless.checkpoint.loading import load
 from rankless.checkpoint.retention import (
     CheckpointDirectory,
-    DirectoryHistory,
+    DirectoryCheckpointSeries,
     Retention,
     SavedCheckpoint,
     best,
@@ -105,7 +105,9 @@ class Checkpoints:
             self.folder / f"step-{step}",
             objects,
             options=SaveOptions(layout=self._options.layout, background=self._options.background, extra=extra),
-            history=DirectoryHistory(directory=self._directory, retention=self._retention, step=step, metric=number),
+            series=DirectoryCheckpointSeries(
+                directory=self._directory, retention=self._retention, step=step, metric=number
+            ),
         )
 
     def load(

@@ -78,7 +78,7 @@ class TensorFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tensors: list[str]
 
 
-class HistoryPosition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SeriesPosition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The position of a checkpoint in a training run.
 
     `order` grows by one with each save, whatever `step` is. `metric` is None if there is none.
@@ -99,7 +99,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     format: str = FORMAT
     version: int = VERSION
     rankless: str
-    position: HistoryPosition | None = msgspec.field(default=None, name="place")
+    position: SeriesPosition | None = msgspec.field(default=None, name="place")
     files: list[TensorFile]
     objects: dict[str, Node]
     extra: Node = None

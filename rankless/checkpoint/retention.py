@@ -10,7 +10,7 @@ import msgspec
 
 from rankless.checkpoint.files import peek
 from rankless.checkpoint.folder import UncommittedCheckpoint, find_checkpoint, remove_checkpoint
-from rankless.checkpoint.manifest import FORMAT, MANIFEST_NAME, HistoryPosition
+from rankless.checkpoint.manifest import FORMAT, MANIFEST_NAME, SeriesPosition
 from rankless.errors import CheckpointError
 
 Mode = Literal["min", "max"]
@@ -22,7 +22,7 @@ class _Header(msgspec.Struct):
     """The fields of a manifest that give its position in the run."""
 
     format: str
-    position: HistoryPosition = msgspec.field(name="place")
+    position: SeriesPosition = msgspec.field(name="place")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class SavedCheckpoint:
     """A checkpoint on disk."""
 
     path: Path
-    position: HistoryPosition
+    position: SeriesPosition
 
 
 def check_retention(retention: Retention) -> None:
@@ -76,7 +76,7 @@ class CheckpointDirectory:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._known: dict[_OnDisk, HistoryPosition | None] = {}
+        self._known: dict[_OnDisk, SeriesPosition | None] = {}
 
     def entries(self) -> list[SavedCheckpoint]:
         """Return the checkpoints that are on disk now, in the order in which they were saved."""
@@ -105,7 +105,7 @@ class CheckpointDirectory:
         return _OnDisk(folder, status.st_ino, status.st_mtime_ns)
 
 
-def _read_position(folder: Path) -> HistoryPosition | None:
+def _read_position(folder: Path) -> SeriesPosition | None:
     header = peek(folder, _Header)
     return header.position if header is not None and header.format == FORMAT else None
 
@@ -118,7 +118,7 @@ def best(saved: list[SavedCheckpoint], *, mode: Mode) -> list[SavedCheckpoint]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DirectoryHistory:
+class DirectoryCheckpointSeries:
     """One save into a `CheckpointDirectory`; the `Saver` calls it on rank 0."""
 
     directory: CheckpointDirectory
@@ -126,10 +126,10 @@ class DirectoryHistory:
     step: int
     metric: float | None
 
-    def next_position(self) -> HistoryPosition:
+    def next_position(self) -> SeriesPosition:
         """Return the position after all checkpoints that are there now."""
         order = max((entry.position.order for entry in self.directory.entries()), default=0) + 1
-        return HistoryPosition(order, self.step, self.metric)
+        return SeriesPosition(order, self.step, self.metric)
 
     def remove_expired(self) -> None:
         """Remove the checkpoints that are not to be kept, and what killed saves have left behind."""

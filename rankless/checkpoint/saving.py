@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor
 
-from rankless.checkpoint.background_write import SaveHistory, WriteTask
+from rankless.checkpoint.background_write import CheckpointSeries, WriteTask
 from rankless.checkpoint.collective_errors import Agreement
 from rankless.checkpoint.content import Content, gather_content, pack_random_state, unpack_random_state
 from rankless.checkpoint.folder import UncommittedCheckpoint, resolve_target
@@ -59,7 +59,7 @@ class Saver:
         objects: Mapping[str, Any],
         *,
         options: SaveOptions | None = None,
-        history: SaveHistory | None = None,
+        series: CheckpointSeries | None = None,
     ) -> None:
         """Write a checkpoint folder at `path`: complete on return, or later with `background`.
 
@@ -71,7 +71,7 @@ class Saver:
         uncommitted = UncommittedCheckpoint(resolve_target(path))
         doing = f"save {os.fspath(path)}"
         try:
-            writing = self._prepare(uncommitted, objects, options=options, history=history, doing=doing)
+            writing = self._prepare(uncommitted, objects, options=options, series=series, doing=doing)
         except BaseException:
             if self.mesh.rank == 0:
                 uncommitted.discard()
@@ -115,7 +115,7 @@ class Saver:
         objects: Mapping[str, Any],
         *,
         options: SaveOptions,
-        history: SaveHistory | None,
+        series: CheckpointSeries | None,
         doing: str,
     ) -> WriteTask:
         """Do everything that needs the other ranks, or the objects as they are now."""
@@ -131,7 +131,7 @@ class Saver:
             tensors = self._copy(content, shares, reuse_memory=options.background)
             position = None
             if mesh.rank == 0:
-                position = history.next_position() if history is not None else None
+                position = series.next_position() if series is not None else None
                 uncommitted.open(token)
             description = content.describe() if sharded else ", ".join(objects)
             agreement.summary = f"{doing}, {options.layout}{' in the background' * options.background}, {description}"
@@ -157,7 +157,7 @@ class Saver:
                 extra=content.extra,
                 random=random,
             ),
-            history=history,
+            series=series,
         )
 
     def _copy(self, content: Content, shares: list[list[str]], *, reuse_memory: bool) -> dict[str, Tensor]:

@@ -4,7 +4,7 @@ import argparse
 import sys
 
 from rankless.compat.horovod import __version__ as horovod_version
-from rankless.config.launcher_choice import decode_settings
+from rankless.config.launcher_spec import decode_settings
 from rankless.config.run_config import RunConfig
 from rankless.config.validation import make_run_config
 from rankless.launch import agent
@@ -12,8 +12,8 @@ from rankless.launchers.horovodrun.build_table import build_table
 from rankless.launchers.horovodrun.config_file import complete_flags, read_config, unknown_keys
 from rankless.launchers.horovodrun.options import HorovodrunFlags
 from rankless.launchers.horovodrun.parser import add_flags, read_flags
+from rankless.launchers.horovodrun.profile_settings import HorovodrunSettings
 from rankless.launchers.horovodrun.run_config import describe_ignored_options, horovodrun_program, horovodrun_request
-from rankless.launchers.horovodrun.settings import HorovodrunSettings
 from rankless.runtime.hooks.import_aliases import installed_package
 from rankless.terminal.progress_observer import ProgressObserver
 

@@ -4,7 +4,7 @@ For scripts: the names below, and `rankless.collectives.differentiable`. They ta
 its names, `timeout` as a `datetime.timedelta` included; the additions of Rankless are keyword-only. Each function first
 compares the calls of all ranks (`collective_check`).
 
-For Rankless itself: tensors, bytes and typed values over a mesh (`tensor_collectives`, `byte_messages`,
+For Rankless itself: tensors, bytes and typed values over a mesh (`mesh_collectives`, `byte_messages`,
 `typed_values`), and the comparison of whole calls between ranks (`desync_detection`). `compiler`, `jobs`, `data` and
 `checkpoint` call them. Only this package, and `runtime` to make the process groups, call `torch.distributed`.
 """

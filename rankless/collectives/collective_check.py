@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from rankless.collectives.call_signature import Call, PostedCall, format_ranks, require_matching
-from rankless.collectives.shared_memory import create_shared_file, host_identity
+from rankless.collectives.shared_memory_file import create_shared_file, host_identity
 from rankless.errors import CollectiveError
 from rankless.user_code import caller_line
 
@@ -42,7 +42,7 @@ NOTIFY_INTERVAL_SECONDS = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckMember:
+class RankProcess:
     """One rank of a collective check, as the others know it."""
 
     rank: int
@@ -58,7 +58,7 @@ class CollectiveCheck:
         self,
         *,
         index: int,
-        members: Sequence[CheckMember],
+        members: Sequence[RankProcess],
         memory: mmap.mmap,
         path: str | None,
         notify: Callable[[str], None],
@@ -256,7 +256,7 @@ def open_collective_check(point: CheckRendezvous, *, index: int, ranks: Sequence
     with open(shared_path, "r+b") as file:
         memory = mmap.mmap(file.fileno(), memory_bytes)
     members = [
-        CheckMember(rank=rank, host=host, process_id=int(process_id))
+        RankProcess(rank=rank, host=host, process_id=int(process_id))
         for rank, (host, process_id, _) in zip(ranks, infos, strict=True)
     ]
     return CollectiveCheck(index=index, members=members, memory=memory, path=path or None, notify=point.notify)

@@ -31,8 +31,8 @@ from rankless.collectives.argument_checks import (
 )
 from rankless.collectives.call_signature import Call, Shape
 from rankless.collectives.checked_collectives import Issue, PendingWork, combine_works
-from rankless.collectives.process_groups import AnyGroup, CheckedGroup, resolve_group
-from rankless.collectives.tensor_collectives import flatten_by_kind
+from rankless.collectives.checked_groups import AnyGroup, CheckedGroup, resolve_group
+from rankless.collectives.mesh_collectives import flatten_by_kind
 from rankless.errors import ConfigError
 
 _TAG = 0x52414E4B

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import msgspec
 
 from rankless.collectives.host_connections import NUMBER, ErrorMessage, HostConnection
-from rankless.collectives.sync_point import SyncPoint, SyncPointNames, decode_sync_point, make_divergence_error
+from rankless.collectives.sync_point import PostedSyncPoint, SyncPointNames, decode_sync_point, make_divergence_error
 
 MAX_UNCOMPARED = 256
 """Own sync points that rank 0 keeps for a host that lags. A host that lags more is not compared at older ones."""
@@ -75,7 +75,7 @@ class HostComparison:
         point, known = decode_sync_point(own[0]), own[1]
         if payload.startswith(point.compared):
             return None
-        points: dict[int, SyncPoint] = dict.fromkeys(self._hosts[0], point)
+        points: dict[int, PostedSyncPoint] = dict.fromkeys(self._hosts[0], point)
         points |= dict.fromkeys(self._hosts[host], decode_sync_point(payload))
         error = make_divergence_error(points, rank=self._rank, known=known)
         expected, found = str(error.expected)[:MAX_FIELD_CHARACTERS], str(error.found)[:MAX_FIELD_CHARACTERS]

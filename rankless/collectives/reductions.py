@@ -29,8 +29,8 @@ from rankless.collectives.argument_checks import (
 )
 from rankless.collectives.call_signature import Call
 from rankless.collectives.checked_collectives import PendingWork, combine_works
-from rankless.collectives.process_groups import AnyGroup, CheckedGroup, resolve_group
-from rankless.collectives.tensor_collectives import flatten_by_kind
+from rankless.collectives.checked_groups import AnyGroup, CheckedGroup, resolve_group
+from rankless.collectives.mesh_collectives import flatten_by_kind
 
 
 def all_reduce(

@@ -46,7 +46,7 @@ def encode_explanation(line: str, remark: str, details: bytes) -> bytes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SyncPoint:
+class PostedSyncPoint:
     """What a rank has posted at a sync point."""
 
     compared: bytes
@@ -58,7 +58,7 @@ class SyncPoint:
     details: bytes
 
 
-def decode_sync_point(payload: bytes) -> SyncPoint:
+def decode_sync_point(payload: bytes) -> PostedSyncPoint:
     """Return the sync point of bytes."""
     length, count = HEADER.unpack_from(payload)
     text = payload[HEADER.size : HEADER.size + length].decode(errors="replace")
@@ -67,7 +67,7 @@ def decode_sync_point(payload: bytes) -> SyncPoint:
     line = end + TAIL.size
     remark = line + line_bytes
     details = remark + remark_bytes
-    return SyncPoint(
+    return PostedSyncPoint(
         compared=payload[:end],
         text=text,
         digests=struct.unpack_from(f"<{count}Q", payload, HEADER.size + length),
@@ -87,7 +87,7 @@ class SyncPointNames:
     line: str
 
 
-def make_divergence_error(points: Mapping[int, SyncPoint], *, rank: int, known: SyncPointNames) -> RanksDiverged:
+def make_divergence_error(points: Mapping[int, PostedSyncPoint], *, rank: int, known: SyncPointNames) -> RanksDiverged:
     """Return the error that names the ranks, their calls and their lines.
 
     `points` holds what each rank has posted under one number, and `rank` is the rank that compares.

@@ -7,7 +7,7 @@ import msgspec
 
 from rankless.config.elastic import Elastic
 from rankless.config.hosts import DEFAULT_PORT, Host
-from rankless.config.launcher_choice import LauncherChoice
+from rankless.config.launcher_spec import LauncherSpec
 
 ProgramKind = Literal["script", "module", "code", "command"]
 ShowChoice = Literal["first", "all"]
@@ -81,7 +81,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     """None: ssh chooses both the port and the file."""
 
 
-class JobStart(msgspec.Struct, frozen=True, kw_only=True):
+class AgreedJobConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What host 0 decides for all hosts once they have joined."""
 
     run_id: str
@@ -141,7 +141,7 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
     perturbation_seed: int | None = None
     dtype: Precision | None = None
     observation: RunObservation = RunObservation()
-    launcher: LauncherChoice | None = None
+    launcher: LauncherSpec | None = None
     """The launcher whose conventions the run follows; None for a plain `rankless run`."""
     master_address: str = "127.0.0.1"
     """MASTER_ADDR of a job on one host."""
@@ -181,7 +181,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     observation: RunObservation = RunObservation()
     progress: bool = True
     agent_output: AgentOutput = "table"
-    launcher: LauncherChoice | None = None
+    launcher: LauncherSpec | None = None
     """The launcher whose conventions the run follows; None for a plain `rankless run`."""
     master_address: str = "127.0.0.1"
     """MASTER_ADDR of a job on one host."""

@@ -7,10 +7,10 @@ import torch
 
 from rankless.context.leftover_calls import LeftoverCalls
 from rankless.context.loader_passes import LoaderPasses
-from rankless.context.model_changes import ModelChanges
+from rankless.context.model_change_detector import ModelChangeDetector
 from rankless.context.observers import CallInspector, JobRecorder, ProgramObserver
 from rankless.context.optimizer_changes import OptimizerChanges
-from rankless.context.progress_records import ProgressMeter
+from rankless.context.progress_meter import ProgressMeter
 from rankless.context.step_limit import StepLimit
 from rankless.parallel.mesh import Mesh
 from rankless.records.events import AnyRecord
@@ -39,7 +39,7 @@ class World:
     """The seed of the perturbation, in the run with which `rankless verify` measures rounding noise."""
     dtype: torch.dtype | None = None
     """The dtype in which jobs compute, whatever the script says. None leaves it to the script."""
-    model_changes: ModelChanges = field(default_factory=ModelChanges)
+    model_changes: ModelChangeDetector = field(default_factory=ModelChangeDetector)
     """Knows which models the script has changed outside jobs."""
     leftovers: LeftoverCalls = field(default_factory=LeftoverCalls)
     """Finds calls of a plain training loop beside jobs."""

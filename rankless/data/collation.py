@@ -83,10 +83,10 @@ def _refuse(found: str) -> ReadFailure:
 
 def _copy_samples(samples: Any) -> list[Any]:
     try:
-        copy_to_device: list[Any] = copy.deepcopy(samples)
+        copied: list[Any] = copy.deepcopy(samples)
     except (TypeError, RuntimeError):  # samples may hold an open file or a tensor that is part of an autograd graph
         return [copy.copy(sample) for sample in samples]
-    return copy_to_device
+    return copied
 
 
 def _find_mixed_leaf(data: Any, again: Any, *, rows: int) -> str | None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rankless.collectives.byte_messages import broadcast_bytes
-from rankless.collectives.tensor_collectives import scatter
+from rankless.collectives.mesh_collectives import scatter
 from rankless.collectives.typed_values import decode_value, encode_value
 from rankless.data.batch_tree import LocalRows, count_rows, map_leaves
 from rankless.data.generators import (

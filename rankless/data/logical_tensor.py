@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.overrides import resolve_name
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from rankless.collectives.tensor_collectives import all_gather
+from rankless.collectives.mesh_collectives import all_gather
 from rankless.context.once import require_not_in_once
 from rankless.context.world import World
 from rankless.errors import DataError

@@ -14,9 +14,16 @@ import numpy
 
 from rankless.collectives import all_gather_object
 from rankless.collectives.call_signature import format_ranks
-from rankless.collectives.process_groups import resolve_group
+from rankless.collectives.checked_groups import resolve_group
 from rankless.data.generators import find_generators, preserve_generators, seed_generators
-from rankless.data.rank_shards import Keys, RankShard, find_dataset, find_index_source, find_shard, read_row_shard
+from rankless.data.shard_inspection import (
+    Keys,
+    RankSamples,
+    find_dataset,
+    find_index_source,
+    find_shard,
+    read_row_shard,
+)
 from rankless.data.stream_reader import compute_digest
 from rankless.errors import ConfigError, RanksDiverged
 from rankless.parallel.mesh import Mesh
@@ -57,7 +64,7 @@ def require_shards(loader: Any, options: ShardCheckOptions, *, mesh: Mesh, notif
                 fix="omit it, or pass the number of batches to check on each rank",
             )
         shard = find_shard(loader, max_batches=options.batches, notify=notify)
-    shards: list[RankShard] = _gather_from_all(shard, mesh)
+    shards: list[RankSamples] = _gather_from_all(shard, mesh)
     _require_same_kind(shards)
     if shard.kind == "indices" and not _is_one_dataset(loader, shards, mesh, notify):
         if find_index_source(loader) is loader:
@@ -82,7 +89,7 @@ def _gather_from_all(value: Any, mesh: Mesh) -> list[Any]:
     return gathered
 
 
-def _is_one_dataset(loader: Any, shards: Sequence[RankShard], mesh: Mesh, notify: Callable[[str], None]) -> bool:
+def _is_one_dataset(loader: Any, shards: Sequence[RankSamples], mesh: Mesh, notify: Callable[[str], None]) -> bool:
     """Whether an index means the same sample on every rank. Collective; reads a few samples."""
     if any(shard.samples != shards[0].samples for shard in shards):
         return False
@@ -115,7 +122,7 @@ def _digest_sample(dataset: Any, index: int) -> bytes:
         return compute_digest(dataset[index])
 
 
-def _require_same_kind(shards: Sequence[RankShard]) -> None:
+def _require_same_kind(shards: Sequence[RankSamples]) -> None:
     kinds = {"indices": "a sampler's", "rows": "batches", "whole": "a rankless.loader"}
     if any(shard.kind != shards[0].kind for shard in shards):
         raise RanksDiverged(
@@ -125,7 +132,7 @@ def _require_same_kind(shards: Sequence[RankShard]) -> None:
         )
 
 
-def _require_same_loader(shards: Sequence[RankShard]) -> None:
+def _require_same_loader(shards: Sequence[RankSamples]) -> None:
     """Require equal `rankless.loader`s. Each of them gives its rank its rows of every batch."""
     if shards[0].source:
         raise RanksDiverged(
@@ -142,7 +149,7 @@ def _require_same_loader(shards: Sequence[RankShard]) -> None:
         )
 
 
-def _require_disjoint_indices(shards: Sequence[RankShard], notify: Callable[[str], None]) -> None:
+def _require_disjoint_indices(shards: Sequence[RankSamples], notify: Callable[[str], None]) -> None:
     own = [numpy.unique(shard.keys) for shard in shards]
     if any(len(unique) < len(shard.keys) for unique, shard in zip(own, shards, strict=True)):
         _require_distinct_draws(shards)
@@ -170,14 +177,14 @@ def _require_disjoint_indices(shards: Sequence[RankShard], notify: Callable[[str
     )
 
 
-def _is_padding(shards: Sequence[RankShard], repeated: Keys, extra: int) -> bool:
+def _is_padding(shards: Sequence[RankSamples], repeated: Keys, extra: int) -> bool:
     """Whether samples are repeated as torch pads: fewer than ranks, each as the last sample of some rank."""
     lasts = [shard.keys[-1] for shard in shards if len(shard.keys)]
     even = len({len(shard.keys) for shard in shards}) == 1
     return even and extra < len(shards) and bool(numpy.isin(repeated, lasts).all())
 
 
-def _require_distinct_draws(shards: Sequence[RankShard]) -> None:
+def _require_distinct_draws(shards: Sequence[RankSamples]) -> None:
     """Require different draws. Ranks that draw with replacement may share samples, but not their whole order."""
     for rank, shard in enumerate(shards):
         identical = [other for other in range(rank) if numpy.array_equal(shards[other].keys, shard.keys)]
@@ -190,7 +197,7 @@ def _require_distinct_draws(shards: Sequence[RankShard]) -> None:
             )
 
 
-def _require_complete(shards: Sequence[RankShard]) -> None:
+def _require_complete(shards: Sequence[RankSamples]) -> None:
     keys = [shard.keys for shard in shards]
     with_replacement = any(len(numpy.unique(own)) < len(own) for own in keys)
     if with_replacement or any(shard.is_truncated or shard.keys.dtype != numpy.int64 for shard in shards):
@@ -212,7 +219,7 @@ def _require_complete(shards: Sequence[RankShard]) -> None:
         )
 
 
-def _require_disjoint_rows(shards: Sequence[RankShard], notify: Callable[[str], None]) -> None:
+def _require_disjoint_rows(shards: Sequence[RankSamples], notify: Callable[[str], None]) -> None:
     """Compare shards by content of rows, or of whole batches if rows of one rank are often equal."""
     often_equal = any(len(numpy.unique(shard.keys)) < (1 - FAULTY_FRACTION) * len(shard.keys) for shard in shards)
     what = "batches" if often_equal else "samples"
@@ -234,7 +241,7 @@ def _require_disjoint_rows(shards: Sequence[RankShard], notify: Callable[[str], 
         notify(f"{found}. Either the data has equal samples, or the shards overlap")
 
 
-def _require_even(shards: Sequence[RankShard]) -> None:
+def _require_even(shards: Sequence[RankSamples]) -> None:
     counts = [shard.batches for shard in shards]
     if any(count != counts[0] for count in counts):
         raise RanksDiverged(
@@ -244,7 +251,7 @@ def _require_even(shards: Sequence[RankShard]) -> None:
         )
 
 
-def _describe_sources(shards: Sequence[RankShard]) -> str:
+def _describe_sources(shards: Sequence[RankSamples]) -> str:
     sources = dict.fromkeys(shard.source for shard in shards)
     ranks = {source: [rank for rank, shard in enumerate(shards) if shard.source == source] for source in sources}
     return "; ".join(f"{format_ranks(ranks[source])}: {source}" for source in sources)

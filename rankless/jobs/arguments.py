@@ -21,7 +21,7 @@ POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR
 
 
 @dataclass(frozen=True)
-class Arguments:
+class FlattenedArguments:
     """The tensors of a call in order, and what `unflatten` needs to rebuild the call from other tensors."""
 
     tensors: tuple[Tensor, ...]
@@ -52,12 +52,12 @@ class Arguments:
         return self.spec, self.plain, tuple([tensor.dtype for tensor in self.tensors])
 
 
-def find_leaf_names(function: Callable[..., Any], arguments: Arguments) -> list[str]:
+def find_leaf_names(function: Callable[..., Any], arguments: FlattenedArguments) -> list[str]:
     """Return the name of the function's argument that holds each leaf of a call."""
     return [name for name, _ in find_leaf_paths(function, arguments)]
 
 
-def find_leaf_paths(function: Callable[..., Any], arguments: Arguments) -> list[tuple[str, str]]:
+def find_leaf_paths(function: Callable[..., Any], arguments: FlattenedArguments) -> list[tuple[str, str]]:
     """Return for each leaf of a call the function's argument and the path in it, as "['ids'][0]"."""
     parameters = inspect.signature(function).parameters
     positional = [name for name, item in parameters.items() if item.kind in POSITIONAL]
@@ -77,7 +77,7 @@ def find_leaf_paths(function: Callable[..., Any], arguments: Arguments) -> list[
     return found
 
 
-def flatten_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Arguments:
+def flatten_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> FlattenedArguments:
     """Flatten a call's arguments. NumPy arrays become tensors, and tensors move to the model's device."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     tensors: list[Tensor] = []
@@ -89,15 +89,15 @@ def flatten_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], device: tor
             plain.append(TENSOR)
         else:
             plain.append(value)
-    return Arguments(tuple(tensors), spec, tuple(plain), (0,) * len(tensors))
+    return FlattenedArguments(tuple(tensors), spec, tuple(plain), (0,) * len(tensors))
 
 
-def get_shapes(arguments: Arguments) -> list[ArgumentShape]:
+def get_shapes(arguments: FlattenedArguments) -> list[ArgumentShape]:
     """Return the logical shapes of the tensors."""
     return [ArgumentShape(shape=tuple(item.shape), dtype=item.dtype) for item in arguments.tensors]
 
 
-def get_placements(arguments: Arguments, mesh: Mesh) -> tuple[Placement, ...]:
+def get_placements(arguments: FlattenedArguments, mesh: Mesh) -> tuple[Placement, ...]:
     """Return the placements of the tensors of a call."""
     return tuple(
         [get_placement(tensor, dim, mesh) for tensor, dim in zip(arguments.tensors, arguments.batch_dims, strict=True)]

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from rankless.data.logical_tensor import LogicalTensor
 from rankless.errors import ConfigError, DataError
-from rankless.jobs.arguments import TENSOR, Arguments, find_leaf_names
+from rankless.jobs.arguments import TENSOR, FlattenedArguments, find_leaf_names
 from rankless.parallel.tensor_placement import Shard
 
 
@@ -38,7 +38,7 @@ class BatchDims:
         """Return what a copy of the job has: the marks, without what the calls of this process have found."""
         return {**self.__dict__, "_leaves": {}}
 
-    def apply(self, arguments: Arguments) -> Arguments:
+    def apply(self, arguments: FlattenedArguments) -> FlattenedArguments:
         """Return the call with the batch dim of every tensor.
 
         Raises `DataError` if a loader split the batch on another dim.

@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rankless.compiler.tracing.plain_values import PLAIN_TYPES
+from rankless.compiler.tracing.value_snapshots import PLAIN_TYPES
 from rankless.data.logical_tensor import LogicalTensor
-from rankless.jobs.arguments import TENSOR, Arguments, find_leaf_paths
+from rankless.jobs.arguments import TENSOR, FlattenedArguments, find_leaf_paths
 
 PIECES = 256
 PIECE_BYTES = 64
 GENERATOR = "state of torch's random generator"
 
 
-def format_call(job: str, call: int, arguments: Arguments) -> str:
+def format_call(job: str, call: int, arguments: FlattenedArguments) -> str:
     """Describe a call: the job, its number, the shapes of tensors, plain values."""
     tensors = iter(arguments.tensors)
     leaves = [format_tensor(next(tensors)) if leaf is TENSOR else format_plain(leaf) for leaf in arguments.plain]
@@ -39,7 +39,7 @@ def format_plain(value: Any) -> str:
     return repr(value) if isinstance(value, PLAIN_TYPES) else type(value).__qualname__
 
 
-def name_tensors(function: Callable[..., Any], arguments: Arguments) -> list[str]:
+def name_tensors(function: Callable[..., Any], arguments: FlattenedArguments) -> list[str]:
     """Return the function's names of its tensor arguments: "images", "batch['ids']"."""
     paths = find_leaf_paths(function, arguments)
     return [name + rest for (name, rest), leaf in zip(paths, arguments.plain, strict=True) if leaf is TENSOR]

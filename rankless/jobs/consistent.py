@@ -12,7 +12,7 @@ from rankless.compiler.capture.capture import TENSOR_LEAF, CapturedJob
 from rankless.compiler.tracing.symbolic_sizes import evaluate_size
 from rankless.context.optimizer_fingerprint import OptimizerComparison
 from rankless.context.world import World
-from rankless.jobs.arguments import Arguments, get_local_piece, get_placements
+from rankless.jobs.arguments import FlattenedArguments, get_local_piece, get_placements
 from rankless.jobs.call_fingerprint import (
     GENERATOR,
     fingerprint_generator,
@@ -20,11 +20,11 @@ from rankless.jobs.call_fingerprint import (
     format_call,
     name_tensors,
 )
+from rankless.jobs.call_loss_weights import LossWeightReader
 from rankless.jobs.definition import CallResult, JobDefinition
 from rankless.jobs.executable import Executable
-from rankless.jobs.loss_weights import LossWeightReader
 from rankless.jobs.model_sync import check_models_equal, require_same_kind_of_device, sync_models
-from rankless.jobs.program_cache import CachedCall, ProgramCache
+from rankless.jobs.program_cache import CacheLookup, ProgramCache
 
 CHANGED = ", its models changed outside jobs since"
 READ = "Python values that the job reads"
@@ -47,7 +47,7 @@ class ConsistentView:
         self._states: Sequence[Tensor] = ()
         require_same_kind_of_device(job, world)
 
-    def run(self, arguments: Arguments) -> CallResult:
+    def run(self, arguments: FlattenedArguments) -> CallResult:
         """Return the job's whole result, the same on every rank. A train job also sets its parameters' gradients."""
         placements = get_placements(arguments, self._world.mesh)
         call = self._programs.look_up(arguments, placements)
@@ -90,7 +90,7 @@ class ConsistentView:
         weights = () if self._loss_weights is None else self._loss_weights.read(executable, results)
         return CallResult(unflatten_result(executable.captured, results, sizes), loss=loss, weights=weights)
 
-    def _sync_call(self, call: CachedCall) -> None:
+    def _sync_call(self, call: CacheLookup) -> None:
         """Check that all ranks make this call, with the same inputs and models. Raises `RanksDiverged`.
 
         The check includes the cached program: if a Python value that the job reads differs, one rank would

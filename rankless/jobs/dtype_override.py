@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from rankless.jobs.arguments import Arguments
+from rankless.jobs.arguments import FlattenedArguments
 from rankless.jobs.definition import JobDefinition
 
 
@@ -25,7 +25,7 @@ def cast_job(job: JobDefinition, dtype: torch.dtype) -> None:
                     state[key] = cast(value, dtype)
 
 
-def cast_arguments(arguments: Arguments, dtype: torch.dtype) -> Arguments:
+def cast_arguments(arguments: FlattenedArguments, dtype: torch.dtype) -> FlattenedArguments:
     """Return a call with its floating-point tensors in `dtype`; a loader's batches stay logical."""
     return replace(arguments, tensors=tuple(cast(tensor, dtype) for tensor in arguments.tensors))
 

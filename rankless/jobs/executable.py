@@ -8,13 +8,13 @@ from torch import Tensor, nn
 from rankless.compiler.capture.capture import CapturedJob
 from rankless.compiler.codegen.codegen import LocalProgram
 from rankless.compiler.ir.logical_program import ProgramInput
-from rankless.jobs.arguments import Arguments
+from rankless.jobs.arguments import FlattenedArguments
 from rankless.jobs.definition import JobDefinition
-from rankless.jobs.varying_sizes import VaryingSizes
+from rankless.jobs.varying_sizes import SizeConstraints
 
 
 @dataclass(frozen=True)
-class Slot:
+class ModuleTensorReference:
     """The name of a parameter or buffer in its module. Each run reads the tensor that has this name then."""
 
     table: Mapping[str, Tensor | None]
@@ -35,12 +35,12 @@ class Executable:
     captured: CapturedJob
     number: int
     """Its number among the job's programs, in the order of capture: the same on every rank."""
-    slots: tuple[Slot | Tensor | int, ...]
+    slots: tuple[ModuleTensorReference | Tensor | int, ...]
     """The source of each input: a module's slot, a constant, or the number of a tensor argument."""
-    targets: tuple[Slot | None, ...]
+    targets: tuple[ModuleTensorReference | None, ...]
     """The target of each output: a parameter (its gradient), a buffer, or None for a result."""
     parameters: tuple[nn.Parameter, ...]
-    varying_sizes: VaryingSizes | None
+    varying_sizes: SizeConstraints | None
     """For which other sizes of arguments it is valid; None if only for those it was captured with."""
 
     @property
@@ -48,7 +48,7 @@ class Executable:
         """Whether every Python value that the capture read is unchanged."""
         return self.captured.guards.all_hold()
 
-    def sizes(self, arguments: Arguments) -> dict[str, int]:
+    def sizes(self, arguments: FlattenedArguments) -> dict[str, int]:
         """Return the varying sizes of this call by symbol."""
         if self.varying_sizes is None:
             return {}
@@ -61,7 +61,7 @@ def make_executable(
     local: LocalProgram,
     *,
     number: int,
-    varying_sizes: VaryingSizes | None = None,
+    varying_sizes: SizeConstraints | None = None,
 ) -> Executable:
     """Return an executable of a job's compiled program."""
     return Executable(
@@ -78,7 +78,7 @@ def make_executable(
     )
 
 
-def find_input(job: JobDefinition, described: ProgramInput) -> Slot | Tensor | int:
+def find_input(job: JobDefinition, described: ProgramInput) -> ModuleTensorReference | Tensor | int:
     """Return where each call finds an input's value."""
     if described.kind == "argument":
         return described.index
@@ -87,9 +87,9 @@ def find_input(job: JobDefinition, described: ProgramInput) -> Slot | Tensor | i
     return find_slot(job, described.name, described.kind == "parameter")
 
 
-def find_slot(job: JobDefinition, full_name: str, is_parameter: bool) -> Slot:
+def find_slot(job: JobDefinition, full_name: str, is_parameter: bool) -> ModuleTensorReference:
     """Return the slot of a name such as "model.layer.weight"."""
     name, _, path = full_name.partition(".")
     owner, _, key = path.rpartition(".")
     module = job.modules[name].get_submodule(owner)
-    return Slot(module._parameters if is_parameter else module._buffers, key)
+    return ModuleTensorReference(module._parameters if is_parameter else module._buffers, key)

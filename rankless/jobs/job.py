@@ -20,7 +20,7 @@ from rankless.context.missing_optimizer import MissingOptimizerCheck
 from rankless.context.once import require_not_in_once
 from rankless.context.world import World, WorldSource
 from rankless.errors import ConfigError, RanklessError, RanksDiverged
-from rankless.jobs.argument_specs import PerDevice, Placeholder, PlaceholderCheck, read_placeholders
+from rankless.jobs.argument_annotations import PerDevice, Placeholder, PlaceholderCheck, read_placeholders
 from rankless.jobs.arguments import flatten_arguments
 from rankless.jobs.batch_dims_option import BatchDims
 from rankless.jobs.consistent import ConsistentView

@@ -22,14 +22,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from rankless.collectives.byte_messages import all_gather_bytes
-from rankless.collectives.tensor_collectives import all_reduce, broadcast, flatten_by_kind
+from rankless.collectives.mesh_collectives import all_reduce, broadcast, flatten_by_kind
 from rankless.collectives.typed_values import decode_value, encode_value
 from rankless.compiler.capture.autocast import clear_autocast_cache, disable_autocast
 from rankless.compiler.capture.capture import extract_loss
 from rankless.context.optimizer_fingerprint import OptimizerComparison
 from rankless.context.world import World
 from rankless.errors import ConfigError
-from rankless.jobs.arguments import Arguments
+from rankless.jobs.arguments import FlattenedArguments
 from rankless.jobs.definition import CallResult, JobDefinition, detach_leaf
 from rankless.jobs.model_sync import check_models_equal, require_same_kind_of_device, sync_models
 
@@ -69,7 +69,7 @@ class MirroredView:
                 where=job.line,
             )
 
-    def run(self, arguments: Arguments) -> CallResult:
+    def run(self, arguments: FlattenedArguments) -> CallResult:
         """Return the list of all devices' results. A train job also sets its parameters' gradients."""
         args, kwargs = arguments.unflatten(arguments.tensors)
         elements = count_elements(self._job, args, kwargs, self._world.mesh.size)

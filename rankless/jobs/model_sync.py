@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from rankless.collectives.byte_messages import all_gather_bytes
-from rankless.collectives.tensor_collectives import broadcast
+from rankless.collectives.mesh_collectives import broadcast
 from rankless.compiler.capture.graph_cleanup import named_tensors
 from rankless.compiler.capture.side_effects import require_initialized
 from rankless.context.optimizer_changes import list_state_entries

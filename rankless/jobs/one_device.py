@@ -10,13 +10,13 @@ from torch.utils import _pytree as pytree
 
 from rankless.compiler.capture.autocast import clear_autocast_cache, disable_autocast
 from rankless.compiler.capture.capture import extract_loss
-from rankless.compiler.capture.training_calls import refuse_training_calls
+from rankless.compiler.capture.forbidden_training_calls import refuse_training_calls
 from rankless.compiler.capture.untraced_changes import warn_of_refused_changes
 from rankless.context.world import World
 from rankless.errors import CaptureError
-from rankless.jobs.arguments import Arguments
+from rankless.jobs.arguments import FlattenedArguments
+from rankless.jobs.call_loss_weights import LossWeightReader
 from rankless.jobs.definition import CallResult, JobDefinition, detach_leaf
-from rankless.jobs.loss_weights import LossWeightReader
 from rankless.jobs.perturbation import perturb_gradients, perturbed_parameters
 
 
@@ -32,7 +32,7 @@ class PlainView:
         self._is_first = True
         self._noise = None if seed is None else torch.Generator().manual_seed(seed)
 
-    def run(self, arguments: Arguments) -> CallResult:
+    def run(self, arguments: FlattenedArguments) -> CallResult:
         """Return the job's result. A train job also sets its parameters' gradients."""
         args, kwargs = arguments.unflatten(arguments.tensors)
         inspector = self._world.inspector

@@ -20,20 +20,20 @@ from rankless.compiler.guards.guards import Guard
 from rankless.compiler.ir.logical_program import LogicalProgram
 from rankless.compiler.program_agreement import require_same_program
 from rankless.compiler.scheduling.schedule import GradientMemory
-from rankless.compiler.tracing.plain_values import make_type_keys
 from rankless.compiler.tracing.symbolic_sizes import SymbolicSizes, compile_guards, is_symbolic
+from rankless.compiler.tracing.value_snapshots import make_type_keys
 from rankless.context.world import World
 from rankless.errors import RanklessError
-from rankless.jobs.arguments import Arguments, get_shapes
+from rankless.jobs.arguments import FlattenedArguments, get_shapes
 from rankless.jobs.definition import JobDefinition
 from rankless.jobs.executable import Executable, make_executable
 from rankless.jobs.program_records import ProgramNotices
-from rankless.jobs.varying_numbers import VaryingNumbers
+from rankless.jobs.recapture_warning import RecaptureWarner
 from rankless.jobs.varying_sizes import (
     ArgumentDim,
     Shapes,
+    SizeConstraints,
     SizeHistory,
-    VaryingSizes,
     is_even_split,
     list_sizes,
     make_symbolic_shapes,
@@ -73,10 +73,10 @@ class SizeGuards(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CachedCall:
+class CacheLookup:
     """A call with its logical shapes and placements, and the cache entry that it belongs to."""
 
-    arguments: Arguments
+    arguments: FlattenedArguments
     shapes: Shapes
     placements: tuple[Placement, ...]
     entry: CacheEntry
@@ -109,24 +109,24 @@ class ProgramCache:
         self,
         job: JobDefinition,
         world: World,
-        transform: Callable[[CapturedJob, Arguments], LogicalProgram] = lambda captured, _: captured.program,
+        transform: Callable[[CapturedJob, FlattenedArguments], LogicalProgram] = lambda captured, _: captured.program,
     ) -> None:
         self._job = job
         self._world = world
         self._transform = transform
         self._entries: dict[Hashable, CacheEntry] = {}
-        self._numbers = VaryingNumbers(job, world.notify)
+        self._recapture_warner = RecaptureWarner(job, world.notify)
         self._memory = GradientMemory()
         self._notices = ProgramNotices(job, world.notify)
         self._recaptures: dict[str, int] = {}
         self._captures = 0
 
-    def look_up(self, arguments: Arguments, placements: tuple[Placement, ...]) -> CachedCall:
+    def look_up(self, arguments: FlattenedArguments, placements: tuple[Placement, ...]) -> CacheLookup:
         """Return a call with its valid program, if the cache has one."""
         shapes = tuple([tensor.shape for tensor in arguments.tensors])
         key = self._key(arguments, placements)
         if key not in self._entries:
-            self._numbers.record(arguments)
+            self._recapture_warner.record(arguments)
             if len(self._entries) == MAX_ENTRIES:
                 # A number that changes at every call makes an entry for each; they must not fill memory.
                 del self._entries[next(iter(self._entries))]
@@ -139,9 +139,9 @@ class ProgramCache:
             found = find_fitting(entry, shapes)
         if found is not None:
             move_to_front(known, found)
-        return CachedCall(arguments=arguments, shapes=shapes, placements=placements, entry=entry, known=found)
+        return CacheLookup(arguments=arguments, shapes=shapes, placements=placements, entry=entry, known=found)
 
-    def capture_program(self, call: CachedCall) -> Executable:
+    def capture_program(self, call: CacheLookup) -> Executable:
         """Capture a program for a call without one, on every rank, and store it."""
         stale_guard = call.stale_guard()
         executable = self._capture_varying_sizes(call) or self._capture_fixed_sizes(call)
@@ -149,7 +149,7 @@ class ProgramCache:
         move_to_front(call.entry.by_shapes[call.shapes], executable)
         return executable
 
-    def capture_exactly(self, call: CachedCall) -> Executable:
+    def capture_exactly(self, call: CacheLookup) -> Executable:
         """Capture a program for exactly this call, without varying sizes, to inspect its values."""
         return self._capture_fixed_sizes(call)
 
@@ -164,7 +164,7 @@ class ProgramCache:
                 f"{stale_guard.label} changes (correct, but slow); pass it as a tensor argument"
             )
 
-    def _key(self, arguments: Arguments, placements: tuple[Placement, ...]) -> Hashable:
+    def _key(self, arguments: FlattenedArguments, placements: tuple[Placement, ...]) -> Hashable:
         """Return the cache key: arguments, placements, kinds of plain values, and PyTorch's global modes."""
         return (
             arguments.cache_key(self._job.name),
@@ -180,7 +180,7 @@ class ProgramCache:
             get_torch_modes(self._job.device(self._world.mesh.device).type),
         )
 
-    def _capture_fixed_sizes(self, call: CachedCall) -> Executable:
+    def _capture_fixed_sizes(self, call: CacheLookup) -> Executable:
         """Capture for these sizes, compare with the other ranks, compile."""
         captured = self._capture(call.arguments, get_shapes(call.arguments), None)
         program = self._transform(captured, call.arguments)
@@ -189,7 +189,7 @@ class ProgramCache:
         self._report_program(local, captured)
         return self._make_executable(captured, local)
 
-    def _capture_varying_sizes(self, call: CachedCall) -> Executable | None:
+    def _capture_varying_sizes(self, call: CacheLookup) -> Executable | None:
         """Do the same with symbols for sizes that have varied; None if there are none or it fails."""
         entry, groups = call.entry, call.varying()
         if not groups or entry.failures >= MAX_FAILURES:
@@ -214,7 +214,7 @@ class ProgramCache:
         require_same_program(program, self._world.mesh)
         self._report_program(local, captured)
         varied = {dim_key for group in groups for dim_key in group}
-        varying_sizes = VaryingSizes(
+        varying_sizes = SizeConstraints(
             groups=groups,
             symbols=symbols,
             fixed={dim_key: size for dim_key, size in list_sizes(call.shapes).items() if dim_key not in varied},
@@ -254,13 +254,13 @@ class ProgramCache:
         return None
 
     def _make_executable(
-        self, captured: CapturedJob, local: LocalProgram, varying_sizes: VaryingSizes | None = None
+        self, captured: CapturedJob, local: LocalProgram, varying_sizes: SizeConstraints | None = None
     ) -> Executable:
         self._captures += 1
         return make_executable(self._job, captured, local, number=self._captures, varying_sizes=varying_sizes)
 
     def _capture(
-        self, arguments: Arguments, shapes: Sequence[ArgumentShape], sizes: SymbolicSizes | None
+        self, arguments: FlattenedArguments, shapes: Sequence[ArgumentShape], sizes: SymbolicSizes | None
     ) -> CapturedJob:
         """Capture the logical program for arguments of the given shapes."""
         job = self._job

@@ -15,8 +15,8 @@ from rankless.compiler.tracing.symbolic_sizes import size_hint
 from rankless.jobs.definition import JobDefinition
 from rankless.parallel.tensor_placement import Placement, Replicate, Shard
 from rankless.records.job_programs import (
+    DefinedJob,
     JobProgram,
-    KnownJob,
     ProgramCommunication,
     ProgramInputRecord,
     ProgramRecord,
@@ -42,7 +42,7 @@ class ProgramRecorder:
         """Write a program of a job as soon as it is compiled."""
         self._write(describe_program(job, local))
 
-    def finish(self, known: Iterable[KnownJob]) -> None:
+    def finish(self, known: Iterable[DefinedJob]) -> None:
         """Write which jobs exist, and close the file. A second call does nothing."""
         if not self._stream.closed:
             for job in known:

@@ -50,7 +50,7 @@ def list_sizes(shapes: Shapes) -> dict[ArgumentDim, int]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class VaryingSizes:
+class SizeConstraints:
     """The sizes for which a program for varying sizes is valid."""
 
     groups: tuple[tuple[ArgumentDim, ...], ...]

@@ -18,7 +18,6 @@ from rankless.launch.ports import require_own_address
 from rankless.launch.profile import load_profile
 from rankless.launch.rendezvous.leader import RendezvousInterrupted
 from rankless.launch.rendezvous.peers import FollowerPeers, LeaderPeer
-from rankless.launch.report import RunReport, conclude
 from rankless.launch.signals import Interrupts
 from rankless.launch.supervisor.failure_attribution import Verdict, name_signal
 from rankless.launch.supervisor.fork_server_client import ForkServerClient, InheritedSockets
@@ -26,9 +25,10 @@ from rankless.launch.supervisor.fork_server_pool_client import ForkServerPoolCli
 from rankless.launch.supervisor.shared_files import SharedFiles
 from rankless.launch.supervisor.supervisor import RunOutcome, Supervisor
 from rankless.launch.supervisor.terminal_text import format_count
+from rankless.launch.terminal_report import RunReport, conclude
 from rankless.launch.watchdog.watchdog import Watchdog, WatchdogConfig, open_status_pages
 from rankless.launch.worker_configs import make_worker_configs
-from rankless.launch.worker_output import SOURCES, Source, Terminal, Write, make_writer
+from rankless.launch.worker_output import SOURCES, Source, WorkerOutputFollower, Write, make_writer
 from rankless.launch.worker_table import WorkerTable
 from rankless.records.events import AnyRecord, FileOpened, Notice, Raised, ScriptFinished
 from rankless.records.run_summary import RunSummary
@@ -318,7 +318,7 @@ class HostRun:
         ]
         return any(shown)
 
-    def _open_terminal(self, folder: str) -> Terminal:
+    def _open_terminal(self, folder: str) -> WorkerOutputFollower:
         config, peers = self._config, self._job.peers
         writers = self._streams.writers()
         if isinstance(peers, LeaderPeer) and self._profile.output_hosts == "gathered":
@@ -326,7 +326,7 @@ class HostRun:
         is_shown = self._job.host_index == 0 or self._profile.output_hosts != "first"
         workers = [worker.config for worker in self._workers]
         streams = self._profile.shown_streams(config, folder, workers) if is_shown else []
-        terminal = Terminal(streams, writers=writers)
+        terminal = WorkerOutputFollower(streams, writers=writers)
         if isinstance(peers, FollowerPeers):
             peers.set_output_sink(terminal.show)
         return terminal

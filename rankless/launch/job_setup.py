@@ -11,7 +11,7 @@ import msgspec
 
 from rankless.config import environment
 from rankless.config.hosts import addresses_of, interface_of, interface_towards, is_loopback, own_addresses
-from rankless.config.run_config import Cluster, JobStart, RunConfig
+from rankless.config.run_config import AgreedJobConfig, Cluster, RunConfig
 from rankless.config.validation import choose_backend
 from rankless.errors import ConfigError, JoinError
 from rankless.launch.doctor.preflight import run_preflight
@@ -39,7 +39,7 @@ class ReadyJob:
     """A job whose hosts are all there, as one of them sees it."""
 
     peers: NoPeers | FollowerPeers | LeaderPeer
-    start: JobStart
+    start: AgreedJobConfig
     host_index: int = 0
     names: Sequence[str] = ("",)
     """The name of every host."""
@@ -240,7 +240,7 @@ def _address(cluster: Cluster, host_index: int, facts: Mapping[int, HostFacts], 
 
 
 def _open_services(
-    config: RunConfig, start: JobStart, addresses: Sequence[str]
+    config: RunConfig, start: AgreedJobConfig, addresses: Sequence[str]
 ) -> AbstractContextManager[Mapping[str, str | None]]:
     return load_profile(config.launcher).open_services(
         config, addresses=addresses, worker_counts=start.workers, store_address=start.store_address
@@ -249,10 +249,10 @@ def _open_services(
 
 def _make_start(
     config: RunConfig, devices: Sequence[Sequence[str]], *, store: socket.socket, reserved: socket.socket
-) -> JobStart:
+) -> AgreedJobConfig:
     address = str(store.getsockname()[0])
     backends = {choose_backend(tuple(host_devices)) for host_devices in devices}
-    return JobStart(
+    return AgreedJobConfig(
         run_id=make_run_id(config),
         seed=config.seed,
         workers=tuple(map(len, devices)),

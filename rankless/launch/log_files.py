@@ -5,9 +5,9 @@ import re
 import secrets
 import time
 
-from rankless.config.run_config import JobStart, RunConfig
+from rankless.config.run_config import AgreedJobConfig, RunConfig
 from rankless.errors import LaunchError
-from rankless.launch.profile import LogFiles, load_profile
+from rankless.launch.profile import WorkerLogFiles, load_profile
 
 
 def make_run_id(config: RunConfig) -> str:
@@ -22,7 +22,7 @@ def run_folder(config: RunConfig, run_id: str, host_index: int) -> str:
     return os.path.join(config.log_folder, load_profile(config.launcher).folder_name(run_id, host_index))
 
 
-def make_run_folder(config: RunConfig, start: JobStart, host_index: int) -> str:
+def make_run_folder(config: RunConfig, start: AgreedJobConfig, host_index: int) -> str:
     """Make the folder of a run's log files and point the link `latest` beside it to it; return its path."""
     profile = load_profile(config.launcher)
     first = start.first_rank(host_index)
@@ -46,7 +46,7 @@ def make_run_folder(config: RunConfig, start: JobStart, host_index: int) -> str:
     return folder
 
 
-def make_log_files(files: LogFiles) -> None:
+def make_log_files(files: WorkerLogFiles) -> None:
     """Make a worker's log files and their folder. Files of an earlier run become empty."""
     os.makedirs(os.path.dirname(files.output), exist_ok=True)
     for path in filter(None, files):

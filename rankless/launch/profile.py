@@ -14,17 +14,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple, Protocol
 
 from rankless.config.environment import python_path_from, user_visible_devices
-from rankless.config.launcher_choice import LauncherChoice
-from rankless.config.run_config import JobStart, RunConfig
+from rankless.config.launcher_spec import LauncherSpec
+from rankless.config.run_config import AgreedJobConfig, RunConfig
 from rankless.config.worker_config import WorkerConfig, WorkerLaunch
 from rankless.errors import LaunchError
-from rankless.launch.worker_output import Source, Stream
+from rankless.launch.worker_output import FollowedFile, Source
 from rankless.runtime.hooks.import_aliases import AT_START
 
 OutputHosts = Literal["first", "each", "gathered"]
 
 
-class LogFiles(NamedTuple):
+class WorkerLogFiles(NamedTuple):
     """The files that one worker writes."""
 
     output: str
@@ -96,19 +96,19 @@ class LauncherProfile(Protocol):
         """Return the name of a host's folder of log files."""
         return run_id
 
-    def log_files(self, folder: str, rank: int, local_rank: int) -> LogFiles:
+    def log_files(self, folder: str, rank: int, local_rank: int) -> WorkerLogFiles:
         """Return the paths of a worker's log files, with those in the run's folder under `folder`."""
-        return LogFiles(os.path.join(folder, f"rank{rank}.log"))
+        return WorkerLogFiles(os.path.join(folder, f"rank{rank}.log"))
 
     def link_logs(self, folder: str, ranks: Sequence[int], world_size: int) -> None:
         """Link the log files of this host's `ranks` to where the launcher's users look for those of the latest run."""
         return
 
-    def shown_streams(self, config: RunConfig, folder: str, workers: Sequence[WorkerConfig]) -> list[Stream]:
+    def shown_streams(self, config: RunConfig, folder: str, workers: Sequence[WorkerConfig]) -> list[FollowedFile]:
         """Return the parts of the workers' output that the terminal shows, with their prefixes."""
         if config.show == "first":
-            return [Stream(path=worker.log_file) for worker in workers[:1]]
-        return [Stream(path=worker.log_file, prefix=f"[{worker.rank}] ") for worker in workers]
+            return [FollowedFile(path=worker.log_file) for worker in workers[:1]]
+        return [FollowedFile(path=worker.log_file, prefix=f"[{worker.rank}] ") for worker in workers]
 
     def visible_devices(self, devices: Sequence[str]) -> VisibleDevices:
         """Return the devices as the workers see them. `devices` has one torch device per worker of this host."""
@@ -118,7 +118,7 @@ class LauncherProfile(Protocol):
     def worker_environment(
         self,
         worker: WorkerConfig,
-        start: JobStart,
+        start: AgreedJobConfig,
         *,
         elastic_host: str | None = None,
     ) -> Mapping[str, str | None]:
@@ -160,7 +160,7 @@ class PlainProfile(LauncherProfile):
 
 
 @functools.cache
-def load_profile(launcher: LauncherChoice | None) -> LauncherProfile:
+def load_profile(launcher: LauncherSpec | None) -> LauncherProfile:
     """Return the profile of a run. Raises `LaunchError` for a launcher that this Rankless does not have."""
     if launcher is None:
         return PlainProfile()

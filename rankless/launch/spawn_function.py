@@ -26,7 +26,7 @@ from rankless.launch.ports import reserve_master_port
 from rankless.launch.spawn_output import Show, SpawnOutput
 from rankless.launch.spawn_server_client import ForkedProcess, SpawnServerClient
 from rankless.launch.supervisor.failure_attribution import name_signal
-from rankless.runtime.spawn_protocol import SpawnedProcess, receive_call, send_call
+from rankless.runtime.fork_server_protocol import SpawnedProcess, receive_call, send_call
 from rankless.runtime.subprocess_command import python_command
 
 GRACE_SECONDS = 2.0

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from rankless.config.environment import snapshot, spawn_server_environment
 from rankless.config.import_time_variables import read_at_start
-from rankless.runtime.spawn_protocol import READY, ask_for_process, receive_number
+from rankless.runtime.fork_server_protocol import READY, ask_for_process, receive_number
 from rankless.runtime.subprocess_command import python_command
 
 IMPORT_TIMEOUT_SECONDS = 120.0

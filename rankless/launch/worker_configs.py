@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rankless.config.environment import worker_environment
-from rankless.config.run_config import JobStart, RunConfig
+from rankless.config.run_config import AgreedJobConfig, RunConfig
 from rankless.config.worker_config import WorkerConfig, WorkerLaunch
 from rankless.launch.job_setup import ReadyJob
 from rankless.launch.log_files import make_log_files
@@ -69,7 +69,7 @@ def make_worker_configs(
 
 
 def make_elastic_worker(
-    config: RunConfig, start: JobStart, worker: ElasticSlot, *, folder: str, interface: str | None
+    config: RunConfig, start: AgreedJobConfig, worker: ElasticSlot, *, folder: str, interface: str | None
 ) -> WorkerLaunch:
     """Return the configuration and environment of a worker of an elastic job, and make its log files.
 
@@ -89,7 +89,7 @@ def make_elastic_worker(
 
 def _make_launch(
     config: RunConfig,
-    start: JobStart,
+    start: AgreedJobConfig,
     position: _Position,
     *,
     folder: str,

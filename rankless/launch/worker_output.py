@@ -21,7 +21,7 @@ Write = Callable[[bytes], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stream:
+class FollowedFile:
     """A file to follow, and how the terminal shows it."""
 
     path: str
@@ -186,17 +186,17 @@ class PrefixedLines:
             self._write(b"".join(prefix + line + b"\n" for line in wanted))
 
 
-class Terminal:
+class WorkerOutputFollower:
     """All streams that the terminal shows."""
 
-    def __init__(self, streams: Sequence[Stream], *, writers: Mapping[Source, Write]) -> None:
+    def __init__(self, streams: Sequence[FollowedFile], *, writers: Mapping[Source, Write]) -> None:
         self._writers = writers
         self._tails: list[FileTail] = []
         self._copies = contextlib.ExitStack()
         for stream in streams:
             self.add(stream)
 
-    def add(self, stream: Stream) -> None:
+    def add(self, stream: FollowedFile) -> None:
         """Show one more stream from now on."""
         self._tails.append(FileTail(stream.path, _make_line_writer(stream, self._writers[stream.sink])))
         if stream.copy is not None:
@@ -268,7 +268,7 @@ def _file_writer(file: io.FileIO) -> Write:
     return write
 
 
-def _make_line_writer(stream: Stream, write: Write) -> LineWriter:
+def _make_line_writer(stream: FollowedFile, write: Write) -> LineWriter:
     if stream.prefix is None:
         return PassThrough(write)
     return (

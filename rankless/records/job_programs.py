@@ -79,7 +79,7 @@ class JobProgram(msgspec.Struct, frozen=True, kw_only=True, tag="program"):
     """The operators without a sharding rule that would otherwise be split."""
 
 
-class KnownJob(msgspec.Struct, frozen=True, kw_only=True, tag="known"):
+class DefinedJob(msgspec.Struct, frozen=True, kw_only=True, tag="known"):
     """A job that the script had defined by the end of the run, and whether the script had called it."""
 
     job: str
@@ -87,7 +87,7 @@ class KnownJob(msgspec.Struct, frozen=True, kw_only=True, tag="known"):
     called: bool
 
 
-ProgramRecord = JobProgram | KnownJob
+ProgramRecord = JobProgram | DefinedJob
 
 
 def programs_file(folder: str) -> Path:

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from rankless.records.framing import FrameFormat, read_messages
-from rankless.records.job_programs import KnownJob
+from rankless.records.job_programs import DefinedJob
 
 FRAME_FORMAT = FrameFormat("<I")
 TEXT = "text"
@@ -94,7 +94,7 @@ class StepRecorded(msgspec.Struct, frozen=True, tag="stepped"):
     inputs: StepInputs | None = None
 
 
-class FinalTensor(msgspec.Struct, frozen=True, array_like=True):
+class FinalTensorMetadata(msgspec.Struct, frozen=True, array_like=True):
     """What the tensor file does not contain about one of its tensors."""
 
     name: str
@@ -108,7 +108,7 @@ class ScriptSurvey(msgspec.Struct, frozen=True, array_like=True):
     `layers` has the kinds of layers of the models, such as "Dropout", if the script is recorded from outside.
     """
 
-    jobs: tuple[KnownJob, ...] = ()
+    jobs: tuple[DefinedJob, ...] = ()
     outside: tuple[str, ...] = ()
     layers: tuple[str, ...] = ()
 
@@ -117,7 +117,7 @@ class RecordingFinished(msgspec.Struct, frozen=True, tag="finished"):
     """The run has ended and the tensor file is complete. `stopped` says whether a step limit ended the script."""
 
     steps: int
-    tensors: list[FinalTensor]
+    tensors: list[FinalTensorMetadata]
     stopped: bool = False
     survey: ScriptSurvey = ScriptSurvey()
 

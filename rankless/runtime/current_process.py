@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from rankless.errors import JoinError
 from rankless.runtime.process_context import ProcessContext, RecordObserver, join
-from rankless.runtime.rendezvous.job_store import RendezvousInfo, find_rendezvous_info
+from rankless.runtime.rendezvous.job_rendezvous import RendezvousInfo, find_rendezvous_info
 from rankless.runtime.rendezvous.parameters import RendezvousParameters
 
 _context: ProcessContext | None = None

@@ -31,7 +31,7 @@ from rankless.records.elastic_messages import (
     receive_driver_message,
     send_message,
 )
-from rankless.runtime.rendezvous.job_store import RendezvousInfo
+from rankless.runtime.rendezvous.job_rendezvous import RendezvousInfo
 from rankless.terminal import process_title
 
 STORE_TIMEOUT = timedelta(seconds=300)

@@ -29,8 +29,9 @@ from rankless.config.script_source import names_rankless, names_word
 from rankless.config.worker_config import HostConfig, WorkerLaunch
 from rankless.records.channel import send_record
 from rankless.records.events import Exited, Notice, Started
-from rankless.runtime.connections import cut_connections
+from rankless.runtime.connection_shutdown import cut_connections
 from rankless.runtime.fast_exit import FastExit
+from rankless.runtime.fork_server_protocol import CUT, KILL, decode_signals, receive_worker_launch
 from rankless.runtime.hooks.import_aliases import ALIASES, is_alias_active
 from rankless.runtime.preload import preload
 from rankless.runtime.process_tree import (
@@ -43,7 +44,6 @@ from rankless.runtime.process_tree import (
     set_parent_death_signal,
     thread_count,
 )
-from rankless.runtime.spawn_protocol import CUT, KILL, decode_signals, receive_worker_launch
 from rankless.runtime.subprocess_command import python_command
 from rankless.runtime.worker import WorkerProcess, start_forked_worker
 from rankless.terminal import process_title
@@ -265,7 +265,7 @@ class ForkServer:
             config.rounds_descriptor,
         ]
         process = subprocess.Popen(
-            python_command("rankless.runtime.plain_worker"),
+            python_command("rankless.runtime.unforked_worker"),
             stdin=subprocess.PIPE,
             pass_fds=[descriptor for descriptor in kept if descriptor is not None],
         )

@@ -22,7 +22,7 @@ from rankless.collectives.desync_detection import DesyncDetector
 from rankless.config import environment
 from rankless.config.torchrun_worker import TorchrunWorker
 from rankless.config.worker_config import WorkerConfig
-from rankless.context.progress_records import ProgressMeter
+from rankless.context.progress_meter import ProgressMeter
 from rankless.context.step_limit import StepLimit
 from rankless.context.world import World
 from rankless.errors import ConfigError, JoinError, RanklessError
@@ -31,7 +31,7 @@ from rankless.parallel.mesh import Mesh
 from rankless.records.channel import send_record
 from rankless.records.events import AnyRecord, Notice
 from rankless.runtime.rendezvous.file import join_file_rendezvous
-from rankless.runtime.rendezvous.job_store import (
+from rankless.runtime.rendezvous.job_rendezvous import (
     JOIN_TIMEOUT_SECONDS,
     STORE_TIMEOUT,
     RendezvousInfo,
@@ -40,12 +40,12 @@ from rankless.runtime.rendezvous.job_store import (
 )
 from rankless.runtime.rendezvous.parameters import RendezvousParameters
 from rankless.runtime.rendezvous.tcp import NOTICE_AFTER_SECONDS, join_tcp_rendezvous
-from rankless.runtime.stack_dump import publish_totals
+from rankless.runtime.status_publisher import publish_totals
 from rankless.user_code import caller_line
-from rankless.verify.recording.recorder import RunRecorder
+from rankless.verify.recording.inspected_call_recorder import InspectedCallRecorder
+from rankless.verify.recording.run_recorder import RunRecorder
 from rankless.verify.recording.script_survey import survey_script
 from rankless.verify.recording.value_inspection import ValueInspector
-from rankless.verify.recording.value_recorder import ValueRecorder
 
 JOINED_KEY = "rankless/joined"
 """The store's counter of the ranks that have made the group."""
@@ -105,7 +105,7 @@ class ProcessContext:
             "programs": None if observation.programs is None or rank != 0 else ProgramRecorder(observation.programs),
             "inspector": None
             if inspected is None
-            else ValueInspector(ValueRecorder(str(config.recording), rank, inspected)),
+            else ValueInspector(InspectedCallRecorder(str(config.recording), rank, inspected)),
         }
 
     def _close_recorders(self, *, stopped: bool) -> None:

@@ -7,8 +7,8 @@ import torch
 from rankless.config.worker_config import WorkerConfig
 from rankless.context.step_limit import StepLimit
 from rankless.records.job_results import ScriptSurvey
-from rankless.verify.recording.recorder import RunRecorder
 from rankless.verify.recording.reference_recorder import ReferenceRecorder
+from rankless.verify.recording.run_recorder import RunRecorder
 
 
 def record_reference_run(config: WorkerConfig) -> None:

@@ -6,7 +6,13 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
-from rankless.records.job_programs import JobProgram, KnownJob, ProgramCommunication, ProgramInputRecord, ProgramRecord
+from rankless.records.job_programs import (
+    DefinedJob,
+    JobProgram,
+    ProgramCommunication,
+    ProgramInputRecord,
+    ProgramRecord,
+)
 from rankless.records.module_names import format_modules
 from rankless.records.quantities import format_decimal_bytes
 
@@ -40,9 +46,9 @@ class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
     """The training steps after which `rankless plan` ended the script."""
     jobs: tuple[PlannedJob, ...]
     """In order of capture; a job with several kinds of calls appears once for each."""
-    not_reached: tuple[KnownJob, ...]
+    not_reached: tuple[DefinedJob, ...]
     """Jobs that the script defined but did not call."""
-    without_program: tuple[KnownJob, ...]
+    without_program: tuple[DefinedJob, ...]
     """Jobs that the script called and that are not compiled: those in the mirrored view."""
 
 
@@ -50,7 +56,7 @@ def make_plan_report(facts: Iterable[ProgramRecord], *, workers: int, steps: int
     """Make the report from the facts that a run recorded about its jobs."""
     known = list(facts)
     compiled = {(fact.job, fact.line) for fact in known if isinstance(fact, JobProgram)}
-    called = [fact for fact in known if isinstance(fact, KnownJob) and fact.called]
+    called = [fact for fact in known if isinstance(fact, DefinedJob) and fact.called]
     return PlanReport(
         workers=workers,
         steps=steps,
@@ -64,7 +70,7 @@ def make_plan_report(facts: Iterable[ProgramRecord], *, workers: int, steps: int
             for fact in known
             if isinstance(fact, JobProgram)
         ),
-        not_reached=tuple(fact for fact in known if isinstance(fact, KnownJob) and not fact.called),
+        not_reached=tuple(fact for fact in known if isinstance(fact, DefinedJob) and not fact.called),
         without_program=tuple(fact for fact in called if (fact.job, fact.line) not in compiled),
     )
 
@@ -189,7 +195,7 @@ def _wrap(text: str, width: int, indent: int = 0) -> list[str]:
     return textwrap.wrap(text, width, initial_indent=start, subsequent_indent=start + "  ", break_on_hyphens=False)
 
 
-def _name(job: KnownJob) -> str:
+def _name(job: DefinedJob) -> str:
     return f"job {job.job} ({_shorten_line(job.line)})"
 
 

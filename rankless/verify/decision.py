@@ -17,7 +17,7 @@ from rankless.verify.comparison import Comparison, Divergence, compare
 from rankless.verify.coverage import list_not_covered
 from rankless.verify.first_difference import FirstDifferingValue
 from rankless.verify.recordings import Recording
-from rankless.verify.reference_run import ReferenceRun, compare_with_reference
+from rankless.verify.reference_comparison import ReferenceRun, compare_with_reference
 from rankless.verify.runs import INTERRUPTED, RunFailed, VerifyRuns
 
 Outcome = Literal["same", "different", "undecided"]

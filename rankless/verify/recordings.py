@@ -8,7 +8,7 @@ import numpy as np
 import safetensors.numpy
 
 from rankless.records.job_results import (
-    FinalTensor,
+    FinalTensorMetadata,
     Leaf,
     RecordingFinished,
     ResultRecord,
@@ -29,7 +29,7 @@ class Recording:
     results: tuple[ResultRecord, ...]
     finished: bool
     steps: int
-    described: tuple[FinalTensor, ...]
+    described: tuple[FinalTensorMetadata, ...]
     tensors: dict[str, Array]
     stopped: bool = False
     """Whether the run was stopped before the script ended."""

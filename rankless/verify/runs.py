@@ -17,7 +17,7 @@ from rankless.records.job_programs import ProgramRecord, read_program_records
 from rankless.verify.first_difference import FirstDifferingValue, find_first_value
 from rankless.verify.foreign_ranks import combine_losses
 from rankless.verify.recordings import Recording, read_recordings
-from rankless.verify.reference_run import ReferenceRun
+from rankless.verify.reference_comparison import ReferenceRun
 
 INTERRUPTED = 130
 

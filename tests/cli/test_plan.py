@@ -8,8 +8,8 @@ from support.json_schema import check_result
 from support.warm_runs import rankless
 
 from rankless.records.job_programs import (
+    DefinedJob,
     JobProgram,
-    KnownJob,
     ProgramCommunication,
     ProgramInputRecord,
     ReplicatedOperator,
@@ -160,9 +160,9 @@ def make_table_program() -> JobProgram:
 
 @pytest.mark.parametrize("width", [40, 41, 57, 67, 68, 80, 100, 120, 200])
 def test_the_table_fits_any_width_and_cuts_nothing_off(width: int) -> None:
-    known = KnownJob(job="predict", line="/somewhere/train.py:9", called=False)
-    mirrored = KnownJob(job="twin", line="/somewhere/train.py:11", called=True)
-    compiled = KnownJob(job="train", line="/somewhere/train.py:3", called=True)
+    known = DefinedJob(job="predict", line="/somewhere/train.py:9", called=False)
+    mirrored = DefinedJob(job="twin", line="/somewhere/train.py:11", called=True)
+    compiled = DefinedJob(job="train", line="/somewhere/train.py:3", called=True)
     report = make_plan_report([make_table_program(), known, mirrored, compiled], workers=2, steps=1)
     lines = render_plan(report, width).splitlines()
     assert max(map(len, lines)) <= width

@@ -15,7 +15,7 @@ from rankless.compiler.capture.capture import ArgumentShape, JobSource, capture
 from rankless.compiler.capture.graph_cleanup import named_tensors
 from rankless.compiler.ir.local_kernels import reduce_extremum
 from rankless.compiler.lowering.lower import LocalGraph, lower
-from rankless.compiler.sharding.redistribute import Redistribution, StackedGather
+from rankless.compiler.sharding.redistribute import Redistribution, StackingAllGather
 from rankless.compiler.sharding.sharding_propagation import ShardedProgram, propagate_shardings
 from rankless.compiler.tracing.symbolic_sizes import SymbolicSizes, compile_guards, evaluate_size
 from rankless.parallel.mesh import Mesh
@@ -123,7 +123,7 @@ def interpret(
             )
             for node, known in zip(nodes, values, strict=True)
         ]
-        if isinstance(nodes[0].target, Redistribution | StackedGather):
+        if isinstance(nodes[0].target, Redistribution | StackingAllGather):
             pieces, lengths = [args[0] for args, _ in arguments], arguments[0][0][1:]
             results = [call_collective(node.target, pieces, lengths, rank) for rank, node in enumerate(nodes)]
         else:
@@ -139,10 +139,10 @@ def interpret(
 
 
 def call_collective(
-    collective: Redistribution | StackedGather, pieces: list[Tensor], lengths: Sequence[tuple[int, ...]], rank: int
+    collective: Redistribution | StackingAllGather, pieces: list[Tensor], lengths: Sequence[tuple[int, ...]], rank: int
 ) -> Tensor:
     """Return what a collective gives to one rank."""
-    if isinstance(collective, StackedGather):
+    if isinstance(collective, StackingAllGather):
         return torch.stack(pieces)
     source, target = collective.source, collective.target
     if isinstance(source, Shard):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from rankless.context.world import World
 from rankless.errors import ConfigError, DataError
-from rankless.jobs.argument_specs import PerDevice, Whole
+from rankless.jobs.argument_annotations import PerDevice, Whole
 from rankless.jobs.job import make_job
 from rankless.jobs.mirrored import LocalElement
 from rankless.parallel.mesh import Mesh

@@ -8,10 +8,16 @@ from torch import nn
 from rankless.compiler.capture.capture import ArgumentShape
 from rankless.compiler.tracing.symbolic_sizes import SymbolicSizes, compile_guards, evaluate_size, size_hint
 from rankless.context.world import World
-from rankless.jobs.arguments import Arguments
+from rankless.jobs.arguments import FlattenedArguments
 from rankless.jobs.job import make_job
-from rankless.jobs.program_cache import CachedCall, CacheEntry, ProgramCache
-from rankless.jobs.varying_sizes import SizeHistory, VaryingSizes, is_even_split, make_symbolic_shapes, resize_placement
+from rankless.jobs.program_cache import CacheEntry, CacheLookup, ProgramCache
+from rankless.jobs.varying_sizes import (
+    SizeConstraints,
+    SizeHistory,
+    is_even_split,
+    make_symbolic_shapes,
+    resize_placement,
+)
 from rankless.parallel.tensor_placement import Replicate, Shard, split_lengths
 
 
@@ -41,7 +47,7 @@ def test_sizes_of_0_and_1_are_never_symbols():
 
 
 def test_a_program_fits_if_fixed_and_equal_sizes_and_guards_hold():
-    variation = VaryingSizes(
+    variation = SizeConstraints(
         groups=(((0, 1), (1, 0)),), symbols=("s",), fixed={(0, 0): 6}, holds=compile_guards(["2 <= L['t0']"], 1)
     )
     assert variation.fits(((6, 5), (5,)))
@@ -71,8 +77,8 @@ def test_uneven_shard_lengths_stay_fixed():
     assert is_even_split(Replicate(), (7, 3))
     assert resize_placement(uneven, (7, 3)) == uneven
     entry = CacheEntry(history=make_history(((6, 4),), ((8, 5),), ((7, 3),)))
-    call = CachedCall(
-        arguments=Arguments((), None, ()), shapes=((7, 3),), placements=(uneven,), entry=entry, known=None
+    call = CacheLookup(
+        arguments=FlattenedArguments((), None, ()), shapes=((7, 3),), placements=(uneven,), entry=entry, known=None
     )
     assert call.varying() == (((0, 1),),)
 

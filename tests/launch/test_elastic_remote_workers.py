@@ -15,7 +15,7 @@ import pytest
 from support.jobs import wait_until
 
 from rankless.config.elastic import Elastic
-from rankless.config.run_config import JobStart, Program, RunRequest
+from rankless.config.run_config import AgreedJobConfig, Program, RunRequest
 from rankless.launch.elastic.member import ElasticWorker
 from rankless.launch.elastic.remote_workers import RemoteWorkers
 from rankless.launch.elastic.ssh_protocol import HostTask
@@ -47,7 +47,7 @@ def start_remote_workers(ssh: str, folder: Path) -> Iterator[RemoteWorkers]:
     """Start the agent of a host with the command `ssh` in place of the system's."""
     (folder / "ssh").write_text(f"#!/bin/sh\nexec {ssh}\n")
     (folder / "ssh").chmod(0o755)
-    start = JobStart(
+    start = AgreedJobConfig(
         run_id="r",
         seed=1,
         workers=(1,),

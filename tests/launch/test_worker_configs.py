@@ -3,7 +3,7 @@
 import pytest
 
 from rankless.config import validation
-from rankless.config.run_config import JobStart, Program, RunRequest
+from rankless.config.run_config import AgreedJobConfig, Program, RunRequest
 from rankless.launch.job_setup import ReadyJob
 from rankless.launch.rendezvous.peers import NoPeers
 from rankless.launch.worker_configs import make_worker_configs
@@ -16,7 +16,7 @@ def test_workers_see_gpus_in_the_requested_order(monkeypatch: pytest.MonkeyPatch
         Program(kind="script", target=__file__), RunRequest(worker_count=3, devices="3,1")
     )
     place = {"master_address": "127.0.0.1", "master_port": 1, "store_address": "127.0.0.1", "store_port": 2}
-    start = JobStart(run_id="run", seed=None, workers=(3,), backend="gloo", **place)
+    start = AgreedJobConfig(run_id="run", seed=None, workers=(3,), backend="gloo", **place)
     launches = make_worker_configs(
         config, ReadyJob(peers=NoPeers(), start=start, devices=(config.devices,)), folder="log"
     )

@@ -8,7 +8,7 @@ import pytest
 
 from rankless.cli import CommandParser, fleetrun, main
 from rankless.config import validation
-from rankless.config.run_config import UNKNOWN_HOST, Cluster, JobStart, Program, RunConfig
+from rankless.config.run_config import UNKNOWN_HOST, AgreedJobConfig, Cluster, Program, RunConfig
 from rankless.errors import ConfigError
 from rankless.launch import log_files
 from rankless.launch.job_setup import ReadyJob
@@ -19,8 +19,8 @@ from rankless.launchers.fleetrun.options import FleetrunFlags
 from rankless.launchers.fleetrun.parameter_server_options import SERVER_FLAGS
 from rankless.launchers.fleetrun.parser import FLAGS, list_arguments, read_flags
 from rankless.launchers.fleetrun.profile import ENDPOINTS
+from rankless.launchers.fleetrun.profile_settings import share_out
 from rankless.launchers.fleetrun.run_config import describe_ignored_options, fleetrun_program, fleetrun_request
-from rankless.launchers.fleetrun.settings import share_out
 from rankless.launchers.fleetrun.tables import format_arguments_table, format_environment_table, format_worker_line
 
 SCRIPT = Program(kind="script", target=__file__)
@@ -44,7 +44,7 @@ def make_cluster(*words: str) -> Cluster:
 
 def job_of(config: RunConfig) -> ReadyJob:
     count = config.worker_count
-    start = JobStart(
+    start = AgreedJobConfig(
         run_id="run",
         seed=None,
         workers=(count,),

@@ -11,20 +11,20 @@ from launchers.horovodrun_spellings import SPELLINGS
 from rankless.cli import CommandParser, horovodrun, main
 from rankless.config import environment, hosts
 from rankless.config.elastic import Elastic
-from rankless.config.launcher_choice import decode_settings
+from rankless.config.launcher_spec import decode_settings
 from rankless.config.run_config import Cluster, Program, RunRequest
 from rankless.config.validation import make_run_config
 from rankless.errors import ConfigError
 from rankless.launchers.horovodrun import hosts as horovodrun_hosts
 from rankless.launchers.horovodrun.options import HorovodrunFlags
 from rankless.launchers.horovodrun.parser import read_flags
+from rankless.launchers.horovodrun.profile_settings import HorovodrunSettings, NamedHost
 from rankless.launchers.horovodrun.run_config import (
     describe_ignored_options,
     horovodrun_program,
     horovodrun_request,
     worker_variables,
 )
-from rankless.launchers.horovodrun.settings import HorovodrunSettings, NamedHost
 
 HERE = "10.7.0.1"
 """What this machine is called in these tests; 10.7.0.2 and 10.7.0.3 are others."""

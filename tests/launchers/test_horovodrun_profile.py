@@ -2,13 +2,13 @@
 
 import msgspec
 
-from rankless.config.run_config import JobStart
+from rankless.config.run_config import AgreedJobConfig
 from rankless.config.worker_config import WorkerConfig
 from rankless.launchers.horovodrun.profile import HorovodrunProfile
-from rankless.launchers.horovodrun.settings import HorovodrunSettings, NamedHost
+from rankless.launchers.horovodrun.profile_settings import HorovodrunSettings, NamedHost
 
 MEETING = {"master_address": "127.0.0.1", "master_port": 1, "store_address": "127.0.0.1", "store_port": 2}
-START = JobStart(run_id="run", seed=None, workers=(2, 1, 2), backend="gloo", **MEETING)
+START = AgreedJobConfig(run_id="run", seed=None, workers=(2, 1, 2), backend="gloo", **MEETING)
 WORKER = WorkerConfig(
     rank=4,
     world_size=5,

@@ -11,19 +11,19 @@ import pytest
 from support.jobs import rankless
 
 from rankless import launchers
-from rankless.config.launcher_choice import LauncherChoice, choose_launcher, decode_settings
+from rankless.config.launcher_spec import LauncherSpec, decode_settings, make_launcher_spec
 from rankless.config.run_config import RunRequest
 from rankless.errors import LaunchError
 from rankless.launch.profile import LauncherProfile, PlainProfile, load_profile
-from rankless.launchers.fleetrun.settings import FleetrunSettings, choose_fleetrun
-from rankless.launchers.horovodrun.settings import HorovodrunSettings, NamedHost, choose_horovodrun
-from rankless.launchers.torchrun.settings import ShownStream, TorchrunSettings, choose_torchrun
+from rankless.launchers.fleetrun.profile_settings import FleetrunSettings, make_fleetrun_spec
+from rankless.launchers.horovodrun.profile_settings import HorovodrunSettings, NamedHost, make_horovodrun_spec
+from rankless.launchers.torchrun.profile_settings import ShownStream, TorchrunSettings, make_torchrun_spec
 
 NAMES = [module.name for module in pkgutil.iter_modules(launchers.__path__) if module.ispkg]
 CHOICES = {
-    "torchrun": choose_torchrun(TorchrunSettings(streams=(ShownStream(rank=0, source="out"),))),
-    "fleetrun": choose_fleetrun(FleetrunSettings(shares=((0, 1), (2,)))),
-    "horovodrun": choose_horovodrun(HorovodrunSettings(hosts=(NamedHost(name="a", slots=2),))),
+    "torchrun": make_torchrun_spec(TorchrunSettings(streams=(ShownStream(rank=0, source="out"),))),
+    "fleetrun": make_fleetrun_spec(FleetrunSettings(shares=((0, 1), (2,)))),
+    "horovodrun": make_horovodrun_spec(HorovodrunSettings(hosts=(NamedHost(name="a", slots=2),))),
 }
 MEMBERS = [name for name in vars(LauncherProfile) if not name.startswith("_")]
 
@@ -65,7 +65,7 @@ def test_a_choice_of_a_launcher_travels_between_hosts(name: str):
 
 def test_settings_survive_as_the_structs_of_their_launcher():
     settings = FleetrunSettings(job_id="x", shares=((0, 1), (2,)), first_port=7000)
-    assert decode_settings(choose_launcher("fleetrun", settings).settings, FleetrunSettings) == settings
+    assert decode_settings(make_launcher_spec("fleetrun", settings).settings, FleetrunSettings) == settings
 
 
 @pytest.mark.parametrize("name", ["mpirun", "option_spellings", "torchrun.options", "../x", "os", "", "torchrun\n"])
@@ -74,7 +74,7 @@ def test_a_name_that_is_no_launchers_reaches_no_module(name: str, monkeypatch: p
     real = importlib.import_module
     monkeypatch.setattr(importlib, "import_module", lambda module: imported.append(module) or real(module))
     with pytest.raises(LaunchError, match="a launcher that this Rankless has"):
-        load_profile(LauncherChoice(name=name, settings=b"{}"))
+        load_profile(LauncherSpec(name=name, settings=b"{}"))
     assert imported == []
 
 

@@ -10,20 +10,20 @@ from torch.distributed.run import get_args_parser
 
 from rankless.cli import CommandParser, launch, main, torchrun
 from rankless.config import validation
-from rankless.config.launcher_choice import decode_settings
+from rankless.config.launcher_spec import decode_settings
 from rankless.config.run_config import UNKNOWN_HOST, Program
 from rankless.errors import ConfigError
 from rankless.launchers.torchrun import run_config as torchrun_run_config
 from rankless.launchers.torchrun.hosts import make_hosts
 from rankless.launchers.torchrun.options import TorchrunFlags
 from rankless.launchers.torchrun.parser import FLAGS, read_flags
+from rankless.launchers.torchrun.profile_settings import TorchrunSettings
 from rankless.launchers.torchrun.run_config import (
     describe_ignored_options,
     torchrun_program,
     torchrun_request,
     worker_count,
 )
-from rankless.launchers.torchrun.settings import TorchrunSettings
 
 SCRIPT = Program(kind="script", target=__file__)
 

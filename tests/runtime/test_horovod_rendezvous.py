@@ -17,7 +17,7 @@ from rankless.errors import JoinError
 from rankless.launchers.horovodrun.rendezvous_server import rendezvous_server
 from rankless.runtime.hooks.import_aliases import AT_START
 from rankless.runtime.rendezvous import horovod, tcp
-from rankless.runtime.rendezvous.horovod import KeyValueServer, join_horovod_rendezvous
+from rankless.runtime.rendezvous.horovod import KeyValueClient, join_horovod_rendezvous
 
 TRAIN = """
 import torch
@@ -132,7 +132,7 @@ def test_ranks_rendezvous_repeatedly_and_leave_no_value_on_the_server():
             joined = list(threads.map(join, range(3)))
             assert len({address for _, address in joined}) == 1
             assert [each.world_size for each in joined[0][0].participants] == [3, 3, 3]
-            assert KeyValueServer(make_worker(port, 1), print).get() == b""
+            assert KeyValueClient(make_worker(port, 1), print).get() == b""
 
 
 def test_an_absent_rank_0_is_named_in_notices_and_in_the_error(monkeypatch: pytest.MonkeyPatch):
@@ -188,7 +188,7 @@ def test_the_answer_of_another_server_at_that_address_is_quoted():
 
 def test_a_value_that_rank_0_has_not_written_is_quoted():
     with rendezvous_server("127.0.0.1") as port:
-        KeyValueServer(make_worker(port, 0), print).put(b"hello")
+        KeyValueClient(make_worker(port, 0), print).put(b"hello")
         error = join_error_of(make_worker(port, 1))
     assert error.found == "b'hello'"
     assert horovod.PATH in str(error.expected)

@@ -16,7 +16,7 @@ from rankless.compiler.ir import local_kernels
 from rankless.compiler.lowering.lower import LoweringPass
 from rankless.compiler.scheduling import schedule
 from rankless.compiler.scheduling.schedule import GradientBucket
-from rankless.compiler.sharding.redistribute import StackedGather
+from rankless.compiler.sharding.redistribute import StackingAllGather
 from rankless.data.loader import Loader
 from rankless.jobs import consistent
 from rankless.jobs.consistent import ConsistentView
@@ -87,13 +87,13 @@ def mean_of_means(counter: StepCounter) -> None:
 
 
 def local_batch_norm_statistics(counter: StepCounter) -> None:
-    gather = StackedGather.__call__
+    gather = StackingAllGather.__call__
 
-    def repeat_local(self: StackedGather, value: Tensor) -> Tensor:
+    def repeat_local(self: StackingAllGather, value: Tensor) -> Tensor:
         everyone = gather(self, value)
         return torch.stack([value] * len(everyone)) if counter.is_late else everyone
 
-    StackedGather.__call__ = repeat_local
+    StackingAllGather.__call__ = repeat_local
 
 
 def running_statistics_not_updated(counter: StepCounter) -> None:

@@ -11,7 +11,7 @@ from rankless.config.run_config import Program
 from rankless.launch.agent import make_job_runner
 from rankless.verify.comparison import Comparison, compare
 from rankless.verify.recordings import Recording
-from rankless.verify.reference_run import ReferenceRun, compare_with_reference
+from rankless.verify.reference_comparison import ReferenceRun, compare_with_reference
 from rankless.verify.runs import RunFailed, VerifyRuns
 
 pytestmark = pytest.mark.slow

@@ -12,7 +12,7 @@ from rankless.records.job_results import ScriptSurvey, StepInputs
 from rankless.verify.causes import find_cause, find_undivided
 from rankless.verify.comparison import compare
 from rankless.verify.foreign_ranks import combine_losses
-from rankless.verify.recording.recorder import RunRecorder
+from rankless.verify.recording.run_recorder import RunRecorder
 from rankless.verify.recordings import Recording, read_recordings
 
 ONE = range(12)

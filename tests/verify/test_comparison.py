@@ -11,7 +11,7 @@ from rankless.jobs.perturbation import perturb_gradients, perturbed_parameters
 from rankless.records.job_results import JobCalled
 from rankless.verify.comparison import compare
 from rankless.verify.decision import describe_doubt
-from rankless.verify.recording.recorder import RunRecorder
+from rankless.verify.recording.run_recorder import RunRecorder
 from rankless.verify.recordings import read_recordings
 from rankless.verify.tables import render_table
 

@@ -16,7 +16,7 @@ from rankless.records.job_results import (
     results_file,
     tensors_file,
 )
-from rankless.verify.recording.recorder import RunRecorder
+from rankless.verify.recording.run_recorder import RunRecorder
 from rankless.verify.recordings import to_array
 
 

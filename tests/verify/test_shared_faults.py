@@ -10,7 +10,7 @@ from torch import nn
 
 from rankless.jobs.perturbation import perturbed_parameters
 from rankless.verify.comparison import compare
-from rankless.verify.recording.recorder import RunRecorder
+from rankless.verify.recording.run_recorder import RunRecorder
 from rankless.verify.recordings import Recording, read_recordings
 
 READING = """

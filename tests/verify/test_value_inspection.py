@@ -14,8 +14,8 @@ from rankless.jobs.job import Job, make_job
 from rankless.parallel.mesh import Mesh
 from rankless.records.inspected_values import read_values
 from rankless.verify.first_difference import FirstDifferingValue, find_first_value, render_first_value
+from rankless.verify.recording.inspected_call_recorder import InspectedCallRecorder
 from rankless.verify.recording.value_inspection import ValueInspector
-from rankless.verify.recording.value_recorder import ValueRecorder
 
 pytestmark = pytest.mark.slow
 
@@ -58,7 +58,7 @@ def batch(step: int) -> tuple[Tensor, ...]:
 
 def trained(mesh: Mesh, folder: str, fault: str, noise: int | None) -> list[float]:
     """Train three steps and return the losses; inspect the second step if there is a folder."""
-    inspector = ValueInspector(ValueRecorder(folder, mesh.rank, CALL)) if folder else None
+    inspector = ValueInspector(InspectedCallRecorder(folder, mesh.rank, CALL)) if folder else None
     world = World(
         mesh=mesh,
         notify=lambda _text: None,

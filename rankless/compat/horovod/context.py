@@ -14,12 +14,12 @@ from rankless.compat.horovod.engine.rendezvous import ConnectedRanks, connect_ra
 from rankless.compat.horovod.settings import Settings, read_settings
 from rankless.config import environment
 from rankless.config.horovod_variables import rank_variables, read_rank_assignment
-from rankless.config.rank_layout import assign_ranks
+from rankless.config.local_ranks import assign_ranks
 from rankless.errors import JoinError
 from rankless.records.elastic_messages import RankAssignment
 from rankless.runtime.current_process import current_rendezvous
 from rankless.runtime.elastic_round import current_member
-from rankless.runtime.rendezvous.job_store import RendezvousInfo
+from rankless.runtime.rendezvous.job_rendezvous import RendezvousInfo
 
 NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
 

@@ -33,7 +33,7 @@ MEAN_OPS = (aten.mean.default, aten.mean.dim)
 
 
 @dataclass(frozen=True)
-class NormalizedProgram:
+class LossNormalizerProgram:
     """A program whose last results are counts; `adjustments` holds for each the number added and the minimum."""
 
     program: LogicalProgram
@@ -42,7 +42,7 @@ class NormalizedProgram:
 
 def add_loss_normalizers(
     program: LogicalProgram, capture_with_rows: Callable[[int], LogicalProgram], dims: Mapping[int, int], *, line: str
-) -> NormalizedProgram:
+) -> LossNormalizerProgram:
     """Return the program with the loss normalizers among its results; none if the loss is a sum over rows.
 
     Raises `CaptureError`, with the line, if calls cannot be gathered.
@@ -75,7 +75,7 @@ def add_loss_normalizers(
         else:
             require_deterministic(target_counts.get(counterpart, counterpart), line)
             counts.append(target_counts.get(counterpart, counterpart))
-    return NormalizedProgram(
+    return LossNormalizerProgram(
         append_results(program, counts), tuple((item.offset, item.minimum) for item in normalizers)
     )
 

@@ -78,7 +78,7 @@ TENSOR_LEAF = object()
 SYMBOLIC_SHAPES_LOGGER = "torch.fx.experimental.symbolic_shapes"
 
 
-class TracedJob(nn.Module):
+class TraceableJobModule(nn.Module):
     """The job's function as a module whose parameters are those of the modules it may use."""
 
     def __init__(self, source: JobSource, arguments: BuildArguments, device: torch.device) -> None:
@@ -160,7 +160,7 @@ def capture(
     """
     if source.trains:
         require_grad_enabled(source.name, source.line)
-    job = TracedJob(source, arguments, device)
+    job = TraceableJobModule(source, arguments, device)
     shape_env = LineTrackingShapeEnv() if sizes is None else sizes.shape_env
     fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=shape_env)
     with contextlib.ExitStack() as stack:
@@ -193,7 +193,9 @@ def capture(
     )
 
 
-def trace_until_stable(stack: contextlib.ExitStack, job: TracedJob, inputs: tuple[Tensor, ...]) -> fx.GraphModule:
+def trace_until_stable(
+    stack: contextlib.ExitStack, job: TraceableJobModule, inputs: tuple[Tensor, ...]
+) -> fx.GraphModule:
     """Return the traced graph of a job, forward and backward; raise `CaptureError` if its passes differ.
 
     The first trace may have initialized the model. Two more passes then agree, or the job never becomes stable.

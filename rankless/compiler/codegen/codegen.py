@@ -126,9 +126,7 @@ class CodeWriter:
 
     def origins_by_line(self) -> dict[int, str]:
         """Return the script's line for each line of the function, which starts with `def` and the sizes it computes."""
-        return {
-            1 + len(self.computed) + propagate_shardings: line for propagate_shardings, line in self.origins.items()
-        }
+        return {1 + len(self.computed) + position: line for position, line in self.origins.items()}
 
     def function(self) -> Callable[..., Sequence[Tensor]]:
         """Compile the lines into a function."""

@@ -45,7 +45,7 @@ from rankless.compiler.guards.object_state import (
     return_value,
 )
 from rankless.compiler.guards.python_tracer import PythonTracer
-from rankless.compiler.tracing.plain_values import (
+from rankless.compiler.tracing.value_snapshots import (
     BUFFERS,
     CONTAINERS,
     MAX_COMPARED_BYTES,

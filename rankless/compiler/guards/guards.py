@@ -18,7 +18,14 @@ from types import CellType
 from typing import Any, Protocol
 
 from rankless.compiler.guards.module_guard import ModuleGuard
-from rankless.compiler.tracing.plain_values import MISSING, format_briefly, is_plain, is_same, list_elements, snapshot
+from rankless.compiler.tracing.value_snapshots import (
+    MISSING,
+    format_briefly,
+    is_plain,
+    is_same,
+    list_elements,
+    snapshot,
+)
 
 
 class Guard(Protocol):

@@ -11,7 +11,7 @@ from typing import Any
 import numpy
 from torch import nn
 
-from rankless.compiler.tracing.plain_values import MAX_COMPARED_BYTES
+from rankless.compiler.tracing.value_snapshots import MAX_COMPARED_BYTES
 from rankless.errors import CaptureError
 from rankless.user_code import is_user_code
 

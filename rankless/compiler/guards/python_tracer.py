@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from rankless.compiler.tracing.impure_calls import find_user_frame, refuse_file_write, refuse_impure_call
-from rankless.compiler.tracing.plain_values import PLAIN_TYPES
+from rankless.compiler.tracing.value_snapshots import PLAIN_TYPES
 from rankless.user_code import is_user_code
 
 ENVIRON_GETITEM_CODE = type(os.environ).__getitem__.__code__

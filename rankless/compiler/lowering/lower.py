@@ -22,7 +22,7 @@ from rankless.compiler.sharding.redistribute import (
     CollectivePurpose,
     CollectiveRecord,
     Redistribution,
-    StackedGather,
+    StackingAllGather,
     count_bytes,
     estimate_cost,
 )
@@ -107,11 +107,13 @@ class LoweringPass:
 
     def all_gather(self, value: fx.Node, reason: str, size: int) -> fx.Node:
         """Add an all-gather of equal pieces, of `size` bytes each, along a new dim 0."""
-        return self.add_collective(StackedGather(self.mesh), value, size * self.mesh.size, reason, purpose="operator")
+        return self.add_collective(
+            StackingAllGather(self.mesh), value, size * self.mesh.size, reason, purpose="operator"
+        )
 
     def add_collective(
         self,
-        target: Redistribution | StackedGather,
+        target: Redistribution | StackingAllGather,
         value: fx.Node,
         size: int,
         reason: str,

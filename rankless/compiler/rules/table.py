@@ -6,12 +6,12 @@ import torch
 
 from rankless.compiler.rules import (
     attention,
-    images,
     indexing,
     losses,
     matrices,
     normalizations,
     pointwise,
+    pooling,
     random,
     reductions,
     views,
@@ -27,7 +27,7 @@ SHARDING_RULES: dict[Any, ShardingRule] = {
     **normalizations.RULES,
     **losses.RULES,
     **attention.RULES,
-    **images.RULES,
+    **pooling.RULES,
     **indexing.RULES,
     **random.RULES,
     **pointwise.RULES,

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
-from rankless.collectives.tensor_collectives import start_all_reduce
+from rankless.collectives.mesh_collectives import start_all_reduce
 from rankless.compiler.ir.custom_ops import run_linear_weight
 from rankless.compiler.ir.logical_program import LogicalValue
 from rankless.compiler.lowering.lower import LocalGraph

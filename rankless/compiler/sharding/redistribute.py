@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import fx
 
-from rankless.collectives import tensor_collectives
+from rankless.collectives import mesh_collectives
 from rankless.compiler.ir import local_kernels
 from rankless.compiler.ir.operator_origin import ModuleName
 from rankless.compiler.rules.pattern import is_partial_sum
@@ -121,7 +121,7 @@ class Redistribution:
         """Redistribute this rank's piece; `lengths` are those of `self.lengths` in the present call."""
         source, target = self.source, self.target
         if isinstance(source, Shard) and isinstance(target, Shard):
-            return tensor_collectives.all_to_all(
+            return mesh_collectives.all_to_all(
                 value,
                 mesh=self.mesh,
                 from_dim=source.dim,
@@ -130,18 +130,18 @@ class Redistribution:
                 to_lengths=lengths[1],
             )
         if isinstance(source, Shard):
-            return tensor_collectives.all_gather(value, mesh=self.mesh, dim=source.dim, lengths=lengths[0])
+            return mesh_collectives.all_gather(value, mesh=self.mesh, dim=source.dim, lengths=lengths[0])
         if isinstance(target, Shard):
-            return tensor_collectives.reduce_scatter(value, mesh=self.mesh, dim=target.dim, lengths=lengths[0])
+            return mesh_collectives.reduce_scatter(value, mesh=self.mesh, dim=target.dim, lengths=lengths[0])
         if isinstance(source, Partial) and not is_partial_sum(source):
-            gathered = tensor_collectives.all_gather(
+            gathered = mesh_collectives.all_gather(
                 value.unsqueeze(0), mesh=self.mesh, dim=0, lengths=(1,) * self.mesh.size
             )
             return local_kernels.reduce_extremum(gathered, source.reduce_op)
-        return tensor_collectives.all_reduce(value, mesh=self.mesh)
+        return mesh_collectives.all_reduce(value, mesh=self.mesh)
 
 
-class StackedGather:
+class StackingAllGather:
     """An all-gather of equal pieces along a new dim 0, as a node of a local program."""
 
     def __init__(self, mesh: Mesh) -> None:
@@ -154,4 +154,4 @@ class StackedGather:
 
     def __call__(self, value: torch.Tensor) -> torch.Tensor:
         """Gather the pieces of all ranks."""
-        return tensor_collectives.all_gather(value.unsqueeze(0), mesh=self.mesh, dim=0, lengths=(1,) * self.mesh.size)
+        return mesh_collectives.all_gather(value.unsqueeze(0), mesh=self.mesh, dim=0, lengths=(1,) * self.mesh.size)

@@ -15,7 +15,7 @@ from rankless.compiler.ir.custom_ops import RECURRENT_FUNCTIONS, capture_attenti
 from rankless.compiler.ir.operator_origin import OperatorOrigin
 from rankless.compiler.tracing.module_names import ModuleNames, find_module
 from rankless.compiler.tracing.refused_functions import GET_DATA, ModuleTensors, find_refusal
-from rankless.compiler.tracing.untraced_calls import call_untraced, describe_arguments
+from rankless.compiler.tracing.unprofiled_calls import call_untraced, describe_arguments
 from rankless.user_code import is_user_code, user_line
 
 PYTHON_LEVEL_FRAMES = ("__repr__", "__format__", "handle_torch_function")

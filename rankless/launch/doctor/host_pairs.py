@@ -27,7 +27,7 @@ _CONNECTION, _SPEED = "connection", "speed"
 
 
 @dataclass(frozen=True)
-class HostNetwork:
+class PairCheckContext:
     """What the pair checks know about the hosts."""
 
     names: Sequence[str]
@@ -50,7 +50,7 @@ class HostNetwork:
 class HostPairs:
     """All ordered pairs of the hosts that respond."""
 
-    def __init__(self, probes: HostProbes, network: HostNetwork) -> None:
+    def __init__(self, probes: HostProbes, network: PairCheckContext) -> None:
         self._probes = probes
         self._network = network
         self._secret = secrets.token_bytes(SECRET_BYTES)
@@ -139,7 +139,7 @@ class HostPairs:
 
 
 def _make_connection_result(
-    found: Sequence[ConnectionAttempt], network: HostNetwork, source: int, destination: int
+    found: Sequence[ConnectionAttempt], network: PairCheckContext, source: int, destination: int
 ) -> CheckResult:
     reached = next((each for each in found if each.outcome == "reached"), None)
     if reached is not None:
@@ -150,7 +150,7 @@ def _make_connection_result(
 
 
 def _make_control_port_result(
-    found: Sequence[ConnectionAttempt], network: HostNetwork, is_reached: bool, source: int
+    found: Sequence[ConnectionAttempt], network: PairCheckContext, is_reached: bool, source: int
 ) -> CheckResult:
     check_name, name = f"port {network.port}", network.names[0]
     failures = [each for each in found if each.outcome != "reached"]
@@ -172,7 +172,7 @@ def _make_control_port_result(
 
 
 def _explain_failure(
-    attempt: ConnectionAttempt, network: HostNetwork, source: int, destination: int
+    attempt: ConnectionAttempt, network: PairCheckContext, source: int, destination: int
 ) -> tuple[str, str]:
     """Return what was seen, and the fix."""
     here, there, port = network.names[source], network.names[destination], attempt.target.port

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 from rankless.config.run_config import RunConfig
 from rankless.errors import JoinError
-from rankless.launch.doctor.host_checks import check_host_quickly
 from rankless.launch.doctor.probe_protocol import CheckHost
+from rankless.launch.doctor.single_host_checks import check_host_quickly
 
 
 def run_preflight(config: RunConfig, warn: Callable[[str], None]) -> None:

@@ -16,7 +16,6 @@ from typing import IO
 import msgspec
 
 from rankless.config import environment
-from rankless.launch.doctor.host_checks import check_host, read_host_identity
 from rankless.launch.doctor.probe_protocol import (
     ApplyEnvironment,
     CheckHost,
@@ -35,6 +34,7 @@ from rankless.launch.doctor.probe_protocol import (
     RelayTask,
     StartCollectiveProcess,
 )
+from rankless.launch.doctor.single_host_checks import check_host, read_host_identity
 from rankless.launch.rendezvous import link_test
 from rankless.records.collective_test_messages import MARK, AllReduceFailed, CollectiveTestResult
 from rankless.runtime.fast_exit import FastExit

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from rankless.config.environment import carried_variables
 from rankless.config.hosts import Host, addresses_of, own_addresses
 from rankless.launch.doctor.collective_test import run_collective_test, start_collective_processes
-from rankless.launch.doctor.host_pairs import HostNetwork, HostPairs
+from rankless.launch.doctor.host_pairs import HostPairs, PairCheckContext
 from rankless.launch.doctor.probe_protocol import ApplyEnvironment, CheckHost, HostReport, ProbeFailed, ProbeRequest
 from rankless.launch.doctor.remote_probes import HostProbes
 from rankless.launch.doctor.startup_test import StartupTest
@@ -97,7 +97,7 @@ class _Diagnosis:
                 self._compare_versions()
                 self._compare_clocks()
                 report_progress("testing the connections between the hosts")
-                pairs = HostPairs(self._probes, HostNetwork(self._names, self._config.port, self._reports))
+                pairs = HostPairs(self._probes, PairCheckContext(self._names, self._config.port, self._reports))
                 self._results += pairs.check_connections()
             if self._own_index is not None and not self._config.quick:
                 report_progress("starting a test job")

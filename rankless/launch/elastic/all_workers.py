@@ -10,7 +10,7 @@ import msgspec
 from rankless.config.elastic import Elastic
 from rankless.config.environment import exported_variables, loopback_name, user_interfaces
 from rankless.config.hosts import interface_of, is_here
-from rankless.config.run_config import JobStart, RunConfig
+from rankless.config.run_config import AgreedJobConfig, RunConfig
 from rankless.launch.elastic.local_workers import LocalWorkers
 from rankless.launch.elastic.member import ElasticWorker
 from rankless.launch.elastic.membership import RoundState
@@ -18,7 +18,7 @@ from rankless.launch.elastic.remote_workers import RemoteWorkers
 from rankless.launch.elastic.ssh_protocol import HostTask
 from rankless.launch.profile import load_profile
 from rankless.launch.worker_configs import ElasticSlot, make_elastic_worker
-from rankless.launch.worker_output import Source, Terminal, Write
+from rankless.launch.worker_output import Source, WorkerOutputFollower, Write
 from rankless.records.elastic_messages import DriverMessage, RoundStarted, WorkerMessage
 from rankless.records.events import AnyRecord
 
@@ -31,7 +31,7 @@ class LaunchContext:
 
     config: RunConfig
     elastic: Elastic
-    start: JobStart
+    start: AgreedJobConfig
     folder: str
     notify: Callable[[str], None]
     writes: Mapping[Source, Write]
@@ -43,7 +43,7 @@ class AllWorkers:
     def __init__(self, context: LaunchContext, selector: selectors.BaseSelector) -> None:
         self._context = context
         self._selector = selector
-        self._terminal = Terminal([], writers=context.writes)
+        self._terminal = WorkerOutputFollower([], writers=context.writes)
         log_path = os.path.join(context.folder, "parent.log")
         self._local = LocalWorkers(context.config, log_path=log_path, selector=selector)
         self._remote: dict[str, RemoteWorkers] = {}

@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from rankless.config.elastic import Elastic
-from rankless.config.run_config import JobStart, RunConfig
+from rankless.config.run_config import AgreedJobConfig, RunConfig
 from rankless.config.validation import choose_backend
 from rankless.launch.elastic.all_workers import LOOPBACK_ADDRESS, AllWorkers, LaunchContext
 from rankless.launch.elastic.discovery import DiscoveredHosts, FixedHosts
 from rankless.launch.elastic.member import Action, KillAction, StartAction
 from rankless.launch.elastic.membership import JobFailure, JobMembership
-from rankless.launch.elastic.stalled_rounds import RoundWatchdog
+from rankless.launch.elastic.stalled_rounds import StalledRoundDetector
 from rankless.launch.log_files import make_run_folder, make_run_id
 from rankless.launch.profile import load_profile
 from rankless.launch.signals import Interrupts
@@ -74,14 +74,14 @@ class ElasticDriver:
         self._config = config
         self._context = context
         self._selector = selector
-        self._start = _make_job_start(config)
+        self._start = _make_agreed_job_config(config)
         self._folder = make_run_folder(config, self._start, 0)
         self._hosts = _make_hosts(config, elastic)
         self._membership = JobMembership(elastic, first_workers=config.worker_count)
         self._records: dict[int, list[AnyRecord]] = {}
         self._notified: set[str] = set()
         self._last_progress_at = 0.0
-        self._watchdog = RoundWatchdog(config.hang_timeout_seconds or elastic.stall_timeout_seconds)
+        self._stall_detector = StalledRoundDetector(config.hang_timeout_seconds or elastic.stall_timeout_seconds)
         self._host_names: dict[int, str] = {}
         launch_context = LaunchContext(
             config=config,
@@ -136,7 +136,7 @@ class ElasticDriver:
         current = self._membership.current_round
         if current is None or current.waiting_for_store:
             return
-        report = self._watchdog.tick(current.number, current.assignments, self._host_names, now)
+        report = self._stall_detector.tick(current.number, current.assignments, self._host_names, now)
         if report is not None:
             self._context.notify(report.text)
             for number, reason in report.workers_to_kill.items():
@@ -191,7 +191,7 @@ class ElasticDriver:
     def _process_record(self, record: AnyRecord, now: float) -> None:
         self._context.on_record(record)
         if isinstance(record, RankStatus):
-            self._watchdog.receive(record, now)
+            self._stall_detector.receive(record, now)
             return
         if isinstance(record, Notice):
             self._notify_once(record.text)
@@ -206,10 +206,10 @@ class ElasticDriver:
     def _process_exit(self, record: Exited, now: float) -> None:
         number = record.rank
         if record.exit_code == 0:
-            self._watchdog.mark_finished(number, now)
+            self._stall_detector.mark_finished(number, now)
             self._membership.remove_finished(number)
             return
-        self._watchdog.forget(number)
+        self._stall_detector.forget(number)
         name, host = self._name_worker(number), self._membership.workers[number].host
         records = self._records[number]
         is_secondary = any(isinstance(each, Raised) and is_secondary_failure(each) for each in records)
@@ -284,9 +284,9 @@ def _make_hosts(config: RunConfig, elastic: Elastic) -> DiscoveredHosts | FixedH
     return FixedHosts(slots)
 
 
-def _make_job_start(config: RunConfig) -> JobStart:
+def _make_agreed_job_config(config: RunConfig) -> AgreedJobConfig:
     # Each round has its own store, so the addresses here are placeholders.
-    return JobStart(
+    return AgreedJobConfig(
         run_id=make_run_id(config),
         seed=config.seed,
         workers=(config.worker_count,),

@@ -35,7 +35,7 @@ from rankless.launch.rendezvous.host_facts import installed_versions
 from rankless.launch.rendezvous.messages import Heartbeat, WorkerOutput, WorkerRecords
 from rankless.launch.supervisor.supervisor import POLL_SECONDS
 from rankless.launch.worker_configs import ElasticSlot, make_elastic_worker
-from rankless.launch.worker_output import SOURCES, Source, Terminal
+from rankless.launch.worker_output import SOURCES, Source, WorkerOutputFollower
 from rankless.runtime.fast_exit import FastExit
 from rankless.terminal import process_title
 
@@ -95,7 +95,9 @@ class HostAgent:
                 versions=installed_versions(),
             )
         )
-        self._terminal = Terminal([], writers={source: functools.partial(self._show, source) for source in SOURCES})
+        self._terminal = WorkerOutputFollower(
+            [], writers={source: functools.partial(self._show, source) for source in SOURCES}
+        )
         log_path = os.path.join(task.folder, f"parent-{address}.log")
         self._workers = LocalWorkers(self._config, log_path=log_path, selector=selector)
         self._last_heartbeat_at = 0.0

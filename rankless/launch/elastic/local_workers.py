@@ -20,7 +20,7 @@ from rankless.records.elastic_messages import (
     send_message,
 )
 from rankless.records.events import AnyRecord, Exited
-from rankless.runtime.spawn_protocol import KILL, encode_signal, send_worker_launch
+from rankless.runtime.fork_server_protocol import KILL, encode_signal, send_worker_launch
 
 
 class LocalWorkers:

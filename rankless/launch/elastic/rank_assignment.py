@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from rankless.config.rank_layout import assign_ranks
+from rankless.config.local_ranks import assign_ranks
 from rankless.records.elastic_messages import RankAssignment
 
 

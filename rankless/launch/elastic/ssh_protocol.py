@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from rankless.config.run_config import JobStart, Program, RunRequest
+from rankless.config.run_config import AgreedJobConfig, Program, RunRequest
 from rankless.launch.rendezvous.messages import Heartbeat, WorkerOutput, WorkerRecords
 from rankless.records.elastic_messages import DriverMessage, WorkerMessage
 from rankless.records.framing import FrameDecoder, FrameFormat, FrameTooLongError
@@ -30,7 +30,7 @@ class HostTask(msgspec.Struct, frozen=True, kw_only=True, tag="host_task"):
 
     program: Program
     request: RunRequest
-    start: JobStart
+    start: AgreedJobConfig
     folder: str
     """The folder for log files."""
     environment: dict[str, str]

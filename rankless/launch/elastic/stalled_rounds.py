@@ -1,8 +1,8 @@
 """Detects a round without progress: finds the member for which the others wait, and decides whether to kill it.
 
 The members are on several hosts. The agents of these hosts report the status of each member that makes no progress. The
-round makes progress as long as one member does. `launch.watchdog.diagnosis` finds the missing member, as in any other
-job. Here the driver kills only that member, and a replacement continues from the last commit.
+round makes progress as long as one member does. `launch.watchdog.missing_ranks` finds the missing member, as in any
+other job. Here the driver kills only that member, and a replacement continues from the last commit.
 
 After some members have reached the end of the script, the others may take their time, but they are reported. There is
 no next round for them, so the job fails if one is killed.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from rankless.launch.watchdog.diagnosis import HangDiagnosis, diagnose
+from rankless.launch.watchdog.missing_ranks import HangDiagnosis, diagnose
 from rankless.launch.watchdog.report import describe_status, describe_waiting, format_ranks
 from rankless.launch.watchdog.step_rate import STARTUP_STALL_SECONDS
 from rankless.records.elastic_messages import RankAssignment
@@ -30,7 +30,7 @@ class StallReport:
     """The reason for each worker to kill, by worker number."""
 
 
-class RoundWatchdog:
+class StalledRoundDetector:
     """Collects the statuses of workers that make no progress.
 
     Without a timeout from the user, it kills a worker only if nothing in the round runs, and only after many minutes.

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from rankless.config.run_config import Cluster, JobStart
+from rankless.config.run_config import AgreedJobConfig, Cluster
 from rankless.errors import JoinError
 from rankless.launch.rendezvous.control_server import (
     ConnectionRejected,
@@ -164,7 +164,7 @@ def _check_missing(
         )
 
 
-def start_hosts(server: ControlServer, start: JobStart) -> None:
+def start_hosts(server: ControlServer, start: AgreedJobConfig) -> None:
     """Tell all hosts to start their workers."""
     for index in server.connected_hosts:
         server.send(index, JobStarted(start=start, host_index=index))

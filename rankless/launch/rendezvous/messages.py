@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-from rankless.config.run_config import JobStart
+from rankless.config.run_config import AgreedJobConfig
 from rankless.launch.rendezvous.host_facts import HostFacts
 from rankless.launch.worker_output import Source
 from rankless.records.connection_attempts import ConnectionAttempt, ConnectionTarget
@@ -56,7 +56,7 @@ class JoinRefused(msgspec.Struct, frozen=True, kw_only=True, tag="join_refused")
 class JobStarted(msgspec.Struct, frozen=True, kw_only=True, tag="job_started"):
     """All hosts have joined and agree. Each starts its workers."""
 
-    start: JobStart
+    start: AgreedJobConfig
     host_index: int
     """The index of the receiving host."""
 

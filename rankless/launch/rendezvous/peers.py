@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from rankless.config.run_config import JobStart
+from rankless.config.run_config import AgreedJobConfig
 from rankless.launch.rendezvous.control_client import LeaderConnection
 from rankless.launch.rendezvous.control_connection import ConnectionBrokenError
 from rankless.launch.rendezvous.control_server import (
@@ -33,7 +33,7 @@ from rankless.records.events import AnyRecord, HostInterrupted, HostLost, Notice
 
 
 @dataclass(frozen=True)
-class PeerUpdate:
+class PeerPollResult:
     """What the other hosts have sent since the last poll."""
 
     records: Sequence[AnyRecord] = ()
@@ -55,7 +55,7 @@ class Peers(Protocol):
         """Return the index of the host on which a rank runs."""
         ...
 
-    def poll(self, now: float) -> PeerUpdate:
+    def poll(self, now: float) -> PeerPollResult:
         """Return what has arrived since the last call."""
         ...
 
@@ -102,9 +102,9 @@ class NoPeers:
         """Return 0, the only host."""
         return 0
 
-    def poll(self, now: float) -> PeerUpdate:  # noqa: ARG002  # the protocol's signature
+    def poll(self, now: float) -> PeerPollResult:  # noqa: ARG002  # the protocol's signature
         """Return an empty update."""
-        return PeerUpdate()
+        return PeerPollResult()
 
     def send_records(self, records: Sequence[AnyRecord]) -> None:
         """Do nothing."""
@@ -136,7 +136,7 @@ class FollowerPeers:
 
     attributes_failures = True
 
-    def __init__(self, server: ControlServer, start: JobStart, names: Sequence[str]) -> None:
+    def __init__(self, server: ControlServer, start: AgreedJobConfig, names: Sequence[str]) -> None:
         self._server = server
         self._start = start
         self._names = names
@@ -154,7 +154,7 @@ class FollowerPeers:
         """Return the server's descriptor."""
         return self._server.fileno()
 
-    def poll(self, now: float) -> PeerUpdate:
+    def poll(self, now: float) -> PeerPollResult:
         """Return the records of all followers; a lost follower gives a `HostLost` record."""
         records: list[AnyRecord] = []
         for event in self._server.poll(now):
@@ -171,7 +171,7 @@ class FollowerPeers:
             elif isinstance(event, ConnectionRejected):
                 text = f"a client at {event.address} tried to join, and was rejected: {event.reason}"
                 records.append(Notice(rank=0, time_ns=time.monotonic_ns(), text=text))
-        return PeerUpdate(records)
+        return PeerPollResult(records)
 
     def send_records(self, records: Sequence[AnyRecord]) -> None:
         """Do nothing: host 0 has its own records."""
@@ -221,7 +221,7 @@ class LeaderPeer:
 
     attributes_failures = False
 
-    def __init__(self, connection: LeaderConnection, start: JobStart, host_index: int, name: str) -> None:
+    def __init__(self, connection: LeaderConnection, start: AgreedJobConfig, host_index: int, name: str) -> None:
         self._connection = connection
         self._start = start
         self._host_index = host_index
@@ -238,10 +238,10 @@ class LeaderPeer:
         """Return the connection's descriptor, or None once host 0 is lost."""
         return None if self.lost_reason is not None else self._connection.fileno()
 
-    def poll(self, now: float) -> PeerUpdate:
+    def poll(self, now: float) -> PeerPollResult:
         """Return host 0's request to stop, if there is one. A lost host 0 is such a request too."""
         if self.lost_reason is not None:
-            return PeerUpdate()
+            return PeerPollResult()
         stop: StopMode | None = None
         try:
             for message in self._connection.poll(now):
@@ -254,7 +254,7 @@ class LeaderPeer:
         except ConnectionBrokenError as error:
             self.lost_reason = str(error)
             stop = None if self.job_end is not None else "lost"
-        return PeerUpdate(stop=stop)
+        return PeerPollResult(stop=stop)
 
     def send_records(self, records: Sequence[AnyRecord]) -> None:
         """Send records to host 0."""

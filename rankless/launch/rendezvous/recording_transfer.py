@@ -5,14 +5,14 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from rankless.config.run_config import JobStart
+from rankless.config.run_config import AgreedJobConfig
 from rankless.launch.rendezvous.messages import RecordingChunk
 
 CHUNK_BYTES = 1 << 20
 _FILE_NAME = re.compile(r"rank(\d+)\.(results|safetensors|values)")
 
 
-def read_recording(start: JobStart, host_index: int) -> Iterator[RecordingChunk]:
+def read_recording(start: AgreedJobConfig, host_index: int) -> Iterator[RecordingChunk]:
     """Yield the files that a host's workers have recorded, in chunks."""
     if start.recording is None:
         return
@@ -30,7 +30,7 @@ def read_recording(start: JobStart, host_index: int) -> Iterator[RecordingChunk]
                 data = next_data
 
 
-def write_recording(chunk: RecordingChunk, start: JobStart) -> None:
+def write_recording(chunk: RecordingChunk, start: AgreedJobConfig) -> None:
     """Append a chunk of a file in the folder where this host's workers record. The last chunk completes the file."""
     match = _FILE_NAME.fullmatch(chunk.name)
     if match is None or start.recording is None or int(match[1]) >= start.world_size:

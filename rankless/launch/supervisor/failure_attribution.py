@@ -14,7 +14,7 @@ from typing import Literal
 
 import msgspec
 
-from rankless.launch.watchdog.collective_timeouts import parse_timeout
+from rankless.launch.watchdog.timed_out_collectives import parse_timeout
 from rankless.records.events import (
     AnyRecord,
     Exited,

@@ -73,7 +73,7 @@ class ForkServerClient:
         return self._process.pid
 
     def send(self, command: bytes) -> None:
-        """Send a command of `runtime.spawn_protocol`. Does nothing if the fork server is gone."""
+        """Send a command of `runtime.fork_server_protocol`. Does nothing if the fork server is gone."""
         with contextlib.suppress(OSError):
             self._control.send(command)
 

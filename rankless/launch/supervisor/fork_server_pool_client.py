@@ -15,8 +15,8 @@ from rankless.config.environment import parent_environment
 from rankless.config.run_config import RunConfig
 from rankless.config.script_source import names_rankless
 from rankless.config.worker_config import ForkServerPoolConfig, HostConfig
+from rankless.runtime.fork_server_protocol import MAX_DESCRIPTORS, READY, receive_process_id, send_host_config
 from rankless.runtime.process_tree import delayed_interrupts
-from rankless.runtime.spawn_protocol import MAX_DESCRIPTORS, READY, receive_process_id, send_host_config
 from rankless.runtime.subprocess_command import python_command
 
 IMPORT_TIMEOUT_SECONDS = 120.0

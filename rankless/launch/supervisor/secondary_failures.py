@@ -5,9 +5,9 @@ import re
 import msgspec
 
 from rankless.launch.supervisor.failure_attribution import first_line, is_secondary_failure
-from rankless.launch.watchdog.collective_timeouts import parse_timeout
 from rankless.launch.watchdog.stack_classifier import format_line
 from rankless.launch.watchdog.stacks import Frame
+from rankless.launch.watchdog.timed_out_collectives import parse_timeout
 from rankless.records.events import Raised
 from rankless.user_code import is_library
 

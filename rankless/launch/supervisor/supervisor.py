@@ -2,10 +2,10 @@
 
 Note [signal and shutdown]: the supervisor asks workers to end with a signal. A rank that waits in a collective for
 another rank cannot react to it. After half of the grace period the supervisor therefore shuts down the connections
-between ranks (`runtime.connections`), and signal handlers and `finally` blocks have the other half. If a host is lost,
-the order is reversed: connections to its ranks would be silent for minutes. The supervisor shuts them down first, and
-scripts raise `RuntimeError`, as if a rank on their own host had died. The signal follows after half of the grace
-period, because it ends a script without a handler at once.
+between ranks (`runtime.connection_shutdown`), and signal handlers and `finally` blocks have the other half. If a host
+is lost, the order is reversed: connections to its ranks would be silent for minutes. The supervisor shuts them down
+first, and scripts raise `RuntimeError`, as if a rank on their own host had died. The signal follows after half of the
+grace period, because it ends a script without a handler at once.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from rankless.launch.supervisor.fork_server_client import ForkServerClient
 from rankless.launch.supervisor.secondary_failures import SecondaryFailure, describe_secondary_failure
 from rankless.records.channel import receive_records
 from rankless.records.events import AnyRecord, Raised
-from rankless.runtime.spawn_protocol import CUT, KILL, encode_signal
+from rankless.runtime.fork_server_protocol import CUT, KILL, encode_signal
 
 POLL_SECONDS = 0.05
 STOP_GRACE_SECONDS = 1.0

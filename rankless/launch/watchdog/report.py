@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from rankless.launch.watchdog.diagnosis import HangDiagnosis
+from rankless.launch.watchdog.missing_ranks import HangDiagnosis
 from rankless.launch.watchdog.stack_classifier import truncate_stack
 from rankless.launch.watchdog.step_rate import StepRate
 from rankless.records.events import RankStatus

@@ -9,12 +9,12 @@ import msgspec
 
 from rankless.config.worker_config import WorkerConfig
 from rankless.launch.rendezvous.peers import Peers
-from rankless.launch.watchdog.collective_timeouts import find_missing, parse_timeout
-from rankless.launch.watchdog.diagnosis import HangDiagnosis, diagnose
+from rankless.launch.watchdog.missing_ranks import HangDiagnosis, diagnose
 from rankless.launch.watchdog.remote_ranks import RemoteRanks
 from rankless.launch.watchdog.report import format_headline, format_report
 from rankless.launch.watchdog.stack_classifier import truncate_stack
 from rankless.launch.watchdog.step_rate import StepRate
+from rankless.launch.watchdog.timed_out_collectives import find_missing, parse_timeout
 from rankless.launch.watchdog.worker_monitor import WorkerMonitor, write_stacks
 from rankless.records.events import AnyRecord, Exited, HangDetected, Notice, Raised, RankStatus, ScriptFinished, Started
 from rankless.records.quantities import format_seconds

@@ -6,12 +6,12 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from rankless.config.launcher_choice import decode_settings
-from rankless.config.run_config import JobStart, RunConfig
+from rankless.config.launcher_spec import decode_settings
+from rankless.config.run_config import AgreedJobConfig, RunConfig
 from rankless.config.worker_config import WorkerConfig, WorkerLaunch
 from rankless.launch.ports import reserve_master_port
-from rankless.launch.profile import LauncherProfile, LogFiles, VisibleDevices, show_gpus
-from rankless.launchers.fleetrun.settings import FleetrunSettings
+from rankless.launch.profile import LauncherProfile, VisibleDevices, WorkerLogFiles, show_gpus
+from rankless.launchers.fleetrun.profile_settings import FleetrunSettings
 from rankless.launchers.fleetrun.tables import LOG_NAME, format_environment_table, format_worker_line
 
 FIRST_PORT = 6070
@@ -20,7 +20,7 @@ ENDPOINTS = "PADDLE_TRAINER_ENDPOINTS"
 
 
 def make_profile(settings: bytes) -> LauncherProfile:
-    """Return the profile for the settings of a `LauncherChoice`."""
+    """Return the profile for the settings of a `LauncherSpec`."""
     return FleetrunProfile(decode_settings(settings, FleetrunSettings))
 
 
@@ -50,9 +50,9 @@ class FleetrunProfile(LauncherProfile):
         """fleetrun has none."""
         return None
 
-    def log_files(self, folder: str, rank: int, local_rank: int) -> LogFiles:
+    def log_files(self, folder: str, rank: int, local_rank: int) -> WorkerLogFiles:
         """Return the path of a worker's log file, under Paddle's name."""
-        return LogFiles(os.path.join(folder, LOG_NAME.format(rank)))
+        return WorkerLogFiles(os.path.join(folder, LOG_NAME.format(rank)))
 
     def link_logs(self, folder: str, ranks: Sequence[int], world_size: int) -> None:
         """Link `workerlog.N` beside the run's folder to this run's, and remove links of an earlier, larger run."""
@@ -77,7 +77,7 @@ class FleetrunProfile(LauncherProfile):
         return found._replace(cuda_variable="") if self.settings.hides_gpus and not found.cuda_variable else found
 
     def worker_environment(
-        self, worker: WorkerConfig, start: JobStart, *, elastic_host: str | None = None
+        self, worker: WorkerConfig, start: AgreedJobConfig, *, elastic_host: str | None = None
     ) -> Mapping[str, str | None]:
         """Return Paddle's variables besides those of a plain run. The endpoints come from `open_services`."""
         rank, size, local_rank = str(worker.rank), str(worker.world_size), str(worker.local_rank)

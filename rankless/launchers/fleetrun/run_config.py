@@ -12,7 +12,7 @@ from rankless.launchers.fleetrun.hosts import make_cluster
 from rankless.launchers.fleetrun.options import FleetrunFlags
 from rankless.launchers.fleetrun.parameter_server_options import require_no_servers
 from rankless.launchers.fleetrun.parser import user_first_port
-from rankless.launchers.fleetrun.settings import FleetrunSettings, choose_fleetrun, share_out
+from rankless.launchers.fleetrun.profile_settings import FleetrunSettings, make_fleetrun_spec, share_out
 
 _CPU_BACKENDS = ("gloo",)
 _GPU_BACKENDS = ("nccl",)
@@ -52,7 +52,7 @@ def fleetrun_request(flags: FleetrunFlags, program: Program) -> RunRequest:
         devices=",".join(str(share[0]) for share in shares) or "cpu",
         log_folder=flags.log_dir or default_log_folder(),
         warm=program.kind != "command",
-        launcher=choose_fleetrun(
+        launcher=make_fleetrun_spec(
             FleetrunSettings(job_id=flags.job_id, shares=shares, hides_gpus=_wants_cpu(flags), first_port=first_port)
         ),
         cluster=make_cluster(flags, workers=count),

@@ -8,18 +8,18 @@ from dataclasses import dataclass
 
 from rankless.config.environment import loopback_name
 from rankless.config.horovod_variables import rank_variables
-from rankless.config.launcher_choice import decode_settings
-from rankless.config.run_config import JobStart, RunConfig
+from rankless.config.launcher_spec import decode_settings
+from rankless.config.run_config import AgreedJobConfig, RunConfig
 from rankless.config.worker_config import WorkerConfig
-from rankless.launch.profile import LauncherProfile, LogFiles, OutputHosts, VisibleDevices, log_file_of
-from rankless.launch.worker_output import SOURCES, Stream
+from rankless.launch.profile import LauncherProfile, OutputHosts, VisibleDevices, WorkerLogFiles, log_file_of
+from rankless.launch.worker_output import SOURCES, FollowedFile
 from rankless.launchers.horovodrun.installed_horovod import may_be_imported
-from rankless.launchers.horovodrun.settings import HorovodrunSettings
+from rankless.launchers.horovodrun.profile_settings import HorovodrunSettings
 from rankless.records.elastic_messages import RankAssignment
 
 
 def make_profile(settings: bytes) -> LauncherProfile:
-    """Return the profile for the settings of a `LauncherChoice`."""
+    """Return the profile for the settings of a `LauncherSpec`."""
     return HorovodrunProfile(decode_settings(settings, HorovodrunSettings))
 
 
@@ -59,16 +59,16 @@ class HorovodrunProfile(LauncherProfile):
         """horovodrun has none."""
         return None
 
-    def log_files(self, folder: str, rank: int, local_rank: int) -> LogFiles:
+    def log_files(self, folder: str, rank: int, local_rank: int) -> WorkerLogFiles:
         """Return the paths of a worker's two log files, below `--output-filename` if that is given."""
         own = os.path.join(self.settings.output_folder or folder, f"rank.{self.settings.padded_rank(rank)}")
-        return LogFiles(os.path.join(own, "stdout"), os.path.join(own, "stderr"))
+        return WorkerLogFiles(os.path.join(own, "stdout"), os.path.join(own, "stderr"))
 
-    def shown_streams(self, config: RunConfig, folder: str, workers: Sequence[WorkerConfig]) -> list[Stream]:
+    def shown_streams(self, config: RunConfig, folder: str, workers: Sequence[WorkerConfig]) -> list[FollowedFile]:
         """Return both streams of every worker, with Horovod's prefix."""
         timestamps = self.settings.timestamps
         return [
-            Stream(
+            FollowedFile(
                 path=log_file_of(each, source),
                 sink=source,
                 prefix=f"[{each.rank}]<std{source}>:",
@@ -83,7 +83,7 @@ class HorovodrunProfile(LauncherProfile):
         return VisibleDevices(list(devices))
 
     def worker_environment(
-        self, worker: WorkerConfig, start: JobStart, *, elastic_host: str | None = None
+        self, worker: WorkerConfig, start: AgreedJobConfig, *, elastic_host: str | None = None
     ) -> Mapping[str, str | None]:
         """Return Horovod's variables besides those of a plain run.
 

@@ -15,7 +15,7 @@ from rankless.errors import ConfigError
 from rankless.launchers.horovodrun.elastic_options import make_elastic
 from rankless.launchers.horovodrun.hosts import fill_hosts, make_cluster, name_hosts
 from rankless.launchers.horovodrun.options import HorovodrunFlags
-from rankless.launchers.horovodrun.settings import HorovodrunSettings, NamedHost, choose_horovodrun
+from rankless.launchers.horovodrun.profile_settings import HorovodrunSettings, NamedHost, make_horovodrun_spec
 
 _MIB = 1 << 20
 _NOT_NEGATIVE = (
@@ -89,7 +89,7 @@ def horovodrun_request(flags: HorovodrunFlags, program: Program) -> RunRequest:
         show="all",
         warm=program.kind != "command",
         separate_seeds=True,
-        launcher=choose_horovodrun(
+        launcher=make_horovodrun_spec(
             HorovodrunSettings(
                 hosts=name_hosts(hosts) or (NamedHost(name="localhost", slots=count),),
                 variables=tuple(variables.items()),

@@ -6,19 +6,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rankless.config.environment import snapshot, user_visible_devices
-from rankless.config.launcher_choice import decode_settings
-from rankless.config.run_config import JobStart, RunConfig
+from rankless.config.launcher_spec import decode_settings
+from rankless.config.run_config import AgreedJobConfig, RunConfig
 from rankless.config.worker_config import WorkerConfig
 from rankless.launch.profile import (
     LauncherProfile,
-    LogFiles,
     OutputHosts,
     SignalForwarding,
     VisibleDevices,
+    WorkerLogFiles,
     log_file_of,
 )
-from rankless.launch.worker_output import Source, Stream
-from rankless.launchers.torchrun.settings import ShownStream, TorchrunSettings
+from rankless.launch.worker_output import FollowedFile, Source
+from rankless.launchers.torchrun.profile_settings import ShownStream, TorchrunSettings
 
 _FIRST_ATTEMPT = "attempt_0"
 """torchrun's folder of logs until it restarts the workers, which Rankless never does."""
@@ -26,7 +26,7 @@ _STREAM_NAMES: Mapping[Source, str] = {"out": "stdout", "err": "stderr"}
 
 
 def make_profile(settings: bytes) -> LauncherProfile:
-    """Return the profile for the settings of a `LauncherChoice`."""
+    """Return the profile for the settings of a `LauncherSpec`."""
     return TorchrunProfile(decode_settings(settings, TorchrunSettings))
 
 
@@ -75,15 +75,15 @@ class TorchrunProfile(LauncherProfile):
         """Return a name of its own for each host: files are numbered from 0 on each, and hosts may share a disk."""
         return f"{run_id}-host{host_index}" if host_index else run_id
 
-    def log_files(self, folder: str, rank: int, local_rank: int) -> LogFiles:
+    def log_files(self, folder: str, rank: int, local_rank: int) -> WorkerLogFiles:
         """Return the paths of a worker's two log files, as torchrun has them."""
         own = os.path.join(folder, _FIRST_ATTEMPT, str(local_rank))
-        return LogFiles(os.path.join(own, "stdout.log"), os.path.join(own, "stderr.log"))
+        return WorkerLogFiles(os.path.join(own, "stdout.log"), os.path.join(own, "stderr.log"))
 
-    def shown_streams(self, config: RunConfig, folder: str, workers: Sequence[WorkerConfig]) -> list[Stream]:
+    def shown_streams(self, config: RunConfig, folder: str, workers: Sequence[WorkerConfig]) -> list[FollowedFile]:
         """Return the streams that `--redirects`, `--tee` and the filters leave on the terminal."""
         return [
-            Stream(
+            FollowedFile(
                 path=log_file_of(workers[stream.rank], stream.source),
                 sink=stream.source,
                 prefix=stream.prefix,
@@ -99,7 +99,7 @@ class TorchrunProfile(LauncherProfile):
         return VisibleDevices(["cuda:0" if is_alone and device != "cpu" else device for device in devices])
 
     def worker_environment(
-        self, worker: WorkerConfig, start: JobStart, *, elastic_host: str | None = None
+        self, worker: WorkerConfig, start: AgreedJobConfig, *, elastic_host: str | None = None
     ) -> Mapping[str, str | None]:
         """Return the variables that torchrun sets besides those of every run. PYTHONPATH stays the user's own."""
         settings = self.settings

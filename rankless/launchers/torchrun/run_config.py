@@ -18,7 +18,7 @@ from rankless.errors import ConfigError
 from rankless.launch.worker_output import Source
 from rankless.launchers.torchrun.hosts import make_cluster, make_hosts
 from rankless.launchers.torchrun.options import TorchrunFlags
-from rankless.launchers.torchrun.settings import ShownStream, TorchrunSettings, choose_torchrun
+from rankless.launchers.torchrun.profile_settings import ShownStream, TorchrunSettings, make_torchrun_spec
 
 LOCAL_RANK = "${local_rank}"
 """Stands for the worker's local rank in an argument of the program."""
@@ -76,7 +76,7 @@ def torchrun_request(flags: TorchrunFlags, program: Program) -> RunRequest:
         warm=program.kind != "command" and flags.start_method in (None, "fork"),
         master_address=hosts.master_address,
         master_port=hosts.master_port,
-        launcher=choose_torchrun(_settings(flags, count)),
+        launcher=make_torchrun_spec(_settings(flags, count)),
         cluster=make_cluster(hosts, workers=count, insecure=flags.insecure),
     )
 

@@ -17,16 +17,22 @@ from typing import Any
 import msgspec
 import torch.distributed as dist
 
-from rankless.collectives.shared_memory import host_identity
+from rankless.collectives.shared_memory_file import host_identity
 from rankless.errors import JoinError
 from rankless.runtime.rendezvous.parameters import RendezvousParameters
-from rankless.runtime.rendezvous.tcp import JoinDeadline, Notify, Participant, Rendezvous, describe_missing_ranks
+from rankless.runtime.rendezvous.tcp import (
+    CompletedRendezvous,
+    JoinDeadline,
+    Notify,
+    Participant,
+    describe_missing_ranks,
+)
 
 CONFIRM_SECONDS = 1.0
 STALE_SECONDS = 10.0
 
 
-class Registration(msgspec.Struct):
+class RendezvousFile(msgspec.Struct):
     """The content of the file."""
 
     name: str
@@ -41,22 +47,22 @@ class Registration(msgspec.Struct):
         return len(self.participants) == self.world_size
 
 
-def join_file_rendezvous(parameters: RendezvousParameters, notify: Notify) -> Rendezvous:
+def join_file_rendezvous(parameters: RendezvousParameters, notify: Notify) -> CompletedRendezvous:
     """Join the other ranks at a file:// address. Raises JoinError."""
     rank, size = parameters.rank, parameters.world_size
     deadline = JoinDeadline(parameters, notify)
     own = Participant(host_identity(), os.getpid(), size)
     with _open_locked(parameters.path) as file:
-        registration = _read(file)
-        if registration is None or registration.is_complete or time.time() - registration.confirmed > STALE_SECONDS:
-            registration = Registration(name=secrets.token_hex(8), world_size=size, participants={}, confirmed=0.0)
-        _require_free_rank(registration, parameters)
-        registration.participants[rank] = own
-        _write(file, registration)
-    name = registration.name
+        content = _read(file)
+        if content is None or content.is_complete or time.time() - content.confirmed > STALE_SECONDS:
+            content = RendezvousFile(name=secrets.token_hex(8), world_size=size, participants={}, confirmed=0.0)
+        _require_free_rank(content, parameters)
+        content.participants[rank] = own
+        _write(file, content)
+    name = content.name
 
-    while not registration.is_complete:
-        describe = partial(describe_missing_ranks, parameters, registration.participants)
+    while not content.is_complete:
+        describe = partial(describe_missing_ranks, parameters, content.participants)
         deadline.wait(describe, "start the others, with the same file and world_size")
         with _open_locked(parameters.path) as file:
             found = _read(file)
@@ -66,23 +72,23 @@ def join_file_rendezvous(parameters: RendezvousParameters, notify: Notify) -> Re
                     found="those of another, or none",
                     fix="let one job at a time use the file, and do not remove it meanwhile",
                 )
-            registration = found
-            if not registration.is_complete and time.time() - registration.confirmed > CONFIRM_SECONDS:
-                _write(file, registration)
+            content = found
+            if not content.is_complete and time.time() - content.confirmed > CONFIRM_SECONDS:
+                _write(file, content)
     # This rendezvous uses a store file of its own, which no other run has written to.
     store = dist.FileStore(f"{parameters.path}.{name}", size)  # type: ignore[attr-defined]  # missing in the stubs
-    return Rendezvous(store, [registration.participants[other] for other in range(size)])
+    return CompletedRendezvous(store, [content.participants[other] for other in range(size)])
 
 
-def _require_free_rank(registration: Registration, parameters: RendezvousParameters) -> None:
-    if registration.world_size != parameters.world_size:
+def _require_free_rank(content: RendezvousFile, parameters: RendezvousParameters) -> None:
+    if content.world_size != parameters.world_size:
         raise JoinError(
-            expected=f"all ranks with world_size={registration.world_size}, like those that registered before",
+            expected=f"all ranks with world_size={content.world_size}, like those that registered before",
             found=f"world_size={parameters.world_size} on rank {parameters.rank}",
             fix="start all processes with the same number",
         )
-    if parameters.rank in registration.participants:
-        other = registration.participants[parameters.rank]
+    if parameters.rank in content.participants:
+        other = content.participants[parameters.rank]
         raise JoinError(
             expected=f"one process as rank {parameters.rank} at {parameters}",
             found=f"a second one: process {other.process_id} has registered before",
@@ -107,11 +113,11 @@ def _open_locked(path: str) -> Iterator[int]:
         os.close(file)
 
 
-def _read(file: int) -> Registration | None:
+def _read(file: int) -> RendezvousFile | None:
     """Read the registrations, None from an empty file. Raises JoinError for any other content: it may be valuable."""
     data = os.pread(file, 1 << 20, 0)
     try:
-        return msgspec.json.decode(data, type=Registration) if data else None
+        return msgspec.json.decode(data, type=RendezvousFile) if data else None
     except msgspec.DecodeError:
         raise JoinError(
             expected="a file that only Rankless has written, or no file",
@@ -120,9 +126,9 @@ def _read(file: int) -> Registration | None:
         ) from None
 
 
-def _write(file: int, registration: Registration) -> None:
-    registration.confirmed = time.time()
-    data: Any = msgspec.json.encode(registration)
+def _write(file: int, content: RendezvousFile) -> None:
+    content.confirmed = time.time()
+    data: Any = msgspec.json.encode(content)
     os.ftruncate(file, 0)
     os.pwrite(file, data, 0)
     os.fsync(file)

@@ -21,7 +21,7 @@ from rankless.config.horovod_variables import HorovodWorker
 from rankless.config.hosts import interface_towards
 from rankless.errors import JoinError
 from rankless.runtime.rendezvous.parameters import RendezvousParameters
-from rankless.runtime.rendezvous.tcp import JoinDeadline, Notify, Rendezvous, join_tcp_rendezvous
+from rankless.runtime.rendezvous.tcp import CompletedRendezvous, JoinDeadline, Notify, join_tcp_rendezvous
 
 PATH = "/rankless/rendezvous"
 CLEARED_KEY = "rankless/cleared"
@@ -38,23 +38,23 @@ class StoreAddress(msgspec.Struct, frozen=True):
     port: int
 
 
-def join_horovod_rendezvous(worker: HorovodWorker, notify: Notify) -> tuple[Rendezvous, StoreAddress]:
+def join_horovod_rendezvous(worker: HorovodWorker, notify: Notify) -> tuple[CompletedRendezvous, StoreAddress]:
     """Join the other ranks. Return the rendezvous and the address of its store. Raises JoinError."""
-    server = KeyValueServer(worker, notify)
+    key_value_client = KeyValueClient(worker, notify)
     if worker.rank != 0:
-        address = _receive_store_address(server)
+        address = _receive_store_address(key_value_client)
         rendezvous = join_tcp_rendezvous(_make_parameters(worker, address), notify)
         rendezvous.store.wait([CLEARED_KEY], timedelta(seconds=worker.timeout_seconds))
         return rendezvous, address
-    with _reserve_port(server.own_address()) as address:
-        server.put(msgspec.json.encode(address))
+    with _reserve_port(key_value_client.own_address()) as address:
+        key_value_client.put(msgspec.json.encode(address))
         rendezvous = join_tcp_rendezvous(_make_parameters(worker, address), notify)
-    server.put(b"")
+    key_value_client.put(b"")
     rendezvous.store.set(CLEARED_KEY, "")
     return rendezvous, address
 
 
-class KeyValueServer:
+class KeyValueClient:
     """A worker's client of the launcher's server, for one value."""
 
     def __init__(self, worker: HorovodWorker, notify: Notify) -> None:
@@ -128,9 +128,9 @@ class KeyValueServer:
         )
 
 
-def _receive_store_address(server: KeyValueServer) -> StoreAddress:
-    while not (value := server.get()):
-        server.wait_for_rank_0()
+def _receive_store_address(key_value_client: KeyValueClient) -> StoreAddress:
+    while not (value := key_value_client.get()):
+        key_value_client.wait_for_rank_0()
     try:
         return msgspec.json.decode(value, type=StoreAddress)
     except msgspec.DecodeError:

@@ -16,7 +16,7 @@ import msgspec
 import torch.distributed as dist
 
 from rankless.collectives.call_signature import format_ranks
-from rankless.collectives.shared_memory import host_identity
+from rankless.collectives.shared_memory_file import host_identity
 from rankless.errors import JoinError
 from rankless.runtime.rendezvous.parameters import RendezvousParameters
 
@@ -36,7 +36,7 @@ class Participant(msgspec.Struct, frozen=True):
     world_size: int
 
 
-class Rendezvous:
+class CompletedRendezvous:
     """A complete rendezvous: the store that all ranks share, and the participants by rank."""
 
     def __init__(self, store: Any, participants: Sequence[Participant]) -> None:
@@ -72,7 +72,7 @@ class JoinDeadline:
         time.sleep(POLL_SECONDS)
 
 
-def join_tcp_rendezvous(parameters: RendezvousParameters, notify: Notify) -> Rendezvous:
+def join_tcp_rendezvous(parameters: RendezvousParameters, notify: Notify) -> CompletedRendezvous:
     """Join the other ranks at a tcp:// address. Raises JoinError."""
     deadline = JoinDeadline(parameters, notify)
     while True:
@@ -94,7 +94,9 @@ def join_tcp_rendezvous(parameters: RendezvousParameters, notify: Notify) -> Ren
         deadline.wait(lambda: f"{parameters}: waiting for an earlier store to close", "call shutdown on every rank")
 
 
-def _wait_for_all(store: Any, prefix: str, parameters: RendezvousParameters, deadline: JoinDeadline) -> Rendezvous:
+def _wait_for_all(
+    store: Any, prefix: str, parameters: RendezvousParameters, deadline: JoinDeadline
+) -> CompletedRendezvous:
     rank, size = parameters.rank, parameters.world_size
     own = Participant(host_identity(), os.getpid(), size)
     store.set(f"{prefix}/{rank}", msgspec.json.encode(own))
@@ -113,7 +115,7 @@ def _wait_for_all(store: Any, prefix: str, parameters: RendezvousParameters, dea
     store.set("rankless/complete", "")
     # A launcher's store still has the keys of an earlier group.
     own_store = dist.PrefixStore(f"{prefix}/group", store)  # type: ignore[attr-defined]  # missing in the stubs
-    return Rendezvous(own_store, [found[other] for other in range(size)])
+    return CompletedRendezvous(own_store, [found[other] for other in range(size)])
 
 
 def describe_missing_ranks(parameters: RendezvousParameters, found: Collection[int]) -> str:

@@ -5,7 +5,8 @@ the model before anything changes it. A call of `backward` provides the losses. 
 the gradients it used and the parameters it produced. The hooks draw and change nothing, so the script trains as it does
 alone. Wrappers such as DistributedDataParallel are looked through, so that a tensor has one name with and without them.
 What each rank puts into a step is recorded as digests of its rows, from which `verify.causes` finds out how the ranks
-divide the data. `verify.reference_run` matches the tensors of two different scripts by name, size and first value.
+divide the data. `verify.reference_comparison` matches the tensors of two different scripts by name, size and first
+value.
 """
 
 import contextlib
@@ -24,7 +25,7 @@ from rankless.jobs.dtype_override import cast
 from rankless.jobs.perturbation import perturb_gradients, perturbed_parameters
 from rankless.records.job_results import StepInputs
 from rankless.user_code import script_line, user_line
-from rankless.verify.recording.recorder import RunRecorder
+from rankless.verify.recording.run_recorder import RunRecorder
 
 WRAPPED = ("module", "_forward_module", "_orig_mod")
 """The attributes under which DistributedDataParallel, Fabric and torch.compile keep the model that they wrap."""

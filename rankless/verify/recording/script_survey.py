@@ -1,4 +1,4 @@
-"""ScriptSurvey what a script holds at the end of a run: jobs, and modules that belong to no job."""
+"""Survey what a script holds at the end of a run: jobs, and modules that belong to no job."""
 
 import gc
 from collections.abc import Iterable
@@ -6,20 +6,20 @@ from collections.abc import Iterable
 from torch import nn
 
 from rankless.jobs.job import Job
-from rankless.records.job_programs import KnownJob
+from rankless.records.job_programs import DefinedJob
 from rankless.records.job_results import ScriptSurvey
 
 
 def survey_script(models: Iterable[nn.Module]) -> ScriptSurvey:
     """Return the living jobs, and modules whose parameters belong to none of `models` and no job."""
-    jobs: list[KnownJob] = []
+    jobs: list[DefinedJob] = []
     known = {id(parameter) for model in models for parameter in model.parameters()}
     candidates: list[nn.Module] = []
     # type(thing), not thing.__class__, which may run code of the script.
     for thing in gc.get_objects():
         if issubclass(type(thing), Job):
             definition = thing.definition
-            jobs.append(KnownJob(job=definition.name, line=definition.line, called=thing.was_called))
+            jobs.append(DefinedJob(job=definition.name, line=definition.line, called=thing.was_called))
             known.update(id(parameter) for parameter in definition.parameters())
         elif issubclass(type(thing), nn.Module) and "_parameters" in thing.__dict__:
             candidates.append(thing)

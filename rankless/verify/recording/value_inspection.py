@@ -21,20 +21,20 @@ from rankless.compiler.lowering.lower import LoweringPass
 from rankless.compiler.scheduling.schedule import GradientMemory, schedule_gradients
 from rankless.compiler.sharding.sharding_propagation import ShardedProgram, propagate_shardings
 from rankless.context.world import World
-from rankless.jobs.arguments import Arguments, get_placements
+from rankless.jobs.arguments import FlattenedArguments, get_placements
 from rankless.jobs.definition import JobDefinition
 from rankless.jobs.program_cache import ProgramCache
 from rankless.parallel.mesh import Mesh
 from rankless.parallel.tensor_placement import Placement, Replicate
 from rankless.records.inspected_values import Role
 from rankless.user_code import user_line
-from rankless.verify.recording.value_recorder import ValueRecorder, gather_whole
+from rankless.verify.recording.inspected_call_recorder import InspectedCallRecorder, gather_whole
 
 
 class ValueInspector:
     """Inspects one job call: implements `context.observers.CallInspector` with a recorder of values."""
 
-    def __init__(self, recorder: ValueRecorder) -> None:
+    def __init__(self, recorder: InspectedCallRecorder) -> None:
         self._recorder = recorder
 
     def count_call(self, job: str) -> bool:
@@ -47,7 +47,7 @@ class ValueInspector:
         """Return a placed program that also records its values, for the call that runs now."""
         return add_probes(sharded, world.mesh, self._recorder)
 
-    def run_alongside(self, job: JobDefinition, world: World, arguments: Arguments) -> None:
+    def run_alongside(self, job: JobDefinition, world: World, arguments: FlattenedArguments) -> None:
         """Run the job's logical program on one worker and record its values, without side effects."""
         run_alongside(job, world, arguments, self._recorder)
 
@@ -60,7 +60,7 @@ class ValueInspector:
 class ValueProbe:
     """A step of a program that records one value."""
 
-    recorder: ValueRecorder
+    recorder: InspectedCallRecorder
     mesh: Mesh
     placement: Placement
     role: Role
@@ -85,7 +85,7 @@ class ValueProbe:
 
 
 def add_probes(
-    sharded: ShardedProgram, mesh: Mesh, recorder: ValueRecorder
+    sharded: ShardedProgram, mesh: Mesh, recorder: InspectedCallRecorder
 ) -> Callable[[Sequence[Tensor], Sequence[int]], Sequence[Tensor]]:
     """Return a program with the same results that also records its values; call it for the current call only."""
     logical = sharded.logical
@@ -135,7 +135,9 @@ def add_probes(
     return run
 
 
-def run_alongside(job: JobDefinition, world: World, arguments: Arguments, recorder: ValueRecorder) -> None:
+def run_alongside(
+    job: JobDefinition, world: World, arguments: FlattenedArguments, recorder: InspectedCallRecorder
+) -> None:
     """Run the job's logical program whole on one worker and record its values, without side effects."""
     state, cuda = torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     programs = ProgramCache(job, world)
@@ -154,7 +156,7 @@ def run_alongside(job: JobDefinition, world: World, arguments: Arguments, record
         torch.cuda.set_rng_state(device_state, device)
 
 
-def record_plain(job: JobDefinition, result: Any, recorder: ValueRecorder) -> None:
+def record_plain(job: JobDefinition, result: Any, recorder: InspectedCallRecorder) -> None:
     """Record the results of the plain call under the names of the program's outputs."""
     found: dict[str, Tensor] = {}
     leaves = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]

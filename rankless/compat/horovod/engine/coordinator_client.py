@@ -17,7 +17,7 @@ from rankless.compat.horovod.engine.messages import (
     Leave,
     Refuse,
     RequestMetadata,
-    Shutdown,
+    StopRanks,
     Submit,
     SubmitCached,
     Wait,
@@ -122,7 +122,7 @@ class RemoteCoordinatorClient:
                     yield message, values
                 elif isinstance(message, CacheMiss):
                     self._resubmit(message.cache_id)
-                elif isinstance(message, Shutdown):
+                elif isinstance(message, StopRanks):
                     self._close()  # rank 0 waits for this, so that its last message is not lost
                     raise ShutdownReceived(message.reason)
         except ConnectionClosed:
@@ -183,7 +183,7 @@ class LocalCoordinatorClient:
     ) -> None:
         self._connections = dict(connections)
         self._closing: list[RankConnection] = []
-        """Connections on which Shutdown was sent, and whose other sides may not have read it yet."""
+        """Connections on which `StopRanks` was sent, and whose other sides may not have read it yet."""
         self._coordinator = coordinator
         self._timeline = timeline
         self._stall_detector = stall_detector
@@ -296,7 +296,7 @@ class LocalCoordinatorClient:
         for rank, connection in self._connections.items():
             if rank != excluded:
                 with suppress(ConnectionClosed):
-                    connection.send(encode(Shutdown(reason)))
+                    connection.send(encode(StopRanks(reason)))
         for rank, connection in self._connections.items():
             self._selector.unregister(connection)
             if rank == excluded:

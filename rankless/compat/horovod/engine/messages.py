@@ -103,13 +103,13 @@ class CacheMiss(msgspec.Struct, frozen=True, tag=True, array_like=True):
     cache_id: int
 
 
-class Shutdown(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class StopRanks(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Nothing more is executed on any rank. The reason is empty if a rank has shut down in order."""
 
     reason: str = ""
 
 
-CoordinatorMessage = Welcome | Execute | CacheMiss | Shutdown
+CoordinatorMessage = Welcome | Execute | CacheMiss | StopRanks
 
 encode = msgspec.msgpack.Encoder().encode
 decode_rank_message = msgspec.msgpack.Decoder(RankMessage).decode

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from rankless.collectives.call_signature import format_ranks
-from rankless.collectives.shared_memory import host_identity
+from rankless.collectives.shared_memory_file import host_identity
 from rankless.compat.horovod.engine.connections import ConnectionClosed, RankConnection
 from rankless.compat.horovod.engine.messages import (
     Hello,

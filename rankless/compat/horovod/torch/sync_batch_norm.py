@@ -15,7 +15,7 @@ from rankless.compat.horovod.common.process_sets import global_process_set
 from rankless.compat.horovod.engine.requests import Reduction
 from rankless.compat.horovod.torch.operations.allgather import allgather_async
 from rankless.compat.horovod.torch.operations.allreduce import start
-from rankless.compat.horovod.torch.operations.differentiable import apply_function
+from rankless.compat.horovod.torch.operations.autograd_apply import apply_function
 from rankless.compat.horovod.torch.operations.handles import synchronize
 from rankless.compat.horovod.torch.operations.reduction_ops import make_reduction_rule
 

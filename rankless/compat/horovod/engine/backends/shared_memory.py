@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from rankless.collectives.call_signature import format_ranks
-from rankless.collectives.shared_memory import create_shared_file
+from rankless.collectives.shared_memory_file import create_shared_file
 from rankless.compat.horovod.engine.backends.process_group import ProcessGroupBackend
 from rankless.compat.horovod.engine.backends.store_exchange import wait_for_key
 from rankless.compat.horovod.engine.scaling import ScaledReduction

@@ -9,8 +9,8 @@ import torch
 from rankless.compat.horovod.common.process_sets import ProcessSet, global_process_set
 from rankless.compat.horovod.engine.requests import OperationKind, Reduction
 from rankless.compat.horovod.torch.operations.allreduce import Allreduce, GroupedAllreduce
+from rankless.compat.horovod.torch.operations.autograd_apply import apply_function
 from rankless.compat.horovod.torch.operations.checks import require_tensors, validate_tensor
-from rankless.compat.horovod.torch.operations.differentiable import apply_function
 from rankless.compat.horovod.torch.operations.handles import submit, submit_group, synchronize
 from rankless.compat.horovod.torch.operations.reduction_ops import make_reduction_rule
 

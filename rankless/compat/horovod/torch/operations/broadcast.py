@@ -8,8 +8,8 @@ from rankless.compat.horovod import context
 from rankless.compat.horovod.common.process_sets import ProcessSet, global_process_set
 from rankless.compat.horovod.engine.requests import OperationKind, Reduction
 from rankless.compat.horovod.torch.operations.allreduce import Allreduce
+from rankless.compat.horovod.torch.operations.autograd_apply import apply_function
 from rankless.compat.horovod.torch.operations.checks import require_tensors, validate_root_rank, validate_tensor
-from rankless.compat.horovod.torch.operations.differentiable import apply_function
 from rankless.compat.horovod.torch.operations.handles import submit, synchronize
 from rankless.compat.horovod.torch.operations.reduction_ops import make_reduction_rule
 

@@ -11,8 +11,8 @@ from rankless.compat.horovod.engine.requests import OperationKind, Reduction
 from rankless.compat.horovod.exceptions import HorovodInternalError
 from rankless.compat.horovod.torch.compression import Compression, Compressor
 from rankless.compat.horovod.torch.operations.allgather import Allgather, GroupedAllgather
+from rankless.compat.horovod.torch.operations.autograd_apply import apply_function
 from rankless.compat.horovod.torch.operations.checks import require_tensors, validate_tensor
-from rankless.compat.horovod.torch.operations.differentiable import apply_function
 from rankless.compat.horovod.torch.operations.handles import submit, submit_group, synchronize
 from rankless.compat.horovod.torch.operations.reduction_ops import ReductionRule, make_reduction_rule
 

@@ -36,7 +36,7 @@ _WARN_AFTER_SECONDS = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankShard:
+class RankSamples:
     """The samples of one rank in a pass, as sent to the other ranks."""
 
     kind: Kind
@@ -59,7 +59,7 @@ class RankShard:
     """Description of the sampler or data set that decides which samples come."""
 
 
-def find_shard(loader: Any, *, max_batches: int | None, notify: Callable[[str], None]) -> RankShard:
+def find_shard(loader: Any, *, max_batches: int | None, notify: Callable[[str], None]) -> RankSamples:
     """Return this rank's shard of a loader, a sampler or an iterable of batches. Raises `ConfigError` for others."""
     if isinstance(loader, Loader):
         return _describe_loader_shard(loader)
@@ -102,10 +102,10 @@ def find_dataset(loader: Any) -> tuple[Any, Any]:
     return dataset, base
 
 
-def _describe_loader_shard(loader: Loader[Any]) -> RankShard:
+def _describe_loader_shard(loader: Loader[Any]) -> RankSamples:
     order = SampleOrder(loader.dataset, loader.options)
     splitting = [sampler for sampler in order.samplers if getattr(sampler, "num_replicas", 1) > 1]
-    return RankShard(
+    return RankSamples(
         kind="whole",
         keys=numpy.asarray([repr(order.settings())]),
         batches=_length_or_none(loader),
@@ -113,7 +113,7 @@ def _describe_loader_shard(loader: Loader[Any]) -> RankShard:
     )
 
 
-def _find_by_indices(loader: Any, source: Any, max_batches: int | None) -> RankShard:
+def _find_by_indices(loader: Any, source: Any, max_batches: int | None) -> RankSamples:
     dataset, base = find_dataset(loader)
     samples, chain = _length_or_none(base), _list_all_samplers(source)
     limit = max_batches
@@ -133,7 +133,7 @@ def _find_by_indices(loader: Any, source: Any, max_batches: int | None) -> RankS
     is_truncated = len(batches) > limit
     in_batches = bool(batches) and isinstance(batches[0], list | tuple | Tensor)
     flat = [key for batch in batches[:limit] for key in (batch if in_batches else [batch])]
-    return RankShard(
+    return RankSamples(
         kind="indices",
         keys=_to_base_indices(dataset, _to_keys(flat)),
         batches=min(len(batches), limit) if in_batches or isinstance(loader, DataLoader) else None,
@@ -145,7 +145,7 @@ def _find_by_indices(loader: Any, source: Any, max_batches: int | None) -> RankS
     )
 
 
-def read_row_shard(loader: Any, *, max_batches: int | None, notify: Callable[[str], None]) -> RankShard:
+def read_row_shard(loader: Any, *, max_batches: int | None, notify: Callable[[str], None]) -> RankSamples:
     """Return this rank's shard by the content of its rows. Reads the batches."""
     dataset = getattr(loader, "dataset", None)
     once_more = loader
@@ -162,7 +162,7 @@ def read_row_shard(loader: Any, *, max_batches: int | None, notify: Callable[[st
             rows += [_hash_digest(digest) for digest in digests]
             batches.append(_hash_digest(b"".join(digests)))
         is_truncated = max_batches is not None and len(batches) == max_batches
-    return RankShard(
+    return RankSamples(
         kind="rows",
         keys=_to_keys(rows),
         batch_keys=_to_keys(batches),
@@ -197,11 +197,11 @@ def _to_bytes(tensor: Tensor) -> bytes:
 
 def _warn_if_slow(batches: Iterator[Any], notify: Callable[[str], None]) -> Iterator[Any]:
     """Yield the batches; warn once if reading takes long."""
-    start, gathered = time.monotonic(), False
+    start, has_warned = time.monotonic(), False
     for number, batch in enumerate(batches, start=1):
         yield batch
-        if not gathered and time.monotonic() - start > _WARN_AFTER_SECONDS:
-            gathered = True
+        if not has_warned and time.monotonic() - start > _WARN_AFTER_SECONDS:
+            has_warned = True
             notify(f"check_shards reads the whole pass, {number} batches so far; pass batches= to check fewer")
 
 
@@ -251,10 +251,10 @@ def _count_droppable(sampler: Any) -> int:
 def _describe_samplers(chain: Iterable[Any]) -> str:
     """Describe the innermost sampler with the settings that most often differ between ranks."""
     *_, sampler = chain
-    gathered = [
+    settings = [
         f"{name}={getattr(sampler, name)}" for name in _SHOWN_SETTINGS if isinstance(getattr(sampler, name, None), int)
     ]
-    return f"{type(sampler).__name__}({', '.join(gathered)})"
+    return f"{type(sampler).__name__}({', '.join(settings)})"
 
 
 def _length_or_none(sized: Any) -> int | None:

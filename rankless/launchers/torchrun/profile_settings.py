@@ -2,7 +2,7 @@
 
 import msgspec
 
-from rankless.config.launcher_choice import LauncherChoice, choose_launcher
+from rankless.config.launcher_spec import LauncherSpec, make_launcher_spec
 from rankless.launch.worker_output import Source
 
 
@@ -32,6 +32,6 @@ class TorchrunSettings(msgspec.Struct, frozen=True, kw_only=True):
     streams: tuple[ShownStream, ...] = ()
 
 
-def choose_torchrun(settings: TorchrunSettings) -> LauncherChoice:
-    """Return the choice of this launcher for a `RunRequest`."""
-    return choose_launcher("torchrun", settings)
+def make_torchrun_spec(settings: TorchrunSettings) -> LauncherSpec:
+    """Return the spec of this launcher for a `RunRequest`."""
+    return make_launcher_spec("torchrun", settings)

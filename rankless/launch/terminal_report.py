@@ -9,7 +9,7 @@ from rankless.config.worker_config import WorkerLaunch
 from rankless.errors import LaunchError
 from rankless.launch.job_setup import ReadyJob
 from rankless.launch.log_files import run_folder
-from rankless.launch.profile import LogFiles, load_profile
+from rankless.launch.profile import WorkerLogFiles, load_profile
 from rankless.launch.rendezvous.peers import FollowerPeers, LeaderPeer
 from rankless.launch.summary_file import SummaryFile
 from rankless.launch.supervisor.failure_attribution import Verdict, name_signal
@@ -142,7 +142,7 @@ class RunReport:
                 os.unlink(self.parent_log)
         return text
 
-    def _log_files(self, rank: int) -> LogFiles:
+    def _log_files(self, rank: int) -> WorkerLogFiles:
         start = self.job.start
         host = start.host_of(rank)
         folder = run_folder(self._config, start.run_id, host)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rankless.launch.watchdog import stack_classifier
-from rankless.launch.watchdog.diagnosis import BLOCKED_SECONDS, DEADLOCK_SECONDS, diagnose
+from rankless.launch.watchdog.missing_ranks import BLOCKED_SECONDS, DEADLOCK_SECONDS, diagnose
 from rankless.launch.watchdog.report import format_headline, format_report
 from rankless.launch.watchdog.stack_classifier import classify_stack, locate_data_loader_worker
 from rankless.launch.watchdog.stacks import parse_main_stack

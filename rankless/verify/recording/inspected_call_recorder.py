@@ -14,7 +14,7 @@ from rankless.records.job_results import encode_result
 from rankless.verify.recording.tensor_sketch import Sketcher
 
 
-class ValueRecorder:
+class InspectedCallRecorder:
     """One rank's file of values of the inspected call."""
 
     def __init__(self, folder: str, rank: int, inspected: InspectedCall) -> None:

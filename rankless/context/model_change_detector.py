@@ -7,7 +7,7 @@ from functools import partial
 from torch import Tensor
 
 
-class ModelChanges:
+class ModelChangeDetector:
     """Detects changes of tensors outside jobs, by PyTorch's version counter and address of each tensor.
 
     All jobs of a process share it, because a step of one job changes the models of another. In-place changes that

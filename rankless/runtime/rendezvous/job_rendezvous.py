@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from rankless.config import environment
 from rankless.config.hosts import interface_towards
-from rankless.config.rank_layout import assign_ranks
+from rankless.config.local_ranks import assign_ranks
 from rankless.config.torchrun_worker import TorchrunWorker
 from rankless.config.worker_config import WorkerConfig
 from rankless.errors import JoinError

@@ -7,7 +7,7 @@ ranks at once. A rank that waits elsewhere, or does not wait at all, is missing.
 import re
 from collections.abc import Mapping
 
-from rankless.launch.watchdog.diagnosis import HangDiagnosis
+from rankless.launch.watchdog.missing_ranks import HangDiagnosis
 from rankless.launch.watchdog.stack_classifier import classify_stack
 from rankless.launch.watchdog.stacks import Frame
 from rankless.records.events import Raised, RankStatus

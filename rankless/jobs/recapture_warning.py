@@ -3,14 +3,14 @@
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from rankless.jobs.arguments import Arguments, find_leaf_names
+from rankless.jobs.arguments import FlattenedArguments, find_leaf_names
 from rankless.jobs.definition import JobDefinition
 
 WARN_AFTER_VALUES = 3
 """Number of values of one argument after which the user is warned."""
 
 
-class VaryingNumbers:
+class RecaptureWarner:
     """Warns once of an argument whose changing numbers cause repeated captures."""
 
     def __init__(self, job: JobDefinition, notify: Callable[[str], None]) -> None:
@@ -18,7 +18,7 @@ class VaryingNumbers:
         self._notify = notify
         self._values: dict[Hashable, list[set[Any]]] = {}
 
-    def record(self, arguments: Arguments) -> None:
+    def record(self, arguments: FlattenedArguments) -> None:
         """Record the numbers of a call that needs a new cache entry."""
         values = self._values.setdefault(arguments.spec, [set() for _ in arguments.plain])
         for index, (seen, value) in enumerate(zip(values, arguments.plain, strict=True)):

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from rankless.records.job_results import (
     TEXT,
-    FinalTensor,
+    FinalTensorMetadata,
     JobCalled,
     Leaf,
     ModelRegistered,
@@ -88,7 +88,7 @@ class RunRecorder:
             for name, tensor in _iterate_tensors(module):
                 tensors[f"{model}.{name}"] = widen(tensor).cpu().clone()
                 dtype = str(tensor.dtype).removeprefix("torch.")
-                described.append(FinalTensor(f"{model}.{name}", dtype, isinstance(tensor, nn.Parameter)))
+                described.append(FinalTensorMetadata(f"{model}.{name}", dtype, isinstance(tensor, nn.Parameter)))
         safetensors.torch.save_file(tensors, self._tensors_file)
         survey = ScriptSurvey() if self._survey is None else self._survey(self._models.values())
         self._write(RecordingFinished(self._steps, described, stopped, survey))

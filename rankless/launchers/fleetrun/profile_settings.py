@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from rankless.config.launcher_choice import LauncherChoice, choose_launcher
+from rankless.config.launcher_spec import LauncherSpec, make_launcher_spec
 
 
 class FleetrunSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,9 +32,9 @@ class FleetrunSettings(msgspec.Struct, frozen=True, kw_only=True):
         return ",".join(str(self.gpus.index(gpu)) for gpu in self.shares[local_rank])
 
 
-def choose_fleetrun(settings: FleetrunSettings) -> LauncherChoice:
-    """Return the choice of this launcher for a `RunRequest`."""
-    return choose_launcher("fleetrun", settings)
+def make_fleetrun_spec(settings: FleetrunSettings) -> LauncherSpec:
+    """Return the spec of this launcher for a `RunRequest`."""
+    return make_launcher_spec("fleetrun", settings)
 
 
 def share_out(gpus: Sequence[int], count: int) -> tuple[tuple[int, ...], ...]:

@@ -11,7 +11,7 @@ from rankless.compiler.ir.logical_program import LogicalProgram
 from rankless.context.world import World
 from rankless.data.logical_tensor import LogicalTensor
 from rankless.errors import CaptureError
-from rankless.jobs.arguments import Arguments, get_placements, get_shapes
+from rankless.jobs.arguments import FlattenedArguments, get_placements, get_shapes
 from rankless.jobs.definition import JobDefinition
 from rankless.jobs.executable import Executable
 from rankless.jobs.gradient_accumulation import LossWeight
@@ -33,7 +33,7 @@ class LossWeightReader:
         self._offsets_and_minima: dict[int, tuple[tuple[float, float | None], ...]] = {}
         self.programs = ProgramCache(job, world, transform=self._add_weights)
 
-    def read_call(self, arguments: Arguments) -> tuple[LossWeight, ...]:
+    def read_call(self, arguments: FlattenedArguments) -> tuple[LossWeight, ...]:
         """Return the loss weights of a call on one device."""
         call = self.programs.look_up(arguments, get_placements(arguments, self._world.mesh))
         executable = call.known or self.programs.capture_program(call)
@@ -52,7 +52,7 @@ class LossWeightReader:
             LossWeight(total, offset, minimum) for total, (offset, minimum) in zip(totals, adjustments, strict=True)
         )
 
-    def _add_weights(self, captured: CapturedJob, arguments: Arguments) -> LogicalProgram:
+    def _add_weights(self, captured: CapturedJob, arguments: FlattenedArguments) -> LogicalProgram:
         """Return the captured program with its loss weights, or only these."""
         rows, dims = find_row_dims(arguments, self._job)
 
@@ -63,7 +63,9 @@ class LossWeightReader:
         self._offsets_and_minima[id(captured)] = found.adjustments
         return keep_last_results(found.program, len(found.adjustments)) if self._weights_only else found.program
 
-    def _capture_rows(self, arguments: Arguments, rows: int, dims: dict[int, int], factor: int) -> LogicalProgram:
+    def _capture_rows(
+        self, arguments: FlattenedArguments, rows: int, dims: dict[int, int], factor: int
+    ) -> LogicalProgram:
         """Capture the job for `times` as many rows.
 
         A plain argument that equals the number of rows grows with them.
@@ -81,7 +83,7 @@ class LossWeightReader:
         return capture(source, replace(arguments, plain=plain).unflatten, shapes, self._device).program
 
 
-def find_row_dims(arguments: Arguments, job: JobDefinition) -> tuple[int, dict[int, int]]:
+def find_row_dims(arguments: FlattenedArguments, job: JobDefinition) -> tuple[int, dict[int, int]]:
     """Return the number of rows of a call, and which dim of which tensor argument holds them."""
     lengths = {
         index: tensor.placement.dim

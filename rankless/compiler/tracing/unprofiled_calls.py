@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy
 
-from rankless.compiler.tracing.plain_values import PLAIN_TYPES
+from rankless.compiler.tracing.value_snapshots import PLAIN_TYPES
 
 
 def call_untraced(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], profile: Any) -> Any:

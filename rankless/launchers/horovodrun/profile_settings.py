@@ -2,8 +2,8 @@
 
 import msgspec
 
-from rankless.config.launcher_choice import LauncherChoice, choose_launcher
-from rankless.config.rank_layout import assign_ranks
+from rankless.config.launcher_spec import LauncherSpec, make_launcher_spec
+from rankless.config.local_ranks import assign_ranks
 from rankless.records.elastic_messages import RankAssignment
 
 
@@ -48,6 +48,6 @@ class HorovodrunSettings(msgspec.Struct, frozen=True, kw_only=True):
         return [index for index, host in enumerate(self.hosts) for _ in range(host.slots)]
 
 
-def choose_horovodrun(settings: HorovodrunSettings) -> LauncherChoice:
-    """Return the choice of this launcher for a `RunRequest`."""
-    return choose_launcher("horovodrun", settings)
+def make_horovodrun_spec(settings: HorovodrunSettings) -> LauncherSpec:
+    """Return the spec of this launcher for a `RunRequest`."""
+    return make_launcher_spec("horovodrun", settings)
