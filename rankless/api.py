@@ -31,7 +31,7 @@ from rankless.launch.spawn_function import Spawned
 from rankless.launch.spawn_function import spawn as spawn_workers
 from rankless.launch.spawn_output import Show
 from rankless.records.events import AnyRecord, Notice, Progress
-from rankless.runtime.current_process import current_context, join_line, join_rendezvous, leave
+from rankless.runtime.current_context import current_context, join_line, join_rendezvous, leave
 from rankless.runtime.process_context import ProcessContext, RecordObserver
 from rankless.runtime.rendezvous.job_rendezvous import JOIN_TIMEOUT_SECONDS
 from rankless.runtime.rendezvous.parameters import parse_rendezvous_address

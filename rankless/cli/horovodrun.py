@@ -10,7 +10,7 @@ from rankless.config.validation import make_run_config
 from rankless.launch import agent
 from rankless.launchers.horovodrun.build_table import build_table
 from rankless.launchers.horovodrun.config_file import complete_flags, read_config, unknown_keys
-from rankless.launchers.horovodrun.options import HorovodrunFlags
+from rankless.launchers.horovodrun.parsed_options import HorovodrunFlags
 from rankless.launchers.horovodrun.parser import add_flags, read_flags
 from rankless.launchers.horovodrun.profile_settings import HorovodrunSettings
 from rankless.launchers.horovodrun.run_config import describe_ignored_options, horovodrun_program, horovodrun_request

@@ -7,8 +7,8 @@ import msgspec
 from rankless.cli.torchrun import run_program
 from rankless.config.validation import check_program
 from rankless.errors import ConfigError
+from rankless.launchers.torchrun.local_rank_argument import find_rank_option
 from rankless.launchers.torchrun.parser import add_flags, read_flags
-from rankless.launchers.torchrun.rank_option import find_rank_option
 from rankless.launchers.torchrun.run_config import LOCAL_RANK, describe_ignored_options, torchrun_program
 
 NAME = "launch"

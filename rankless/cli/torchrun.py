@@ -11,7 +11,7 @@ import msgspec
 from rankless.config.run_config import Program
 from rankless.config.validation import check_program, make_run_config
 from rankless.launch import agent
-from rankless.launchers.torchrun.options import TorchrunFlags
+from rankless.launchers.torchrun.parsed_options import TorchrunFlags
 from rankless.launchers.torchrun.parser import add_flags, read_flags
 from rankless.launchers.torchrun.run_config import (
     describe_ignored_options,

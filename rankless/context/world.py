@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from rankless.context.leftover_calls import LeftoverCalls
+from rankless.context.leftover_training_calls import LeftoverCalls
 from rankless.context.loader_passes import LoaderPasses
 from rankless.context.model_change_detector import ModelChangeDetector
 from rankless.context.observers import CallInspector, JobRecorder, ProgramObserver

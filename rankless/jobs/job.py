@@ -15,7 +15,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from rankless.compiler.capture.autocast import disable_autocast
 from rankless.compiler.capture.trace_errors import keep_user_frames
-from rankless.context.leftover_calls import StepHook
+from rankless.context.leftover_training_calls import StepHook
 from rankless.context.missing_optimizer import MissingOptimizerCheck
 from rankless.context.once import require_not_in_once
 from rankless.context.world import World, WorldSource

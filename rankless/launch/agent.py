@@ -19,6 +19,7 @@ from rankless.launch.profile import load_profile
 from rankless.launch.rendezvous.leader import RendezvousInterrupted
 from rankless.launch.rendezvous.peers import FollowerPeers, LeaderPeer
 from rankless.launch.signals import Interrupts
+from rankless.launch.startup_table import WorkerTable
 from rankless.launch.supervisor.failure_attribution import Verdict, name_signal
 from rankless.launch.supervisor.fork_server_client import ForkServerClient, InheritedSockets
 from rankless.launch.supervisor.fork_server_pool_client import ForkServerPoolClient
@@ -29,7 +30,6 @@ from rankless.launch.terminal_report import RunReport, conclude
 from rankless.launch.watchdog.watchdog import Watchdog, WatchdogConfig, open_status_pages
 from rankless.launch.worker_configs import make_worker_configs
 from rankless.launch.worker_output import SOURCES, Source, WorkerOutputFollower, Write, make_writer
-from rankless.launch.worker_table import WorkerTable
 from rankless.records.events import AnyRecord, FileOpened, Notice, Raised, ScriptFinished
 from rankless.records.run_summary import RunSummary
 from rankless.terminal import process_title

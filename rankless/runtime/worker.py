@@ -252,9 +252,9 @@ def _run_to_exit_code(run_main: Callable[[], None]) -> int:
 
 def _finish_context() -> None:
     # A script that has not imported this module has joined nothing.
-    current_process = sys.modules.get("rankless.runtime.current_process")
-    if current_process is not None:
-        current_process.finish()
+    current_context = sys.modules.get("rankless.runtime.current_context")
+    if current_context is not None:
+        current_context.finish()
 
 
 def _peak_gpu_memory() -> int | None:

@@ -25,7 +25,7 @@ MUTATING_METHODS = {
 
 # Each exception has its reason; this list only shrinks.
 MODULE_STATE = {
-    "rankless/runtime/current_process.py": "holds the process's one joined runtime, read by rankless.api",
+    "rankless/runtime/current_context.py": "holds the process's one joined runtime, read by rankless.api",
     "rankless/compat/horovod/context.py": "Horovod's API is global by nature",
     "rankless/collectives/checked_groups.py": "queues of torch's process groups, global and without attributes (0010)",
     "rankless/runtime/elastic_round.py": "the process's one tie to the driver of its elastic job, across hvd.init's",

@@ -7,7 +7,7 @@ import pytest
 from support.warm_runs import rankless
 
 from rankless.config.run_config import Program
-from rankless.launchers.torchrun.rank_option import find_rank_option
+from rankless.launchers.torchrun.local_rank_argument import find_rank_option
 
 DASHED, UNDERSCORED = "--local-rank", "--local_rank"
 

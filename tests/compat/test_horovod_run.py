@@ -12,7 +12,7 @@ from rankless.compat.horovod import run
 from rankless.compat.horovod.runner.function_job import format_options
 from rankless.compat.horovod.runner.keywords import make_flags
 from rankless.config.environment import python_path_from
-from rankless.launchers.horovodrun.options import HorovodrunFlags
+from rankless.launchers.horovodrun.parsed_options import HorovodrunFlags
 from rankless.runtime.hooks.import_aliases import AT_START
 
 SCRIPT = """

@@ -15,8 +15,8 @@ from rankless.launch.job_setup import ReadyJob
 from rankless.launch.rendezvous.peers import NoPeers
 from rankless.launch.worker_configs import make_worker_configs
 from rankless.launchers.fleetrun import hosts
-from rankless.launchers.fleetrun.options import FleetrunFlags
 from rankless.launchers.fleetrun.parameter_server_options import SERVER_FLAGS
+from rankless.launchers.fleetrun.parsed_options import FleetrunFlags
 from rankless.launchers.fleetrun.parser import FLAGS, list_arguments, read_flags
 from rankless.launchers.fleetrun.profile import ENDPOINTS
 from rankless.launchers.fleetrun.profile_settings import share_out

@@ -16,7 +16,7 @@ from rankless.config.run_config import Cluster, Program, RunRequest
 from rankless.config.validation import make_run_config
 from rankless.errors import ConfigError
 from rankless.launchers.horovodrun import hosts as horovodrun_hosts
-from rankless.launchers.horovodrun.options import HorovodrunFlags
+from rankless.launchers.horovodrun.parsed_options import HorovodrunFlags
 from rankless.launchers.horovodrun.parser import read_flags
 from rankless.launchers.horovodrun.profile_settings import HorovodrunSettings, NamedHost
 from rankless.launchers.horovodrun.run_config import (

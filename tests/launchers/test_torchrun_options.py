@@ -15,7 +15,7 @@ from rankless.config.run_config import UNKNOWN_HOST, Program
 from rankless.errors import ConfigError
 from rankless.launchers.torchrun import run_config as torchrun_run_config
 from rankless.launchers.torchrun.hosts import make_hosts
-from rankless.launchers.torchrun.options import TorchrunFlags
+from rankless.launchers.torchrun.parsed_options import TorchrunFlags
 from rankless.launchers.torchrun.parser import FLAGS, read_flags
 from rankless.launchers.torchrun.profile_settings import TorchrunSettings
 from rankless.launchers.torchrun.run_config import (

@@ -14,8 +14,8 @@ from torch.optim import SGD, Optimizer
 
 from rankless.compiler.ir import local_kernels
 from rankless.compiler.lowering.lower import LoweringPass
-from rankless.compiler.scheduling import schedule
-from rankless.compiler.scheduling.schedule import GradientBucket
+from rankless.compiler.scheduling import gradient_buckets
+from rankless.compiler.scheduling.gradient_buckets import GradientBucket
 from rankless.compiler.sharding.redistribute import StackingAllGather
 from rankless.data.loader import Loader
 from rankless.jobs import consistent
@@ -53,8 +53,8 @@ def inject(name: str) -> None:
 
 
 def dropped_gradient_reduction(counter: StepCounter) -> None:
-    start = schedule.start_all_reduce
-    schedule.start_all_reduce = lambda flat, mesh: None if counter.is_late else start(flat, mesh=mesh)
+    start = gradient_buckets.start_all_reduce
+    gradient_buckets.start_all_reduce = lambda flat, mesh: None if counter.is_late else start(flat, mesh=mesh)
 
 
 def gradient_scaled_by_workers(counter: StepCounter) -> None:

@@ -17,7 +17,7 @@ from rankless.config.horovod_variables import rank_variables, read_rank_assignme
 from rankless.config.local_ranks import assign_ranks
 from rankless.errors import JoinError
 from rankless.records.elastic_messages import RankAssignment
-from rankless.runtime.current_process import current_rendezvous
+from rankless.runtime.current_context import current_rendezvous
 from rankless.runtime.elastic_round import current_member
 from rankless.runtime.rendezvous.job_rendezvous import RendezvousInfo
 

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from rankless.compiler.ir.logical_program import LogicalProgram, ProgramInput, ProgramOutput
 from rankless.compiler.lowering.lower import LocalGraph, lower
-from rankless.compiler.scheduling.schedule import GradientMemory, schedule_gradients
+from rankless.compiler.scheduling.gradient_buckets import GradientMemory, schedule_gradients
 from rankless.compiler.sharding.redistribute import CollectiveRecord
 from rankless.compiler.sharding.sharding_propagation import ShardedProgram, propagate_shardings
 from rankless.compiler.tracing.symbolic_sizes import EXPRESSION_GLOBALS, format_expression, is_symbolic

@@ -33,7 +33,7 @@ from rankless.compiler.guards.guards import (
     read_cell,
 )
 from rankless.compiler.guards.module_guard import ModuleGuard, describe_tensor
-from rankless.compiler.guards.object_state import (
+from rankless.compiler.guards.object_inspection import (
     get_cache_state,
     get_file_position,
     get_namespace,

@@ -42,7 +42,7 @@ _MODULE_LABELS = {
     "jobs/job.py": "a job's call",
     "data/loader.py": "a loader",
     "data/logical_tensor.py": "an operation on a logical batch",
-    "runtime/current_process.py": "the rendezvous at the start",
+    "runtime/current_context.py": "the rendezvous at the start",
     "runtime/worker.py": "the end of the script",
     "compat/horovod/context.py": "hvd.init",
     "compat/horovod/common/basics.py": "hvd.init",

@@ -11,7 +11,7 @@ from rankless.config.hosts import (
 )
 from rankless.config.run_config import UNKNOWN_HOST, Cluster
 from rankless.errors import ConfigError
-from rankless.launchers.fleetrun.options import FleetrunFlags
+from rankless.launchers.fleetrun.parsed_options import FleetrunFlags
 
 
 def make_cluster(flags: FleetrunFlags, *, workers: int) -> Cluster | None:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from rankless.errors import ConfigError
-from rankless.launchers.fleetrun.options import FleetrunFlags
+from rankless.launchers.fleetrun.parsed_options import FleetrunFlags
 
 SERVER_FLAGS = (
     "server_num",

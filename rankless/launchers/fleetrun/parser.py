@@ -5,7 +5,7 @@ import argparse
 import msgspec
 
 from rankless.config.environment import snapshot, whole_number
-from rankless.launchers.fleetrun.options import FleetrunFlags
+from rankless.launchers.fleetrun.parsed_options import FleetrunFlags
 from rankless.launchers.option_spellings import Flag, declare_script, parse_flags
 
 _SERVERS = "Rejected: Rankless has no parameter servers."

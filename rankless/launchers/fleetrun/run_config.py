@@ -9,8 +9,8 @@ from rankless.config.run_config import Program, RunRequest
 from rankless.config.validation import count_gpus
 from rankless.errors import ConfigError
 from rankless.launchers.fleetrun.hosts import make_cluster
-from rankless.launchers.fleetrun.options import FleetrunFlags
 from rankless.launchers.fleetrun.parameter_server_options import require_no_servers
+from rankless.launchers.fleetrun.parsed_options import FleetrunFlags
 from rankless.launchers.fleetrun.parser import user_first_port
 from rankless.launchers.fleetrun.profile_settings import FleetrunSettings, make_fleetrun_spec, share_out
 

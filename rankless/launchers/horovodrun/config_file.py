@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from rankless.errors import ConfigError
-from rankless.launchers.horovodrun.options import HorovodrunFlags
+from rankless.launchers.horovodrun.parsed_options import HorovodrunFlags
 
 SECTIONS: Mapping[str, Mapping[str, str]] = {
     "params": {

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from rankless.config.elastic import Elastic
 from rankless.config.environment import horovod_variables
 from rankless.launchers.horovodrun.hosts import list_hosts
-from rankless.launchers.horovodrun.options import HorovodrunFlags
+from rankless.launchers.horovodrun.parsed_options import HorovodrunFlags
 
 ELASTIC_SECONDS = 600.0
 """horovodrun's default, without `--elastic-timeout` and HOROVOD_ELASTIC_TIMEOUT."""

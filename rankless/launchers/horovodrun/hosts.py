@@ -18,7 +18,7 @@ from rankless.config.hosts import (
 )
 from rankless.config.run_config import Cluster
 from rankless.errors import ConfigError
-from rankless.launchers.horovodrun.options import HorovodrunFlags
+from rankless.launchers.horovodrun.parsed_options import HorovodrunFlags
 from rankless.launchers.horovodrun.profile_settings import NamedHost
 
 START_SECONDS = 30.0

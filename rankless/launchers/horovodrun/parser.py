@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from rankless.launchers.horovodrun.options import HorovodrunFlags
+from rankless.launchers.horovodrun.parsed_options import HorovodrunFlags
 
 LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
 _NO_MPI = "Accepted for compatibility and ignored: Rankless does not use mpirun."

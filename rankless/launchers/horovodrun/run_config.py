@@ -14,7 +14,7 @@ from rankless.config.validation import count_gpus
 from rankless.errors import ConfigError
 from rankless.launchers.horovodrun.elastic_options import make_elastic
 from rankless.launchers.horovodrun.hosts import fill_hosts, make_cluster, name_hosts
-from rankless.launchers.horovodrun.options import HorovodrunFlags
+from rankless.launchers.horovodrun.parsed_options import HorovodrunFlags
 from rankless.launchers.horovodrun.profile_settings import HorovodrunSettings, NamedHost, make_horovodrun_spec
 
 _MIB = 1 << 20

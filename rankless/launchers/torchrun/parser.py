@@ -4,7 +4,7 @@ import argparse
 
 from rankless.config.environment import snapshot
 from rankless.launchers.option_spellings import Flag, declare_script, parse_flags
-from rankless.launchers.torchrun.options import TorchrunFlags
+from rankless.launchers.torchrun.parsed_options import TorchrunFlags
 
 _ACCEPTED = "Accepted for compatibility and ignored."
 

@@ -17,7 +17,7 @@ from rankless.config.validation import core_count, count_gpus
 from rankless.errors import ConfigError
 from rankless.launch.worker_output import Source
 from rankless.launchers.torchrun.hosts import make_cluster, make_hosts
-from rankless.launchers.torchrun.options import TorchrunFlags
+from rankless.launchers.torchrun.parsed_options import TorchrunFlags
 from rankless.launchers.torchrun.profile_settings import ShownStream, TorchrunSettings, make_torchrun_spec
 
 LOCAL_RANK = "${local_rank}"

@@ -48,7 +48,7 @@ def warn_on_separate_training(notify: Callable[[str], None], *, world_size: int)
 
 def is_connected() -> bool:
     """Return whether this process has joined others, or has loaded a library that does."""
-    joined = sys.modules.get("rankless.runtime.current_process")
+    joined = sys.modules.get("rankless.runtime.current_context")
     if joined is not None and joined.join_line() is not None:
         return True
     return (dist.is_available() and dist.is_initialized()) or any(name in sys.modules for name in CONNECTING_MODULES)

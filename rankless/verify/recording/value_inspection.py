@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from rankless.compiler.codegen.codegen import LocalProgram, generate_function, map_to_logical_nodes
 from rankless.compiler.ir.logical_program import LogicalProgram, ProgramInput
 from rankless.compiler.lowering.lower import LoweringPass
-from rankless.compiler.scheduling.schedule import GradientMemory, schedule_gradients
+from rankless.compiler.scheduling.gradient_buckets import GradientMemory, schedule_gradients
 from rankless.compiler.sharding.sharding_propagation import ShardedProgram, propagate_shardings
 from rankless.context.world import World
 from rankless.jobs.arguments import FlattenedArguments, get_placements

@@ -8,7 +8,6 @@ from typing import Protocol
 
 import msgspec
 
-from rankless.compat.horovod.engine.batches import ScheduledBatch
 from rankless.compat.horovod.engine.connections import ConnectionClosed, RankConnection, close_gracefully
 from rankless.compat.horovod.engine.coordinator import Coordinator
 from rankless.compat.horovod.engine.messages import (
@@ -26,6 +25,7 @@ from rankless.compat.horovod.engine.messages import (
     encode,
 )
 from rankless.compat.horovod.engine.pending_operations import OperationId
+from rankless.compat.horovod.engine.scheduled_batch import ScheduledBatch
 from rankless.compat.horovod.engine.stall_check import StallDetector
 from rankless.compat.horovod.engine.timeline import Timeline
 

@@ -20,7 +20,7 @@ import msgspec
 
 from rankless.config.environment import with_function_key
 from rankless.launchers.horovodrun.hosts import fill_hosts, make_cluster
-from rankless.launchers.horovodrun.options import HorovodrunFlags
+from rankless.launchers.horovodrun.parsed_options import HorovodrunFlags
 from rankless.runtime.subprocess_command import rankless_command
 
 KEY_BYTES = 32

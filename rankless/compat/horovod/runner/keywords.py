@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from rankless.launchers.horovodrun.options import HorovodrunFlags
+from rankless.launchers.horovodrun.parsed_options import HorovodrunFlags
 
 _SAME_NAMES = (
     *("reset_limit", "hosts", "hostfile", "start_timeout", "ssh_port", "ssh_identity_file", "output_filename"),

@@ -3,6 +3,7 @@
 from rankless.compat.horovod.exceptions import HorovodInternalError
 from rankless.compat.horovod.torch import elastic
 from rankless.compat.horovod.torch.compression import Compression
+from rankless.compat.horovod.torch.distributed_sampler import DistributedSampler
 from rankless.compat.horovod.torch.functions import (
     allgather_object,
     broadcast_object,
@@ -70,7 +71,6 @@ from rankless.compat.horovod.torch.mpi_ops import (
     synchronize,
 )
 from rankless.compat.horovod.torch.optimizer import DistributedOptimizer
-from rankless.compat.horovod.torch.sampler import DistributedSampler
 from rankless.compat.horovod.torch.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
