@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
+from rankless.config.distributed_variables import TorchrunWorker
 from rankless.config.run_config import RunConfig
-from rankless.config.torchrun_worker import TorchrunWorker
 from rankless.config.worker_config import WorkerConfig
 
 if TYPE_CHECKING:

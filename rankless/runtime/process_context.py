@@ -20,7 +20,7 @@ from rankless.checkpoint import Saver
 from rankless.collectives.byte_messages import all_gather_bytes
 from rankless.collectives.desync_detection import DesyncDetector
 from rankless.config import environment
-from rankless.config.torchrun_worker import TorchrunWorker
+from rankless.config.distributed_variables import TorchrunWorker
 from rankless.config.worker_config import WorkerConfig
 from rankless.context.progress_meter import ProgressMeter
 from rankless.context.step_limit import StepLimit

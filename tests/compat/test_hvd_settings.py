@@ -12,7 +12,7 @@ from rankless.parallel.mesh import Mesh
 READ = [
     ("FUSION_THRESHOLD", "4096", {"fusion_bytes": 4096}),
     ("FUSION_THRESHOLD", "0", {"fusion_bytes": 0}),
-    ("CYCLE_TIME", "2.5", {"cycle_seconds": 0.0025}),
+    ("CYCLE_TIME", "2.5", {"cycle_seconds": 0.0025, "outstanding_seconds": 0.0025}),
     ("CACHE_CAPACITY", "0", {"cache_capacity": 0}),
     ("TIMELINE", "DYNAMIC", {"timeline": "DYNAMIC"}),
     ("TIMELINE_MARK_CYCLES", "1", {"marks_cycles": True}),

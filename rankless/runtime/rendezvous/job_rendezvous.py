@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from rankless.config import environment
+from rankless.config.distributed_variables import TorchrunWorker
 from rankless.config.hosts import interface_towards
 from rankless.config.local_ranks import assign_ranks
-from rankless.config.torchrun_worker import TorchrunWorker
 from rankless.config.worker_config import WorkerConfig
 from rankless.errors import JoinError
 from rankless.records.elastic_messages import RankAssignment
