@@ -1,5 +1,6 @@
 """A script whose workers each train a model of their own is warned once; one that connects them is not."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from support.warm_runs import run_script
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
-from rankless.runtime.hooks.separate_training_warning import warn_on_separate_training
+from rankless.runtime.hooks.separate_training_warning import CONNECTING_MODULES, warn_on_separate_training
 
 PLAIN = """
 import torch
@@ -49,8 +50,10 @@ NOT_CONNECTED = "the script has no job and no process group"
 
 
 @pytest.fixture
-def warnings():
-    """The warnings about the optimizers of this process."""
+def warnings(monkeypatch: pytest.MonkeyPatch):
+    """The warnings about the optimizers of this process, in which other tests may have imported Horovod."""
+    for name in CONNECTING_MODULES:
+        monkeypatch.delitem(sys.modules, name, raising=False)
     texts: list[str] = []
     before = dict(_global_optimizer_post_hooks)
     warn_on_separate_training(texts.append, world_size=2)
