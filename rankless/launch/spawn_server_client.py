@@ -7,11 +7,10 @@ import signal
 import socket
 import subprocess
 import threading
-from collections.abc import Iterator
 
 from rankless.config.environment import snapshot, spawn_server_environment
 from rankless.config.import_time_variables import read_at_start
-from rankless.runtime.fork_server_protocol import READY, ask_for_process, receive_number
+from rankless.runtime.fork_server_protocol import ask_for_process, open_current_folder, receive_number, receive_ready
 from rankless.runtime.subprocess_command import python_command
 
 IMPORT_TIMEOUT_SECONDS = 120.0
@@ -74,7 +73,7 @@ class SpawnServerClient:
                 if control is None:
                     return None
                 ours, theirs = socket.socketpair()
-                with contextlib.suppress(OSError), theirs, _open_current_folder() as folder:
+                with contextlib.suppress(OSError), theirs, open_current_folder() as folder:
                     ask_for_process(
                         control,
                         channel=channel.fileno(),
@@ -102,7 +101,8 @@ class SpawnServerClient:
         control = self._control
         assert control is not None
         if not self._is_ready:
-            self._is_ready = bool(select.select([control], [], [], IMPORT_TIMEOUT_SECONDS)[0]) and _is_ready(control)
+            has_answered = bool(select.select([control], [], [], IMPORT_TIMEOUT_SECONDS)[0])
+            self._is_ready = has_answered and receive_ready(control)
         if not self._is_ready:
             self._release()
             self._cannot_fork = True
@@ -129,20 +129,3 @@ class SpawnServerClient:
             self._control.close()
         self._control = self._server = None
         self._is_ready = False
-
-
-def _is_ready(control: socket.socket) -> bool:
-    try:
-        return control.recv(len(READY)) == READY
-    except OSError:
-        return False
-
-
-@contextlib.contextmanager
-def _open_current_folder() -> Iterator[int]:
-    """Open the current folder, for the new process to inherit."""
-    folder = os.open(".", os.O_PATH | os.O_DIRECTORY)
-    try:
-        yield folder
-    finally:
-        os.close(folder)

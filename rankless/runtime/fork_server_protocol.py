@@ -6,6 +6,7 @@ server of its own.
 """
 
 import contextlib
+import os
 import socket
 import struct
 from collections.abc import Iterator
@@ -154,3 +155,21 @@ def receive_number(status: socket.socket) -> int | None:
     except ConnectionError:
         return None
     return int(_NUMBER.unpack(data)[0]) if len(data) == _NUMBER.size else None
+
+
+def receive_ready(connection: socket.socket) -> bool:
+    """Wait for a server's first message. Returns False if the server has ended before it was ready."""
+    try:
+        return connection.recv(len(READY)) == READY
+    except OSError:
+        return False
+
+
+@contextlib.contextmanager
+def open_current_folder() -> Iterator[int]:
+    """Open the current folder, for the new process to inherit."""
+    folder = os.open(".", os.O_PATH | os.O_DIRECTORY)
+    try:
+        yield folder
+    finally:
+        os.close(folder)

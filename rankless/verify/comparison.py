@@ -97,8 +97,6 @@ class Comparison:
     """Whether the gradients of most of what trains are all rounding."""
     relies_on_paths: bool
     """Whether parameters differ by more than the noise, and passed because their gradients are all rounding."""
-    differs: bool
-    """Whether any number of the run on several workers differs from the run on one at all."""
 
     @property
     def needs_float64(self) -> bool:
@@ -160,7 +158,6 @@ def compare(
         too_noisy=find_too_noisy(decisive, noise_floor),
         is_mostly_rounding=is_mostly_rounding(decisive, noise_floor),
         relies_on_paths=any(noise_floor.relies_on_path(item) for item in decisive),
-        differs=any(item.size > 0 for item in flat),
     )
 
 

@@ -6,7 +6,6 @@ import select
 import signal
 import socket
 import subprocess
-from collections.abc import Iterator
 from typing import BinaryIO, Protocol
 
 import msgspec
@@ -15,7 +14,13 @@ from rankless.config.environment import parent_environment
 from rankless.config.run_config import RunConfig
 from rankless.config.script_source import names_rankless
 from rankless.config.worker_config import ForkServerPoolConfig, HostConfig
-from rankless.runtime.fork_server_protocol import MAX_DESCRIPTORS, READY, receive_process_id, send_host_config
+from rankless.runtime.fork_server_protocol import (
+    MAX_DESCRIPTORS,
+    open_current_folder,
+    receive_process_id,
+    receive_ready,
+    send_host_config,
+)
 from rankless.runtime.process_tree import delayed_interrupts
 from rankless.runtime.subprocess_command import python_command
 
@@ -110,7 +115,7 @@ class ForkServerPoolClient:
             return False
         if not self._is_ready:
             readable, _, _ = select.select([self._connection, until], [], [], IMPORT_TIMEOUT_SECONDS)
-            self._is_ready = self._connection in readable and _receive_ready(self._connection)
+            self._is_ready = self._connection in readable and receive_ready(self._connection)
         if not self._is_ready:
             self.close()
         return self._is_ready
@@ -124,7 +129,7 @@ class ForkServerPoolClient:
         if self._connection is None or len(inherited) > MAX_DESCRIPTORS - 2:
             return None
         process_id = None
-        with contextlib.suppress(OSError), _open_current_folder() as folder:
+        with contextlib.suppress(OSError), open_current_folder() as folder:
             send_host_config(self._connection, config, [folder, log.fileno(), *inherited])
             self._connection.settimeout(FORK_TIMEOUT_SECONDS)
             process_id = receive_process_id(self._connection)
@@ -164,20 +169,3 @@ class ForkServerPoolClient:
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError), self._process.stdin as pipe:
             pipe.write(msgspec.json.encode(config))
-
-
-def _receive_ready(connection: socket.socket) -> bool:
-    try:
-        return connection.recv(len(READY)) == READY
-    except OSError:
-        return False
-
-
-@contextlib.contextmanager
-def _open_current_folder() -> Iterator[int]:
-    """Open the current folder, for the new process to inherit."""
-    folder = os.open(".", os.O_PATH | os.O_DIRECTORY)
-    try:
-        yield folder
-    finally:
-        os.close(folder)
