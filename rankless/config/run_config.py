@@ -48,6 +48,8 @@ class RunObservation(msgspec.Struct, frozen=True, kw_only=True):
     programs: str | None = None
     """The folder that gets the jobs' programs (for `rankless plan`), or None."""
     inspected: InspectedCall | None = None
+    inputs: bool = False
+    """Record digests of what the models get as input in each step, to compare them with those of another script."""
     is_reference: bool = False
     """The script is the plain one of `--against`, so its optimizers' steps are recorded instead of jobs."""
     is_foreign: bool = False

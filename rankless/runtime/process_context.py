@@ -42,6 +42,7 @@ from rankless.runtime.rendezvous.parameters import RendezvousParameters
 from rankless.runtime.rendezvous.tcp import NOTICE_AFTER_SECONDS, join_tcp_rendezvous
 from rankless.runtime.status_publisher import publish_totals
 from rankless.user_code import caller_line
+from rankless.verify.recording.input_digests import InputDigests
 from rankless.verify.recording.inspected_call_recorder import InspectedCallRecorder
 from rankless.verify.recording.run_recorder import RunRecorder
 from rankless.verify.recording.script_survey import survey_script
@@ -97,8 +98,13 @@ class ProcessContext:
             return {}  # the script is recorded from outside
         limit = observation.stop_after_steps
         inspected = None if config.recording is None else observation.inspected
+        inputs = InputDigests() if observation.inputs else None
+        if inputs is not None:
+            inputs.start()
         return {
-            "recorder": None if config.recording is None else RunRecorder(config.recording, rank, survey=survey_script),
+            "recorder": None
+            if config.recording is None
+            else RunRecorder(config.recording, rank, survey=survey_script, inputs=inputs),
             "perturbation_seed": config.perturbation_seed,
             "dtype": None if config.dtype is None else getattr(torch, config.dtype),
             "limit": None if limit is None else StepLimit(limit, at_end=lambda: self._close_recorders(stopped=True)),

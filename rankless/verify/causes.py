@@ -1,7 +1,8 @@
 """Why a script that divides its own data trains otherwise on N ranks: the commonest causes.
 
 Each rule looks at what was recorded of the step where the runs part: the rows that the ranks read, their learning
-rates, their gradients, the kinds of layers of the model. The first rule that holds names the cause.
+rates, their gradients, the kinds of layers of the model. The first rule that holds names the cause. A script that parts
+from its plain reference is asked one question only: whether the models of both got the same rows.
 """
 
 import math
@@ -17,6 +18,7 @@ from rankless.verify.comparison import Divergence
 from rankless.verify.differences import compute_sketch_distance
 from rankless.verify.foreign_ranks import ForeignStep, list_steps
 from rankless.verify.recordings import Recording
+from rankless.verify.reference_comparison import ReferenceRun, list_training_steps
 from rankless.verify.tolerance import ROUNDING_BOUND
 
 CauseName = Literal[
@@ -32,6 +34,7 @@ CauseName = Literal[
     "mean of means",
     "batch norm per rank",
     "dropout per rank",
+    "other inputs",
 ]
 EVEN_BATCHES = "choose a batch size that divides the data set, or drop the last batch on one worker and on ranks alike"
 CLOSE = 1e-3
@@ -105,6 +108,33 @@ def find_cause(finding: Divergence, one: Recording, many: Sequence[Recording]) -
         cause = rule(parting)
         if cause is not None:
             return cause
+    return None
+
+
+def find_other_inputs(finding: Divergence, reference: ReferenceRun, one: Recording) -> Cause | None:
+    """Return the cause "other inputs" if the script's models got other rows than the reference's, up to the finding."""
+    steps = zip(list_training_steps(reference.recording), list_training_steps(one), strict=False)
+    for number, (ours, theirs) in enumerate(steps, 1):
+        if number > finding.location.step:
+            return None
+        expected, found = (
+            Counter(() if step.stepped.inputs is None else step.stepped.inputs.samples) for step in (ours, theirs)
+        )
+        if not expected or not found or expected == found:
+            continue
+        if expected.total() != found.total():
+            return Cause(
+                name="other inputs",
+                text=f"step {number} trains on {expected.total()} rows in {reference.name} and on {found.total()} here",
+                fix="give both scripts the same batch size, and the same treatment of the last batch",
+            )
+        return Cause(
+            name="other inputs",
+            text=f"in step {number} {(expected - found).total()} of {expected.total()} rows that the model gets are "
+            f"others than in {reference.name}",
+            fix='if the data set transforms its samples at random, pass reading="replicated" to rankless.loader, which '
+            "then draws as one process does; else give both scripts the same order, seeds and preprocessing",
+        )
     return None
 
 

@@ -12,7 +12,7 @@ from typing import Literal
 
 from rankless.errors import ConfigError
 from rankless.records.job_results import JobCalled
-from rankless.verify.causes import CERTAIN, Cause, find_cause, find_undivided
+from rankless.verify.causes import CERTAIN, Cause, find_cause, find_other_inputs, find_undivided
 from rankless.verify.comparison import Comparison, Divergence, compare
 from rankless.verify.coverage import list_not_covered
 from rankless.verify.first_difference import FirstDifferingValue
@@ -62,7 +62,9 @@ class Decision:
     """The name of the plain script that the runs were compared with too."""
     first_value: FirstDifferingValue | None = None
     cause: Cause | None = None
-    """Why a script that divides its own data trains otherwise on several ranks, if that is known."""
+    """Why a script that divides its own data trains otherwise on several ranks, or why a script trains otherwise than
+    its plain reference, if that is known.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,6 +174,8 @@ def _finish(compared: Compared, options: ComparisonOptions, tell: Tell) -> Decis
         not_covered=compared.not_covered,
         reference=None if compared.reference is None else compared.reference.name,
     )
+    if decision.finding is not None and decision.finding.is_of_reference:
+        return _add_cause_of_reference(replace(decision, is_foreign=compared.runs.is_foreign), compared)
     if compared.runs.is_foreign:
         return _add_cause(replace(decision, is_foreign=True), compared)
     if decision.outcome != "different":
@@ -189,6 +193,14 @@ def _add_cause(decision: Decision, compared: Compared) -> Decision:
     if decision.finding is None:
         return decision
     cause = find_cause(decision.finding, compared.one, compared.many)
+    return decision if cause is None else replace(decision, cause=cause, next_step=cause.fix)
+
+
+def _add_cause_of_reference(decision: Decision, compared: Compared) -> Decision:
+    """Name the cause of a difference from the plain reference."""
+    assert decision.finding is not None
+    assert compared.reference is not None
+    cause = find_other_inputs(decision.finding, compared.reference, compared.one)
     return decision if cause is None else replace(decision, cause=cause, next_step=cause.fix)
 
 

@@ -3,12 +3,14 @@
 Note [which tensor is which]: tensors of the reference and of the script are matched by size, first value and name.
 Among tensors of equal size and first value, such as biases that begin at zero, the one with the same name matches, else
 the next in order. A tensor with another first value is matched by name, else by order, and its first value is the first
-difference.
+difference. Models may be equal at first, such as a student and a frozen copy of it. So what both scripts train is
+matched first, and shows which model is which. Everything else is matched within these models before it is across them.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 import msgspec
 
@@ -46,6 +48,55 @@ class TrainingStep:
     calls: tuple[tuple[int, JobCalled], ...]
     position: int
     stepped: StepRecorded
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorStart:
+    """A parameter or buffer when it was registered."""
+
+    state: TensorState
+    is_trained: bool
+
+    @property
+    def model(self) -> str:
+        """The name of its model."""
+        return self.state.name.partition(".")[0]
+
+    @property
+    def path(self) -> str:
+        """Its name inside its model."""
+        return self.state.name.partition(".")[2]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Match:
+    """What two tensors of equal size must have in common to be the same one."""
+
+    is_trained: bool = False
+    start: bool = True
+    path: bool = True
+    models: bool = False
+
+    def holds(self, ours: TensorStart, theirs: TensorStart, models: Collection[tuple[str, str]]) -> bool:
+        """Whether two tensors match. `models` has the pairs of models of the tensors that are matched already."""
+        return (
+            ours.state.size == theirs.state.size
+            and (not self.is_trained or (ours.is_trained and theirs.is_trained))
+            and (not self.path or ours.path == theirs.path)
+            and (not self.models or (ours.model, theirs.model) in models)
+            and (not self.start or has_same_start(ours.state, theirs.state))
+        )
+
+
+MATCHES = (
+    Match(is_trained=True),
+    Match(is_trained=True, path=False),
+    *(
+        Match(start=start, path=path, models=models)
+        for start, path, models in product((True, False), (True, False), (True, False))
+    ),
+)
+"""In the order in which they are tried."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +163,7 @@ def measure_reference(reference: Recording, script: Recording) -> tuple[list[Dif
     """
     ours, theirs = list_training_steps(reference), list_training_steps(script)
     first_ours, first_theirs = get_first_states(reference), get_first_states(script)
-    names = match_tensors(first_ours, first_theirs)
+    names = match_tensors(list_starts(reference), list_starts(script))
     paths = PathLengths()
     beginning = RunPosition(position=0, step=0, line="")
     first_values = [name for name in first_ours if name in names]
@@ -163,30 +214,26 @@ def get_first_states(recording: Recording) -> dict[str, TensorState]:
     return {state.name: state for result in registered for state in result.tensors}
 
 
-def match_tensors(ours: Mapping[str, TensorState], theirs: Mapping[str, TensorState]) -> dict[str, str]:
+def list_starts(recording: Recording) -> list[TensorStart]:
+    """Return every tensor of a recording as it was registered, and whether any step trains it."""
+    steps = [result for result in recording.results if isinstance(result, StepRecorded)]
+    trained = {state.name for step in steps for state in step.tensors if has_gradient(state)}
+    return [TensorStart(state=state, is_trained=name in trained) for name, state in get_first_states(recording).items()]
+
+
+def match_tensors(ours: Sequence[TensorStart], theirs: Sequence[TensorStart]) -> dict[str, str]:
     """Return which of their tensors each of ours is; see Note [which tensor is which]."""
-    names: dict[str, str] = {}
-    free = dict(theirs)
-    for by_value, by_name in ((True, True), (True, False), (False, True), (False, False)):
-        for name, state in ours.items():
-            if name in names:
+    matched: dict[str, TensorStart] = {}
+    free = {start.state.name: start for start in theirs}
+    for match in MATCHES:
+        models = {(start.model, matched[start.state.name].model) for start in ours if start.state.name in matched}
+        for start in ours:
+            if start.state.name in matched:
                 continue
-            for other_name, other in free.items():
-                is_same = not by_value or has_same_start(state, other)
-                if (
-                    state.size == other.size
-                    and is_same
-                    and (not by_name or strip_model_name(name) == strip_model_name(other_name))
-                ):
-                    names[name] = other_name
-                    del free[other_name]
-                    break
-    return names
-
-
-def strip_model_name(name: str) -> str:
-    """Return a tensor's name inside its model."""
-    return name.partition(".")[2]
+            partner = next((other for other in free.values() if match.holds(start, other, models)), None)
+            if partner is not None:
+                matched[start.state.name] = free.pop(partner.state.name)
+    return {name: partner.state.name for name, partner in matched.items()}
 
 
 def has_same_start(state: TensorState, other: TensorState) -> bool:

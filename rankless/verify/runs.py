@@ -128,6 +128,7 @@ class VerifyRuns:
         observation = RunObservation(
             stop_after_steps=self.steps,
             programs=folder if name == "many" else None,
+            inputs=name == "one" and self.against is not None,
             inspected=self.inspected,
             is_reference=name == "reference",
             is_foreign=self.is_foreign,

@@ -11,7 +11,7 @@ from rankless.config.run_config import Program
 from rankless.launch.agent import make_job_runner
 from rankless.verify.comparison import Comparison, compare
 from rankless.verify.recordings import Recording
-from rankless.verify.reference_comparison import ReferenceRun, compare_with_reference
+from rankless.verify.reference_comparison import ReferenceRun, compare_with_reference, measure_reference
 from rankless.verify.runs import RunFailed, VerifyRuns
 
 pytestmark = pytest.mark.slow
@@ -183,3 +183,142 @@ def test_the_command_compares_with_the_reference_in_own_precision(tmp_path: Path
     verdict = read_verdict(job.stdout)
     assert verdict.startswith("same training: 3 steps")
     assert ", as in plain.py (stopped after 3 steps)" in verdict
+
+
+TRANSFORMED = """
+import sys
+import torch, torch.nn.functional as F
+from torch.utils.data import DataLoader, Dataset
+
+class Transformed(Dataset):
+    inputs, labels = torch.randn(24, 6, generator=torch.Generator().manual_seed(2)), torch.arange(24) % 4
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        return self.inputs[index] + 0.1 * torch.randn(6), self.labels[index]
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+torch.manual_seed(1)
+"""
+TRANSFORMED_PLAIN = (
+    TRANSFORMED
+    + """
+for inputs, labels in DataLoader(Transformed(), 8, shuffle=True, generator=torch.Generator().manual_seed(0)):
+    optimizer.zero_grad()
+    F.cross_entropy(model(inputs), labels).backward()
+    optimizer.step()
+"""
+)
+TRANSFORMED_SCRIPT = (
+    TRANSFORMED
+    + """
+import rankless
+
+@rankless.job(model=model, optimizer=optimizer)
+def train(inputs, labels):
+    return F.cross_entropy(model(inputs), labels)
+
+for batch in rankless.loader(Transformed(), int(sys.argv[2]), shuffle=True, seed=0, reading=sys.argv[1]):
+    train(*batch)
+"""
+)
+
+
+@pytest.mark.parametrize(
+    ("options", "verdict", "cause", "advice"),
+    [
+        (("replicated", "8"), "same training: 3 steps", "", ""),
+        (
+            ("split", "8"),
+            "NOT the same training: first at step 1",
+            "cause: other inputs: in step 1 8 of 8 rows that the model gets are others than in plain.py",
+            'reading="replicated"',
+        ),
+        pytest.param(
+            ("replicated", "4"),
+            "NOT the same training: first at step 1",
+            "cause: other inputs: step 1 trains on 8 rows in plain.py and on 4 here",
+            "the same batch size",
+            marks=pytest.mark.exhaustive,
+        ),
+    ],
+)
+def test_other_inputs_than_the_references_are_named_as_the_cause(
+    options: tuple[str, ...], verdict: str, cause: str, advice: str, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(TRANSFORMED_SCRIPT)
+    (tmp_path / "plain.py").write_text(TRANSFORMED_PLAIN)
+    job = rankless(
+        "verify", "-n", "2", "--devices", "cpu", "--against", "plain.py", "train.py", *options, folder=tmp_path
+    )
+    assert verdict in job.stdout, job.stdout + job.stderr
+    assert cause in job.stdout
+    assert advice in job.stdout
+
+
+DISTILLED = """
+import copy
+import sys
+import torch, torch.nn.functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.manual_seed(0)
+student = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.Tanh(), torch.nn.Linear(8, 4))
+teacher = copy.deepcopy(student).requires_grad_(False)
+if "eval" in sys.argv:
+    teacher.eval()
+data = TensorDataset(torch.randn(36, 6), torch.randint(0, 4, (36,)))
+optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
+"""
+DISTILLED_PLAIN = (
+    DISTILLED
+    + """
+for inputs, labels in DataLoader(data, 9, shuffle=True, generator=torch.Generator().manual_seed(0)):
+    with torch.no_grad():
+        expected = teacher(inputs)
+    found = student(inputs)
+    optimizer.zero_grad()
+    (F.cross_entropy(found, labels) + F.mse_loss(found, expected)).backward()
+    optimizer.step()
+"""
+)
+DISTILLED_SCRIPT = (
+    DISTILLED
+    + """
+import rankless
+
+@rankless.job(model={"student": student, "teacher": teacher}, optimizer=optimizer)
+def train(inputs, labels):
+    with torch.no_grad():
+        expected = teacher(inputs)
+    found = student(inputs)
+    return F.cross_entropy(found, labels) + F.mse_loss(found, expected)
+
+for batch in rankless.loader(data, 9, shuffle=True, seed=0):
+    train(*batch)
+"""
+)
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_a_frozen_copy_of_a_model_is_matched_with_the_references_frozen_copy(
+    mode: str, baseline: Baseline, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(DISTILLED_SCRIPT)
+    (tmp_path / "plain.py").write_text(DISTILLED_PLAIN)
+    runs = replace(
+        baseline.runs,
+        program=Program(kind="script", target=str(tmp_path / "train.py"), arguments=(mode,)),
+        folder=str(tmp_path / "recordings"),
+        against=str(tmp_path / "plain.py"),
+    )
+    reference = runs.run_reference()
+    assert reference is not None
+    differences, mismatch = measure_reference(reference.recording, runs.run_one())
+    assert mismatch is None
+    assert {item.tensor.partition(".")[0] for item in differences if item.kind == "final"} == {"student", "teacher"}
+    assert max(item.size for item in differences) < 1e-12

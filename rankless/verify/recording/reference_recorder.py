@@ -12,7 +12,6 @@ value.
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -23,14 +22,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from rankless.jobs.dtype_override import cast
 from rankless.jobs.perturbation import perturb_gradients, perturbed_parameters
-from rankless.records.job_results import StepInputs
 from rankless.user_code import script_line, user_line
+from rankless.verify.recording.input_digests import InputDigests
 from rankless.verify.recording.run_recorder import RunRecorder
 
 WRAPPED = ("module", "_forward_module", "_orig_mod")
 """The attributes under which DistributedDataParallel, Fabric and torch.compile keep the model that they wrap."""
-MOST_ROWS = 4096
-"""Rows of one forward call of which a digest is kept."""
 
 
 class ReferenceRecorder:
@@ -149,41 +146,10 @@ class ReferenceRecorder:
         named = {"loss": losses[0]} if len(losses) == 1 else {f"loss {n}": loss for n, loss in enumerate(losses, 1)}
         self._recorder.record_call(job="backward", line=self._line, results=named)
         self._losses = []
-        self._recorder.record_tensors(job="backward", tensors=tensors, inputs=self._inputs.take(optimizer))
-        self._on_step()
-
-
-class InputDigests:
-    """Collects what the forward calls of a step get as input, row by row."""
-
-    def __init__(self) -> None:
-        self._is_wanted = False
-        self._rows: list[int] = []
-        self._samples: list[int] = []
-
-    def begin_call(self, *, is_training: bool) -> None:
-        """Begin an outermost forward call. Its input is the first tensor that it or an inner module is called with."""
-        self._is_wanted = is_training
-
-    def offer(self, args: Sequence[Any]) -> None:
-        """Take the first tensor among a module's arguments, if the outermost call has none yet."""
-        if not self._is_wanted:
-            return
-        tensor = next((item for item in args if isinstance(item, Tensor) and item.dim() > 0), None)
-        if tensor is None:
-            return
-        self._is_wanted = False
-        self._rows.append(tensor.shape[0])
-        rows = tensor.detach()[:MOST_ROWS].cpu().reshape(min(tensor.shape[0], MOST_ROWS), -1).contiguous()
-        for row in rows.view(torch.uint8) if rows.numel() else ():
-            self._samples.append(int.from_bytes(blake2b(row.numpy().tobytes(), digest_size=7).digest(), "little"))
-
-    def take(self, optimizer: Optimizer) -> StepInputs:
-        """Return the inputs since the last step, and begin anew."""
         rates = tuple(float(group["lr"]) for group in optimizer.param_groups if "lr" in group)
-        inputs = StepInputs(tuple(self._rows), tuple(self._samples), rates)
-        self._rows, self._samples = [], []
-        return inputs
+        inputs = self._inputs.take(learning_rates=rates)
+        self._recorder.record_tensors(job="backward", tensors=tensors, inputs=inputs)
+        self._on_step()
 
 
 def unwrap(module: nn.Module) -> nn.Module:

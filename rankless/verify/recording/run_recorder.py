@@ -25,14 +25,23 @@ from rankless.records.job_results import (
     results_file,
     tensors_file,
 )
+from rankless.verify.recording.input_digests import InputDigests
 from rankless.verify.recording.tensor_sketch import Sketcher, widen
 
 
 class RunRecorder:
-    """One rank's file of results, open from the start of the script to its end."""
+    """One rank's file of results, open from the start of the script to its end.
+
+    `inputs` collects what the models get as input, if the steps of jobs are recorded with it.
+    """
 
     def __init__(
-        self, folder: str, rank: int, *, survey: Callable[[Iterable[nn.Module]], ScriptSurvey] | None = None
+        self,
+        folder: str,
+        rank: int,
+        *,
+        survey: Callable[[Iterable[nn.Module]], ScriptSurvey] | None = None,
+        inputs: InputDigests | None = None,
     ) -> None:
         Path(folder).mkdir(parents=True, exist_ok=True)
         self._tensors_file = tensors_file(folder, rank)
@@ -42,6 +51,7 @@ class RunRecorder:
         self._steps = 0
         self._sketches = Sketcher()
         self._survey = survey
+        self._inputs = inputs
 
     def register(self, name: str, module: nn.Module) -> str:
         """Record a model's state before its first step under a unique name, and return that name. Idempotent."""
@@ -68,7 +78,8 @@ class RunRecorder:
             self.register(name, module)
         stepped = {id(module) for module in model.values()}
         ours = {name: known for name, known in self._models.items() if id(known) in stepped}
-        self.record_tensors(job=job, tensors=_list_named_tensors(ours))
+        inputs = None if self._inputs is None else self._inputs.take()
+        self.record_tensors(job=job, tensors=_list_named_tensors(ours), inputs=inputs)
 
     def record_tensors(self, *, job: str, tensors: Mapping[str, Tensor], inputs: StepInputs | None = None) -> None:
         """Record a step with the parameters and buffers that it used, by their full names, and with its inputs."""
