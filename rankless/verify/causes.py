@@ -60,6 +60,8 @@ class PartingStep:
     start: Sequence[Recording]
     """All recordings, of one worker and of every rank, for where they begin."""
     layers: Sequence[str]
+    was_divided: bool
+    """Whether the ranks divided the rows of one worker in a step before this one."""
 
     @property
     def rows_one(self) -> int:
@@ -103,6 +105,9 @@ def find_cause(finding: Divergence, one: Recording, many: Sequence[Recording]) -
         ranks=[rank[index] for rank in ranks],
         start=[one, *many],
         layers=one.survey.layers,
+        was_divided=any(
+            0 < step.rows == sum(rank[number].rows for rank in ranks) for number, step in enumerate(steps[:index])
+        ),
     )
     for rule in RULES:
         cause = rule(parting)
@@ -199,7 +204,7 @@ def _ranks_differ(parting: PartingStep) -> bool:
 
 def _check_undivided(parting: PartingStep) -> Cause | None:
     samples = {tuple(sorted(rank.inputs.samples)) for rank in parting.ranks}
-    known = len(parting.ranks) > 1 and parting.ranks[0].inputs.samples
+    known = len(parting.ranks) > 1 and parting.ranks[0].inputs.samples and not parting.was_divided
     return _make_undivided(len(parting.ranks)) if known and len(samples) == 1 else None
 
 
@@ -207,6 +212,8 @@ def _check_whole_batches(parting: PartingStep) -> Cause | None:
     count = len(parting.ranks)
     if count < 2 or not parting.rows_one or any(rows != parting.rows_one for rows in parting.rows):
         return None
+    if parting.was_divided or set(parting.samples) <= set(parting.one.inputs.samples) != set():
+        return None  # a small batch that was padded for each rank may have as many rows
     total = sum(parting.rows)
     return Cause(
         name="whole batch on every rank",
@@ -236,7 +243,7 @@ def _check_samples(parting: PartingStep) -> Cause | None:
     if not missing and extra:
         return Cause(
             name="padded last batch",
-            text=f"the ranks read {extra} of {ours.total()} samples twice, so that all ranks get as many",
+            text=f"the ranks read {extra} samples besides the {ours.total()} of this step, so that all get as many",
             fix=EVEN_BATCHES,
         )
     if missing and not extra:

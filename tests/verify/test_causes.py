@@ -28,6 +28,8 @@ class Rank:
     rate: float = 0.1
     start: float = 1.0
     layers: tuple[str, ...] = field(default=("Linear",))
+    last: tuple[Sequence[int], float] | None = None
+    """The samples and the loss of the second step, if they are others."""
 
 
 def record(folder: Path, ranks: Sequence[Rank]) -> list[Recording]:
@@ -42,9 +44,10 @@ def record(folder: Path, ranks: Sequence[Rank]) -> list[Recording]:
             for parameter in model.parameters():
                 parameter.grad = torch.full_like(parameter, rank.gradient * (step + 1))
                 parameter.data -= rank.rate * parameter.grad
-            losses = {"loss": torch.tensor(rank.loss, dtype=torch.float64)}
+            drawn, loss = rank.last if step and rank.last is not None else (rank.samples, rank.loss)
+            losses = {"loss": torch.tensor(loss, dtype=torch.float64)}
             recorder.record_call(job="backward", line="train.py:9", results=losses)
-            samples = tuple(sample + 100 * step for sample in rank.samples)
+            samples = tuple(sample + 100 * step for sample in drawn)
             recorder.record_tensors(
                 job="backward", tensors=tensors, inputs=StepInputs((len(samples),), samples, (rank.rate,))
             )
@@ -83,6 +86,17 @@ HALVES = (range(0, 12, 2), range(1, 12, 2))
 )
 def test_a_cause_is_named(tmp_path: Path, ranks: Sequence[Rank], cause: str | None) -> None:
     assert name_cause(tmp_path, ranks) == cause
+
+
+@pytest.mark.parametrize("padding", [range(4), range(50, 54)])
+def test_a_last_batch_padded_to_whole_batches_is_named_as_padded(tmp_path: Path, padding: Sequence[int]) -> None:
+    last = [Rank(samples=HALVES[0], last=(range(4), 1.9)), Rank(samples=HALVES[1], last=(padding, 1.9))]
+    assert name_cause(tmp_path, last, Rank(samples=ONE, last=(range(4), 2.0))) == "padded last batch"
+
+
+def test_one_batch_of_few_samples_that_is_padded_is_not_a_whole_batch_on_every_rank(tmp_path: Path) -> None:
+    ranks = [Rank(samples=[0, 1, 2, 0], loss=1.9), Rank(samples=[3, 0, 1, 2], loss=1.9)]
+    assert name_cause(tmp_path, ranks, Rank(samples=range(4))) == "padded last batch"
 
 
 @pytest.mark.parametrize(
