@@ -37,7 +37,7 @@ class Divergence:
     is_of_reference: bool = False
     """Whether the script differs from the plain reference script, not from its own run on one worker."""
     is_gross: bool = False
-    """Whether the difference is so large that rounding hardly explains it in any precision."""
+    """Whether rounding explains it in no precision."""
     excess: float = math.inf
     """How many times its limit a number exceeds."""
     call: InspectedCall | None = None
@@ -259,7 +259,7 @@ def _check_limits(
                 expected=expected,
                 found=found,
                 cause="values",
-                is_gross=item.size > max(GROSS_FACTOR * limit, GROSS_SHARE * item.scale),
+                is_gross=is_gross(item, differences, noise_floor),
                 excess=item.size / limit if limit > 0 else math.inf,
             )
             break
@@ -269,6 +269,16 @@ def _check_limits(
         if any(item.size > 0 for item in differences) and mismatch.tensor == "the calls":
             cause = "branch"
         yield _make_divergence(mismatch, run_name, cause=cause)
+
+
+def is_gross(first: Difference, differences: Sequence[Difference], noise_floor: NoiseFloor) -> bool:
+    """Whether rounding explains a difference in no precision: most gradients of its step differ far beyond the noise.
+
+    A result may jump by rounding, as a count or the largest of several numbers does, and a few gradients with it.
+    """
+    step = [item for item in differences if item.kind == "gradient" and item.location.step == first.location.step]
+    gross = [item for item in step if item.size > max(GROSS_FACTOR * noise_floor.limit(item), GROSS_SHARE * item.scale)]
+    return 2 * len(gross) >= len(step) > 0
 
 
 def _check_ranks_agree(differences: Sequence[Difference], mismatch: Mismatch | None, rank: int) -> Iterator[Divergence]:

@@ -15,14 +15,7 @@ from itertools import product
 import msgspec
 
 from rankless.records.job_results import JobCalled, ModelRegistered, StepRecorded, TensorState
-from rankless.verify.comparison import (
-    GROSS_FACTOR,
-    GROSS_SHARE,
-    Comparison,
-    Divergence,
-    find_loss_leaf,
-    make_row,
-)
+from rankless.verify.comparison import Comparison, Divergence, find_loss_leaf, is_gross, make_row
 from rankless.verify.differences import (
     RESOLUTION,
     Difference,
@@ -141,7 +134,7 @@ def _check_limits(
                 found=f"{item.size:.3g} on {run_name}",
                 cause="values",
                 is_of_reference=True,
-                is_gross=item.size > max(GROSS_FACTOR * limit, GROSS_SHARE * item.scale),
+                is_gross=is_gross(item, differences, noise_floor),
                 excess=item.size / limit if limit > 0 else math.inf,
             )
             break

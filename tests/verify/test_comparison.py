@@ -55,6 +55,8 @@ def train(folder, workers, *, fault="", noise_seed=None, dtype=torch.float32, ad
             if fault == "ranks disagreeing" and rank == 1 and step == 4:
                 model.first.weight.data[0, 0] += 1e-4
             results = {"loss": losses[rank], "hits": torch.tensor(step + 4 * (fault == "wrong hits" and step == 5))}
+            if fault == "jumping result":
+                results["bit"] = torch.tensor(float(step == 3 and workers > 1))
             if fault == "other shape" and step == 2:
                 results["loss"] = results["loss"].reshape(1)
             if not (fault == "missing call" and step == 5 and rank == 1):
@@ -224,6 +226,13 @@ def test_float64_decides_only_about_different_numbers(tmp_path, fault, needed):
     assert comparison.precision == "float32"
     assert comparison.needs_float64 == needed
     assert not compare_runs(tmp_path / "exact", fault, workers=2, dtype=torch.float64).needs_float64
+
+
+@pytest.mark.parametrize(("fault", "is_gross"), [("skipped batch", True), ("jumping result", False)])
+def test_only_gradients_show_that_no_rounding_explains_a_difference(tmp_path, fault, is_gross):
+    one = train(tmp_path / "one", 1, fault="" if is_gross else fault)[0]
+    comparison = compare(one, train(tmp_path / "many", 2, fault=fault), [one])
+    assert comparison.findings[0].is_gross == is_gross
 
 
 @pytest.mark.parametrize(("noise", "needed"), [(1e-2, True), (1e-4, False)])
