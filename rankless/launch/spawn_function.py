@@ -31,7 +31,7 @@ from rankless.runtime.subprocess_command import python_command
 
 GRACE_SECONDS = 2.0
 LEAVING_SECONDS = 10.0
-"""The time that a worker has to end after it has returned its result."""
+"""The time that a worker has to end after it has returned its result, or has closed its channel without one."""
 _SERVER = SpawnServerClient()
 """The server of this process. It stays between calls, so that later calls need not import torch again."""
 
@@ -157,12 +157,15 @@ class Spawned:
     def _make_error(self, rank: int) -> LaunchError:
         process = self._processes[rank]
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(GRACE_SECONDS)
+            process.wait(LEAVING_SECONDS)
         code = process.poll()
-        killed = code is not None and code < 0
+        if code is None:
+            found = "it closed its channel without a result, and still runs"
+        else:
+            found = f"it was killed by {name_signal(-code)}" if code < 0 else f"it ended with exit code {code}"
         error = LaunchError(
             expected=f"rank {rank} to return from the function, or to raise",
-            found=f"it was killed by {name_signal(-code)}" if killed and code else f"it ended with exit code {code}",
+            found=found,
             fix="read its output; the kernel sends SIGKILL when memory runs out",
         )
         if tail := self._output.tail(rank):

@@ -221,12 +221,12 @@ FAULTS = {
     "unknown host key": InjectedFault(
         "10.77.0.2 ssh", "key is not known here.*ssh-keyscan 10.77.0.2", remove_known_hosts
     ),
-    "changed host key": InjectedFault("10.77.0.2 ssh", "another key.*ssh-keygen -R 10.77.0.2", change_host_key),
+    "changed host key": InjectedFault("10.77.0.2 ssh", "key differs.*ssh-keygen -R 10.77.0.2", change_host_key),
     "no sshd": InjectedFault("10.77.0.2 ssh", "no sshd listens.*start sshd there", host_options={"sshd": ("a",)}),
     "no such name": InjectedFault("nowhere ssh", "does not resolve here.*/etc/hosts", listed="10.77.0.1,nowhere"),
     "cable": InjectedFault("10.77.0.2 ssh", "(no route to it|no answer: it is down)", lambda h: h.link("b", up=False)),
     "no route": InjectedFault(
-        "10.99.0.9 ssh", "network is down, or knows no route.*ip route", listed="10.77.0.1,10.99.0.9"
+        "10.99.0.9 ssh", "network of this host is down or lacks the route.*ip route", listed="10.77.0.1,10.99.0.9"
     ),
     "firewall": InjectedFault("10.77.0.2 ssh", "firewall drops.*port 22", lambda h: h.firewall("b", open_ports=())),
     "control port": InjectedFault(

@@ -108,7 +108,7 @@ def test_ctrl_c_prints_one_line_and_the_logs_have_the_tracebacks(tmp_path: Path)
 
 def test_ctrl_c_while_the_workers_start_prints_one_line(tmp_path: Path) -> None:
     # The fork server still imports torch. The workers that it forks then find the interrupt in the first line.
-    job = start_script("print('never')", "-n", "2", folder=tmp_path)
+    job = start_script("import time; time.sleep(60); print('never')", "-n", "2", folder=tmp_path)
     wait_until(lambda: (tmp_path / "log" / "latest" / "parent.log").exists())
     os.killpg(job.pid, signal.SIGINT)
     out, err = job.communicate(timeout=60)
