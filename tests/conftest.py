@@ -1,5 +1,6 @@
 """What every test shares. Its place puts `tests/` on the path, for `from processes import on_mesh`."""
 
+from collections import defaultdict
 from collections.abc import Iterator
 
 import pytest
@@ -12,3 +13,19 @@ def _what_is_shared_ends_with_the_session() -> Iterator[None]:
     yield
     close_pools()
     close_fork_server_pool()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as exhaustive what `ci_sample(count)` leaves out: all but `count` cases, evenly spread, of a test."""
+    sampled: defaultdict[tuple[str, str, int], list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        marker = item.get_closest_marker("ci_sample")
+        if marker is not None and item.get_closest_marker("exhaustive") is None:
+            name = getattr(item, "originalname", item.name)
+            sampled[str(item.path), name, marker.args[0]].append(item)
+    for (*_, count), cases in sampled.items():
+        kept = {len(cases) * number // count for number in range(count)}
+        for place, item in enumerate(cases):
+            if place not in kept:
+                item.add_marker(pytest.mark.exhaustive)

@@ -171,6 +171,7 @@ def run(folder: Path, workers: int, how: str) -> subprocess.CompletedProcess[str
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("workers", "how"), [(0, "raising"), (2, "ending"), (3, "leaving")])
 def test_the_end_of_the_script_waits_for_the_save(tmp_path, workers, how):

@@ -139,6 +139,7 @@ def results(text: str) -> list[float]:
     return [float(found) for found in re.findall(r"test_loss: (\S+),", text)]
 
 
+@pytest.mark.exhaustive
 def test_a_ported_script_is_the_same_on_one_device_and_on_many(tmp_path: Path):
     words = (str(EXAMPLE), "--epochs", "2", "--batch_size")
     environment = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}

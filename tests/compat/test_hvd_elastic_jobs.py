@@ -158,6 +158,7 @@ def test_hosts_are_added_and_removed_while_the_job_runs(folder: Path):
     assert len({process_id for process_id, _ in lines(folder, "began")}) == 4
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_too_few_workers_for_too_long_end_the_job_and_leave_nothing(folder: Path):
     discovery = folder / "discover.sh"

@@ -329,6 +329,7 @@ def check_function(case: Case, ranks: int) -> Outcome:
         torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.ci_sample(120)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("ranks", [3, 4, *(pytest.param(ranks, marks=pytest.mark.exhaustive) for ranks in (2, 7))])
 def test_an_operator_on_shards_has_the_values_and_gradients_of_one_device(name, ranks):

@@ -47,6 +47,7 @@ def check_case(name, captured_at, rows, ranks):
     )
 
 
+@pytest.mark.ci_sample(16)
 @pytest.mark.parametrize("name", mark_most_exhaustive(enumerate(name for name in CASES if name not in SIZE_DEPENDENT)))
 @pytest.mark.parametrize(
     ("more", "ranks"), [(2, 3), *(pytest.param(*item, marks=pytest.mark.exhaustive) for item in ((4, 2), (1, 4)))]

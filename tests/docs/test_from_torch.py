@@ -59,6 +59,7 @@ def require_equal(found: list[tuple[float, int]], wanted: list[tuple[float, int]
     assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in wanted], rel=1e-11)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("system", ["torch", pytest.param("accelerate", marks=pytest.mark.exhaustive)])
 def test_before_and_after_are_the_same_training(system: str, tmp_path: Path):

@@ -78,6 +78,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize(
     "script", [each if each in IN_CI else pytest.param(each, marks=pytest.mark.exhaustive) for each in LINES]
 )
@@ -119,6 +120,7 @@ def joined_at_an_address(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return RESULT.findall(printed[0])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "place", ["tcp", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("env", "file"))]
 )

@@ -61,6 +61,7 @@ def another_rank():
     return built
 
 
+@pytest.mark.ci_sample(2)
 @pytest.mark.parametrize(
     ("build", "message"),
     [

@@ -272,11 +272,13 @@ def sample_cases(*workers):
     return found
 
 
+@pytest.mark.ci_sample(6)
 @pytest.mark.parametrize(("build", "workers"), sample_cases(1))
 def test_on_one_device_accumulated_calls_equal_one_call_on_all_rows(build, workers):
     assert_accumulated(build, workers, torch.float64)
 
 
+@pytest.mark.ci_sample(3)
 @pytest.mark.parametrize(("build", "workers"), sample_cases(2, 3))
 def test_on_workers_accumulated_calls_equal_one_call_on_all_rows(build, workers):
     assert_accumulated(build, workers, torch.float64)

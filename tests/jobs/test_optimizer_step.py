@@ -83,6 +83,7 @@ def assert_near(found, wanted):
         torch.testing.assert_close(ours, plain.detach(), rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.ci_sample(3)
 @pytest.mark.parametrize("settings", [{"clip_norm": 0.2}, {"clip_value": 0.05}, {"gradient_norm": True}], ids=str)
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_the_gradient_is_clipped_and_measured_as_in_the_plain_script(workers, settings):

@@ -56,6 +56,7 @@ def test_two_values_of_a_number_or_a_tensor_do_not_warn():
         assert kinds == 2
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_programs_of_a_number_that_always_changes_are_dropped():
     for losses, _, kinds, _ in on_mesh(

@@ -134,6 +134,7 @@ def test_ctrl_c_lets_ranks_clean_up_that_wait_for_a_silent_rank(peer: str, tmp_p
     assert "cleaned2" not in notes(tmp_path) or peer == "stopped"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "launcher_stands",
     [pytest.param(0, id="prompt", marks=pytest.mark.exhaustive), pytest.param(GRACE_SECONDS + 0.2, id="held up")],
@@ -143,6 +144,7 @@ def test_a_sigterm_handler_runs_in_a_rank_that_waits_for_a_silent_rank(launcher_
     assert notes(tmp_path) == {f"{name}{rank}" for name in ("handled", "raised", "cleaned") for rank in (0, 1)}
 
 
+@pytest.mark.exhaustive
 def test_the_grace_period_pauses_while_the_whole_host_is_frozen(tmp_path: Path):
     job = waiting_job(tmp_path, "deaf", "slow")
     try:

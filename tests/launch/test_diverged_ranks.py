@@ -73,6 +73,7 @@ def cases():
             yield pytest.param(name, workers, marks=marks, id=f"{name}, {workers} workers")
 
 
+@pytest.mark.ci_sample(4)
 @pytest.mark.parametrize(("name", "workers"), list(cases()))
 def test_all_ranks_stop_and_the_difference_is_named(name, workers, tmp_path):
     fault, sign = FAULTS[name]
@@ -103,6 +104,7 @@ def test_models_that_differ_after_a_load_get_rank_0s_with_a_warning(tmp_path):
     assert "model.0.bias on rank 1" in done.stderr
 
 
+@pytest.mark.exhaustive
 def test_ranks_of_torchrun_are_compared_too(tmp_path):
     (tmp_path / "script.py").write_text(script("if odd: break"))
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]

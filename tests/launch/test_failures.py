@@ -56,6 +56,7 @@ def cases() -> Iterator[Any]:
         yield pytest.param(kind, False, id=f"{kind}-plain", marks=marks)
 
 
+@pytest.mark.ci_sample(4)
 @pytest.mark.parametrize(("kind", "warm"), list(cases()))
 def test_the_root_cause_is_named_although_other_ranks_fail_too(kind: str, warm: bool, tmp_path: Path) -> None:
     action, code, words = ROOT_CAUSES[kind]

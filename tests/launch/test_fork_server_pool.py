@@ -165,6 +165,7 @@ def test_no_process_survives_a_kill_in_a_later_run_by_two_seconds(killed: str, t
         kill_job(job)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("action", ["kill", pytest.param("suspend", marks=pytest.mark.exhaustive)])
 def test_without_the_pool_a_run_imports_torch_itself(action: str, tmp_path: Path) -> None:
     job = start_verify(VERIFIED + KILLING.replace("{action}", action), tmp_path)

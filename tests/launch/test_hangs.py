@@ -80,6 +80,7 @@ def make_cases():
             yield pytest.param(name, workers, marks=marks, id=f"{name}, {workers} workers")
 
 
+@pytest.mark.ci_sample(2)
 @pytest.mark.parametrize(("name", "workers"), list(make_cases()))
 def test_the_missing_rank_and_its_line_are_named(name, workers, tmp_path):
     fault, sign = FAULTS[name]
@@ -257,6 +258,7 @@ HEALTHY = {
 }
 
 
+@pytest.mark.ci_sample(2)
 @pytest.mark.parametrize("name", HEALTHY)
 def test_pauses_of_a_healthy_job_are_not_reported(name, tmp_path):
     fault = f"def pause():\n    if step == 6:\n        {HEALTHY[name]}\n    return False"
@@ -267,6 +269,7 @@ def test_pauses_of_a_healthy_job_are_not_reported(name, tmp_path):
     assert "no progress" not in done.stderr
 
 
+@pytest.mark.exhaustive
 def test_a_long_save_is_reported_and_the_job_continues(tmp_path):
     script = TRAINING.replace("{fault}", "def stuck():\n    torch.save(model, 'm'); time.sleep(7)  # there")
     # The job continues for longer than the interval between two checks.

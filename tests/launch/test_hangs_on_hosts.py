@@ -64,6 +64,7 @@ def test_a_rank_that_computes_forever_is_named_with_its_stack(
     assert before.count("no progress for") == before.count("the job continues"), report
 
 
+@pytest.mark.exhaustive
 def test_host_0s_file_has_the_stacks_of_all_hosts(hosts: Hosts, tmp_path: Path):
     report = run_hung_job(hosts, tmp_path, workers=2, missing_rank=3)
     assert f"rank 3 on {hosts.addresses[1]} did not arrive: it is in stuck()" in report

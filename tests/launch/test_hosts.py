@@ -113,6 +113,7 @@ def test_only_chosen_variables_reach_the_other_host(hosts: Hosts, folder: Path):
     assert (folder / "seen1").read_text() == "light blue a=b c None\n"
 
 
+@pytest.mark.exhaustive
 def test_a_hostfile_names_hosts_and_a_token_file_suffices_for_manual_starts(hosts: Hosts, folder: Path):
     (folder / "hostfile").write_text("a slots=2\nb slots=2\n")
     words = command("run", "--hostfile", "hostfile", "--no-ssh", "train.py")
@@ -135,6 +136,7 @@ def test_host_ranks_can_be_set_by_hand(hosts: Hosts, folder: Path):
     assert ended(other)[0] == 0
 
 
+@pytest.mark.exhaustive
 def test_a_script_names_the_hosts_and_python_starts_it_on_each(hosts: Hosts, folder: Path):
     first, second = hosts.addresses
     settings = f'rankless.configure(devices_per_host=2, port=9977, hosts=["{first}", {{"addr": "{second}"}}])'
@@ -299,6 +301,7 @@ def test_a_different_token_is_rejected_and_reported_on_both_sides(hosts: Hosts, 
     assert "do both have the same token" in err
 
 
+@pytest.mark.exhaustive
 def test_a_waiting_host_names_the_missing_host_and_its_reachability(hosts: Hosts, folder: Path):
     words = command("run", "--hosts", listed(hosts), "--no-ssh", "--insecure", "--join-timeout", "6.5", "train.py")
     code, _, err = ended(hosts.start("a", words, cwd=folder))

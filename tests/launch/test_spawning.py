@@ -117,6 +117,7 @@ print([type(found) is Point and found.x for found in rankless.spawn(work, (Point
 """
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("way", ["script", "standard input", pytest.param("interactive", marks=pytest.mark.exhaustive)])
 def test_a_script_needs_no_guard_and_an_interpreter_no_file(way: str, tmp_path: Path):
     (tmp_path / "script.py").write_text(SCRIPT)
@@ -223,6 +224,7 @@ def test_a_server_that_was_killed_is_replaced():
     assert rankless.spawn(where_it_runs)[0][0] != server.pid
 
 
+@pytest.mark.exhaustive
 def test_without_a_server_workers_are_new_interpreters(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TORCH_SHOW_CPP_STACKTRACES", "1")  # another server than that of the tests before
     monkeypatch.delattr(os, "pidfd_open")
@@ -250,6 +252,7 @@ def fails_in_a_job(_rank: int) -> None:
     predict(torch.ones(4, 5))
 
 
+@pytest.mark.exhaustive
 def test_the_traceback_of_a_worker_has_no_frames_of_rankless():
     with pytest.raises(RuntimeError, match="mat1 and mat2") as raised:
         rankless.spawn(fails_in_a_job)

@@ -74,6 +74,7 @@ def test_it_contains_one_pth_file_and_no_folder(wheel: Path):
     assert [name for name in names if ".dist-info/" not in name] == ["rankless_horovod.pth"]
 
 
+@pytest.mark.exhaustive
 def test_plain_python_finds_it_and_a_real_horovod_takes_precedence(wheel: Path, site: Path, tmp_path: Path):
     python = tmp_path / "empty/bin/python"
     install = (python, "-m", "pip", "install", "--no-deps", "--no-index", "--quiet")

@@ -270,6 +270,7 @@ def test_a_process_group_of_the_script_is_used(tmp_path: Path):
     assert [each.stdout for each in done] == ["0 2\n", "1 2\n"], done
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("mpirun", ["mpirun.openmpi", pytest.param("mpirun.mpich", marks=pytest.mark.exhaustive)])
 def test_scripts_under_the_real_launchers_join(mpirun: str, tmp_path: Path):
