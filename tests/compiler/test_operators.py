@@ -299,9 +299,8 @@ POINTWISE = {
     "clamp and where of a partial sum": Case(lambda x: x.sum(0).clamp(-1, 1) + torch.where(x.sum(0) > 0, x.mean(0), 2)),
     "casts of partial sums": Case(lambda x: (x.sum(0).float().double() - x.sum(0).int()) * x),
     "masks": Case(lambda x: x.masked_fill(x > 1, -1.0).square() + torch.where(x > 0, x, x.square())),
-    "new tensors": Case(
-        lambda x: x + x.new_zeros(6) + x.sum(0).new_ones(6) + x.new_full((6,), 2) + x.new_empty(6).fill_(1)
-    ),
+    "new tensors": Case(lambda x: x + x.new_zeros(6) + x.sum(0).new_ones(6) + x.new_full((6,), 2)),
+    "new tensors that are filled": Case(lambda x: x * x.new_empty(6).fill_(3)),
     "prelu": Case(lambda x: F.prelu(x, x.sum((0, 2)).abs()[:3]).square(), (3, 2)),
 }
 CASES = VIEWS | REDUCTIONS | MATRICES | NORMALIZATIONS | LOSSES | ATTENTION | IMAGES | INDEXING | RANDOM | POINTWISE

@@ -1,12 +1,14 @@
 """Run all tests, including those that CI leaves out: `make soak`.
 
-A soak can be resumed: it does not repeat test files that passed at the same commit. It writes the commit and the raw
-counts to docs/soak.md. Several files run in parallel, because tests mostly wait for other processes. The fault tests,
-whose times are published, run alone at the end.
+A soak can be resumed: it does not repeat test files that passed at the same commit. Nor does it repeat those that
+passed at an earlier commit if only other test files have changed since; the page then says so. It writes the commit
+and the raw counts to docs/soak.md. Several files run in parallel, because tests mostly wait for other processes. The
+fault tests, whose times are published, run alone at the end.
 """
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -25,6 +27,8 @@ STATE = ROOT / ".soak"
 PARALLEL_FILES = 3
 FILE_SECONDS = 2 * 3600.0
 PUBLISHED = ("tests/launch/test_faults.py", "tests/launch/test_faults_at_start.py")
+INDEPENDENT = re.compile(r"tests/(.*/)?test_\w+\.py|tests/support/soak\.py|docs/(soak|faults)\.md")
+"""Files on which no test file but themselves depends."""
 Counts = dict[str, float]
 
 
@@ -74,8 +78,23 @@ def counted(report: Path) -> Counts:
     return {"tests": total["tests"], "failed": total["failures"] + total["errors"], "skipped": total["skipped"]}
 
 
-def page(tested: str, results: dict[str, Counts]) -> str:
-    """Render the result as a page."""
+def reuse(tested: str) -> tuple[str, dict[str, Counts]]:
+    """Return the latest soaked commit from which only test files have changed, and its results that still hold.
+
+    The commit is "" if there is none.
+    """
+    for state in sorted(STATE.glob("*.json"), key=lambda file: file.stat().st_mtime, reverse=True):
+        command = ["git", "diff", "--name-only", state.stem, tested]
+        changed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        names = changed.stdout.split()
+        if changed.returncode == 0 and all(map(INDEPENDENT.fullmatch, names)):
+            results = json.loads(state.read_text())
+            return state.stem, {name: counts for name, counts in results.items() if name not in names}
+    return "", {}
+
+
+def page(tested: str, results: dict[str, Counts], *, base: str = "") -> str:
+    """Render the result as a page. `base` is an earlier commit of which some results are, "" if there is none."""
     folders: dict[str, Counts] = {}
     for name, counts in results.items():
         folder = folders.setdefault(str(Path(name).parent), dict.fromkeys(("tests", "failed", "skipped", "seconds"), 0))
@@ -98,6 +117,7 @@ def page(tested: str, results: dict[str, Counts]) -> str:
             "# The last soak",
             "",
             f"`make soak` of {datetime.now(UTC):%Y-%m-%d} at commit {tested}: all tests, those outside CI too.",
+            *([f"Only test files differ from commit {base}. They ran again; the others ran there."] if base else []),
             "",
             "| folder | tests | failed | skipped | seconds |",
             "|---|---|---|---|---|",
@@ -125,14 +145,22 @@ def main() -> None:
     STATE.mkdir(exist_ok=True)
     state = STATE / f"{tested}.json"
     faults = STATE / f"{tested}-faults.jsonl"
-    results: dict[str, Counts] = json.loads(state.read_text()) if state.exists() else {}
+    note = STATE / f"{tested}-base.txt"
+    results: dict[str, Counts]
+    if state.exists():
+        base, results = note.read_text() if note.exists() else "", json.loads(state.read_text())
+    else:
+        base, results = reuse(tested)
+        note.write_text(base)
+        if base and (earlier := STATE / f"{base}-faults.jsonl").exists():
+            faults.write_bytes(earlier.read_bytes())
     names = sorted(str(file.relative_to(ROOT)) for file in (ROOT / "tests").rglob("test_*.py"))
     left = [name for name in names if name not in results or results[name]["failed"]]
     soak([name for name in left if name not in PUBLISHED], results, state, faults, parallel=PARALLEL_FILES)
     if any(name in PUBLISHED for name in left):  # repeat all: an interrupted file has left some of its rows
         faults.unlink(missing_ok=True)
         soak(PUBLISHED, results, state, faults, parallel=1)
-    result = page(tested, dict(sorted(results.items())))
+    result = page(tested, dict(sorted(results.items())), base=base)
     (ROOT / "docs" / "soak.md").write_text(result)
     if faults.exists():
         write_page(faults, tested)

@@ -1,5 +1,7 @@
 """A soak counts the results that pytest reports, and its page shows them."""
 
+import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,32 @@ def test_the_page_has_the_sums_of_folders_and_the_commit():
     assert "| tests/a | 6 | 2 | 0 | 3 |" in text
     assert "| all | 9 | 3 | 0 | 4.5 |" in text
     assert "- tests/b/test_z.py: 1 of 3 failed\n" in text
+
+
+def make_commit(root: Path, **files: str) -> str:
+    for name, text in files.items():
+        (root / name.replace("__", "/")).with_suffix(".py").write_text(text)
+    settings = ["-c", "user.name=x", "-c", "user.email=x"]
+    subprocess.run(["git", *settings, "add", "-A"], cwd=root, check=True)
+    subprocess.run(["git", *settings, "commit", "-qm", "x"], cwd=root, check=True)
+    return subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=root, text=True).strip()
+
+
+def test_results_hold_while_only_other_test_files_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(soak, "ROOT", tmp_path)
+    monkeypatch.setattr(soak, "STATE", tmp_path / ".git" / "soak")
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    (tmp_path / "tests").mkdir()
+    first = make_commit(tmp_path, tests__test_x="1", tests__test_y="1", source="1")
+    soak.STATE.mkdir()
+    passed = {"tests": 1, "failed": 0, "skipped": 0, "seconds": 1}
+    (soak.STATE / f"{first}.json").write_text(
+        json.dumps({"tests/test_x.py": passed, "tests/test_y.py": {**passed, "failed": 1}})
+    )
+    second = make_commit(tmp_path, tests__test_y="2")
+    assert soak.reuse(second) == (first, {"tests/test_x.py": passed})
+    assert f"Only test files differ from commit {first}." in page(second, {"tests/test_x.py": passed}, base=first)
+    assert soak.reuse(make_commit(tmp_path, source="2")) == ("", {})
 
 
 def test_a_file_that_hangs_is_killed_and_counts_as_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
