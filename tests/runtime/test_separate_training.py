@@ -1,16 +1,12 @@
 """A script whose workers each train a model of their own is warned once; one that connects them is not."""
 
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed as dist
+from support.jobs import DEADLINE_SECONDS
 from support.warm_runs import run_script
-from torch import nn
-from torch.optim.optimizer import _global_optimizer_post_hooks
-
-from rankless.runtime.hooks.separate_training_warning import CONNECTING_MODULES, warn_on_separate_training
 
 PLAIN = """
 import torch
@@ -49,45 +45,56 @@ WARNING = "each of the 2 workers trains a model of its own"
 NOT_CONNECTED = "the script has no job and no process group"
 
 
-@pytest.fixture
-def warnings(monkeypatch: pytest.MonkeyPatch):
-    """The warnings about the optimizers of this process, in which other tests may have imported Horovod."""
-    for name in CONNECTING_MODULES:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    texts: list[str] = []
-    before = dict(_global_optimizer_post_hooks)
-    warn_on_separate_training(texts.append, world_size=2)
-    yield texts
-    for key in _global_optimizer_post_hooks.keys() - before.keys():
-        del _global_optimizer_post_hooks[key]
+OBSERVED = """
+from torch.optim.optimizer import _global_optimizer_post_hooks
+from rankless.runtime.hooks.separate_training_warning import warn_on_separate_training
 
+warnings = []
+warn_on_separate_training(warnings.append, world_size=2)
 
-def train(steps=4):
-    model = nn.Linear(2, 1)
+def train(steps):
+    model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(steps):
         optimizer.zero_grad()
         model(torch.ones(3, 2)).sum().backward()
         optimizer.step()
+"""
 
 
-def test_one_step_is_no_training_and_the_second_warns_once(warnings):
-    train(steps=1)
-    assert warnings == []
-    train()
-    (warning,) = warnings
-    assert f"{WARNING}: {NOT_CONNECTED}" in warning
-    assert warning.startswith(__file__)
-    assert "separate" not in str(_global_optimizer_post_hooks.values())
+def run_observed(folder: Path, script: str) -> None:
+    """Run a script in a process of its own: other tests connect this one, as by Horovod or a process group."""
+    (folder / "script.py").write_text(f"import torch\nimport torch.distributed as dist\n{OBSERVED}\n{script}")
+    command = [sys.executable, "script.py"]
+    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=DEADLINE_SECONDS)
+    assert ended.returncode == 0, ended.stderr
 
 
-def test_a_process_group_is_not_warned_about(warnings):
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        train()
-    finally:
-        dist.destroy_process_group()
-    assert warnings == []
+def test_one_step_is_no_training_and_the_second_warns_once(tmp_path: Path):
+    run_observed(
+        tmp_path,
+        f"""
+train(steps=1)
+assert warnings == []
+train(steps=4)
+(warning,) = warnings
+assert {f"{WARNING}: {NOT_CONNECTED}"!r} in warning, warning
+assert "script.py:16: " in warning, warning
+assert not _global_optimizer_post_hooks
+""",
+    )
+
+
+def test_a_process_group_is_not_warned_about(tmp_path: Path):
+    run_observed(
+        tmp_path,
+        """
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+train(steps=4)
+assert warnings == []
+dist.destroy_process_group()
+""",
+    )
 
 
 @pytest.mark.slow
