@@ -75,6 +75,8 @@ class ConsistentView:
         program: Any = executable.local
         if inspected and inspector is not None:
             program = inspector.instrument(executable.local.sharded, self._world)
+        for parameter in executable.parameters:
+            parameter.grad = None  # before the program, which uses the memory of gradients again that nobody holds
         outputs = program([value.detach() for value in values], list(sizes.values()))
         if self._job.trains:
             self._world.mesh.check_sync_point_again()  # the other hosts have arrived, and no step is made yet
@@ -128,8 +130,6 @@ class ConsistentView:
 
     def _apply(self, executable: Executable, outputs: Sequence[Tensor]) -> list[Tensor]:
         """Set gradients of parameters and new values of buffers, and return the job's results."""
-        for parameter in executable.parameters:
-            parameter.grad = None
         results = []
         for value, described, target in zip(outputs, executable.local.outputs, executable.targets, strict=True):
             if target is None:

@@ -19,7 +19,7 @@ from rankless.compiler.codegen.codegen import LocalProgram, build_local_program
 from rankless.compiler.guards.guards import Guard
 from rankless.compiler.ir.logical_program import LogicalProgram
 from rankless.compiler.program_agreement import require_same_program
-from rankless.compiler.scheduling.gradient_buckets import GradientMemory
+from rankless.compiler.scheduling.gradient_memory import GradientMemory
 from rankless.compiler.tracing.symbolic_sizes import SymbolicSizes, compile_guards, is_symbolic
 from rankless.compiler.tracing.value_snapshots import make_type_keys
 from rankless.context.world import World

@@ -1,7 +1,6 @@
 """Convert the graph that PyTorch traced into a logical program: name inputs and outputs, remove redundant nodes."""
 
 from collections.abc import Mapping
-from operator import getitem
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from rankless.compiler.ir.logical_program import (
     ProgramInput,
     ProgramOutput,
     describe_value,
+    is_fresh,
     is_random_node,
 )
 from rankless.compiler.ir.operator_origin import decode_origin
@@ -297,13 +297,3 @@ def skip_final_copy(node: fx.Node) -> fx.Node:
         return node
     (source,) = node.all_input_nodes
     return source if is_fresh(source) else node
-
-
-def is_fresh(node: fx.Node) -> bool:
-    """Return whether a value shares no memory with another, according to its operator's schema."""
-    if node.target is getitem:
-        return is_fresh(node.all_input_nodes[0])
-    operator = node.target
-    return isinstance(operator, torch._ops.OpOverload) and all(
-        result.alias_info is None for result in operator._schema.returns
-    )

@@ -5,6 +5,7 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from operator import getitem
 from typing import Any, Literal
 
 import torch
@@ -108,6 +109,16 @@ class LogicalProgram:
 def is_random_node(node: fx.Node) -> bool:
     """Return whether a node draws random numbers."""
     return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+
+
+def is_fresh(node: fx.Node) -> bool:
+    """Return whether a value shares no memory with another, according to its operator's schema."""
+    if node.target is getitem:
+        return is_fresh(node.all_input_nodes[0])
+    operator = node.target
+    return isinstance(operator, torch._ops.OpOverload) and all(
+        result.alias_info is None for result in operator._schema.returns
+    )
 
 
 def format_operator(target: Any) -> str:
