@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from rankless.compiler.capture.capture import ArgumentShape
+from rankless.compiler.ir.memory_order import find_memory_order
 from rankless.data.logical_tensor import LogicalTensor
 from rankless.errors import CaptureError
 from rankless.parallel.mesh import Mesh
@@ -49,7 +50,7 @@ class FlattenedArguments:
                 found=f"arguments of type {', '.join(sorted(kinds)) or 'unhashable'}",
                 fix="pass tensors and plain values, or let the job read the object from its closure",
             ) from error
-        return self.spec, self.plain, tuple([tensor.dtype for tensor in self.tensors])
+        return self.spec, self.plain, tuple([(tensor.dtype, get_memory_order(tensor)) for tensor in self.tensors])
 
 
 def find_leaf_names(function: Callable[..., Any], arguments: FlattenedArguments) -> list[str]:
@@ -94,7 +95,16 @@ def flatten_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], device: tor
 
 def get_shapes(arguments: FlattenedArguments) -> list[ArgumentShape]:
     """Return the logical shapes of the tensors."""
-    return [ArgumentShape(shape=tuple(item.shape), dtype=item.dtype) for item in arguments.tensors]
+    return [
+        ArgumentShape(shape=tuple(item.shape), dtype=item.dtype, order=get_memory_order(item))
+        for item in arguments.tensors
+    ]
+
+
+def get_memory_order(argument: Tensor) -> tuple[int, ...] | None:
+    """Return the order of an argument's dims in memory, or None for contiguous memory."""
+    known = argument.local if isinstance(argument, LogicalTensor) else argument
+    return find_memory_order(known.shape, known.stride())
 
 
 def get_placements(arguments: FlattenedArguments, mesh: Mesh) -> tuple[Placement, ...]:

@@ -1,7 +1,7 @@
 """Find which sizes of a job's arguments vary between calls, and which calls a program for varying sizes fits."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rankless.compiler.capture.capture import ArgumentShape
 from rankless.compiler.tracing.symbolic_sizes import MIN_SYMBOLIC_SIZE, SymbolicSizes
@@ -86,9 +86,7 @@ def make_symbolic_shapes(
         size = sizes.create(shapes[first].shape[dim], f"size {number}")
         for argument, dim in group:
             changed[argument][dim] = size
-    return tuple(
-        ArgumentShape(shape=tuple(shape), dtype=item.dtype) for shape, item in zip(changed, shapes, strict=True)
-    )
+    return tuple(replace(item, shape=tuple(shape)) for shape, item in zip(changed, shapes, strict=True))
 
 
 def is_even_split(placement: Placement, shape: Sequence[int]) -> bool:

@@ -28,6 +28,7 @@ from rankless.compiler.capture.torch_modes import require_grad_enabled
 from rankless.compiler.capture.trace_errors import convert_trace_errors
 from rankless.compiler.guards.guards import GuardSet
 from rankless.compiler.ir.logical_program import LogicalProgram
+from rankless.compiler.ir.memory_order import make_empty
 from rankless.compiler.tracing.module_names import name_modules
 from rankless.compiler.tracing.operator_lines import record_origins
 from rankless.compiler.tracing.symbolic_sizes import LineTrackingShapeEnv, SymbolicSizes, specialize_on_repr
@@ -44,6 +45,8 @@ class ArgumentShape:
     shape: tuple[int, ...]
     """Sizes that vary from call to call are symbols (see `symbolic_sizes`)."""
     dtype: torch.dtype
+    order: tuple[int, ...] | None = None
+    """The order of its dims in memory, or None for contiguous memory; see Note [memory layout]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +175,7 @@ def capture(
         stack.enter_context(torch.set_grad_enabled(source.trains))
         stack.enter_context(silence_trace_loggers())
         with fake:
-            inputs = tuple(torch.empty(item.shape, dtype=item.dtype, device=device) for item in shapes)
+            inputs = tuple(make_empty(item.shape, item.order, dtype=item.dtype, device=device) for item in shapes)
         with (
             convert_trace_errors(source.name, source.line),
             run_compiled_functions_eagerly(),

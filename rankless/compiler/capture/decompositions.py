@@ -40,12 +40,18 @@ TORCH_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = get_decompositions(
 def decompose_variance_and_mean(
     x: Tensor, dim: Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Compute variance and mean as sums divided by logical counts."""
+    """Compute variance and mean as sums divided by logical counts; the variance of complex numbers is real."""
     dims = list(range(x.dim())) if not dim else list(dim)
     count = prod(x.shape[item] for item in dims)
-    mean = x.sum(dims, keepdim=True) / count
+    # PyTorch's kernels accumulate half precision in float32.
+    wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    mean = wide.sum(dims, keepdim=True) / count
     divisor = max(count - (1 if correction is None else correction), 0)
-    variance = ((x - mean) ** 2).sum(dims, keepdim=keepdim) / divisor
+    offset = wide - mean
+    square = torch.view_as_real(offset).square().sum(-1) if x.is_complex() else offset.square()
+    variance = square.sum(dims, keepdim=keepdim) / divisor
+    if wide is not x:
+        variance, mean = variance.to(x.dtype), mean.to(x.dtype)
     return variance, mean if keepdim else mean.squeeze(dims)
 
 
@@ -67,4 +73,9 @@ STATISTICS_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
 }
 """Statistics that PyTorch decomposes only to its own `prims.var`."""
 
-DECOMPOSITIONS: dict[Any, Callable[..., Any]] = TORCH_DECOMPOSITIONS | STATISTICS_DECOMPOSITIONS
+LAYOUT_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
+    aten.native_dropout_backward.default: lambda grad, mask, scale: grad * mask * scale,
+}
+"""Operators for which PyTorch traces other strides than those of its kernels, as their kernels compute them."""
+
+DECOMPOSITIONS: dict[Any, Callable[..., Any]] = TORCH_DECOMPOSITIONS | STATISTICS_DECOMPOSITIONS | LAYOUT_DECOMPOSITIONS
