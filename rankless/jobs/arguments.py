@@ -93,6 +93,20 @@ def flatten_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], device: tor
     return FlattenedArguments(tuple(tensors), spec, tuple(plain), (0,) * len(tensors))
 
 
+def find_autograd_history(function: Callable[..., Any], arguments: FlattenedArguments) -> CaptureError | None:
+    """Return the error for the first tensor whose gradient would flow out of a train job; None if there is none."""
+    position = next((index for index, tensor in enumerate(arguments.tensors) if tensor.requires_grad), None)
+    if position is None:
+        return None
+    leaves = [place for place, leaf in enumerate(arguments.plain) if leaf is TENSOR]
+    name, path = find_leaf_paths(function, arguments)[leaves[position]]
+    return CaptureError(
+        expected="arguments of a train job that require no gradient: it computes gradients of its models only",
+        found=f"argument {name}{path} requires a gradient, which would be lost",
+        fix="compute it inside the job and pass the module that does with model=, or pass its detach()",
+    )
+
+
 def get_shapes(arguments: FlattenedArguments) -> list[ArgumentShape]:
     """Return the logical shapes of the tensors."""
     return [

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from torch import Tensor
+from torch import Tensor, fx
 
-from rankless.compiler.analysis.loss_normalizers import add_loss_normalizers, keep_last_results
+from rankless.compiler.analysis.loss_normalizers import add_loss_normalizers, hash_computation, keep_last_results
 from rankless.compiler.capture.capture import ArgumentShape, CapturedJob, JobSource, capture
 from rankless.compiler.ir.logical_program import LogicalProgram
 from rankless.context.world import World
@@ -31,6 +31,10 @@ class LossWeightReader:
         self._weights_only = weights_only
         self._device = job.device(world.mesh.device)
         self._offsets_and_minima: dict[int, tuple[tuple[float, float | None], ...]] = {}
+        self._constants: set[int] = set()
+        """The positions of plain arguments that are not the number of rows."""
+        self._tracked: set[tuple[int, int]] = set()
+        """The positions of plain arguments that have equalled the rows in each call, with these numbers of rows."""
         self.programs = ProgramCache(job, world, transform=self._add_weights)
 
     def read_call(self, arguments: FlattenedArguments) -> tuple[LossWeight, ...]:
@@ -55,30 +59,76 @@ class LossWeightReader:
     def _add_weights(self, captured: CapturedJob, arguments: FlattenedArguments) -> LogicalProgram:
         """Return the captured program with its loss weights, or only these."""
         rows, dims = find_row_dims(arguments, self._job)
-
-        def capture_with_rows(factor: int) -> LogicalProgram:
-            return self._capture_rows(arguments, rows, dims, factor)
-
-        found = add_loss_normalizers(captured.program, capture_with_rows, dims, line=self._job.line)
+        growing = self._find_growing(arguments, rows)
+        found = add_loss_normalizers(
+            captured.program,
+            lambda factor: self._capture_rows(arguments, dims, factor, growing),
+            dims,
+            line=self._job.line,
+        )
         self._offsets_and_minima[id(captured)] = found.adjustments
         return keep_last_results(found.program, len(found.adjustments)) if self._weights_only else found.program
 
-    def _capture_rows(
-        self, arguments: FlattenedArguments, rows: int, dims: dict[int, int], factor: int
-    ) -> LogicalProgram:
-        """Capture the job for `times` as many rows.
+    def _find_growing(self, arguments: FlattenedArguments, rows: int) -> frozenset[int]:
+        """Return the positions of the plain arguments that are the number of rows.
 
-        A plain argument that equals the number of rows grows with them.
+        A number that differed from the rows of an earlier call is a constant. Another one that equals them may be
+        either. It counts as the number of rows if the loss weights are the same anyway.
+
+        Raises:
+            CaptureError: They are not.
         """
+        numbers = {
+            position: leaf
+            for position, leaf in enumerate(arguments.plain)
+            if isinstance(leaf, int) and not isinstance(leaf, bool)
+        }
+        self._constants |= {position for position, number in numbers.items() if number != rows}
+        self._tracked |= {(position, rows) for position in numbers.keys() - self._constants}
+        growing = frozenset(numbers.keys() - self._constants)
+        known = {position for position in growing if sum(item == position for item, _ in self._tracked) > 1}
+        if growing <= known:
+            return growing
+        as_rows, as_constants = (self._try_weights(arguments, held) for held in (growing, frozenset(known)))
+        if as_constants is None or as_rows == as_constants:
+            return growing
+        if as_rows is None:
+            return frozenset(known)
+        raise CaptureError(
+            expected="a loss that divides by a number of rows that Rankless can tell from a constant (accumulate=)",
+            found=f"an argument of {rows} with a batch of {rows} rows: it may be the number of rows, or a constant",
+            fix="compute the number of rows in the job, as len(x) of a batch x, and pass a constant as a tensor",
+            where=self._job.line,
+        )
+
+    def _try_weights(self, arguments: FlattenedArguments, growing: frozenset[int]) -> object:
+        """Return a description of the loss weights if some plain arguments grow with the rows; None if there are none.
+
+        A loss that does not fit makes no loss weights.
+        """
+        _, dims = find_row_dims(arguments, self._job)
+
+        def capture_with_rows(factor: int) -> LogicalProgram:
+            return self._capture_rows(arguments, dims, factor, growing)
+
+        try:
+            found = add_loss_normalizers(capture_with_rows(1), capture_with_rows, dims, line=self._job.line)
+        except CaptureError:
+            return None
+        hashes: dict[fx.Node, str] = {}
+        nodes = [node for node, _ in found.program.outputs[len(found.program.outputs) - len(found.adjustments) :]]
+        return found.adjustments, [hash_computation(node, hashes) for node in nodes]
+
+    def _capture_rows(
+        self, arguments: FlattenedArguments, dims: dict[int, int], factor: int, growing: frozenset[int]
+    ) -> LogicalProgram:
+        """Capture the job for `factor` times as many rows, with the plain arguments at `growing` as many times."""
         job = self._job
         shapes = [
             scale_rows(shape, dims[index], factor) if index in dims else shape
             for index, shape in enumerate(get_shapes(arguments))
         ]
-        plain = tuple(
-            factor * leaf if isinstance(leaf, int) and not isinstance(leaf, bool) and leaf == rows else leaf
-            for leaf in arguments.plain
-        )
+        plain = tuple(factor * leaf if position in growing else leaf for position, leaf in enumerate(arguments.plain))
         source = JobSource(name=job.name, function=job.function, modules=job.modules, trains=True, line=job.line)
         return capture(source, replace(arguments, plain=plain).unflatten, shapes, self._device).program
 

@@ -12,7 +12,12 @@ from rankless.compiler.capture.capture import TENSOR_LEAF, CapturedJob
 from rankless.compiler.tracing.symbolic_sizes import evaluate_size
 from rankless.context.optimizer_fingerprint import OptimizerComparison
 from rankless.context.world import World
-from rankless.jobs.arguments import FlattenedArguments, get_local_piece, get_placements
+from rankless.jobs.arguments import (
+    FlattenedArguments,
+    find_autograd_history,
+    get_local_piece,
+    get_placements,
+)
 from rankless.jobs.call_fingerprint import (
     GENERATOR,
     fingerprint_generator,
@@ -49,6 +54,9 @@ class ConsistentView:
 
     def run(self, arguments: FlattenedArguments) -> CallResult:
         """Return the job's whole result, the same on every rank. A train job also sets its parameters' gradients."""
+        history = find_autograd_history(self._job.function, arguments) if self._job.trains else None
+        if history is not None:
+            raise history.add_location(self._job.line)
         placements = get_placements(arguments, self._world.mesh)
         call = self._programs.look_up(arguments, placements)
         self._sync_call(call)

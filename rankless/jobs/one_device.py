@@ -14,7 +14,7 @@ from rankless.compiler.capture.forbidden_training_calls import refuse_training_c
 from rankless.compiler.capture.untraced_changes import warn_of_refused_changes
 from rankless.context.world import World
 from rankless.errors import CaptureError
-from rankless.jobs.arguments import FlattenedArguments
+from rankless.jobs.arguments import FlattenedArguments, find_autograd_history
 from rankless.jobs.call_loss_weights import LossWeightReader
 from rankless.jobs.definition import CallResult, JobDefinition, detach_leaf
 from rankless.jobs.perturbation import perturb_gradients, perturbed_parameters
@@ -46,6 +46,9 @@ class PlainView:
             if inspector is not None:
                 inspector.record_plain(self._job, result)
             return CallResult(pytree.tree_map(detach_leaf, result))
+        history = find_autograd_history(self._job.function, arguments) if self._is_first else None
+        if history is not None:
+            self._warn(history, "")
         # Before the job, because the job may change buffers that its loss weights depend on.
         weights = () if self._loss_weights is None else self._loss_weights.read_call(arguments)
         parameters = self._job.parameters()

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from rankless.compiler.capture.autocast import apply_autocast_state, disable_autocast, get_autocast_state
-from rankless.compiler.capture.decompositions import DECOMPOSITIONS
+from rankless.compiler.capture.decompositions import DECOMPOSITIONS, corrected_decompositions
 from rankless.compiler.capture.graph_cleanup import clean_up, name_inputs_and_outputs
 from rankless.compiler.capture.side_effects import SideEffects, require_no_parameter_hooks
 from rankless.compiler.capture.torch_modes import require_grad_enabled
@@ -179,6 +179,7 @@ def capture(
         with (
             convert_trace_errors(source.name, source.line),
             run_compiled_functions_eagerly(),
+            corrected_decompositions(),
             set_compiling_flag(),
             restore_module_tensors(source.modules),
         ):

@@ -4,12 +4,14 @@ Capture decomposes losses and statistics that divide by a number of elements, so
 program and survives sharding. All other operators stay: fewer nodes, and the kernels of the plain script.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import DispatchKey
 from torch._decomp import get_decompositions
 
 aten = torch.ops.aten
@@ -77,5 +79,46 @@ LAYOUT_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.native_dropout_backward.default: lambda grad, mask, scale: grad * mask * scale,
 }
 """Operators for which PyTorch traces other strides than those of its kernels, as their kernels compute them."""
+
+
+def decompose_multilabel_margin_loss(x: Tensor, target: Tensor, reduction: int) -> tuple[Tensor, Tensor]:
+    """Compute the loss of the targets before the first -1; PyTorch's decomposition also counts class 0 for the rest."""
+    rows, labels = torch.atleast_2d(x), torch.atleast_2d(target)
+    classes = torch.arange(rows.shape[1], device=labels.device)
+    is_label = (labels == -1).cumsum(1) == 0
+    known = torch.where(is_label, labels, 0)
+    is_target = ((known.unsqueeze(-1) == classes) & is_label.unsqueeze(-1)).any(1)
+    margins = (1 - rows.gather(1, known).unsqueeze(-1) + rows.unsqueeze(1)).clamp_min(0)
+    counted = is_label.unsqueeze(-1) & ~is_target.unsqueeze(1)
+    losses = torch.where(counted, margins, 0).sum((1, 2)) / rows.shape[1]
+    if reduction == 0:
+        result = losses if x.dim() == 2 else losses.squeeze(0)
+    else:
+        result = losses.mean() if reduction == 1 else losses.sum()
+    return result, is_target.to(x.dtype).reshape(target.shape)
+
+
+CORRECTED: dict[Any, Callable[..., Any]] = {
+    aten.multilabel_margin_loss_forward.default: decompose_multilabel_margin_loss,
+}
+"""Operators whose decomposition in PyTorch, which autograd differentiates, is wrong."""
+
+
+@contextlib.contextmanager
+def corrected_decompositions() -> Iterator[None]:
+    """Within the context, autograd uses the decompositions in `CORRECTED`."""
+    before = {operator: operator.py_kernels[DispatchKey.Autograd] for operator in CORRECTED}
+    _set_autograd_kernels(CORRECTED)
+    try:
+        yield
+    finally:
+        _set_autograd_kernels(before)
+
+
+def _set_autograd_kernels(kernels: Mapping[Any, Callable[..., Any]]) -> None:
+    for operator, kernel in kernels.items():
+        operator.py_kernels[DispatchKey.Autograd] = kernel
+        operator._dispatch_cache.clear()
+
 
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = TORCH_DECOMPOSITIONS | STATISTICS_DECOMPOSITIONS | LAYOUT_DECOMPOSITIONS

@@ -7,14 +7,13 @@ from types import FrameType
 from typing import Any
 
 import torch.fx.traceback as fx_traceback
-import torch.nn.functional as F  # PyTorch's customary alias
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from rankless.compiler.ir.custom_ops import RECURRENT_FUNCTIONS, capture_attention, capture_linear, capture_recurrent
 from rankless.compiler.ir.operator_origin import OperatorOrigin
 from rankless.compiler.tracing.module_names import ModuleNames, find_module
 from rankless.compiler.tracing.refused_functions import GET_DATA, ModuleTensors, find_refusal
+from rankless.compiler.tracing.replaced_functions import find_replacement
 from rankless.compiler.tracing.unprofiled_calls import call_untraced, describe_arguments
 from rankless.user_code import is_user_code, user_line
 
@@ -69,14 +68,9 @@ class SourceLineMode(TorchFunctionMode):
         # PyTorch queries symbolic sizes in some passes and has them cached in others.
         if not getattr(func, "__name__", "").startswith(("sym_", "_sym_")):
             self._call_log.append((getattr(func, "__name__", ""), line, describe_arguments((*args, *kwargs.items()))))
-        if func is F.linear:
-            return capture_linear(*args, **kwargs)
-        if func is F.multi_head_attention_forward:
-            return capture_attention(*args, **kwargs)
-        kind = getattr(func, "__name__", "")
-        # A packed sequence calls the same functions with other arguments. Leave those calls to PyTorch.
-        if RECURRENT_FUNCTIONS.get(kind) is func and len(args) == 9 and isinstance(args[3], bool):
-            return capture_recurrent(kind, *args)
+        replacement = find_replacement(func, args)
+        if replacement is not None:
+            return replacement(*args, **kwargs)
         result = call_untraced(func, args, kwargs, profile)
         if func == GET_DATA:
             self._module_tensors.add_data(args[0], result)

@@ -18,6 +18,11 @@ READS_VALUES: dict[Any, str] = {
     torch.Tensor.__repr__: "print of a tensor",
     torch.Tensor.__format__: "a tensor formatted as text",
     torch.Tensor.numpy: "a tensor turned into a NumPy array",
+    torch.Tensor.__array__: "a tensor turned into a NumPy array",
+    torch.Tensor.tolist: "a tensor turned into a list of numbers",
+    torch.Tensor.data_ptr: "the address of a tensor",
+    torch.Tensor.storage: "the storage of a tensor",
+    torch.Tensor.untyped_storage: "the storage of a tensor",
 }
 """Functions that behave differently during capture than in the plain script, if the user's code calls them."""
 
@@ -32,6 +37,7 @@ REFUSED_ON_MODULE_TENSORS: dict[Any, str] = {
     torch.Tensor.requires_grad.__set__: SETS_REQUIRES_GRAD,  # type: ignore[attr-defined]  # a getset descriptor
     torch.Tensor.grad.__set__: SETS_GRAD,  # type: ignore[union-attr]  # a getset descriptor
 }
+GET_GRAD = torch.Tensor.grad.__get__  # type: ignore[union-attr]  # a getset descriptor
 """Functions refused on parameters and buffers only, because the program's gradients are fixed before the trace.
 
 On other tensors a job may set `requires_grad`, as gradient penalties do.
@@ -84,6 +90,13 @@ def find_refusal(
     if by_user and function in READS_VALUES:
         return CaptureError(
             expected=EXPECTED_NO_VALUES, found=f"{READS_VALUES[function]} inside the job", fix=FIX_NO_VALUES
+        )
+    if by_user and function == GET_GRAD and module_tensors.describe(args[0]) is not None:
+        return CaptureError(
+            expected="a job that computes from parameters and arguments; gradients are there after the call",
+            found=f".grad of {module_tensors.describe(args[0])} read inside the job, where it has no value",
+            fix="read .grad after the call and pass what you compute from it as an argument, or use "
+            "torch.autograd.grad inside the job",
         )
     outside = find_changed_outside(function, args, module_tensors)
     if outside is not None:
