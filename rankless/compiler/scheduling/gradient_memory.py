@@ -96,6 +96,8 @@ class OwnMemory:
 
     def __call__(self, value: Tensor) -> Tensor:
         """Return the gradient itself if it has both already, otherwise a copy."""
+        if value.layout is not torch.strided:
+            return value
         is_whole = value.untyped_storage().nbytes() == value.nbytes
         if is_whole and not self.is_shared and value.stride() == self.layout.strides:
             return value
