@@ -38,7 +38,7 @@ class Executable:
     slots: tuple[ModuleTensorReference | Tensor | int, ...]
     """The source of each input: a module's slot, a constant, or the number of a tensor argument."""
     targets: tuple[ModuleTensorReference | None, ...]
-    """The target of each output: a parameter (its gradient), a buffer, or None for a result."""
+    """The target of each output: the parameter of a gradient, what gets a new value, or None for a result."""
     parameters: tuple[nn.Parameter, ...]
     varying_sizes: SizeConstraints | None
     """For which other sizes of arguments it is valid; None if only for those it was captured with."""
@@ -70,8 +70,7 @@ def make_executable(
         number=number,
         slots=tuple(find_input(job, described) for described in local.inputs),
         targets=tuple(
-            None if described.kind == "result" else find_slot(job, described.name, described.kind == "gradient")
-            for described in local.outputs
+            None if described.kind == "result" else find_slot(job, described.name) for described in local.outputs
         ),
         parameters=tuple(job.parameters()) if job.trains else (),
         varying_sizes=varying_sizes,
@@ -84,12 +83,12 @@ def find_input(job: JobDefinition, described: ProgramInput) -> ModuleTensorRefer
         return described.index
     if described.constant is not None:
         return described.constant
-    return find_slot(job, described.name, described.kind == "parameter")
+    return find_slot(job, described.name)
 
 
-def find_slot(job: JobDefinition, full_name: str, is_parameter: bool) -> ModuleTensorReference:
+def find_slot(job: JobDefinition, full_name: str) -> ModuleTensorReference:
     """Return the slot of a name such as "model.layer.weight"."""
     name, _, path = full_name.partition(".")
     owner, _, key = path.rpartition(".")
     module = job.modules[name].get_submodule(owner)
-    return ModuleTensorReference(module._parameters if is_parameter else module._buffers, key)
+    return ModuleTensorReference(module._parameters if key in module._parameters else module._buffers, key)

@@ -31,6 +31,7 @@ from rankless.compiler.ir.logical_program import LogicalProgram
 from rankless.compiler.ir.memory_order import make_empty
 from rankless.compiler.tracing.module_names import name_modules
 from rankless.compiler.tracing.operator_lines import record_origins
+from rankless.compiler.tracing.refused_functions import ModuleTensors
 from rankless.compiler.tracing.symbolic_sizes import LineTrackingShapeEnv, SymbolicSizes, specialize_on_repr
 from rankless.errors import CaptureError
 
@@ -94,6 +95,7 @@ class TraceableJobModule(nn.Module):
         self.effects = SideEffects(source.function, source.modules)
         self.result_spec: pytree.TreeSpec | None = None
         self.result_leaves: tuple[Any, ...] = ()
+        self.module_tensors = ModuleTensors({})
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Call `forward` directly, without the hooks that the script registered for all modules."""
@@ -103,8 +105,9 @@ class TraceableJobModule(nn.Module):
         """Run the job; return the loss (if the job trains) and then every tensor of the result, detached."""
         traced: dict[str, Tensor] = {f"parameter {name!r}": item for name, item in self.named_parameters()}
         traced |= {f"buffer {name!r}": item for name, item in self.named_buffers()}
-        names = name_modules(self.source.modules)
-        with self.effects.trace_pass() as call_log, record_origins(traced, names, call_log), specialize_on_repr():
+        names, self.module_tensors = name_modules(self.source.modules), ModuleTensors(traced)
+        known = self.module_tensors
+        with self.effects.trace_pass() as call_log, record_origins(known, names, call_log), specialize_on_repr():
             args, kwargs = self.arguments(tensors)
             with apply_autocast_state(self.autocast):
                 result = self.source.function(*args, **kwargs)
@@ -185,7 +188,8 @@ def capture(
         ):
             require_no_parameter_hooks(source.modules)
             traced = trace_until_stable(stack, job, inputs)
-            program = clean_up(name_inputs_and_outputs(source.name, source.line, traced), source.modules)
+            tensors = job.module_tensors
+            program = clean_up(name_inputs_and_outputs(source.name, source.line, traced, tensors), source.modules)
     assert job.result_spec is not None
     return CapturedJob(
         program=program,

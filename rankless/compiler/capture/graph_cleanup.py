@@ -27,7 +27,7 @@ from rankless.compiler.ir.logical_program import (
     is_random_node,
 )
 from rankless.compiler.ir.operator_origin import decode_origin
-from rankless.compiler.tracing.refused_functions import refuse_change_in_place
+from rankless.compiler.tracing.refused_functions import ModuleTensors, refuse_change_through_data
 from rankless.compiler.tracing.symbolic_sizes import is_symbolic
 from rankless.errors import CaptureError
 
@@ -35,7 +35,9 @@ aten = torch.ops.aten
 ALIAS_OPS = (aten.detach.default, aten.alias.default)
 
 
-def name_inputs_and_outputs(name: str, line: str, graph_module: fx.GraphModule) -> LogicalProgram:
+def name_inputs_and_outputs(
+    name: str, line: str, graph_module: fx.GraphModule, tensors: ModuleTensors
+) -> LogicalProgram:
     """Return the program in a traced graph whose placeholders and outputs carry PyTorch's descriptors.
 
     Operators that Rankless adds (the mean of losses per sample, a result's copy) get the job's own `line`.
@@ -44,7 +46,7 @@ def name_inputs_and_outputs(name: str, line: str, graph_module: fx.GraphModule) 
     returned = next(node for node in graph.nodes if node.op == "output")
     (values,) = returned.args
     described_outputs = [
-        make_output(descriptor, find_line(value) if isinstance(value, fx.Node) else None)
+        make_output(descriptor, find_line(value) if isinstance(value, fx.Node) else None, tensors)
         for value, descriptor in zip(values, returned.meta["desc"], strict=True)
     ]
     inputs: dict[fx.Node, ProgramInput] = {}
@@ -62,7 +64,7 @@ def name_inputs_and_outputs(name: str, line: str, graph_module: fx.GraphModule) 
         if node.op == "placeholder":
             program_input = make_input(node.meta["desc"])
             if program_input is None:
-                replace_with_one(node)
+                replace_tangent(node)
             else:
                 inputs[node] = program_input
         elif node.op == "get_attr":
@@ -93,7 +95,7 @@ def get_size_or_node(node: fx.Node) -> Any:
 
 
 def make_input(descriptor: Any) -> ProgramInput | None:
-    """Return the program input of a placeholder; None for the gradient of the loss by itself, which is one."""
+    """Return the program input of a placeholder; None for the gradient of an output."""
     match descriptor:
         case ParamAOTInput(target=target):
             return ProgramInput(kind="parameter", name=target)
@@ -101,7 +103,7 @@ def make_input(descriptor: Any) -> ProgramInput | None:
             return ProgramInput(kind="buffer", name=target)
         case PlainAOTInput(idx=index):
             return ProgramInput(kind="argument", name=f"argument {index}", index=index)
-        case TangentAOTInput(output=PlainAOTOutput(idx=0)):
+        case TangentAOTInput(output=PlainAOTOutput(idx=0) | InputMutationAOTOutput()):
             return None
         case ForwardTokenAOTInput():
             raise CaptureError(
@@ -116,8 +118,12 @@ def make_input(descriptor: Any) -> ProgramInput | None:
     )
 
 
-def make_output(descriptor: Any, line: str | None) -> ProgramOutput | None:
+def make_output(descriptor: Any, line: str | None, tensors: ModuleTensors) -> ProgramOutput | None:
     """Return the program output of a traced output; None for an output that nothing reads.
+
+    Raises `CaptureError` for an argument that is changed in place, and for a parameter that may be changed through its
+    `.data`. Autograd does not see such a change: a plain script computes its gradient with the changed values, even if
+    it used the parameter before.
 
     `line` is the line of the operator that computes it, for errors.
     """
@@ -129,7 +135,9 @@ def make_output(descriptor: Any, line: str | None) -> ProgramOutput | None:
         case InputMutationAOTOutput(mutated_input=BufferAOTInput(target=target)):
             return ProgramOutput(kind="mutation", name=target)
         case InputMutationAOTOutput(mutated_input=ParamAOTInput(target=target)):
-            raise refuse_change_in_place(f"parameter {target!r}", line or None)
+            if f"parameter {target!r}" in tensors.with_data_read:
+                raise refuse_change_through_data(f"parameter {target!r}", line or None)
+            return ProgramOutput(kind="mutation", name=target)
         case InputMutationAOTOutput(mutated_input=PlainAOTInput(idx=index)):
             raise CaptureError(
                 expected="a job that does not change its arguments",
@@ -140,13 +148,20 @@ def make_output(descriptor: Any, line: str | None) -> ProgramOutput | None:
     return None
 
 
-def replace_with_one(node: fx.Node) -> None:
-    """Replace the placeholder for the loss's own gradient by the constant one."""
+def replace_tangent(node: fx.Node) -> None:
+    """Replace the placeholder for the gradient of an output: one for the loss, zero for a parameter's new value."""
     value: LogicalValue = node.meta["val"]
+    number = 1.0 if isinstance(node.meta["desc"].output, PlainAOTOutput) else 0.0
+    for user in list(node.users) if number == 0 else ():
+        if user.target is aten.add.Tensor and not user.kwargs:  # autograd adds it to the parameter's gradient
+            (other,) = [item for item in user.all_input_nodes if item is not node]
+            user.replace_all_uses_with(other)
+            user.graph.erase_node(user)
     with node.graph.inserting_before(node):
-        one = node.graph.call_function(aten.full.default, ([], 1.0), {"dtype": value.dtype, "device": value.device})
-    one.meta.update(node.meta)
-    node.replace_all_uses_with(one)
+        settings: dict[str, Any] = {"dtype": value.dtype, "device": value.device}
+        constant = node.graph.call_function(aten.full.default, (list(value.shape), number), settings)
+    constant.meta.update(node.meta)
+    node.replace_all_uses_with(constant)
     node.graph.erase_node(node)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rankless.compiler.tracing.refused_functions import GET_DATA, SET_DATA, refuse_change_in_place, refuse_set_data
+from rankless.compiler.tracing.refused_functions import GET_DATA, SET_DATA, refuse_change_through_data, refuse_set_data
 from rankless.errors import CaptureError
 from rankless.user_code import is_user_code, user_line
 
@@ -64,8 +64,7 @@ def warn_of_refused_changes(
 ) -> Iterator[None]:
     """Within the context, call `warn` for changes of tensors that a captured job refuses.
 
-    It sees `.data` of every tensor, and changes in place of parameters. It costs time for each access of `.data` and
-    for each parameter, so a job uses it at its first call only.
+    It sees `.data` of every tensor. It costs time for each access, so a job uses it at its first call only.
 
     Args:
         parameters: The job's parameters by name.
@@ -75,8 +74,6 @@ def warn_of_refused_changes(
     described = {id(item): f"buffer {name!r}" for name, item in buffers.items()}
     described |= {id(item): f"parameter {name!r}" for name, item in parameters.items()}
     reads: list[tuple[Tensor, Tensor, str]] = []
-    counted = [item for item in parameters.values() if not item.is_inference()]
-    versions = [item._version for item in counted]
 
     def get_data(tensor: Tensor) -> Tensor:
         data: Tensor = GET_DATA(tensor)
@@ -93,7 +90,6 @@ def warn_of_refused_changes(
         yield
     # `.data` has a version of its own, which counts changes made through it.
     changed = [(owner, where) for owner, data, where in reads if not data.is_inference() and data._version]
-    changed += [(item, "") for item, version in zip(counted, versions, strict=True) if item._version != version]
     for identity, where in {id(item): where for item, where in reversed(changed)}.items():
         if described[identity].startswith("parameter"):
-            warn(refuse_change_in_place(described[identity]), where)
+            warn(refuse_change_through_data(described[identity]), where)

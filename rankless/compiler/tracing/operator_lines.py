@@ -2,12 +2,11 @@
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
 import torch.fx.traceback as fx_traceback
-from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from rankless.compiler.ir.operator_origin import OperatorOrigin
@@ -31,15 +30,15 @@ def find_calling_frame(frame: FrameType) -> FrameType:
 class SourceLineMode(TorchFunctionMode):
     """Write the origin of traced operators into their metadata, and keep composite operators as one node.
 
-    `tensors` are the traced parameters and buffers of the job's modules, by a description that has their name. `names`
-    has the names of the modules. The mode appends every call with its plain arguments to `call_log`.
+    `tensors` are the traced parameters and buffers of the job's modules. `names` has the names of the modules.
+    The mode appends every call with its plain arguments to `call_log`.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], names: ModuleNames, call_log: list[Any]) -> None:
+    def __init__(self, tensors: ModuleTensors, names: ModuleNames, call_log: list[Any]) -> None:
         super().__init__()
         self._names = names
         self._call_log = call_log
-        self._module_tensors = ModuleTensors(tensors)
+        self._module_tensors = tensors
 
     def __torch_function__(  # PyTorch's protocol
         self,
@@ -78,7 +77,7 @@ class SourceLineMode(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def record_origins(tensors: Mapping[str, Tensor], names: ModuleNames, call_log: list[Any]) -> Iterator[None]:
+def record_origins(tensors: ModuleTensors, names: ModuleNames, call_log: list[Any]) -> Iterator[None]:
     """Within the context, every traced operator carries its encoded `OperatorOrigin` as `meta["stack_trace"]`.
 
     The context appends each call, in order, to `call_log`.

@@ -26,7 +26,7 @@ READS_VALUES: dict[Any, str] = {
 }
 """Functions that behave differently during capture than in the plain script, if the user's code calls them."""
 
-EXPECTED_FIXED_PARAMETERS = "a job whose parameters and their flags are changed only outside it"
+EXPECTED_FIXED_PARAMETERS = "a job whose parameters keep their memory and their flags"
 FIX_CHANGE_OUTSIDE = (
     "change it before or after the call of the job, for example `with torch.no_grad(): parameter.copy_(new)`"
 )
@@ -62,6 +62,8 @@ class ModuleTensors:
     def __init__(self, described: Mapping[str, Tensor]) -> None:
         self._described = {id(tensor): text for text, tensor in described.items()}
         self._data: dict[int, tuple[Tensor, Tensor]] = {}
+        self.with_data_read = set[str]()
+        """The descriptions of those whose `.data` the job has read."""
 
     def describe(self, tensor: Any) -> str | None:
         """Return a description such as "parameter 'model.weight'"; None for all other objects."""
@@ -70,6 +72,8 @@ class ModuleTensors:
     def add_data(self, tensor: Tensor, data: Tensor) -> None:
         """Note that `data` is `tensor.data`."""
         self._data[id(data)] = (tensor, data)
+        if id(tensor) in self._described:
+            self.with_data_read.add(self._described[id(tensor)])
 
     def is_own_data(self, tensor: Tensor, value: Any) -> bool:
         """Return whether `tensor.data = value` changes nothing, as after `tensor.data *= 2`, or in `Module.to`."""
@@ -143,11 +147,11 @@ def refuse_set_data(described: str | None) -> CaptureError:
     return CaptureError(expected=expected, found=f".data of {described or 'a tensor'} set inside the job", fix=fix)
 
 
-def refuse_change_in_place(described: str, where: str | None = None) -> CaptureError:
-    """Return the error for a change in place of a parameter, given its description."""
+def refuse_change_through_data(described: str, where: str | None = None) -> CaptureError:
+    """Return the error for a change in place of a parameter through its `.data`, given its description."""
     return CaptureError(
         expected=EXPECTED_FIXED_PARAMETERS,
-        found=f"{described} is changed in place inside the job",
-        fix=FIX_CHANGE_OUTSIDE,
+        found=f"{described} is changed in place through its .data inside the job",
+        fix="change the parameter itself: `with torch.no_grad(): parameter.copy_(new)`, inside the job or outside",
         where=where,
     )
