@@ -144,6 +144,8 @@ class ConsistentView:
                 results.append(value)
             elif described.kind == "gradient":
                 target.tensor().grad = value
+            elif described.renews_memory:
+                target.tensor().data = value.clone()
             else:
                 with torch.no_grad():
                     target.tensor().copy_(value)

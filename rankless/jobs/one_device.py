@@ -12,6 +12,7 @@ from rankless.compiler.capture.autocast import clear_autocast_cache, disable_aut
 from rankless.compiler.capture.capture import extract_loss
 from rankless.compiler.capture.forbidden_training_calls import refuse_training_calls
 from rankless.compiler.capture.untraced_changes import warn_of_refused_changes
+from rankless.compiler.tracing.refused_functions import ModuleTensors
 from rankless.context.world import World
 from rankless.errors import CaptureError
 from rankless.jobs.arguments import FlattenedArguments, find_autograd_history
@@ -78,11 +79,11 @@ class PlainView:
             yield
             return
         self._is_first = False
-        parameters, buffers = dict[str, Tensor](), dict[str, Tensor]()
+        tensors = dict[str, Tensor]()
         for name, module in self._job.modules.items():
-            parameters |= dict(module.named_parameters(prefix=name))
-            buffers |= dict(module.named_buffers(prefix=name))
-        with refuse_training_calls(), warn_of_refused_changes(parameters, buffers, warn=self._warn):
+            tensors |= {f"parameter {path!r}": item for path, item in module.named_parameters(prefix=name)}
+            tensors |= {f"buffer {path!r}": item for path, item in module.named_buffers(prefix=name)}
+        with refuse_training_calls(), warn_of_refused_changes(ModuleTensors(tensors), warn=self._warn):
             yield
 
     def _warn(self, refusal: CaptureError, line: str) -> None:

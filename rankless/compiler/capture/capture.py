@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from rankless.compiler.capture.autocast import apply_autocast_state, disable_autocast, get_autocast_state
+from rankless.compiler.capture.data_changes import refuse_use_of_old_data, require_own_data
 from rankless.compiler.capture.decompositions import DECOMPOSITIONS, corrected_decompositions
 from rankless.compiler.capture.graph_cleanup import clean_up, name_inputs_and_outputs
 from rankless.compiler.capture.side_effects import SideEffects, require_no_parameter_hooks
@@ -187,9 +188,11 @@ def capture(
             restore_module_tensors(source.modules),
         ):
             require_no_parameter_hooks(source.modules)
-            traced = trace_until_stable(stack, job, inputs)
+            with refuse_use_of_old_data(lambda: job.module_tensors):
+                traced = trace_until_stable(stack, job, inputs)
             tensors = job.module_tensors
             program = clean_up(name_inputs_and_outputs(source.name, source.line, traced, tensors), source.modules)
+            require_own_data(program, tensors)
     assert job.result_spec is not None
     return CapturedJob(
         program=program,

@@ -27,7 +27,7 @@ from rankless.compiler.ir.logical_program import (
     is_random_node,
 )
 from rankless.compiler.ir.operator_origin import decode_origin
-from rankless.compiler.tracing.refused_functions import ModuleTensors, refuse_change_through_data
+from rankless.compiler.tracing.refused_functions import ModuleTensors
 from rankless.compiler.tracing.symbolic_sizes import is_symbolic
 from rankless.errors import CaptureError
 
@@ -121,9 +121,7 @@ def make_input(descriptor: Any) -> ProgramInput | None:
 def make_output(descriptor: Any, line: str | None, tensors: ModuleTensors) -> ProgramOutput | None:
     """Return the program output of a traced output; None for an output that nothing reads.
 
-    Raises `CaptureError` for an argument that is changed in place, and for a parameter that may be changed through its
-    `.data`. Autograd does not see such a change: a plain script computes its gradient with the changed values, even if
-    it used the parameter before.
+    Raises `CaptureError` for an argument that is changed in place.
 
     `line` is the line of the operator that computes it, for errors.
     """
@@ -133,11 +131,11 @@ def make_output(descriptor: Any, line: str | None, tensors: ModuleTensors) -> Pr
         case GradAOTOutput(grad_of=ParamAOTInput(target=target)):
             return ProgramOutput(kind="gradient", name=target)
         case InputMutationAOTOutput(mutated_input=BufferAOTInput(target=target)):
-            return ProgramOutput(kind="mutation", name=target)
+            renews = f"buffer {target!r}" in tensors.lines_of_set_data
+            return ProgramOutput(kind="mutation", name=target, renews_memory=renews)
         case InputMutationAOTOutput(mutated_input=ParamAOTInput(target=target)):
-            if f"parameter {target!r}" in tensors.with_data_read:
-                raise refuse_change_through_data(f"parameter {target!r}", line or None)
-            return ProgramOutput(kind="mutation", name=target)
+            renews = f"parameter {target!r}" in tensors.lines_of_set_data
+            return ProgramOutput(kind="mutation", name=target, renews_memory=renews)
         case InputMutationAOTOutput(mutated_input=PlainAOTInput(idx=index)):
             raise CaptureError(
                 expected="a job that does not change its arguments",

@@ -61,11 +61,13 @@ class ProgramInput:
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramOutput:
-    """An output: the i-th tensor of the result, a parameter's gradient, or a buffer's or argument's new value."""
+    """An output: the i-th tensor of the result, a parameter's gradient, or a parameter's or buffer's new value."""
 
     kind: OutputKind
     name: str
     index: int = 0
+    renews_memory: bool = False
+    """Whether the new value gets new memory, as after `tensor.data = value`."""
 
 
 @dataclass(frozen=True, kw_only=True)

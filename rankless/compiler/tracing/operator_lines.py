@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from rankless.compiler.ir.operator_origin import OperatorOrigin
 from rankless.compiler.tracing.module_names import ModuleNames, find_module
-from rankless.compiler.tracing.refused_functions import GET_DATA, ModuleTensors, find_refusal
+from rankless.compiler.tracing.refused_functions import GET_DATA, SET_DATA, ModuleTensors, find_refusal
 from rankless.compiler.tracing.replaced_functions import find_replacement
 from rankless.compiler.tracing.unprofiled_calls import call_untraced, describe_arguments
 from rankless.user_code import is_user_code, user_line
@@ -67,6 +67,8 @@ class SourceLineMode(TorchFunctionMode):
         # PyTorch queries symbolic sizes in some passes and has them cached in others.
         if not getattr(func, "__name__", "").startswith(("sym_", "_sym_")):
             self._call_log.append((getattr(func, "__name__", ""), line, describe_arguments((*args, *kwargs.items()))))
+        if func == SET_DATA and not self._module_tensors.is_own_data(args[0], args[1]):
+            return self._module_tensors.set_data(args[0], args[1], line)
         replacement = find_replacement(func, args)
         if replacement is not None:
             return replacement(*args, **kwargs)

@@ -62,8 +62,8 @@ class ModuleTensors:
     def __init__(self, described: Mapping[str, Tensor]) -> None:
         self._described = {id(tensor): text for text, tensor in described.items()}
         self._data: dict[int, tuple[Tensor, Tensor]] = {}
-        self.with_data_read = set[str]()
-        """The descriptions of those whose `.data` the job has read."""
+        self.lines_of_set_data: dict[str, str] = {}
+        """Where the job has set `.data` to another tensor, by description."""
 
     def describe(self, tensor: Any) -> str | None:
         """Return a description such as "parameter 'model.weight'"; None for all other objects."""
@@ -72,8 +72,21 @@ class ModuleTensors:
     def add_data(self, tensor: Tensor, data: Tensor) -> None:
         """Note that `data` is `tensor.data`."""
         self._data[id(data)] = (tensor, data)
-        if id(tensor) in self._described:
-            self.with_data_read.add(self._described[id(tensor)])
+
+    def set_data(self, tensor: Tensor, value: Tensor, line: str) -> None:
+        """Trace `tensor.data = value` as a change in place."""
+        self.lines_of_set_data[self._described[id(tensor)]] = line
+        with torch.no_grad():
+            tensor.copy_(value)
+
+    def may_set_data(self, tensor: Tensor, value: Tensor) -> bool:
+        """Return whether a job may set `tensor.data = value`: a parameter's or buffer's, to another like it."""
+        return self.describe(tensor) is not None and (tensor.shape, tensor.dtype, tensor.device, tensor.stride()) == (
+            value.shape,
+            value.dtype,
+            value.device,
+            value.stride(),
+        )
 
     def is_own_data(self, tensor: Tensor, value: Any) -> bool:
         """Return whether `tensor.data = value` changes nothing, as after `tensor.data *= 2`, or in `Module.to`."""
@@ -105,7 +118,8 @@ def find_refusal(
     outside = find_changed_outside(function, args, module_tensors)
     if outside is not None:
         return outside
-    if function == SET_DATA and not module_tensors.is_own_data(args[0], args[1]):
+    sets_data = function == SET_DATA and not module_tensors.is_own_data(args[0], args[1])
+    if sets_data and not module_tensors.may_set_data(args[0], args[1]):
         return refuse_set_data(module_tensors.describe(args[0]))
     text = REFUSED_ON_MODULE_TENSORS.get(function)
     described = None if text is None else module_tensors.describe(args[0])
@@ -138,20 +152,9 @@ def find_changed_outside(
 
 def refuse_set_data(described: str | None) -> CaptureError:
     """Return the error for `tensor.data = …`, given the description of a parameter or buffer."""
-    expected, fix = EXPECTED_FIXED_PARAMETERS, FIX_CHANGE_OUTSIDE
+    expected = "a job that sets .data of a parameter or buffer to a tensor of the same shape, strides and dtype"
+    fix = "keep its shape and dtype, or replace it outside the job"
     if described is None:
         expected = "a job that computes new tensors"
         fix = "use the new tensor instead; x + (new - x).detach() has the values of new and the gradient of x"
-    elif described.startswith("buffer"):
-        expected, fix = "a job that changes buffers in place", "change the buffer in place: buffer.copy_(new)"
     return CaptureError(expected=expected, found=f".data of {described or 'a tensor'} set inside the job", fix=fix)
-
-
-def refuse_change_through_data(described: str, where: str | None = None) -> CaptureError:
-    """Return the error for a change in place of a parameter through its `.data`, given its description."""
-    return CaptureError(
-        expected=EXPECTED_FIXED_PARAMETERS,
-        found=f"{described} is changed in place through its .data inside the job",
-        fix="change the parameter itself: `with torch.no_grad(): parameter.copy_(new)`, inside the job or outside",
-        where=where,
-    )
