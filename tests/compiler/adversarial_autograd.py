@@ -272,5 +272,5 @@ CASES = [
     AdversarialCase(build=frozen_parameters),
     AdversarialCase(build=no_grad_inside),
     AdversarialCase(build=backward_inside, refused=r"backward\(\) inside the job"),
-    AdversarialCase(build=parameter_changed_inside, refused=r"parameter 'model\.0\.weight' is changed in place"),
+    AdversarialCase(build=parameter_changed_inside),
 ]
