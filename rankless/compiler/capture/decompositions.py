@@ -98,16 +98,22 @@ def decompose_multilabel_margin_loss(x: Tensor, target: Tensor, reduction: int) 
     return result, is_target.to(x.dtype).reshape(target.shape)
 
 
+def check_linalg_errors(info: Tensor, name: str, *, is_matrix: bool) -> None:
+    """Keep a check of `torch.linalg` in the program, on a value that autograd does not follow."""
+    torch.ops.rankless.require_success(info.detach(), name, is_matrix)
+
+
 CORRECTED: dict[Any, Callable[..., Any]] = {
     aten.multilabel_margin_loss_forward.default: decompose_multilabel_margin_loss,
+    aten._linalg_check_errors.default: check_linalg_errors,
 }
-"""Operators whose decomposition in PyTorch, which autograd differentiates, is wrong."""
+"""Operators that PyTorch traces wrongly, or not at all, above autograd, and what is traced instead."""
 
 
 @contextlib.contextmanager
 def corrected_decompositions() -> Iterator[None]:
     """Within the context, autograd uses the decompositions in `CORRECTED`."""
-    before = {operator: operator.py_kernels[DispatchKey.Autograd] for operator in CORRECTED}
+    before = {operator: operator.py_kernels.get(DispatchKey.Autograd) for operator in CORRECTED}
     _set_autograd_kernels(CORRECTED)
     try:
         yield
@@ -115,9 +121,11 @@ def corrected_decompositions() -> Iterator[None]:
         _set_autograd_kernels(before)
 
 
-def _set_autograd_kernels(kernels: Mapping[Any, Callable[..., Any]]) -> None:
+def _set_autograd_kernels(kernels: Mapping[Any, Callable[..., Any] | None]) -> None:
     for operator, kernel in kernels.items():
-        operator.py_kernels[DispatchKey.Autograd] = kernel
+        operator.py_kernels.pop(DispatchKey.Autograd, None)
+        if kernel is not None:
+            operator.py_kernels[DispatchKey.Autograd] = kernel
         operator._dispatch_cache.clear()
 
 
