@@ -1,16 +1,20 @@
 """An executable: a compiled program with the sources of its inputs and the targets of its outputs."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 from torch import Tensor, nn
 
 from rankless.compiler.capture.capture import CapturedJob
 from rankless.compiler.codegen.codegen import LocalProgram
 from rankless.compiler.ir.logical_program import ProgramInput
-from rankless.jobs.arguments import FlattenedArguments
+from rankless.jobs.arguments import FlattenedArguments, get_local_piece
 from rankless.jobs.definition import JobDefinition
 from rankless.jobs.varying_sizes import SizeConstraints
+from rankless.parallel.mesh import Mesh
+from rankless.parallel.tensor_placement import Placement
 
 
 @dataclass(frozen=True)
@@ -48,11 +52,34 @@ class Executable:
         """Whether every Python value that the capture read is unchanged."""
         return self.captured.guards.all_hold()
 
+    @property
+    def read_values(self) -> tuple[Any, ...]:
+        """What the job's Python read of tensors when it was captured."""
+        return tuple(read.value for read in self.captured.reads)
+
+    @cached_property
+    def checks(self) -> tuple[int, ...]:
+        """The positions of the outputs that must have these values."""
+        return tuple(place for place, output in enumerate(self.local.outputs) if output.kind == "check")
+
     def sizes(self, arguments: FlattenedArguments) -> dict[str, int]:
         """Return the varying sizes of this call by symbol."""
         if self.varying_sizes is None:
             return {}
         return self.varying_sizes.sizes([tensor.shape for tensor in arguments.tensors])
+
+
+def collect_inputs(
+    executable: Executable, arguments: FlattenedArguments, placements: Sequence[Placement], mesh: Mesh
+) -> list[Tensor]:
+    """Return this rank's values of a program's inputs, without autograd history."""
+    values = []
+    for slot in executable.slots:
+        if isinstance(slot, int):
+            values.append(get_local_piece(arguments.tensors[slot], placements[slot], mesh))
+        else:
+            values.append(slot if isinstance(slot, Tensor) else slot.tensor())
+    return [value.detach() for value in values]
 
 
 def make_executable(
@@ -70,7 +97,8 @@ def make_executable(
         number=number,
         slots=tuple(find_input(job, described) for described in local.inputs),
         targets=tuple(
-            None if described.kind == "result" else find_slot(job, described.name) for described in local.outputs
+            None if described.kind in ("result", "check") else find_slot(job, described.name)
+            for described in local.outputs
         ),
         parameters=tuple(job.parameters()) if job.trains else (),
         varying_sizes=varying_sizes,

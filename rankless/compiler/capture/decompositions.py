@@ -111,10 +111,10 @@ CORRECTED: dict[Any, Callable[..., Any]] = {
 
 
 @contextlib.contextmanager
-def corrected_decompositions() -> Iterator[None]:
-    """Within the context, autograd uses the decompositions in `CORRECTED`."""
-    before = {operator: operator.py_kernels.get(DispatchKey.Autograd) for operator in CORRECTED}
-    _set_autograd_kernels(CORRECTED)
+def autograd_kernels(kernels: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
+    """Within the context, operators run these functions above autograd, if PyTorch's Python dispatcher is enabled."""
+    before = {operator: operator.py_kernels.get(DispatchKey.Autograd) for operator in kernels}
+    _set_autograd_kernels(kernels)
     try:
         yield
     finally:

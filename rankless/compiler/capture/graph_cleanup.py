@@ -1,6 +1,7 @@
 """Convert the graph that PyTorch traced into a logical program: name inputs and outputs, remove redundant nodes."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -77,6 +78,23 @@ def name_inputs_and_outputs(
         if isinstance(value, fx.Node) and output is not None
     )
     return LogicalProgram(name=name, graph=graph, inputs=inputs, outputs=outputs)
+
+
+def name_checks(program: LogicalProgram, count: int) -> LogicalProgram:
+    """Return the program with its last `count` results as checks; see Note [values that Python reads]."""
+    results = sum(output.kind == "result" for _, output in program.outputs)
+
+    def name(output: ProgramOutput) -> ProgramOutput:
+        number = output.index - (results - count)
+        return ProgramOutput(kind="check", name=f"check {number}", index=number)
+
+    return replace(
+        program,
+        outputs=tuple(
+            (node, name(output) if output.kind == "result" and output.index >= results - count else output)
+            for node, output in program.outputs
+        ),
+    )
 
 
 def inline_sizes(graph: fx.Graph) -> None:
@@ -203,7 +221,9 @@ def clean_up(program: LogicalProgram, modules: Mapping[str, nn.Module]) -> Logic
             node.replace_all_uses_with(node.args[0])
     outputs = [(resolve(node, replacements), output) for node, output in program.outputs]
     outputs = add_tied_gradients(program.graph, outputs, named_tensors(modules))
-    outputs = [(skip_final_copy(node) if output.kind == "result" else node, output) for node, output in outputs]
+    outputs = [
+        (skip_final_copy(node) if output.kind in ("result", "check") else node, output) for node, output in outputs
+    ]
     returned = next(node for node in program.graph.nodes if node.op == "output")
     returned.args = (tuple(node for node, _ in outputs),)
     drop_double_transposes(program.graph)

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, fx
 
 InputKind = Literal["parameter", "buffer", "argument", "constant"]
-OutputKind = Literal["result", "gradient", "mutation"]
+OutputKind = Literal["result", "gradient", "mutation", "check"]
+"""A "check" is a value that the job's Python read; see Note [values that Python reads]."""
 
 
 @dataclass(frozen=True)
