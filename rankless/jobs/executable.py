@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
@@ -56,11 +55,6 @@ class Executable:
     def read_values(self) -> tuple[Any, ...]:
         """What the job's Python read of tensors when it was captured."""
         return tuple(read.value for read in self.captured.reads)
-
-    @cached_property
-    def checks(self) -> tuple[int, ...]:
-        """The positions of the outputs that must have these values."""
-        return tuple(place for place, output in enumerate(self.local.outputs) if output.kind == "check")
 
     def sizes(self, arguments: FlattenedArguments) -> dict[str, int]:
         """Return the varying sizes of this call by symbol."""

@@ -15,10 +15,11 @@ from rankless.collectives.byte_messages import all_gather_bytes
 from rankless.compiler.capture.capture import ArgumentShape, CapturedJob, JobSource, capture
 from rankless.compiler.capture.torch_modes import get_torch_modes
 from rankless.compiler.capture.trace_errors import find_user_line
-from rankless.compiler.capture.value_reads import ValueNeeded, ValueReads, find_other_value
+from rankless.compiler.capture.value_reads import ValueNeeded, ValueReads
 from rankless.compiler.codegen.codegen import LocalProgram, build_local_program
 from rankless.compiler.guards.guards import Guard
 from rankless.compiler.ir.logical_program import LogicalProgram
+from rankless.compiler.lowering.value_check import OtherValueRead
 from rankless.compiler.program_agreement import require_same_program
 from rankless.compiler.scheduling.gradient_memory import GradientMemory
 from rankless.compiler.tracing.symbolic_sizes import SymbolicSizes, compile_guards, is_symbolic
@@ -171,16 +172,13 @@ class ProgramCache:
         """
         executable = call.known or self.capture_program(call)
         while True:
-            checks = executable.checks
-            if not checks:
+            states = save_generators() if executable.captured.reads else None
+            try:
                 return ProgramRun(executable=executable, outputs=run(executable))
-            states = save_generators()
-            outputs = run(executable)
-            other = find_other_value(executable.read_values, [outputs[place] for place in checks])
-            if other is None:
-                return ProgramRun(executable=executable, outputs=outputs)
-            restore_generators(states)
-            position, value = other
+            except OtherValueRead as other:
+                position, value = other.position, other.value
+            if states is not None:
+                restore_generators(states)
             executable = self._get_program_for(call, executable, [*executable.read_values[:position], value])
 
     def _get_program_for(self, call: CacheLookup, executable: Executable, known: Sequence[Any]) -> Executable:

@@ -223,7 +223,7 @@ def capture(
             tensors = job.module_tensors
             program = name_inputs_and_outputs(source.name, source.line, traced, tensors)
             if reads is not None and not reads.ends_at_unknown:
-                program = name_checks(program, len(reads.tensors))
+                program = name_checks(program, reads.values)
             program = clean_up(program, source.modules)
             require_own_data(program, tensors)
     assert job.result_spec is not None

@@ -1,6 +1,6 @@
 """Convert the graph that PyTorch traced into a logical program: name inputs and outputs, remove redundant nodes."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -80,13 +80,14 @@ def name_inputs_and_outputs(
     return LogicalProgram(name=name, graph=graph, inputs=inputs, outputs=outputs)
 
 
-def name_checks(program: LogicalProgram, count: int) -> LogicalProgram:
-    """Return the program with its last `count` results as checks; see Note [values that Python reads]."""
+def name_checks(program: LogicalProgram, values: Sequence[Any]) -> LogicalProgram:
+    """Return the program with its last results as checks of these values; see Note [values that Python reads]."""
     results = sum(output.kind == "result" for _, output in program.outputs)
+    count = len(values)
 
     def name(output: ProgramOutput) -> ProgramOutput:
         number = output.index - (results - count)
-        return ProgramOutput(kind="check", name=f"check {number}", index=number)
+        return ProgramOutput(kind="check", name=f"check {number}", index=number, expected=values[number])
 
     return replace(
         program,

@@ -1,9 +1,7 @@
 """Values of tensors that a job's Python reads while it is traced: conditions, checks, `.item()`.
 
-Note [values that Python reads]: a program is captured for the values seen. It returns the tensors that were read, and
-its caller compares them with these values before any state changes. If one differs, the call uses another program,
-captured for the new value. A truth value is first taken for true, because nearly all are checks that pass. Any other
-value is computed first, by a program that ends where the value is read.
+See Note [values that Python reads]. A truth value is first taken for true, because nearly all are checks that pass. Any
+other value is computed before the program is captured, by a program that ends where the value is read.
 """
 
 import contextlib
@@ -15,7 +13,6 @@ import torch
 from torch import Tensor
 
 from rankless.compiler.capture.decompositions import autograd_kernels
-from rankless.compiler.tracing.value_snapshots import is_equal
 from rankless.errors import CaptureError
 from rankless.user_code import user_line
 
@@ -81,21 +78,17 @@ class ValueReads:
             return False
         return self.read((one == other).all())
 
+    def is_close(self, one: Tensor, other: Tensor, *tolerances: Any, **named: Any) -> Any:
+        """Return whether two tensors are equal up to tolerances: `torch.allclose`, with its arguments."""
+        return self.read(torch.isclose(one, other, *tolerances, **named).all())
+
     @contextlib.contextmanager
     def observe(self) -> Iterator[None]:
         """Within the context, what reads the value of a traced tensor gets it from here."""
         kernels: dict[Any, Callable[..., Any]] = {
             aten._local_scalar_dense.default: self.read,
             aten.equal.default: self.is_same,
+            aten.allclose.default: self.is_close,
         }
         with autograd_kernels(kernels):
             yield
-
-
-def find_other_value(expected: Sequence[Any], tensors: Sequence[Tensor]) -> tuple[int, Any] | None:
-    """Return the first position at which a program read another value than it was captured for, and that value."""
-    for position, (value, tensor) in enumerate(zip(expected, tensors, strict=True)):
-        found = tensor.item()
-        if not is_equal(found, value):
-            return position, found
-    return None

@@ -69,6 +69,8 @@ class ProgramOutput:
     index: int = 0
     renews_memory: bool = False
     """Whether the new value gets new memory, as after `tensor.data = value`."""
+    expected: Any = None
+    """For a check, the value that the program was captured for."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ from rankless.compiler.ir.logical_program import (
     format_value,
 )
 from rankless.compiler.ir.memory_order import find_memory_order, order_memory
+from rankless.compiler.lowering.value_check import ValueCheck
 from rankless.compiler.rules.strategy import (
     LocalValue,
     Strategy,
@@ -145,6 +146,10 @@ class LoweringPass:
     def lower_graph(self) -> LocalGraph:
         """Return the complete local graph."""
         logical = self.sharded.logical
+        checks: dict[fx.Node, list[ProgramOutput]] = {}
+        for node, output in logical.outputs:
+            if output.kind == "check":
+                checks.setdefault(node, []).append(output)
         inputs = []
         for node in logical.graph.nodes:
             if node in logical.inputs:
@@ -155,6 +160,8 @@ class LoweringPass:
         for node in logical.graph.nodes:
             if node not in logical.inputs and node.op != "output":
                 self.lower_node(node)
+            for check in checks.get(node, ()):
+                self.call(ValueCheck(check.index, check.expected), self.redistribute(node, Replicate(), check.name))
         outputs, pending_gradients = self.lower_outputs()
         self.graph.output(tuple(node for node, _ in outputs))
         return LocalGraph(

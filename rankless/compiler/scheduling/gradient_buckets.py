@@ -66,7 +66,10 @@ class GradientBucket:
         self.work: dist.Work | None = None
 
     def open(self) -> None:
-        """Prepare the memory for a call of the program."""
+        """Prepare the memory for a call of the program. The call before may have ended early."""
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
         self.memory.renew()
         self.gradient_views = self.memory.get_views(self.layouts)
 
