@@ -44,6 +44,8 @@ class AdversarialCase:
     build: Callable[[], Script]
     refused: str | None = None
     tolerance: float = 1e-12
+    reads_values: bool = False
+    """Whether its Python reads values of tensors, so that it cannot be captured without running."""
 
     def __str__(self) -> str:
         return self.build.__name__

@@ -285,7 +285,6 @@ def generator_set_back():
     return Script(function=loss, modules={"model": model}, batches=batches())
 
 
-NEEDS_A_VALUE = r"needs the value of a tensor"
 OF_A_GENERATOR = r"reads or sets the state of a generator"
 
 CASES = [
@@ -298,13 +297,13 @@ CASES = [
     AdversarialCase(build=forked_generator, refused=OF_A_GENERATOR),
     AdversarialCase(build=generator_set_back, refused=OF_A_GENERATOR),
     AdversarialCase(build=plain),
-    AdversarialCase(build=branch_on_a_value, refused=NEEDS_A_VALUE),
-    AdversarialCase(build=item_of_a_tensor, refused=NEEDS_A_VALUE),
-    AdversarialCase(build=float_of_a_tensor, refused=NEEDS_A_VALUE),
-    AdversarialCase(build=list_of_a_tensor, refused=NEEDS_A_VALUE),
+    AdversarialCase(build=branch_on_a_value, reads_values=True),
+    AdversarialCase(build=item_of_a_tensor, reads_values=True),
+    AdversarialCase(build=float_of_a_tensor, reads_values=True),
+    AdversarialCase(build=list_of_a_tensor, reads_values=True),
     AdversarialCase(build=numpy_of_a_tensor, refused=r"a tensor turned into a NumPy array"),
-    AdversarialCase(build=item_of_a_tensor_of_the_closure, refused=NEEDS_A_VALUE),
-    AdversarialCase(build=value_of_a_parameter, refused=NEEDS_A_VALUE),
+    AdversarialCase(build=item_of_a_tensor_of_the_closure, reads_values=True),
+    AdversarialCase(build=value_of_a_parameter, reads_values=True),
     AdversarialCase(
         build=shape_that_depends_on_values, refused=r"nonzero\(\), or indexing with a mask, needs the value"
     ),

@@ -98,16 +98,10 @@ def decompose_multilabel_margin_loss(x: Tensor, target: Tensor, reduction: int) 
     return result, is_target.to(x.dtype).reshape(target.shape)
 
 
-def check_linalg_errors(info: Tensor, name: str, *, is_matrix: bool) -> None:
-    """Keep a check of `torch.linalg` in the program, on a value that autograd does not follow."""
-    torch.ops.rankless.require_success(info.detach(), name, is_matrix)
-
-
 CORRECTED: dict[Any, Callable[..., Any]] = {
     aten.multilabel_margin_loss_forward.default: decompose_multilabel_margin_loss,
-    aten._linalg_check_errors.default: check_linalg_errors,
 }
-"""Operators that PyTorch traces wrongly, or not at all, above autograd, and what is traced instead."""
+"""Operators whose decomposition in PyTorch, which autograd differentiates, is wrong."""
 
 
 @contextlib.contextmanager

@@ -262,8 +262,7 @@ def drop_double_transposes(graph: fx.Graph) -> None:
 
 def has_side_effect(node: fx.Node) -> bool:
     """Return whether a node must stay although nothing uses its value."""
-    raises = node.target is torch.ops.rankless.require_success.default
-    return node.op in ("placeholder", "output") or is_random_node(node) or raises
+    return node.op in ("placeholder", "output") or is_random_node(node)
 
 
 def resolve(node: fx.Node, replacements: Mapping[fx.Node, fx.Node]) -> fx.Node:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from rankless.compiler.capture.decompositions import autograd_kernels
 from rankless.errors import CaptureError
@@ -82,6 +83,17 @@ class ValueReads:
         """Return whether two tensors are equal up to tolerances: `torch.allclose`, with its arguments."""
         return self.read(torch.isclose(one, other, *tolerances, **named).all())
 
+    def require_success(self, info: Tensor, name: str, *, is_matrix: bool) -> None:
+        """Raise the error of a function of `torch.linalg`, as of a singular matrix, if an `info` of it is not zero."""
+        if self.read((info == 0).all()):
+            return
+        place = self.read((info.flatten() != 0).int().argmax())
+        value = self.read(info.flatten()[place])
+        with _disable_current_modes():
+            found = torch.zeros(tuple(info.shape), dtype=torch.int32)
+            found.view(-1)[place] = value
+            aten._linalg_check_errors.default(found, name, is_matrix=is_matrix)
+
     @contextlib.contextmanager
     def observe(self) -> Iterator[None]:
         """Within the context, what reads the value of a traced tensor gets it from here."""
@@ -89,6 +101,7 @@ class ValueReads:
             aten._local_scalar_dense.default: self.read,
             aten.equal.default: self.is_same,
             aten.allclose.default: self.is_close,
+            aten._linalg_check_errors.default: self.require_success,
         }
         with autograd_kernels(kernels):
             yield

@@ -71,22 +71,6 @@ def _linear_weight_backward(ctx: Any, by_weight: Tensor) -> tuple[Tensor | None,
 
 linear_weight.register_autograd(_linear_weight_backward, setup_context=_save_linear_weight_inputs)
 
-
-@torch.library.custom_op("rankless::require_success", mutates_args=())
-def require_success(info: Tensor, name: str, is_matrix: bool) -> Tensor:
-    """Raise the error of a function of `torch.linalg`, such as that of a singular matrix, as the function itself does.
-
-    PyTorch's own operator returns nothing, so a functional program could not hold it.
-    """
-    torch.ops.aten._linalg_check_errors.default(info, name, is_matrix=is_matrix)
-    return info.clone()
-
-
-@require_success.register_fake
-def _(info: Tensor, name: str, is_matrix: bool) -> Tensor:
-    return torch.empty_like(info)
-
-
 RECURRENT_FUNCTIONS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
     "lstm": torch.lstm,
     "gru": torch.gru,
