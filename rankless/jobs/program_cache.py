@@ -4,12 +4,12 @@ The cache key holds everything that a program depends on except sizes and guarde
 the programs for its shapes, and programs for varying sizes. Guards decide whether a program is still valid.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-from torch import Tensor, nn
+from torch import Tensor
 
 from rankless.collectives.byte_messages import all_gather_bytes
 from rankless.compiler.capture.capture import ArgumentShape, CapturedJob, JobSource, capture
@@ -22,14 +22,14 @@ from rankless.compiler.ir.logical_program import LogicalProgram
 from rankless.compiler.lowering.value_check import OtherValueRead
 from rankless.compiler.program_agreement import require_same_program
 from rankless.compiler.scheduling.gradient_memory import GradientMemory
-from rankless.compiler.tracing.symbolic_sizes import SymbolicSizes, compile_guards, is_symbolic
+from rankless.compiler.tracing.symbolic_sizes import SymbolicSizes, compile_guards
 from rankless.compiler.tracing.value_snapshots import is_equal, make_type_keys
+from rankless.context.generator_states import restore_generators, save_generators
 from rankless.context.world import World
 from rankless.errors import CaptureError, RanklessError
 from rankless.jobs.arguments import FlattenedArguments, get_shapes
 from rankless.jobs.definition import JobDefinition
 from rankless.jobs.executable import Executable, collect_inputs, make_executable
-from rankless.jobs.generator_states import restore_generators, save_generators
 from rankless.jobs.program_records import ProgramNotices
 from rankless.jobs.recapture_warning import RecaptureWarner
 from rankless.jobs.varying_sizes import (
@@ -38,8 +38,10 @@ from rankless.jobs.varying_sizes import (
     SizeConstraints,
     SizeHistory,
     is_even_split,
+    list_namespaces,
     list_sizes,
     make_symbolic_shapes,
+    remove_sizes,
     resize_placement,
 )
 from rankless.parallel.tensor_placement import Placement, Shard
@@ -396,19 +398,3 @@ def describe_failure(error: Exception, line: str) -> str:
 def find_fixing_line(sizes: SymbolicSizes) -> str:
     """Return the first line of the script that needed the number of a symbolic size."""
     return next((line for line in sizes.shape_env.specializing_lines if line), "")
-
-
-def list_namespaces(function: Callable[..., Any], modules: Mapping[str, nn.Module]) -> list[dict[str, Any]]:
-    """Return the namespaces where a job may store a size: the attributes of its modules, and its globals."""
-    found = [vars(part) for module in modules.values() for part in module.modules()]
-    return [*found, getattr(function, "__globals__", {})]
-
-
-def remove_sizes(namespaces: Sequence[dict[str, Any]], before: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Restore values that the job replaced by symbolic sizes, which mean nothing outside it. Returns their names."""
-    removed = []
-    for names, known in zip(namespaces, before, strict=True):
-        for name in [name for name, value in names.items() if is_symbolic(value)]:
-            removed.append(name)
-            names[name] = known.get(name)
-    return removed

@@ -2,9 +2,12 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
 
 from rankless.compiler.capture.capture import ArgumentShape
-from rankless.compiler.tracing.symbolic_sizes import MIN_SYMBOLIC_SIZE, SymbolicSizes
+from rankless.compiler.tracing.symbolic_sizes import MIN_SYMBOLIC_SIZE, SymbolicSizes, is_symbolic
 from rankless.parallel.tensor_placement import Placement, Shard, split_lengths
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -101,3 +104,19 @@ def resize_placement(placement: Placement, shape: Sequence[int]) -> Placement:
     if isinstance(placement, Shard) and not isinstance(shape[placement.dim], int):
         return Shard(placement.dim, split_lengths(shape[placement.dim], len(placement.lengths)))
     return placement
+
+
+def list_namespaces(function: Callable[..., Any], modules: Mapping[str, nn.Module]) -> list[dict[str, Any]]:
+    """Return the namespaces where a job may store a size: the attributes of its modules, and its globals."""
+    found = [vars(part) for module in modules.values() for part in module.modules()]
+    return [*found, getattr(function, "__globals__", {})]
+
+
+def remove_sizes(namespaces: Sequence[dict[str, Any]], before: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Restore values that the job replaced by symbolic sizes, which mean nothing outside it. Returns their names."""
+    removed = []
+    for names, known in zip(namespaces, before, strict=True):
+        for name in [name for name, value in names.items() if is_symbolic(value)]:
+            removed.append(name)
+            names[name] = known.get(name)
+    return removed

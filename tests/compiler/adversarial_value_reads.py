@@ -1,4 +1,4 @@
-"""Adversarial cases of jobs whose Python reads values of tensors: branches, loops, numbers, and PyTorch's own checks."""
+"""Adversarial cases of jobs whose Python reads values of tensors: branches, loops, numbers, PyTorch's checks."""
 
 import torch
 import torch.nn.functional as F

@@ -4,8 +4,10 @@ import inspect
 import re
 
 import adversarial_autograd
+import adversarial_layouts
 import adversarial_memory
 import adversarial_modules
+import adversarial_parameters
 import adversarial_python_state
 import adversarial_value_reads
 import adversarial_values
@@ -35,6 +37,8 @@ CASES = [
     *adversarial_autograd.CASES,
     *adversarial_modules.CASES,
     *adversarial_memory.CASES,
+    *adversarial_layouts.CASES,
+    *adversarial_parameters.CASES,
     *adversarial_values.CASES,
     *adversarial_value_reads.CASES,
 ]

@@ -94,7 +94,7 @@ def test_a_singular_matrix_raises_on_every_rank_as_in_the_plain_script():
         torch.testing.assert_close(found, alone, rtol=0, atol=1e-12)
 
 
-def test_a_value_that_always_changes_is_told_with_its_line():
+def test_a_value_that_always_changes_is_warned_of_with_its_line():
     _, job, notices = make_training(Mesh.solo(), lambda model, x: model(x).mean() * x.max().item())
     for number in range(8):
         job(torch.full((4, 3), float(number)).double())

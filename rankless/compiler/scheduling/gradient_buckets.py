@@ -106,42 +106,16 @@ def schedule_gradients(local: LocalGraph, program: LogicalProgram, mesh: Mesh, m
     ]
     order = {node: position for position, node in enumerate(local.graph.nodes)}
     pending = set(local.pending_gradients)
-    reduced: dict[str, fx.Node] = {}
-    output = next(node for node in local.graph.nodes if node.op == "output")
-    first = next((node for node in local.graph.nodes if node.op != "placeholder"), output)
     # Of several gradients that are one value, the first is reduced, and the others are copies of it.
     to_reduce = {gradient.local: gradient for gradient in reversed(gradients) if gradient.local in pending}
     in_order = sorted(to_reduce.values(), key=lambda gradient: order[gradient.local])
+    reduced: dict[str, fx.Node] = {}
     for number, group in enumerate(group_into_buckets(in_order)):
         layouts = tuple(gradient.layout for gradient in group)
         bucket = GradientBucket(mesh, memory.get(number, layouts, group[0].value), layouts)
-        with local.graph.inserting_before(first):
-            local.graph.call_function(bucket.open, ())
-        copied = [
-            index
-            for index, gradient in enumerate(group)
-            if not try_write_in_place(local.graph, gradient.local, bucket, index)
-        ]
-        last = group[-1].local
-        with local.graph.inserting_after(last):
-            started = local.graph.call_function(bucket.start, (copied, [group[index].local for index in copied]))
-        with local.graph.inserting_before(output):
-            finished = local.graph.call_function(bucket.finish, ())
-            for index, gradient in enumerate(group):
-                reduced[gradient.name] = local.graph.call_function(getitem, (finished, index))
-        size = sum(gradient.bytes for gradient in group)
-        started.meta["collective"] = CollectiveRecord(
-            kind="all_reduce",
-            purpose="gradient",
-            value=", ".join(gradient.name for gradient in group),
-            bytes=size,
-            sent_bytes=all_reduce_bytes(size, mesh.size),
-            line=str(last.meta.get("line", "")),
-            reason=f"{len(group)} gradients" if len(group) > 1 else "a gradient",
-            backward=True,
-            overlapped=True,
-        )
+        reduced |= add_bucket(local.graph, bucket, group)
     uses = Counter(node for node, _ in local.outputs)
+    output = get_output(local.graph)
     with local.graph.inserting_before(output):
         for gradient in gradients:
             if gradient.name not in reduced:
@@ -155,6 +129,39 @@ def schedule_gradients(local: LocalGraph, program: LogicalProgram, mesh: Mesh, m
     )
     output.args = (tuple(node for node, _ in outputs),)
     return LocalGraph(graph=local.graph, inputs=local.inputs, outputs=outputs, pending_gradients=())
+
+
+def get_output(graph: fx.Graph) -> fx.Node:
+    """Return the node that returns the graph's values."""
+    output: fx.Node = next(node for node in graph.nodes if node.op == "output")
+    return output
+
+
+def add_bucket(graph: fx.Graph, bucket: GradientBucket, group: Sequence[GradientOutput]) -> dict[str, fx.Node]:
+    """Reduce a group of gradients in a bucket: start after the last one, and finish at the end; return them by name."""
+    output = get_output(graph)
+    with graph.inserting_before(next((node for node in graph.nodes if node.op != "placeholder"), output)):
+        graph.call_function(bucket.open, ())
+    in_place = [try_write_in_place(graph, gradient.local, bucket, index) for index, gradient in enumerate(group)]
+    copied = [index for index, is_written in enumerate(in_place) if not is_written]
+    last = group[-1].local
+    with graph.inserting_after(last):
+        started = graph.call_function(bucket.start, (copied, [group[index].local for index in copied]))
+    size = sum(gradient.bytes for gradient in group)
+    started.meta["collective"] = CollectiveRecord(
+        kind="all_reduce",
+        purpose="gradient",
+        value=", ".join(gradient.name for gradient in group),
+        bytes=size,
+        sent_bytes=all_reduce_bytes(size, bucket.mesh.size),
+        line=str(last.meta.get("line", "")),
+        reason=f"{len(group)} gradients" if len(group) > 1 else "a gradient",
+        backward=True,
+        overlapped=True,
+    )
+    with graph.inserting_before(output):
+        finished = graph.call_function(bucket.finish, ())
+        return {gradient.name: graph.call_function(getitem, (finished, index)) for index, gradient in enumerate(group)}
 
 
 def find_gradient_layouts(program: LogicalProgram) -> list[GradientLayout | None]:
