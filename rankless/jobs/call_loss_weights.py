@@ -15,9 +15,9 @@ from rankless.data.logical_tensor import LogicalTensor
 from rankless.errors import CaptureError
 from rankless.jobs.arguments import FlattenedArguments, get_placements, get_shapes
 from rankless.jobs.definition import JobDefinition
-from rankless.jobs.executable import Executable, collect_inputs
+from rankless.jobs.executable import Executable
 from rankless.jobs.gradient_accumulation import LossWeight
-from rankless.jobs.program_cache import ProgramCache
+from rankless.jobs.program_cache import ProgramCache, run_program
 from rankless.parallel.tensor_placement import Shard
 
 
@@ -43,12 +43,7 @@ class LossWeightReader:
         """Return the loss weights of a call on one device."""
         mesh = self._world.mesh
         call = self.programs.look_up(arguments, get_placements(arguments, mesh))
-
-        def run(program: Executable) -> Sequence[Tensor]:
-            values = collect_inputs(program, arguments, call.placements, mesh)
-            return program.local(values, list(program.sizes(arguments).values()))
-
-        ran = self.programs.run_checked(call, run)
+        ran = self.programs.run_checked(call, lambda program: run_program(program, call, mesh))
         return self.read(ran.executable, ran.outputs)
 
     def read(self, executable: Executable, results: Sequence[Tensor]) -> tuple[LossWeight, ...]:

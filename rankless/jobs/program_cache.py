@@ -5,7 +5,7 @@ the programs for its shapes, and programs for varying sizes. Guards decide wheth
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -14,7 +14,6 @@ from torch import Tensor
 from rankless.collectives.byte_messages import all_gather_bytes
 from rankless.compiler.capture.capture import ArgumentShape, CapturedJob, JobSource, capture
 from rankless.compiler.capture.torch_modes import get_torch_modes
-from rankless.compiler.capture.trace_errors import find_user_line
 from rankless.compiler.capture.value_reads import ValueNeeded, ValueReads
 from rankless.compiler.codegen.codegen import LocalProgram, build_local_program
 from rankless.compiler.guards.guards import Guard
@@ -26,7 +25,7 @@ from rankless.compiler.tracing.symbolic_sizes import SymbolicSizes, compile_guar
 from rankless.compiler.tracing.value_snapshots import is_equal, make_type_keys
 from rankless.context.generator_states import restore_generators, save_generators
 from rankless.context.world import World
-from rankless.errors import CaptureError, RanklessError
+from rankless.errors import CaptureError
 from rankless.jobs.arguments import FlattenedArguments, get_shapes
 from rankless.jobs.definition import JobDefinition
 from rankless.jobs.executable import Executable, collect_inputs, make_executable
@@ -36,7 +35,10 @@ from rankless.jobs.varying_sizes import (
     ArgumentDim,
     Shapes,
     SizeConstraints,
+    SizeGuards,
     SizeHistory,
+    describe_failure,
+    find_fixing_line,
     is_even_split,
     list_namespaces,
     list_sizes,
@@ -44,6 +46,7 @@ from rankless.jobs.varying_sizes import (
     remove_sizes,
     resize_placement,
 )
+from rankless.parallel.mesh import Mesh
 from rankless.parallel.tensor_placement import Placement, Shard
 
 MAX_FAILURES = 3
@@ -68,13 +71,6 @@ class CacheEntry:
     varying: list[Executable] = field(default_factory=list)
     """Programs for varying sizes. `by_shapes` holds them too, under the shapes seen so far."""
     failures: int = 0
-
-
-class SizeGuards(msgspec.Struct, frozen=True):
-    """The guards of a rank's program for varying sizes, or why it has no such program. Ranks exchange them."""
-
-    conditions: list[str]
-    failure: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,8 +198,19 @@ class ProgramCache:
         return captured
 
     def capture_exactly(self, call: CacheLookup) -> Executable:
-        """Capture a program for exactly this call, without varying sizes, to inspect its values."""
-        return self._capture_fixed_sizes(call)
+        """Capture a program for exactly this call, without varying sizes, to inspect its values.
+
+        If the job reads values of tensors, run it, so that it is the program for the values of this call.
+        """
+        executable = self._capture_fixed_sizes(call)
+        if not executable.captured.reads:
+            return executable
+        states = save_generators()
+        ran = self.run_checked(
+            replace(call, known=executable), lambda program: run_program(program, call, self._world.mesh)
+        )
+        restore_generators(states)
+        return ran.executable
 
     def _warn_of_recaptures(self, stale_guard: Guard | None) -> None:
         """Warn once of a value whose changes cause many captures."""
@@ -266,7 +273,7 @@ class ProgramCache:
         local = build_local_program(captured.program, call.placements, self._world.mesh, memory=self._memory)
         executable = make_executable(self._job, captured, local, number=0)
         states = save_generators()
-        outputs = local(collect_inputs(executable, call.arguments, call.placements, self._world.mesh))
+        outputs = run_program(executable, call, self._world.mesh)
         restore_generators(states)
         results = zip(outputs, local.outputs, strict=True)
         return next(value for value, output in results if output.kind == "result").item()
@@ -373,6 +380,12 @@ class ProgramCache:
         self._notices.report(local)
 
 
+def run_program(executable: Executable, call: CacheLookup, mesh: Mesh) -> Sequence[Tensor]:
+    """Run a program on the values of a call, and return the values of its outputs."""
+    values = collect_inputs(executable, call.arguments, call.placements, mesh)
+    return executable.local(values, list(executable.sizes(call.arguments).values()))
+
+
 def find_fitting(entry: CacheEntry, shapes: Shapes) -> Executable | None:
     """Return a valid program for varying sizes that fits these shapes."""
     for executable in entry.varying:
@@ -384,17 +397,3 @@ def find_fitting(entry: CacheEntry, shapes: Shapes) -> Executable | None:
 def move_to_front(programs: list[Executable], used: Executable) -> None:
     """Move the used program to the front and drop the oldest, so that changing values cannot fill memory."""
     programs[:] = [used, *(other for other in programs if other is not used)][:MAX_PROGRAMS]
-
-
-def describe_failure(error: Exception, line: str) -> str:
-    """Describe in one line why a capture failed, after the script's line; `line` if no nearer one is known."""
-    if isinstance(error, RanklessError):
-        text, where = str(error.found), error.where
-    else:
-        text, where = f"{type(error).__name__}: {error}", None
-    return f"{where or find_user_line(error) or line}: {text}".partition("\n")[0]
-
-
-def find_fixing_line(sizes: SymbolicSizes) -> str:
-    """Return the first line of the script that needed the number of a symbolic size."""
-    return next((line for line in sizes.shape_env.specializing_lines if line), "")

@@ -4,10 +4,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 from torch import nn
 
 from rankless.compiler.capture.capture import ArgumentShape
+from rankless.compiler.capture.trace_errors import find_user_line
 from rankless.compiler.tracing.symbolic_sizes import MIN_SYMBOLIC_SIZE, SymbolicSizes, is_symbolic
+from rankless.errors import RanklessError
 from rankless.parallel.tensor_placement import Placement, Shard, split_lengths
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -79,6 +82,13 @@ class SizeConstraints:
         }
 
 
+class SizeGuards(msgspec.Struct, frozen=True):
+    """The guards of a rank's program for varying sizes, or why it has no such program. Ranks exchange them."""
+
+    conditions: list[str]
+    failure: str = ""
+
+
 def make_symbolic_shapes(
     sizes: SymbolicSizes, shapes: Sequence[ArgumentShape], groups: Sequence[Sequence[ArgumentDim]]
 ) -> tuple[ArgumentShape, ...]:
@@ -120,3 +130,17 @@ def remove_sizes(namespaces: Sequence[dict[str, Any]], before: Sequence[Mapping[
             removed.append(name)
             names[name] = known.get(name)
     return removed
+
+
+def describe_failure(error: Exception, line: str) -> str:
+    """Describe in one line why a capture failed, after the script's line; `line` if no nearer one is known."""
+    if isinstance(error, RanklessError):
+        text, where = str(error.found), error.where
+    else:
+        text, where = f"{type(error).__name__}: {error}", None
+    return f"{where or find_user_line(error) or line}: {text}".partition("\n")[0]
+
+
+def find_fixing_line(sizes: SymbolicSizes) -> str:
+    """Return the first line of the script that needed the number of a symbolic size."""
+    return next((line for line in sizes.shape_env.specializing_lines if line), "")
