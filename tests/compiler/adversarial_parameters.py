@@ -3,7 +3,6 @@
 import torch
 import torch.nn.functional as F
 from adversarial_cases import AdversarialCase, Script, batches, perceptron
-from adversarial_memory import Shifted, script_changing
 from torch import nn
 
 
@@ -59,53 +58,6 @@ def weights_renormalized():
     return script_starting(act)
 
 
-def parameter_changed_after_its_use():
-    def act(model):
-        with torch.no_grad():
-            model[2].bias.mul_(0.5)
-
-    return script_changing(act)
-
-
-def data_changed_after_a_use_whose_gradient_needs_it():
-    def act(model):
-        model[2].weight.data.mul_(0.5)  # the plain backward pass uses the changed values too
-
-    return script_changing(act)
-
-
-def data_set_after_a_use_whose_gradient_needs_it():
-    def act(model):
-        model[2].weight.data = model[2].weight.data * 0.5  # the line
-
-    return script_changing(act)
-
-
-def data_set_to_memory_of_another():
-    model = Shifted()
-
-    def loss(features, labels):
-        model.shift.data = model.linear.bias.data  # the line
-        return F.cross_entropy(model(features), labels)
-
-    return Script(function=loss, modules={"model": model}, batches=batches())
-
-
-def data_set_and_the_old_kept():
-    model, kept = Shifted(), []
-
-    def loss(features, labels):
-        model.shift.data = model.shift * 0.9 + features.mean()
-        return F.cross_entropy(model(features), labels)
-
-    def change(_):
-        kept.append(model.shift.data)
-        with torch.no_grad():
-            model.linear.bias.add_(sum(kept))
-
-    return Script(function=loss, modules={"model": model}, batches=batches(), before_call=change)
-
-
 def momentum_encoder_with_a_queue():
     query, key = perceptron(), perceptron()
     key.requires_grad_(False)
@@ -146,13 +98,6 @@ CASES = [
     AdversarialCase(build=bias_from_the_batch),
     AdversarialCase(build=row_cleared_and_noise_added),
     AdversarialCase(build=weights_renormalized),
-    AdversarialCase(build=parameter_changed_after_its_use),
-    AdversarialCase(build=data_changed_after_a_use_whose_gradient_needs_it),
-    AdversarialCase(build=data_set_and_the_old_kept),
     AdversarialCase(build=momentum_encoder_with_a_queue),
     AdversarialCase(build=tied_parameter_changed_by_its_other_name),
-    AdversarialCase(
-        build=data_set_after_a_use_whose_gradient_needs_it, refused=r"'model\.2\.weight' set after a use whose gradient"
-    ),
-    AdversarialCase(build=data_set_to_memory_of_another, refused=r"set to a tensor that shares memory"),
 ]

@@ -344,7 +344,7 @@ CASES = [
     AdversarialCase(build=file_of_arrays, refused=CALLED),
     AdversarialCase(build=file_of_tensors, refused=CALLED + r"torch\.load;"),
     AdversarialCase(build=seed_of_torch, refused=CALLED + r"torch\.initial_seed;"),
-    AdversarialCase(build=seed_drawn, refused=r"seeds torch's generator"),
+    AdversarialCase(build=seed_drawn, refused=r"reads or sets the state of a generator"),
     AdversarialCase(build=answer_of_the_user, refused=CALLED + r"builtins\.input;"),
     AdversarialCase(build=command_of_the_system, refused=CALLED + r"subprocess\.run;"),
     AdversarialCase(build=time_of_a_file_in_a_function_of_a_hook, refused=CALLED + r"time\.monotonic;"),

@@ -105,8 +105,11 @@ CORRECTED: dict[Any, Callable[..., Any]] = {
 
 
 @contextlib.contextmanager
-def autograd_kernels(kernels: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
-    """Within the context, operators run these functions above autograd, if PyTorch's Python dispatcher is enabled."""
+def autograd_kernels(kernels: Mapping[Any, Callable[..., Any] | None]) -> Iterator[None]:
+    """Within the context, operators run these functions above autograd, if PyTorch's Python dispatcher is enabled.
+
+    None stands for PyTorch's own kernel.
+    """
     before = {operator: operator.py_kernels.get(DispatchKey.Autograd) for operator in kernels}
     _set_autograd_kernels(kernels)
     try:
