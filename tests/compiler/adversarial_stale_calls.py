@@ -256,8 +256,8 @@ def seed_of_torch():
 def seed_drawn():
     model = perceptron()
 
-    def loss(features, labels):  # the line
-        torch.seed()
+    def loss(features, labels):
+        torch.seed()  # the line
         return F.cross_entropy(model(features), labels)
 
     return script(loss, model)
