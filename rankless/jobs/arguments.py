@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from rankless.compiler.capture.capture import ArgumentShape
+from rankless.compiler.ir.memory_order import find_memory_order
 from rankless.data.logical_tensor import LogicalTensor
 from rankless.errors import CaptureError
 from rankless.parallel.mesh import Mesh
@@ -49,7 +50,7 @@ class FlattenedArguments:
                 found=f"arguments of type {', '.join(sorted(kinds)) or 'unhashable'}",
                 fix="pass tensors and plain values, or let the job read the object from its closure",
             ) from error
-        return self.spec, self.plain, tuple([tensor.dtype for tensor in self.tensors])
+        return self.spec, self.plain, tuple([(tensor.dtype, get_memory_order(tensor)) for tensor in self.tensors])
 
 
 def find_leaf_names(function: Callable[..., Any], arguments: FlattenedArguments) -> list[str]:
@@ -92,9 +93,32 @@ def flatten_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], device: tor
     return FlattenedArguments(tuple(tensors), spec, tuple(plain), (0,) * len(tensors))
 
 
+def find_autograd_history(function: Callable[..., Any], arguments: FlattenedArguments) -> CaptureError | None:
+    """Return the error for the first tensor whose gradient would flow out of a train job; None if there is none."""
+    position = next((index for index, tensor in enumerate(arguments.tensors) if tensor.requires_grad), None)
+    if position is None:
+        return None
+    leaves = [place for place, leaf in enumerate(arguments.plain) if leaf is TENSOR]
+    name, path = find_leaf_paths(function, arguments)[leaves[position]]
+    return CaptureError(
+        expected="arguments of a train job that require no gradient: it computes gradients of its models only",
+        found=f"argument {name}{path} requires a gradient, which would be lost",
+        fix="compute it inside the job and pass the module that does with model=, or pass its detach()",
+    )
+
+
 def get_shapes(arguments: FlattenedArguments) -> list[ArgumentShape]:
     """Return the logical shapes of the tensors."""
-    return [ArgumentShape(shape=tuple(item.shape), dtype=item.dtype) for item in arguments.tensors]
+    return [
+        ArgumentShape(shape=tuple(item.shape), dtype=item.dtype, order=get_memory_order(item))
+        for item in arguments.tensors
+    ]
+
+
+def get_memory_order(argument: Tensor) -> tuple[int, ...] | None:
+    """Return the order of an argument's dims in memory, or None for contiguous memory."""
+    known = argument.local if isinstance(argument, LogicalTensor) else argument
+    return find_memory_order(known.shape, known.stride())
 
 
 def get_placements(arguments: FlattenedArguments, mesh: Mesh) -> tuple[Placement, ...]:

@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
-from torch import Tensor
+from torch import Tensor, fx
 
-from rankless.compiler.analysis.loss_normalizers import add_loss_normalizers, keep_last_results
+from rankless.compiler.analysis.loss_normalizers import add_loss_normalizers, hash_computation, keep_last_results
 from rankless.compiler.capture.capture import ArgumentShape, CapturedJob, JobSource, capture
+from rankless.compiler.capture.value_reads import ValueNeeded, ValueReads
 from rankless.compiler.ir.logical_program import LogicalProgram
 from rankless.context.world import World
 from rankless.data.logical_tensor import LogicalTensor
@@ -15,7 +17,7 @@ from rankless.jobs.arguments import FlattenedArguments, get_placements, get_shap
 from rankless.jobs.definition import JobDefinition
 from rankless.jobs.executable import Executable
 from rankless.jobs.gradient_accumulation import LossWeight
-from rankless.jobs.program_cache import ProgramCache
+from rankless.jobs.program_cache import ProgramCache, run_program
 from rankless.parallel.tensor_placement import Shard
 
 
@@ -31,18 +33,18 @@ class LossWeightReader:
         self._weights_only = weights_only
         self._device = job.device(world.mesh.device)
         self._offsets_and_minima: dict[int, tuple[tuple[float, float | None], ...]] = {}
+        self._constants: set[int] = set()
+        """The positions of plain arguments that are not the number of rows."""
+        self._tracked: set[tuple[int, int]] = set()
+        """The positions of plain arguments that have equalled the rows in each call, with these numbers of rows."""
         self.programs = ProgramCache(job, world, transform=self._add_weights)
 
     def read_call(self, arguments: FlattenedArguments) -> tuple[LossWeight, ...]:
         """Return the loss weights of a call on one device."""
-        call = self.programs.look_up(arguments, get_placements(arguments, self._world.mesh))
-        executable = call.known or self.programs.capture_program(call)
-        values = [
-            arguments.tensors[slot] if isinstance(slot, int) else slot if isinstance(slot, Tensor) else slot.tensor()
-            for slot in executable.slots
-        ]
-        sizes = list(executable.sizes(arguments).values())
-        return self.read(executable, executable.local([value.detach() for value in values], sizes))
+        mesh = self._world.mesh
+        call = self.programs.look_up(arguments, get_placements(arguments, mesh))
+        ran = self.programs.run_checked(call, lambda program: run_program(program, call, mesh))
+        return self.read(ran.executable, ran.outputs)
 
     def read(self, executable: Executable, results: Sequence[Tensor]) -> tuple[LossWeight, ...]:
         """Return the loss weights among a program's results, which are the last ones."""
@@ -55,32 +57,99 @@ class LossWeightReader:
     def _add_weights(self, captured: CapturedJob, arguments: FlattenedArguments) -> LogicalProgram:
         """Return the captured program with its loss weights, or only these."""
         rows, dims = find_row_dims(arguments, self._job)
-
-        def capture_with_rows(factor: int) -> LogicalProgram:
-            return self._capture_rows(arguments, rows, dims, factor)
-
-        found = add_loss_normalizers(captured.program, capture_with_rows, dims, line=self._job.line)
+        known = [read.value for read in captured.reads]
+        growing = self._find_growing(arguments, rows, known)
+        found = add_loss_normalizers(
+            captured.program,
+            lambda factor: self._capture_rows(arguments, dims, factor, growing, known),
+            dims,
+            line=self._job.line,
+        )
         self._offsets_and_minima[id(captured)] = found.adjustments
         return keep_last_results(found.program, len(found.adjustments)) if self._weights_only else found.program
 
-    def _capture_rows(
-        self, arguments: FlattenedArguments, rows: int, dims: dict[int, int], factor: int
-    ) -> LogicalProgram:
-        """Capture the job for `times` as many rows.
+    def _find_growing(self, arguments: FlattenedArguments, rows: int, known: Sequence[Any]) -> frozenset[int]:
+        """Return the positions of the plain arguments that are the number of rows.
 
-        A plain argument that equals the number of rows grows with them.
+        A number that differed from the rows of an earlier call is a constant. Another one that equals them may be
+        either. It counts as the number of rows if the loss weights are the same anyway.
+
+        Raises:
+            CaptureError: They are not.
+        """
+        numbers = {
+            position: leaf
+            for position, leaf in enumerate(arguments.plain)
+            if isinstance(leaf, int) and not isinstance(leaf, bool)
+        }
+        self._constants |= {position for position, number in numbers.items() if number != rows}
+        self._tracked |= {(position, rows) for position in numbers.keys() - self._constants}
+        growing = frozenset(numbers.keys() - self._constants)
+        sure = frozenset(position for position in growing if sum(item == position for item, _ in self._tracked) > 1)
+        if growing <= sure:
+            return growing
+        as_rows, as_constants = (self._try_weights(arguments, held, known) for held in (growing, sure))
+        if as_constants is None or as_rows == as_constants:
+            return growing
+        if as_rows is None:
+            return sure
+        raise CaptureError(
+            expected="a loss that divides by a number of rows that Rankless can tell from a constant (accumulate=)",
+            found=f"an argument of {rows} with a batch of {rows} rows: it may be the number of rows, or a constant",
+            fix="compute the number of rows in the job, as len(x) of a batch x, and pass a constant as a tensor",
+            where=self._job.line,
+        )
+
+    def _try_weights(self, arguments: FlattenedArguments, growing: frozenset[int], known: Sequence[Any]) -> object:
+        """Return a description of the loss weights if some plain arguments grow with the rows; None if there are none.
+
+        A loss that does not fit makes no loss weights.
+        """
+        _, dims = find_row_dims(arguments, self._job)
+
+        def capture_with_rows(factor: int) -> LogicalProgram:
+            return self._capture_rows(arguments, dims, factor, growing, known)
+
+        try:
+            found = add_loss_normalizers(capture_with_rows(1), capture_with_rows, dims, line=self._job.line)
+        except CaptureError:
+            return None
+        hashes: dict[fx.Node, str] = {}
+        nodes = [node for node, _ in found.program.outputs[len(found.program.outputs) - len(found.adjustments) :]]
+        return found.adjustments, [hash_computation(node, hashes) for node in nodes]
+
+    def _capture_rows(
+        self,
+        arguments: FlattenedArguments,
+        dims: dict[int, int],
+        factor: int,
+        growing: frozenset[int],
+        known: Sequence[Any],
+    ) -> LogicalProgram:
+        """Capture the job for `factor` times as many rows, with the plain arguments at `growing` as many times.
+
+        `known` has the values of tensors that the job's Python reads.
         """
         job = self._job
         shapes = [
             scale_rows(shape, dims[index], factor) if index in dims else shape
             for index, shape in enumerate(get_shapes(arguments))
         ]
-        plain = tuple(
-            factor * leaf if isinstance(leaf, int) and not isinstance(leaf, bool) and leaf == rows else leaf
-            for leaf in arguments.plain
-        )
+        plain = tuple(factor * leaf if position in growing else leaf for position, leaf in enumerate(arguments.plain))
         source = JobSource(name=job.name, function=job.function, modules=job.modules, trains=True, line=job.line)
-        return capture(source, replace(arguments, plain=plain).unflatten, shapes, self._device).program
+        reads = ValueReads(known)
+        try:
+            captured = capture(source, replace(arguments, plain=plain).unflatten, shapes, self._device, reads=reads)
+        except ValueNeeded:
+            reads.lines.append("")
+        if len(reads.lines) != len(known):
+            raise CaptureError(
+                expected="a job that reads as many values of tensors for any number of rows (accumulate=)",
+                found=f"{len(known)} for this batch, and others for a larger one",
+                fix="compute with tensors, or train without accumulate=",
+                where=job.line,
+            )
+        return captured.program
 
 
 def find_row_dims(arguments: FlattenedArguments, job: JobDefinition) -> tuple[int, dict[int, int]]:

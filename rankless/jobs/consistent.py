@@ -1,6 +1,7 @@
 """The consistent view: capture a job once per kind of call, then run it as one program on every rank of a mesh."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +13,11 @@ from rankless.compiler.capture.capture import TENSOR_LEAF, CapturedJob
 from rankless.compiler.tracing.symbolic_sizes import evaluate_size
 from rankless.context.optimizer_fingerprint import OptimizerComparison
 from rankless.context.world import World
-from rankless.jobs.arguments import FlattenedArguments, get_local_piece, get_placements
+from rankless.jobs.arguments import (
+    FlattenedArguments,
+    find_autograd_history,
+    get_placements,
+)
 from rankless.jobs.call_fingerprint import (
     GENERATOR,
     fingerprint_generator,
@@ -22,7 +27,7 @@ from rankless.jobs.call_fingerprint import (
 )
 from rankless.jobs.call_loss_weights import LossWeightReader
 from rankless.jobs.definition import CallResult, JobDefinition
-from rankless.jobs.executable import Executable
+from rankless.jobs.executable import Executable, ModuleTensorReference, collect_inputs
 from rankless.jobs.model_sync import check_models_equal, require_same_kind_of_device, sync_models
 from rankless.jobs.program_cache import CacheLookup, ProgramCache
 
@@ -49,6 +54,9 @@ class ConsistentView:
 
     def run(self, arguments: FlattenedArguments) -> CallResult:
         """Return the job's whole result, the same on every rank. A train job also sets its parameters' gradients."""
+        history = find_autograd_history(self._job.function, arguments) if self._job.trains else None
+        if history is not None:
+            raise history.add_location(self._job.line)
         placements = get_placements(arguments, self._world.mesh)
         call = self._programs.look_up(arguments, placements)
         self._sync_call(call)
@@ -56,26 +64,14 @@ class ConsistentView:
         inspected = inspector is not None and inspector.count_call(self._job.name)
         with clear_autocast_cache():
             if inspected:
-                executable = self._programs.capture_exactly(call)
-            else:
-                executable = call.known or self._programs.capture_program(call)
-        self._draws = self._draws or executable.captured.program.is_random
-        mesh = self._world.mesh
-        values, states = [], []
-        for slot in executable.slots:
-            if isinstance(slot, int):
-                tensor = arguments.tensors[slot]
-                values.append(get_local_piece(tensor, placements[slot], mesh))
-            elif isinstance(slot, Tensor):
-                values.append(slot)
-            else:
-                values.append(state := slot.tensor())
-                states.append(state)
+                call = replace(call, known=self._programs.capture_exactly(call))
+            ran = self._programs.run_checked(
+                call, lambda program: self._run_program(program, call, inspected=inspected)
+            )
+        executable, outputs = ran.executable, ran.outputs
+        states = [slot.tensor() for slot in executable.slots if isinstance(slot, ModuleTensorReference)]
         sizes = executable.sizes(arguments)
-        program: Any = executable.local
-        if inspected and inspector is not None:
-            program = inspector.instrument(executable.local.sharded, self._world)
-        outputs = program([value.detach() for value in values], list(sizes.values()))
+        self._draws = self._draws or executable.captured.program.is_random
         if self._job.trains:
             self._world.mesh.check_sync_point_again()  # the other hosts have arrived, and no step is made yet
         for module, training in executable.captured.changed_modes:
@@ -89,6 +85,17 @@ class ConsistentView:
         loss, *results = results
         weights = () if self._loss_weights is None else self._loss_weights.read(executable, results)
         return CallResult(unflatten_result(executable.captured, results, sizes), loss=loss, weights=weights)
+
+    def _run_program(self, executable: Executable, call: CacheLookup, *, inspected: bool) -> Sequence[Tensor]:
+        """Run a program on this call's values and return its outputs."""
+        program: Any = executable.local
+        if inspected and self._world.inspector is not None:
+            program = self._world.inspector.instrument(executable.local.sharded, self._world)
+        for parameter in executable.parameters:
+            parameter.grad = None  # before the program, which uses the memory of gradients again that nobody holds
+        values = collect_inputs(executable, call.arguments, call.placements, self._world.mesh)
+        outputs: Sequence[Tensor] = program(values, list(executable.sizes(call.arguments).values()))
+        return outputs
 
     def _sync_call(self, call: CacheLookup) -> None:
         """Check that all ranks make this call, with the same inputs and models. Raises `RanksDiverged`.
@@ -128,14 +135,15 @@ class ConsistentView:
 
     def _apply(self, executable: Executable, outputs: Sequence[Tensor]) -> list[Tensor]:
         """Set gradients of parameters and new values of buffers, and return the job's results."""
-        for parameter in executable.parameters:
-            parameter.grad = None
         results = []
         for value, described, target in zip(outputs, executable.local.outputs, executable.targets, strict=True):
             if target is None:
-                results.append(value)
+                if described.kind == "result":
+                    results.append(value)
             elif described.kind == "gradient":
                 target.tensor().grad = value
+            elif described.renews_memory:
+                target.tensor().data = value.clone()
             else:
                 with torch.no_grad():
                     target.tensor().copy_(value)

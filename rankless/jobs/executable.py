@@ -1,16 +1,19 @@
 """An executable: a compiled program with the sources of its inputs and the targets of its outputs."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
 from rankless.compiler.capture.capture import CapturedJob
 from rankless.compiler.codegen.codegen import LocalProgram
 from rankless.compiler.ir.logical_program import ProgramInput
-from rankless.jobs.arguments import FlattenedArguments
+from rankless.jobs.arguments import FlattenedArguments, get_local_piece
 from rankless.jobs.definition import JobDefinition
 from rankless.jobs.varying_sizes import SizeConstraints
+from rankless.parallel.mesh import Mesh
+from rankless.parallel.tensor_placement import Placement
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class Executable:
     slots: tuple[ModuleTensorReference | Tensor | int, ...]
     """The source of each input: a module's slot, a constant, or the number of a tensor argument."""
     targets: tuple[ModuleTensorReference | None, ...]
-    """The target of each output: a parameter (its gradient), a buffer, or None for a result."""
+    """The target of each output: the parameter of a gradient, what gets a new value, or None for a result."""
     parameters: tuple[nn.Parameter, ...]
     varying_sizes: SizeConstraints | None
     """For which other sizes of arguments it is valid; None if only for those it was captured with."""
@@ -48,11 +51,29 @@ class Executable:
         """Whether every Python value that the capture read is unchanged."""
         return self.captured.guards.all_hold()
 
+    @property
+    def read_values(self) -> tuple[Any, ...]:
+        """What the job's Python read of tensors when it was captured."""
+        return tuple(read.value for read in self.captured.reads)
+
     def sizes(self, arguments: FlattenedArguments) -> dict[str, int]:
         """Return the varying sizes of this call by symbol."""
         if self.varying_sizes is None:
             return {}
         return self.varying_sizes.sizes([tensor.shape for tensor in arguments.tensors])
+
+
+def collect_inputs(
+    executable: Executable, arguments: FlattenedArguments, placements: Sequence[Placement], mesh: Mesh
+) -> list[Tensor]:
+    """Return this rank's values of a program's inputs, without autograd history."""
+    values = []
+    for slot in executable.slots:
+        if isinstance(slot, int):
+            values.append(get_local_piece(arguments.tensors[slot], placements[slot], mesh))
+        else:
+            values.append(slot if isinstance(slot, Tensor) else slot.tensor())
+    return [value.detach() for value in values]
 
 
 def make_executable(
@@ -70,7 +91,7 @@ def make_executable(
         number=number,
         slots=tuple(find_input(job, described) for described in local.inputs),
         targets=tuple(
-            None if described.kind == "result" else find_slot(job, described.name, described.kind == "gradient")
+            None if described.kind in ("result", "check") else find_slot(job, described.name)
             for described in local.outputs
         ),
         parameters=tuple(job.parameters()) if job.trains else (),
@@ -84,12 +105,12 @@ def find_input(job: JobDefinition, described: ProgramInput) -> ModuleTensorRefer
         return described.index
     if described.constant is not None:
         return described.constant
-    return find_slot(job, described.name, described.kind == "parameter")
+    return find_slot(job, described.name)
 
 
-def find_slot(job: JobDefinition, full_name: str, is_parameter: bool) -> ModuleTensorReference:
+def find_slot(job: JobDefinition, full_name: str) -> ModuleTensorReference:
     """Return the slot of a name such as "model.layer.weight"."""
     name, _, path = full_name.partition(".")
     owner, _, key = path.rpartition(".")
     module = job.modules[name].get_submodule(owner)
-    return ModuleTensorReference(module._parameters if is_parameter else module._buffers, key)
+    return ModuleTensorReference(module._parameters if key in module._parameters else module._buffers, key)

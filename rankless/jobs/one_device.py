@@ -12,9 +12,10 @@ from rankless.compiler.capture.autocast import clear_autocast_cache, disable_aut
 from rankless.compiler.capture.capture import extract_loss
 from rankless.compiler.capture.forbidden_training_calls import refuse_training_calls
 from rankless.compiler.capture.untraced_changes import warn_of_refused_changes
+from rankless.compiler.tracing.refused_functions import ModuleTensors
 from rankless.context.world import World
 from rankless.errors import CaptureError
-from rankless.jobs.arguments import FlattenedArguments
+from rankless.jobs.arguments import FlattenedArguments, find_autograd_history
 from rankless.jobs.call_loss_weights import LossWeightReader
 from rankless.jobs.definition import CallResult, JobDefinition, detach_leaf
 from rankless.jobs.perturbation import perturb_gradients, perturbed_parameters
@@ -46,6 +47,9 @@ class PlainView:
             if inspector is not None:
                 inspector.record_plain(self._job, result)
             return CallResult(pytree.tree_map(detach_leaf, result))
+        history = find_autograd_history(self._job.function, arguments) if self._is_first else None
+        if history is not None:
+            self._warn(history, "")
         # Before the job, because the job may change buffers that its loss weights depend on.
         weights = () if self._loss_weights is None else self._loss_weights.read_call(arguments)
         parameters = self._job.parameters()
@@ -75,11 +79,11 @@ class PlainView:
             yield
             return
         self._is_first = False
-        parameters, buffers = dict[str, Tensor](), dict[str, Tensor]()
+        tensors = dict[str, Tensor]()
         for name, module in self._job.modules.items():
-            parameters |= dict(module.named_parameters(prefix=name))
-            buffers |= dict(module.named_buffers(prefix=name))
-        with refuse_training_calls(), warn_of_refused_changes(parameters, buffers, warn=self._warn):
+            tensors |= {f"parameter {path!r}": item for path, item in module.named_parameters(prefix=name)}
+            tensors |= {f"buffer {path!r}": item for path, item in module.named_buffers(prefix=name)}
+        with refuse_training_calls(), warn_of_refused_changes(ModuleTensors(tensors), warn=self._warn):
             yield
 
     def _warn(self, refusal: CaptureError, line: str) -> None:

@@ -4,41 +4,49 @@ The cache key holds everything that a program depends on except sizes and guarde
 the programs for its shapes, and programs for varying sizes. Guards decide whether a program is still valid.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
-from torch import nn
+from torch import Tensor
 
 from rankless.collectives.byte_messages import all_gather_bytes
 from rankless.compiler.capture.capture import ArgumentShape, CapturedJob, JobSource, capture
 from rankless.compiler.capture.torch_modes import get_torch_modes
-from rankless.compiler.capture.trace_errors import find_user_line
+from rankless.compiler.capture.value_reads import ValueNeeded, ValueReads
 from rankless.compiler.codegen.codegen import LocalProgram, build_local_program
 from rankless.compiler.guards.guards import Guard
 from rankless.compiler.ir.logical_program import LogicalProgram
+from rankless.compiler.lowering.value_check import OtherValueRead
 from rankless.compiler.program_agreement import require_same_program
-from rankless.compiler.scheduling.gradient_buckets import GradientMemory
-from rankless.compiler.tracing.symbolic_sizes import SymbolicSizes, compile_guards, is_symbolic
-from rankless.compiler.tracing.value_snapshots import make_type_keys
+from rankless.compiler.scheduling.gradient_memory import GradientMemory
+from rankless.compiler.tracing.symbolic_sizes import SymbolicSizes, compile_guards
+from rankless.compiler.tracing.value_snapshots import is_equal, make_type_keys
+from rankless.context.generator_states import restore_generators, save_generators
 from rankless.context.world import World
-from rankless.errors import RanklessError
+from rankless.errors import CaptureError
 from rankless.jobs.arguments import FlattenedArguments, get_shapes
 from rankless.jobs.definition import JobDefinition
-from rankless.jobs.executable import Executable, make_executable
+from rankless.jobs.executable import Executable, collect_inputs, make_executable
 from rankless.jobs.program_records import ProgramNotices
 from rankless.jobs.recapture_warning import RecaptureWarner
 from rankless.jobs.varying_sizes import (
     ArgumentDim,
     Shapes,
     SizeConstraints,
+    SizeGuards,
     SizeHistory,
+    describe_failure,
+    find_fixing_line,
     is_even_split,
+    list_namespaces,
     list_sizes,
     make_symbolic_shapes,
+    remove_sizes,
     resize_placement,
 )
+from rankless.parallel.mesh import Mesh
 from rankless.parallel.tensor_placement import Placement, Shard
 
 MAX_FAILURES = 3
@@ -65,13 +73,6 @@ class CacheEntry:
     failures: int = 0
 
 
-class SizeGuards(msgspec.Struct, frozen=True):
-    """The guards of a rank's program for varying sizes, or why it has no such program. Ranks exchange them."""
-
-    conditions: list[str]
-    failure: str = ""
-
-
 @dataclass(frozen=True, kw_only=True)
 class CacheLookup:
     """A call with its logical shapes and placements, and the cache entry that it belongs to."""
@@ -96,6 +97,14 @@ class CacheLookup:
             if isinstance(placement, Shard) and not is_even_split(placement, shape)
         }
         return tuple(group for group in self.entry.history.groups(self.shapes) if not uneven.intersection(group))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgramRun:
+    """A program that has run, and the values of its outputs."""
+
+    executable: Executable
+    outputs: Sequence[Tensor]
 
 
 class ProgramCache:
@@ -149,9 +158,59 @@ class ProgramCache:
         move_to_front(call.entry.by_shapes[call.shapes], executable)
         return executable
 
+    def run_checked(self, call: CacheLookup, run: Callable[[Executable], Sequence[Tensor]]) -> ProgramRun:
+        """Run a call's program, and others until one read the values that it was captured for. Collective.
+
+        See Note [values that Python reads]. A program changes nothing but the state of random generators, which is
+        restored before another one runs.
+
+        Args:
+            call: The call, with a valid program if there is one.
+            run: Runs a program and returns the values of its outputs.
+        """
+        executable = call.known or self.capture_program(call)
+        while True:
+            states = save_generators() if executable.captured.reads else None
+            try:
+                return ProgramRun(executable=executable, outputs=run(executable))
+            except OtherValueRead as other:
+                position, value = other.position, other.value
+            if states is not None:
+                restore_generators(states)
+            executable = self._get_program_for(call, executable, [*executable.read_values[:position], value])
+
+    def _get_program_for(self, call: CacheLookup, executable: Executable, known: Sequence[Any]) -> Executable:
+        """Return a program that was captured for other values of what the job reads first, or capture one."""
+        programs = call.entry.by_shapes[call.shapes]
+        for other in programs:
+            if other.is_valid and is_equal(list(other.read_values[: len(known)]), list(known)):
+                move_to_front(programs, other)
+                return other
+        line = executable.captured.reads[len(known) - 1].line
+        count = self._recaptures[line] = self._recaptures.get(line, 0) + 1
+        if count == WARN_AFTER_RECAPTURES:
+            self._world.notify(
+                f"{line}: job {self._job.name!r} was captured {count} times again because it reads the value of a "
+                "tensor here, which changes (correct, but slow); compute with the tensor, or read it outside the job"
+            )
+        captured = self._capture_fixed_sizes(call, known)
+        move_to_front(programs, captured)
+        return captured
+
     def capture_exactly(self, call: CacheLookup) -> Executable:
-        """Capture a program for exactly this call, without varying sizes, to inspect its values."""
-        return self._capture_fixed_sizes(call)
+        """Capture a program for exactly this call, without varying sizes, to inspect its values.
+
+        If the job reads values of tensors, run it, so that it is the program for the values of this call.
+        """
+        executable = self._capture_fixed_sizes(call)
+        if not executable.captured.reads:
+            return executable
+        states = save_generators()
+        ran = self.run_checked(
+            replace(call, known=executable), lambda program: run_program(program, call, self._world.mesh)
+        )
+        restore_generators(states)
+        return ran.executable
 
     def _warn_of_recaptures(self, stale_guard: Guard | None) -> None:
         """Warn once of a value whose changes cause many captures."""
@@ -180,14 +239,44 @@ class ProgramCache:
             get_torch_modes(self._job.device(self._world.mesh.device).type),
         )
 
-    def _capture_fixed_sizes(self, call: CacheLookup) -> Executable:
-        """Capture for these sizes, compare with the other ranks, compile."""
-        captured = self._capture(call.arguments, get_shapes(call.arguments), None)
+    def _capture_fixed_sizes(self, call: CacheLookup, known: Sequence[Any] = ()) -> Executable:
+        """Capture for these sizes, compare with the other ranks, compile.
+
+        `known` has the values of the first tensors that the job's Python reads.
+        """
+        captured = self._capture_with_reads(call, known)
         program = self._transform(captured, call.arguments)
         require_same_program(program, self._world.mesh)
         local = build_local_program(program, call.placements, self._world.mesh, memory=self._memory)
         self._report_program(local, captured)
         return self._make_executable(captured, local)
+
+    def _capture_with_reads(self, call: CacheLookup, known: Sequence[Any]) -> CapturedJob:
+        """Capture for these sizes and for the values of this call; see Note [values that Python reads]."""
+        shapes = get_shapes(call.arguments)
+        while True:
+            reads = ValueReads(known)
+            try:
+                return self._capture(call.arguments, shapes, None, reads)
+            except (ValueNeeded, Exception) as error:  # with a wrong value the job's own code may fail
+                if not reads.has_guesses:
+                    raise
+                if isinstance(error, CaptureError) and not isinstance(error.__cause__, ValueNeeded):
+                    raise
+            known = [*known, self._compute_next_value(call, known)]
+
+    def _compute_next_value(self, call: CacheLookup, known: Sequence[Any]) -> Any:
+        """Return the value of the first tensor that the job reads after the known ones, in this call."""
+        reads = ValueReads(known, ends_at_unknown=True)
+        captured = self._capture(call.arguments, get_shapes(call.arguments), None, reads)
+        require_same_program(captured.program, self._world.mesh)
+        local = build_local_program(captured.program, call.placements, self._world.mesh, memory=self._memory)
+        executable = make_executable(self._job, captured, local, number=0)
+        states = save_generators()
+        outputs = run_program(executable, call, self._world.mesh)
+        restore_generators(states)
+        results = zip(outputs, local.outputs, strict=True)
+        return next(value for value, output in results if output.kind == "result").item()
 
     def _capture_varying_sizes(self, call: CacheLookup) -> Executable | None:
         """Do the same with symbols for sizes that have varied; None if there are none or it fails."""
@@ -260,7 +349,11 @@ class ProgramCache:
         return make_executable(self._job, captured, local, number=self._captures, varying_sizes=varying_sizes)
 
     def _capture(
-        self, arguments: FlattenedArguments, shapes: Sequence[ArgumentShape], sizes: SymbolicSizes | None
+        self,
+        arguments: FlattenedArguments,
+        shapes: Sequence[ArgumentShape],
+        sizes: SymbolicSizes | None,
+        reads: ValueReads | None = None,
     ) -> CapturedJob:
         """Capture the logical program for arguments of the given shapes."""
         job = self._job
@@ -270,7 +363,8 @@ class ProgramCache:
         try:
             if self._world.meter is not None:
                 self._world.meter.note_capture()
-            captured = capture(source, arguments.unflatten, shapes, job.device(self._world.mesh.device), sizes=sizes)
+            device = job.device(self._world.mesh.device)
+            captured = capture(source, arguments.unflatten, shapes, device, sizes=sizes, reads=reads)
         finally:
             removed = remove_sizes(namespaces, before)
         if removed:
@@ -286,6 +380,12 @@ class ProgramCache:
         self._notices.report(local)
 
 
+def run_program(executable: Executable, call: CacheLookup, mesh: Mesh) -> Sequence[Tensor]:
+    """Run a program on the values of a call, and return the values of its outputs."""
+    values = collect_inputs(executable, call.arguments, call.placements, mesh)
+    return executable.local(values, list(executable.sizes(call.arguments).values()))
+
+
 def find_fitting(entry: CacheEntry, shapes: Shapes) -> Executable | None:
     """Return a valid program for varying sizes that fits these shapes."""
     for executable in entry.varying:
@@ -297,33 +397,3 @@ def find_fitting(entry: CacheEntry, shapes: Shapes) -> Executable | None:
 def move_to_front(programs: list[Executable], used: Executable) -> None:
     """Move the used program to the front and drop the oldest, so that changing values cannot fill memory."""
     programs[:] = [used, *(other for other in programs if other is not used)][:MAX_PROGRAMS]
-
-
-def describe_failure(error: Exception, line: str) -> str:
-    """Describe in one line why a capture failed, after the script's line; `line` if no nearer one is known."""
-    if isinstance(error, RanklessError):
-        text, where = str(error.found), error.where
-    else:
-        text, where = f"{type(error).__name__}: {error}", None
-    return f"{where or find_user_line(error) or line}: {text}".partition("\n")[0]
-
-
-def find_fixing_line(sizes: SymbolicSizes) -> str:
-    """Return the first line of the script that needed the number of a symbolic size."""
-    return next((line for line in sizes.shape_env.specializing_lines if line), "")
-
-
-def list_namespaces(function: Callable[..., Any], modules: Mapping[str, nn.Module]) -> list[dict[str, Any]]:
-    """Return the namespaces where a job may store a size: the attributes of its modules, and its globals."""
-    found = [vars(part) for module in modules.values() for part in module.modules()]
-    return [*found, getattr(function, "__globals__", {})]
-
-
-def remove_sizes(namespaces: Sequence[dict[str, Any]], before: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Restore values that the job replaced by symbolic sizes, which mean nothing outside it. Returns their names."""
-    removed = []
-    for names, known in zip(namespaces, before, strict=True):
-        for name in [name for name, value in names.items() if is_symbolic(value)]:
-            removed.append(name)
-            names[name] = known.get(name)
-    return removed

@@ -1,10 +1,16 @@
 """Find which sizes of a job's arguments vary between calls, and which calls a program for varying sizes fits."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+from torch import nn
 
 from rankless.compiler.capture.capture import ArgumentShape
-from rankless.compiler.tracing.symbolic_sizes import MIN_SYMBOLIC_SIZE, SymbolicSizes
+from rankless.compiler.capture.trace_errors import find_user_line
+from rankless.compiler.tracing.symbolic_sizes import MIN_SYMBOLIC_SIZE, SymbolicSizes, is_symbolic
+from rankless.errors import RanklessError
 from rankless.parallel.tensor_placement import Placement, Shard, split_lengths
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -76,6 +82,13 @@ class SizeConstraints:
         }
 
 
+class SizeGuards(msgspec.Struct, frozen=True):
+    """The guards of a rank's program for varying sizes, or why it has no such program. Ranks exchange them."""
+
+    conditions: list[str]
+    failure: str = ""
+
+
 def make_symbolic_shapes(
     sizes: SymbolicSizes, shapes: Sequence[ArgumentShape], groups: Sequence[Sequence[ArgumentDim]]
 ) -> tuple[ArgumentShape, ...]:
@@ -86,9 +99,7 @@ def make_symbolic_shapes(
         size = sizes.create(shapes[first].shape[dim], f"size {number}")
         for argument, dim in group:
             changed[argument][dim] = size
-    return tuple(
-        ArgumentShape(shape=tuple(shape), dtype=item.dtype) for shape, item in zip(changed, shapes, strict=True)
-    )
+    return tuple(replace(item, shape=tuple(shape)) for shape, item in zip(changed, shapes, strict=True))
 
 
 def is_even_split(placement: Placement, shape: Sequence[int]) -> bool:
@@ -103,3 +114,33 @@ def resize_placement(placement: Placement, shape: Sequence[int]) -> Placement:
     if isinstance(placement, Shard) and not isinstance(shape[placement.dim], int):
         return Shard(placement.dim, split_lengths(shape[placement.dim], len(placement.lengths)))
     return placement
+
+
+def list_namespaces(function: Callable[..., Any], modules: Mapping[str, nn.Module]) -> list[dict[str, Any]]:
+    """Return the namespaces where a job may store a size: the attributes of its modules, and its globals."""
+    found = [vars(part) for module in modules.values() for part in module.modules()]
+    return [*found, getattr(function, "__globals__", {})]
+
+
+def remove_sizes(namespaces: Sequence[dict[str, Any]], before: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Restore values that the job replaced by symbolic sizes, which mean nothing outside it. Returns their names."""
+    removed = []
+    for names, known in zip(namespaces, before, strict=True):
+        for name in [name for name, value in names.items() if is_symbolic(value)]:
+            removed.append(name)
+            names[name] = known.get(name)
+    return removed
+
+
+def describe_failure(error: Exception, line: str) -> str:
+    """Describe in one line why a capture failed, after the script's line; `line` if no nearer one is known."""
+    if isinstance(error, RanklessError):
+        text, where = str(error.found), error.where
+    else:
+        text, where = f"{type(error).__name__}: {error}", None
+    return f"{where or find_user_line(error) or line}: {text}".partition("\n")[0]
+
+
+def find_fixing_line(sizes: SymbolicSizes) -> str:
+    """Return the first line of the script that needed the number of a symbolic size."""
+    return next((line for line in sizes.shape_env.specializing_lines if line), "")

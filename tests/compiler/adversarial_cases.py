@@ -44,6 +44,8 @@ class AdversarialCase:
     build: Callable[[], Script]
     refused: str | None = None
     tolerance: float = 1e-12
+    reads_values: bool = False
+    """Whether its Python reads values of tensors, so that it cannot be captured without running."""
 
     def __str__(self) -> str:
         return self.build.__name__
@@ -64,6 +66,8 @@ class CallState:
     gradients: dict[str, Tensor | None]
     generator: Tensor
     arguments: list[Tensor] = field(default_factory=list)
+    strides: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """The strides of the gradients, and of the results."""
 
 
 def rows(count: int = 5, *, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
@@ -104,7 +108,17 @@ def record_call(script: Script, results: Any, batch: Sequence[Any]) -> CallState
         gradients={name: None if item.grad is None else item.grad.to_dense().clone() for name, item in tensors.items()},
         generator=torch.get_rng_state(),
         arguments=[item.clone() for item in batch if isinstance(item, Tensor)],
+        strides=list_strides(tensors, results),
     )
+
+
+def list_strides(tensors: Mapping[str, Tensor], results: Any) -> dict[str, tuple[int, ...]]:
+    """Return the strides of all dense gradients, and of the results."""
+    found = {f"gradient of {name}": item.grad for name, item in tensors.items() if item.grad is not None}
+    found |= {
+        f"result {number}": leaf for number, leaf in enumerate(pytree.tree_leaves(results)) if torch.is_tensor(leaf)
+    }
+    return {name: item.stride() for name, item in found.items() if not item.is_sparse}
 
 
 def run_plain(case: AdversarialCase) -> list[CallState]:

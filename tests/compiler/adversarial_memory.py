@@ -232,17 +232,72 @@ def result_put_outside():
     return script_noting(act)
 
 
+def gradient_of_a_parameter_read():
+    def act(model):
+        assert model[0].weight.grad is not None  # the line
+
+    return script_changing(act)
+
+
+def parameter_changed_after_its_use():
+    def act(model):
+        with torch.no_grad():
+            model[2].bias.mul_(0.5)
+
+    return script_changing(act)
+
+
+def data_changed_after_a_use_whose_gradient_needs_it():
+    def act(model):
+        model[2].weight.data.mul_(0.5)  # the plain backward pass uses the changed values too
+
+    return script_changing(act)
+
+
+def data_set_after_a_use_whose_gradient_needs_it():
+    def act(model):
+        model[2].weight.data = model[2].weight.data * 0.5  # the line
+
+    return script_changing(act)
+
+
+def data_set_to_memory_of_another():
+    model = Shifted()
+
+    def loss(features, labels):
+        model.shift.data = model.linear.bias.data  # the line
+        return F.cross_entropy(model(features), labels)
+
+    return Script(function=loss, modules={"model": model}, batches=batches())
+
+
+def data_set_and_the_old_kept():
+    model, kept = Shifted(), []
+
+    def loss(features, labels):
+        model.shift.data = model.shift * 0.9 + features.mean()
+        return F.cross_entropy(model(features), labels)
+
+    def change(_):
+        kept.append(model.shift.data)
+        with torch.no_grad():
+            model.linear.bias.add_(sum(kept))
+
+    return Script(function=loss, modules={"model": model}, batches=batches(), before_call=change)
+
+
 CASES = [
-    AdversarialCase(build=data_of_a_parameter_set, refused=r"\.data of parameter 'model\.0\.weight' set"),
-    AdversarialCase(build=data_of_a_parameter_changed_in_place, refused=r"'model\.0\.weight' is changed in place"),
-    AdversarialCase(build=data_of_a_parameter_scaled, refused=r"'model\.0\.weight' is changed in place"),
-    AdversarialCase(build=row_of_a_parameter_cleared, refused=r"'model\.0\.weight' is changed in place"),
-    AdversarialCase(build=parameters_from_a_vector, refused=r"\.data of parameter 'model\.0\.weight' set"),
+    AdversarialCase(build=gradient_of_a_parameter_read, refused=r"\.grad of parameter 'model\.0\.weight' read"),
+    AdversarialCase(build=data_of_a_parameter_set),
+    AdversarialCase(build=data_of_a_parameter_changed_in_place),
+    AdversarialCase(build=data_of_a_parameter_scaled),
+    AdversarialCase(build=row_of_a_parameter_cleared),
+    AdversarialCase(build=parameters_from_a_vector, refused=r"\.data of parameter 'model\.2\.bias' set after a use"),
     AdversarialCase(build=precision_changed_and_restored, refused=r"\.data of parameter 'model\.0\.weight' set"),
-    AdversarialCase(build=data_of_a_buffer_set, refused=r"\.data of buffer 'model\.shift' set"),
+    AdversarialCase(build=data_of_a_buffer_set),
     AdversarialCase(build=buffers_swapped, refused=r"swap_tensors\(\) inside the job"),
     AdversarialCase(build=memory_of_a_buffer_set, refused=r"set_\(\) inside the job"),
-    AdversarialCase(build=storage_of_a_buffer_written, refused=r"invalid python storage"),
+    AdversarialCase(build=storage_of_a_buffer_written, refused=r"the storage of a tensor"),
     AdversarialCase(build=gradient_of_a_parameter_set, refused=r"\.grad of parameter 'model\.0\.weight' set"),
     AdversarialCase(build=data_of_scores_set, refused=r"\.data of a tensor set"),
     AdversarialCase(build=data_of_scores_changed_in_place),
@@ -257,4 +312,11 @@ CASES = [
     AdversarialCase(build=calls_counted_outside, refused=r"from outside the job changed in place"),
     AdversarialCase(build=averages_kept_outside, refused=r"of shape \[3\] from outside the job changed in place"),
     AdversarialCase(build=result_put_outside, refused=r"a tensor from outside the job changed in place"),
+    AdversarialCase(build=parameter_changed_after_its_use),
+    AdversarialCase(build=data_changed_after_a_use_whose_gradient_needs_it),
+    AdversarialCase(build=data_set_and_the_old_kept),
+    AdversarialCase(
+        build=data_set_after_a_use_whose_gradient_needs_it, refused=r"'model\.2\.weight' set after a use whose gradient"
+    ),
+    AdversarialCase(build=data_set_to_memory_of_another, refused=r"set to a tensor that shares memory"),
 ]

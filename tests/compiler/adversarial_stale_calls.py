@@ -256,8 +256,8 @@ def seed_of_torch():
 def seed_drawn():
     model = perceptron()
 
-    def loss(features, labels):  # the line
-        torch.seed()
+    def loss(features, labels):
+        torch.seed()  # the line
         return F.cross_entropy(model(features), labels)
 
     return script(loss, model)
@@ -344,7 +344,7 @@ CASES = [
     AdversarialCase(build=file_of_arrays, refused=CALLED),
     AdversarialCase(build=file_of_tensors, refused=CALLED + r"torch\.load;"),
     AdversarialCase(build=seed_of_torch, refused=CALLED + r"torch\.initial_seed;"),
-    AdversarialCase(build=seed_drawn, refused=r"seeds torch's generator"),
+    AdversarialCase(build=seed_drawn, refused=r"reads or sets the state of a generator"),
     AdversarialCase(build=answer_of_the_user, refused=CALLED + r"builtins\.input;"),
     AdversarialCase(build=command_of_the_system, refused=CALLED + r"subprocess\.run;"),
     AdversarialCase(build=time_of_a_file_in_a_function_of_a_hook, refused=CALLED + r"time\.monotonic;"),

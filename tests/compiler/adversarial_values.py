@@ -212,17 +212,98 @@ def loss_per_sample():
     return Script(function=loss, modules={"model": model}, batches=batches())
 
 
-NEEDS_A_VALUE = r"needs the value of a tensor"
+def script_of_scores(score):
+    """Return a script whose loss is the cross entropy of a perceptron plus `score(scores, features)`."""
+    model = perceptron()
+
+    def loss(features, labels):
+        scores = model(features)
+        return F.cross_entropy(scores, labels) + score(scores, features)
+
+    return Script(function=loss, modules={"model": model}, batches=batches())
+
+
+def labels_that_end_early():
+    labels = torch.tensor([[0, 2, -1, -1], [1, -1, -1, -1], [3, 0, 1, -1], [2, 1, 0, 3], [-1, -1, 0, 2]])
+    return script_of_scores(lambda scores, _: F.multilabel_margin_loss(scores, labels))
+
+
+def labels_that_end_early_summed_by_a_module():
+    labels = torch.tensor([[0, 2, -1, 1], [-1, 1, 2, 3], [3, 3, 1, -1], [2, -1, 0, 3], [1, 0, -1, 2]])
+    return script_of_scores(lambda scores, _: nn.MultiLabelMarginLoss(reduction="sum")(scores, labels))
+
+
+def sum_of_booleans_as_a_boolean():
+    def score(scores, features):
+        return scores.mean() * (features > 0).sum(dtype=torch.bool) + (features > 1).sum(0, dtype=torch.bool).sum()
+
+    return script_of_scores(score)
+
+
+def variance_of_complex_numbers():
+    return script_of_scores(lambda scores, _: torch.fft.fft(scores).var())
+
+
+def deviations_of_complex_numbers():
+    def score(scores, _):
+        spectrum = torch.fft.fft(scores)
+        return spectrum.std(0).sum() + spectrum.var(1, unbiased=False, keepdim=True).sum()
+
+    return script_of_scores(score)
+
+
+def list_of_a_tensor_of_the_closure():
+    model, weights = perceptron(), torch.tensor([1.0, 2.0])
+
+    def loss(features, labels):
+        first, second = weights.tolist()  # the line
+        return F.cross_entropy(model(features), labels) * first + second
+
+    return Script(function=loss, modules={"model": model}, batches=batches(), before_call=lambda _: weights.mul_(3))
+
+
+def forked_generator():
+    model = perceptron()
+
+    def loss(features, labels):
+        with torch.random.fork_rng(devices=[]):  # the line
+            noise = torch.randn_like(features)
+        return F.cross_entropy(model(features + noise), labels)
+
+    return Script(function=loss, modules={"model": model}, batches=batches())
+
+
+def generator_set_back():
+    model = perceptron()
+
+    def loss(features, labels):
+        state = torch.get_rng_state()  # the line
+        noise = torch.randn_like(features)
+        torch.set_rng_state(state)
+        return F.cross_entropy(model(features + noise), labels)
+
+    return Script(function=loss, modules={"model": model}, batches=batches())
+
+
+OF_A_GENERATOR = r"reads or sets the state of a generator"
 
 CASES = [
+    AdversarialCase(build=labels_that_end_early),
+    AdversarialCase(build=labels_that_end_early_summed_by_a_module),
+    AdversarialCase(build=sum_of_booleans_as_a_boolean),
+    AdversarialCase(build=variance_of_complex_numbers),
+    AdversarialCase(build=deviations_of_complex_numbers),
+    AdversarialCase(build=list_of_a_tensor_of_the_closure, refused=r"turned into a list of numbers"),
+    AdversarialCase(build=forked_generator, refused=OF_A_GENERATOR),
+    AdversarialCase(build=generator_set_back, refused=OF_A_GENERATOR),
     AdversarialCase(build=plain),
-    AdversarialCase(build=branch_on_a_value, refused=NEEDS_A_VALUE),
-    AdversarialCase(build=item_of_a_tensor, refused=NEEDS_A_VALUE),
-    AdversarialCase(build=float_of_a_tensor, refused=NEEDS_A_VALUE),
-    AdversarialCase(build=list_of_a_tensor, refused=NEEDS_A_VALUE),
+    AdversarialCase(build=branch_on_a_value, reads_values=True),
+    AdversarialCase(build=item_of_a_tensor, reads_values=True),
+    AdversarialCase(build=float_of_a_tensor, reads_values=True),
+    AdversarialCase(build=list_of_a_tensor, reads_values=True),
     AdversarialCase(build=numpy_of_a_tensor, refused=r"a tensor turned into a NumPy array"),
-    AdversarialCase(build=item_of_a_tensor_of_the_closure, refused=NEEDS_A_VALUE),
-    AdversarialCase(build=value_of_a_parameter, refused=NEEDS_A_VALUE),
+    AdversarialCase(build=item_of_a_tensor_of_the_closure, reads_values=True),
+    AdversarialCase(build=value_of_a_parameter, reads_values=True),
     AdversarialCase(
         build=shape_that_depends_on_values, refused=r"nonzero\(\), or indexing with a mask, needs the value"
     ),

@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 from rankless.compiler.capture.capture import ArgumentShape, JobSource, capture
 from rankless.compiler.capture.graph_cleanup import named_tensors
 from rankless.compiler.ir.local_kernels import reduce_extremum
+from rankless.compiler.ir.memory_order import find_memory_order
 from rankless.compiler.lowering.lower import LocalGraph, lower
 from rankless.compiler.sharding.redistribute import Redistribution, StackingAllGather
 from rankless.compiler.sharding.sharding_propagation import ShardedProgram, propagate_shardings
@@ -87,7 +88,8 @@ def varying_shapes(
             if pair[0] != pair[1] and pair not in symbols:
                 symbols[pair] = sizes.create(pair[0], f"size {len(symbols)}")
             shape.append(symbols.get(pair, pair[0]))
-        shapes.append(ArgumentShape(shape=tuple(shape), dtype=before.dtype))
+        order = find_memory_order(before.shape, before.stride())
+        shapes.append(ArgumentShape(shape=tuple(shape), dtype=before.dtype, order=order))
     return shapes, dict(zip(sizes.symbols, (after for _, after in symbols), strict=True))
 
 
@@ -135,7 +137,21 @@ def interpret(
                     results.append(node.target(*args, **kwargs))
         for node, known, result in zip(nodes, values, results, strict=True):
             known[node] = result
+            if isinstance(result, Tensor) and "logical" in node.meta:
+                check_layout(node, result)
     return values
+
+
+def check_layout(node: fx.Node, value: Tensor) -> None:
+    """Assert that a local value has the memory order of its logical value, on which random numbers depend."""
+    logical = node.meta["logical"]
+    shape, strides = logical.meta["val"].shape, logical.meta["val"].strides
+    overlaps = any(size != 1 and stride == 0 for size, stride in zip(shape, strides, strict=True))
+    if overlaps or 0 in value.shape or not all(isinstance(size, int) for size in shape):
+        return
+    order = sorted(range(len(shape)), key=strides.__getitem__, reverse=True)
+    found = [value.stride(dim) for dim in order if value.shape[dim] != 1 and shape[dim] != 1]
+    assert found == sorted(found, reverse=True), f"{logical.target}: {value.stride()}, traced {shape}, {strides}"
 
 
 def call_collective(

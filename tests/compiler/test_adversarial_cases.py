@@ -4,9 +4,12 @@ import inspect
 import re
 
 import adversarial_autograd
+import adversarial_layouts
 import adversarial_memory
 import adversarial_modules
+import adversarial_parameters
 import adversarial_python_state
+import adversarial_value_reads
 import adversarial_values
 import pytest
 import torch
@@ -34,7 +37,10 @@ CASES = [
     *adversarial_autograd.CASES,
     *adversarial_modules.CASES,
     *adversarial_memory.CASES,
+    *adversarial_layouts.CASES,
+    *adversarial_parameters.CASES,
     *adversarial_values.CASES,
+    *adversarial_value_reads.CASES,
 ]
 SUPPORTED = [case for case in CASES if case.refused is None]
 REFUSED = [case for case in CASES if case.refused is not None]
@@ -90,7 +96,7 @@ def captured(script: Script) -> LogicalProgram:
     return capture(source, arguments.unflatten, get_shapes(arguments), device).program
 
 
-@pytest.mark.parametrize("case", SUPPORTED, ids=str)
+@pytest.mark.parametrize("case", [case for case in SUPPORTED if not case.reads_values], ids=str)
 def test_every_operator_forward_and_backward_has_a_line_of_the_script(case: AdversarialCase):
     script, _ = start_script(case)
     operators = [node for node in captured(script).graph.nodes if node.op == "call_function"]

@@ -89,13 +89,6 @@ def times_the_inverse_of_the_number():
     return perceptron(lambda out, y: (out - y).square().sum() * (1 / len(out)), targets)
 
 
-def number_as_an_argument():
-    def batch(rows):
-        return (*targets(rows), rows)
-
-    return perceptron(lambda out, y, rows: (out - y).square().sum() / rows, batch)
-
-
 def number_as_a_tensor():
     return perceptron(lambda out, y: (out - y).square().sum() / torch.tensor(len(out)), targets)
 
@@ -249,7 +242,7 @@ def convolution():
 BUILDS = [
     cross_entropy, ignored_targets, class_weights, label_smoothing, smoothing_and_class_weights, class_probabilities,
     mean_squares, several_means, divergence, binary, loss_per_sample, sum_over_rows, sum_over_their_number,
-    rows_over_their_number, times_the_inverse_of_the_number, number_as_an_argument, number_as_a_tensor, ones_counted,
+    rows_over_their_number, times_the_inverse_of_the_number, number_as_a_tensor, ones_counted,
     masked_mean, masked_mean_with_epsilon, weighted_mean, penalty_on_weights, temperature, tokens, tokens_class_first,
     class_token, recurrent, critic, gradient_penalty, convolution,
     valid_targets_and_rows,

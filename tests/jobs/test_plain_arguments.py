@@ -30,7 +30,7 @@ def train_annealed(mesh, coefficients, as_tensor):
         found = job(x, settings=settings, flag=flag).item()
         losses.append((found, train(x, settings=settings, flag=flag).item()))
     kinds = job._view._programs._entries
-    memory = {flat.data_ptr() for flat in job._view._programs._memory._flats.values()}
+    memory = {memory.flat.data_ptr() for memory in job._view._programs._memory._flats.values()}
     return losses, warnings, len(kinds), len(memory)
 
 

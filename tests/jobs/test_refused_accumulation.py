@@ -194,3 +194,40 @@ def test_calls_without_a_valid_target_have_no_weight():
     assert first.isfinite().all()
     for order in ([0, 1, 2], [2, 0, 1]):
         torch.testing.assert_close(train_in_order(order)[0], first, rtol=1e-12, atol=1e-14)
+
+
+def accumulate_two_calls(loss, calls):
+    """Return the parameter after one step of two calls, each of (rows, number)."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1).double()
+    world = World(mesh=Mesh.solo(), notify=lambda _: None, send_record=lambda _: None)
+    job = make_job(
+        lambda x, number: loss(model(x), number),
+        model={"model": model},
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        view="consistent",
+        world=lambda: world,
+        step_options=StepOptions(accumulate=2),
+    )
+    for rows, number in calls:
+        job(torch.ones(rows, 3).double(), number)
+    return model.weight.detach()
+
+
+@pytest.mark.parametrize("calls", [[(5, 5), (5, 5)], [(4, 4), (6, 6)]])
+def test_a_divisor_that_may_be_the_number_of_rows_or_a_constant_is_refused(calls):
+    with pytest.raises(CaptureError, match="it may be the number of rows, or a constant"):
+        accumulate_two_calls(lambda out, number: out.sum() / number, calls)
+
+
+def test_a_number_that_has_differed_from_the_rows_is_a_constant():
+    found = accumulate_two_calls(lambda out, number: out.sum() / number, [(6, 5), (5, 5)])
+    torch.manual_seed(0)
+    start = nn.Linear(3, 1).double().weight.detach()
+    torch.testing.assert_close(found, start - 0.1 * (6 + 5) / 5)
+
+
+def test_a_number_that_changes_no_weight_may_equal_the_rows():
+    found = accumulate_two_calls(lambda out, number: (out * number).mean(), [(5, 5), (5, 5)])
+    torch.manual_seed(0)
+    torch.testing.assert_close(found, nn.Linear(3, 1).double().weight.detach() - 0.1 * 5)

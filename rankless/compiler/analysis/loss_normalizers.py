@@ -237,8 +237,9 @@ def append_results(program: LogicalProgram, nodes: list[fx.Node]) -> LogicalProg
 
 
 def keep_last_results(program: LogicalProgram, count: int) -> LogicalProgram:
-    """Return a program of the last `count` results and their dependencies; this consumes the given program."""
-    outputs = program.outputs[len(program.outputs) - count :]
+    """Return a program of its checks, its last `count` results and their dependencies; this consumes the program."""
+    checks = [item for item in program.outputs if item[1].kind == "check"]
+    outputs = (*checks, *program.outputs[len(program.outputs) - count :])
     returned = next(node for node in program.graph.nodes if node.op == "output")
     returned.args = (tuple(node for node, _ in outputs),)
     for node in reversed(list(program.graph.nodes)):

@@ -21,15 +21,19 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from rankless.compiler.capture.autocast import apply_autocast_state, disable_autocast, get_autocast_state
-from rankless.compiler.capture.decompositions import DECOMPOSITIONS
-from rankless.compiler.capture.graph_cleanup import clean_up, name_inputs_and_outputs
+from rankless.compiler.capture.data_changes import refuse_use_of_old_data, require_own_data
+from rankless.compiler.capture.decompositions import CORRECTED, DECOMPOSITIONS, autograd_kernels
+from rankless.compiler.capture.graph_cleanup import clean_up, name_checks, name_inputs_and_outputs
 from rankless.compiler.capture.side_effects import SideEffects, require_no_parameter_hooks
 from rankless.compiler.capture.torch_modes import require_grad_enabled
 from rankless.compiler.capture.trace_errors import convert_trace_errors
+from rankless.compiler.capture.value_reads import ValueNeeded, ValueReads
 from rankless.compiler.guards.guards import GuardSet
 from rankless.compiler.ir.logical_program import LogicalProgram
+from rankless.compiler.ir.memory_order import make_empty
 from rankless.compiler.tracing.module_names import name_modules
 from rankless.compiler.tracing.operator_lines import record_origins
+from rankless.compiler.tracing.refused_functions import ModuleTensors
 from rankless.compiler.tracing.symbolic_sizes import LineTrackingShapeEnv, SymbolicSizes, specialize_on_repr
 from rankless.errors import CaptureError
 
@@ -44,6 +48,8 @@ class ArgumentShape:
     shape: tuple[int, ...]
     """Sizes that vary from call to call are symbols (see `symbolic_sizes`)."""
     dtype: torch.dtype
+    order: tuple[int, ...] | None = None
+    """The order of its dims in memory, or None for contiguous memory; see Note [memory layout]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +62,14 @@ class JobSource:
     trains: bool
     line: str = ""
     """Where the function is defined; errors without a more precise line use it."""
+
+
+@dataclass(frozen=True)
+class ValueRead:
+    """A value that the job's Python read, and the line that read it."""
+
+    value: Any
+    line: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,16 +86,22 @@ class CapturedJob:
     """The modules that the job puts into train or eval mode."""
     print_line: str | None
     """The line of the first print in the job; the program does not print."""
+    reads: tuple[ValueRead, ...] = ()
+    """What the job's Python read of tensors, in the order of the program's checks."""
 
 
 TENSOR_LEAF = object()
+UNKNOWN = object()
+"""Stands for the result of a job that was traced up to a value that it needs."""
 SYMBOLIC_SHAPES_LOGGER = "torch.fx.experimental.symbolic_shapes"
 
 
 class TraceableJobModule(nn.Module):
     """The job's function as a module whose parameters are those of the modules it may use."""
 
-    def __init__(self, source: JobSource, arguments: BuildArguments, device: torch.device) -> None:
+    def __init__(
+        self, source: JobSource, arguments: BuildArguments, device: torch.device, reads: ValueReads | None
+    ) -> None:
         super().__init__()
         for name, module in source.modules.items():
             self.add_module(name, module)
@@ -91,6 +111,8 @@ class TraceableJobModule(nn.Module):
         self.effects = SideEffects(source.function, source.modules)
         self.result_spec: pytree.TreeSpec | None = None
         self.result_leaves: tuple[Any, ...] = ()
+        self.module_tensors = ModuleTensors({})
+        self.reads = reads
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Call `forward` directly, without the hooks that the script registered for all modules."""
@@ -100,18 +122,30 @@ class TraceableJobModule(nn.Module):
         """Run the job; return the loss (if the job trains) and then every tensor of the result, detached."""
         traced: dict[str, Tensor] = {f"parameter {name!r}": item for name, item in self.named_parameters()}
         traced |= {f"buffer {name!r}": item for name, item in self.named_buffers()}
-        names = name_modules(self.source.modules)
-        with self.effects.trace_pass() as call_log, record_origins(traced, names, call_log), specialize_on_repr():
+        names, self.module_tensors = name_modules(self.source.modules), ModuleTensors(traced)
+        known = self.module_tensors
+        if self.reads is not None:
+            self.reads.begin_pass()
+        with self.effects.trace_pass() as call_log, record_origins(known, names, call_log), specialize_on_repr():
             args, kwargs = self.arguments(tensors)
             with apply_autocast_state(self.autocast):
-                result = self.source.function(*args, **kwargs)
+                try:
+                    result = self.source.function(*args, **kwargs)
+                except ValueNeeded:
+                    if self.reads is None or not self.reads.ends_at_unknown:
+                        raise
+                    result = UNKNOWN
+        if result is UNKNOWN and self.reads is not None:
+            self.result_spec, self.result_leaves = pytree.tree_structure(None), (TENSOR_LEAF,)
+            return (self.reads.tensors[-1].clone(),)
         leaves, self.result_spec = pytree.tree_flatten(result)
         self.result_leaves = tuple(TENSOR_LEAF if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         # A result may be an argument, or a view of one. A clone makes it a value of the program.
         values = tuple(leaf.detach().clone() for leaf in leaves if isinstance(leaf, Tensor))
+        checks = () if self.reads is None else tuple(item.clone() for item in self.reads.tensors)
         if not self.source.trains:
-            return values
-        return (extract_loss(result, self.source.name), *values)
+            return (*values, *checks)
+        return (extract_loss(result, self.source.name), *values, *checks)
 
 
 def extract_loss(result: Any, job: str) -> Tensor:
@@ -146,6 +180,7 @@ def capture(
     device: torch.device,
     *,
     sizes: SymbolicSizes | None = None,
+    reads: ValueReads | None = None,
 ) -> CapturedJob:
     """Return the logical program of a job for arguments of the given logical shapes.
 
@@ -157,10 +192,11 @@ def capture(
         shapes: The logical shapes and dtypes of the tensor arguments.
         device: The device of the tensor arguments.
         sizes: Created the symbols in `shapes`, if there are any.
+        reads: Gives the values of tensors that the job's Python reads. Without it they are refused.
     """
     if source.trains:
         require_grad_enabled(source.name, source.line)
-    job = TraceableJobModule(source, arguments, device)
+    job = TraceableJobModule(source, arguments, device, reads)
     shape_env = LineTrackingShapeEnv() if sizes is None else sizes.shape_env
     fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=shape_env)
     with contextlib.ExitStack() as stack:
@@ -172,16 +208,24 @@ def capture(
         stack.enter_context(torch.set_grad_enabled(source.trains))
         stack.enter_context(silence_trace_loggers())
         with fake:
-            inputs = tuple(torch.empty(item.shape, dtype=item.dtype, device=device) for item in shapes)
+            inputs = tuple(make_empty(item.shape, item.order, dtype=item.dtype, device=device) for item in shapes)
         with (
             convert_trace_errors(source.name, source.line),
             run_compiled_functions_eagerly(),
+            autograd_kernels(CORRECTED),
+            contextlib.nullcontext() if reads is None else reads.observe(),
             set_compiling_flag(),
             restore_module_tensors(source.modules),
         ):
             require_no_parameter_hooks(source.modules)
-            traced = trace_until_stable(stack, job, inputs)
-            program = clean_up(name_inputs_and_outputs(source.name, source.line, traced), source.modules)
+            with refuse_use_of_old_data(lambda: job.module_tensors):
+                traced = trace_until_stable(stack, job, inputs)
+            tensors = job.module_tensors
+            program = name_inputs_and_outputs(source.name, source.line, traced, tensors)
+            if reads is not None and not reads.ends_at_unknown:
+                program = name_checks(program, reads.values)
+            program = clean_up(program, source.modules)
+            require_own_data(program, tensors)
     assert job.result_spec is not None
     return CapturedJob(
         program=program,
@@ -190,6 +234,7 @@ def capture(
         guards=job.effects.collect_guards(),
         changed_modes=job.effects.changed_modes(),
         print_line=job.effects.first_print_line(),
+        reads=() if reads is None else tuple(map(ValueRead, reads.values, reads.lines)),
     )
 
 

@@ -4,12 +4,14 @@ Capture decomposes losses and statistics that divide by a number of elements, so
 program and survives sharding. All other operators stay: fewer nodes, and the kernels of the plain script.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import DispatchKey
 from torch._decomp import get_decompositions
 
 aten = torch.ops.aten
@@ -40,12 +42,18 @@ TORCH_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = get_decompositions(
 def decompose_variance_and_mean(
     x: Tensor, dim: Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Compute variance and mean as sums divided by logical counts."""
+    """Compute variance and mean as sums divided by logical counts; the variance of complex numbers is real."""
     dims = list(range(x.dim())) if not dim else list(dim)
     count = prod(x.shape[item] for item in dims)
-    mean = x.sum(dims, keepdim=True) / count
+    # PyTorch's kernels accumulate half precision in float32.
+    wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    mean = wide.sum(dims, keepdim=True) / count
     divisor = max(count - (1 if correction is None else correction), 0)
-    variance = ((x - mean) ** 2).sum(dims, keepdim=keepdim) / divisor
+    offset = wide - mean
+    square = torch.view_as_real(offset).square().sum(-1) if x.is_complex() else offset.square()
+    variance = square.sum(dims, keepdim=keepdim) / divisor
+    if wide is not x:
+        variance, mean = variance.to(x.dtype), mean.to(x.dtype)
     return variance, mean if keepdim else mean.squeeze(dims)
 
 
@@ -67,4 +75,55 @@ STATISTICS_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
 }
 """Statistics that PyTorch decomposes only to its own `prims.var`."""
 
-DECOMPOSITIONS: dict[Any, Callable[..., Any]] = TORCH_DECOMPOSITIONS | STATISTICS_DECOMPOSITIONS
+LAYOUT_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
+    aten.native_dropout_backward.default: lambda grad, mask, scale: grad * mask * scale,
+}
+"""Operators for which PyTorch traces other strides than those of its kernels, as their kernels compute them."""
+
+
+def decompose_multilabel_margin_loss(x: Tensor, target: Tensor, reduction: int) -> tuple[Tensor, Tensor]:
+    """Compute the loss of the targets before the first -1; PyTorch's decomposition also counts class 0 for the rest."""
+    rows, labels = torch.atleast_2d(x), torch.atleast_2d(target)
+    classes = torch.arange(rows.shape[1], device=labels.device)
+    is_label = (labels == -1).cumsum(1) == 0
+    known = torch.where(is_label, labels, 0)
+    is_target = ((known.unsqueeze(-1) == classes) & is_label.unsqueeze(-1)).any(1)
+    margins = (1 - rows.gather(1, known).unsqueeze(-1) + rows.unsqueeze(1)).clamp_min(0)
+    counted = is_label.unsqueeze(-1) & ~is_target.unsqueeze(1)
+    losses = torch.where(counted, margins, 0).sum((1, 2)) / rows.shape[1]
+    if reduction == 0:
+        result = losses if x.dim() == 2 else losses.squeeze(0)
+    else:
+        result = losses.mean() if reduction == 1 else losses.sum()
+    return result, is_target.to(x.dtype).reshape(target.shape)
+
+
+CORRECTED: dict[Any, Callable[..., Any]] = {
+    aten.multilabel_margin_loss_forward.default: decompose_multilabel_margin_loss,
+}
+"""Operators whose decomposition in PyTorch, which autograd differentiates, is wrong."""
+
+
+@contextlib.contextmanager
+def autograd_kernels(kernels: Mapping[Any, Callable[..., Any] | None]) -> Iterator[None]:
+    """Within the context, operators run these functions above autograd, if PyTorch's Python dispatcher is enabled.
+
+    None stands for PyTorch's own kernel.
+    """
+    before = {operator: operator.py_kernels.get(DispatchKey.Autograd) for operator in kernels}
+    _set_autograd_kernels(kernels)
+    try:
+        yield
+    finally:
+        _set_autograd_kernels(before)
+
+
+def _set_autograd_kernels(kernels: Mapping[Any, Callable[..., Any] | None]) -> None:
+    for operator, kernel in kernels.items():
+        operator.py_kernels.pop(DispatchKey.Autograd, None)
+        if kernel is not None:
+            operator.py_kernels[DispatchKey.Autograd] = kernel
+        operator._dispatch_cache.clear()
+
+
+DECOMPOSITIONS: dict[Any, Callable[..., Any]] = TORCH_DECOMPOSITIONS | STATISTICS_DECOMPOSITIONS | LAYOUT_DECOMPOSITIONS

@@ -1,7 +1,7 @@
 """Convert the graph that PyTorch traced into a logical program: name inputs and outputs, remove redundant nodes."""
 
-from collections.abc import Mapping
-from operator import getitem
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,10 +24,11 @@ from rankless.compiler.ir.logical_program import (
     ProgramInput,
     ProgramOutput,
     describe_value,
+    is_fresh,
     is_random_node,
 )
 from rankless.compiler.ir.operator_origin import decode_origin
-from rankless.compiler.tracing.refused_functions import refuse_change_in_place
+from rankless.compiler.tracing.refused_functions import ModuleTensors
 from rankless.compiler.tracing.symbolic_sizes import is_symbolic
 from rankless.errors import CaptureError
 
@@ -35,7 +36,9 @@ aten = torch.ops.aten
 ALIAS_OPS = (aten.detach.default, aten.alias.default)
 
 
-def name_inputs_and_outputs(name: str, line: str, graph_module: fx.GraphModule) -> LogicalProgram:
+def name_inputs_and_outputs(
+    name: str, line: str, graph_module: fx.GraphModule, tensors: ModuleTensors
+) -> LogicalProgram:
     """Return the program in a traced graph whose placeholders and outputs carry PyTorch's descriptors.
 
     Operators that Rankless adds (the mean of losses per sample, a result's copy) get the job's own `line`.
@@ -44,7 +47,7 @@ def name_inputs_and_outputs(name: str, line: str, graph_module: fx.GraphModule) 
     returned = next(node for node in graph.nodes if node.op == "output")
     (values,) = returned.args
     described_outputs = [
-        make_output(descriptor, find_line(value) if isinstance(value, fx.Node) else None)
+        make_output(descriptor, find_line(value) if isinstance(value, fx.Node) else None, tensors)
         for value, descriptor in zip(values, returned.meta["desc"], strict=True)
     ]
     inputs: dict[fx.Node, ProgramInput] = {}
@@ -62,7 +65,7 @@ def name_inputs_and_outputs(name: str, line: str, graph_module: fx.GraphModule) 
         if node.op == "placeholder":
             program_input = make_input(node.meta["desc"])
             if program_input is None:
-                replace_with_one(node)
+                replace_tangent(node)
             else:
                 inputs[node] = program_input
         elif node.op == "get_attr":
@@ -75,6 +78,24 @@ def name_inputs_and_outputs(name: str, line: str, graph_module: fx.GraphModule) 
         if isinstance(value, fx.Node) and output is not None
     )
     return LogicalProgram(name=name, graph=graph, inputs=inputs, outputs=outputs)
+
+
+def name_checks(program: LogicalProgram, values: Sequence[Any]) -> LogicalProgram:
+    """Return the program with its last results as checks of these values; see Note [values that Python reads]."""
+    results = sum(output.kind == "result" for _, output in program.outputs)
+    count = len(values)
+
+    def name(output: ProgramOutput) -> ProgramOutput:
+        number = output.index - (results - count)
+        return ProgramOutput(kind="check", name=f"check {number}", index=number, expected=values[number])
+
+    return replace(
+        program,
+        outputs=tuple(
+            (node, name(output) if output.kind == "result" and output.index >= results - count else output)
+            for node, output in program.outputs
+        ),
+    )
 
 
 def inline_sizes(graph: fx.Graph) -> None:
@@ -93,7 +114,7 @@ def get_size_or_node(node: fx.Node) -> Any:
 
 
 def make_input(descriptor: Any) -> ProgramInput | None:
-    """Return the program input of a placeholder; None for the gradient of the loss by itself, which is one."""
+    """Return the program input of a placeholder; None for the gradient of an output."""
     match descriptor:
         case ParamAOTInput(target=target):
             return ProgramInput(kind="parameter", name=target)
@@ -101,7 +122,7 @@ def make_input(descriptor: Any) -> ProgramInput | None:
             return ProgramInput(kind="buffer", name=target)
         case PlainAOTInput(idx=index):
             return ProgramInput(kind="argument", name=f"argument {index}", index=index)
-        case TangentAOTInput(output=PlainAOTOutput(idx=0)):
+        case TangentAOTInput(output=PlainAOTOutput(idx=0) | InputMutationAOTOutput()):
             return None
         case ForwardTokenAOTInput():
             raise CaptureError(
@@ -116,8 +137,10 @@ def make_input(descriptor: Any) -> ProgramInput | None:
     )
 
 
-def make_output(descriptor: Any, line: str | None) -> ProgramOutput | None:
+def make_output(descriptor: Any, line: str | None, tensors: ModuleTensors) -> ProgramOutput | None:
     """Return the program output of a traced output; None for an output that nothing reads.
+
+    Raises `CaptureError` for an argument that is changed in place.
 
     `line` is the line of the operator that computes it, for errors.
     """
@@ -127,9 +150,11 @@ def make_output(descriptor: Any, line: str | None) -> ProgramOutput | None:
         case GradAOTOutput(grad_of=ParamAOTInput(target=target)):
             return ProgramOutput(kind="gradient", name=target)
         case InputMutationAOTOutput(mutated_input=BufferAOTInput(target=target)):
-            return ProgramOutput(kind="mutation", name=target)
+            renews = f"buffer {target!r}" in tensors.lines_of_set_data
+            return ProgramOutput(kind="mutation", name=target, renews_memory=renews)
         case InputMutationAOTOutput(mutated_input=ParamAOTInput(target=target)):
-            raise refuse_change_in_place(f"parameter {target!r}", line or None)
+            renews = f"parameter {target!r}" in tensors.lines_of_set_data
+            return ProgramOutput(kind="mutation", name=target, renews_memory=renews)
         case InputMutationAOTOutput(mutated_input=PlainAOTInput(idx=index)):
             raise CaptureError(
                 expected="a job that does not change its arguments",
@@ -140,13 +165,20 @@ def make_output(descriptor: Any, line: str | None) -> ProgramOutput | None:
     return None
 
 
-def replace_with_one(node: fx.Node) -> None:
-    """Replace the placeholder for the loss's own gradient by the constant one."""
+def replace_tangent(node: fx.Node) -> None:
+    """Replace the placeholder for the gradient of an output: one for the loss, zero for a parameter's new value."""
     value: LogicalValue = node.meta["val"]
+    number = 1.0 if isinstance(node.meta["desc"].output, PlainAOTOutput) else 0.0
+    for user in list(node.users) if number == 0 else ():
+        if user.target is aten.add.Tensor and not user.kwargs:  # autograd adds it to the parameter's gradient
+            (other,) = [item for item in user.all_input_nodes if item is not node]
+            user.replace_all_uses_with(other)
+            user.graph.erase_node(user)
     with node.graph.inserting_before(node):
-        one = node.graph.call_function(aten.full.default, ([], 1.0), {"dtype": value.dtype, "device": value.device})
-    one.meta.update(node.meta)
-    node.replace_all_uses_with(one)
+        settings: dict[str, Any] = {"dtype": value.dtype, "device": value.device}
+        constant = node.graph.call_function(aten.full.default, (list(value.shape), number), settings)
+    constant.meta.update(node.meta)
+    node.replace_all_uses_with(constant)
     node.graph.erase_node(node)
 
 
@@ -190,7 +222,9 @@ def clean_up(program: LogicalProgram, modules: Mapping[str, nn.Module]) -> Logic
             node.replace_all_uses_with(node.args[0])
     outputs = [(resolve(node, replacements), output) for node, output in program.outputs]
     outputs = add_tied_gradients(program.graph, outputs, named_tensors(modules))
-    outputs = [(skip_final_copy(node) if output.kind == "result" else node, output) for node, output in outputs]
+    outputs = [
+        (skip_final_copy(node) if output.kind in ("result", "check") else node, output) for node, output in outputs
+    ]
     returned = next(node for node in program.graph.nodes if node.op == "output")
     returned.args = (tuple(node for node, _ in outputs),)
     drop_double_transposes(program.graph)
@@ -297,13 +331,3 @@ def skip_final_copy(node: fx.Node) -> fx.Node:
         return node
     (source,) = node.all_input_nodes
     return source if is_fresh(source) else node
-
-
-def is_fresh(node: fx.Node) -> bool:
-    """Return whether a value shares no memory with another, according to its operator's schema."""
-    if node.target is getitem:
-        return is_fresh(node.all_input_nodes[0])
-    operator = node.target
-    return isinstance(operator, torch._ops.OpOverload) and all(
-        result.alias_info is None for result in operator._schema.returns
-    )

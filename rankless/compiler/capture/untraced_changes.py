@@ -3,13 +3,13 @@
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rankless.compiler.tracing.refused_functions import GET_DATA, SET_DATA, refuse_change_in_place, refuse_set_data
+from rankless.compiler.tracing.refused_functions import GET_DATA, SET_DATA, ModuleTensors, refuse_set_data
 from rankless.errors import CaptureError
 from rankless.user_code import is_user_code, user_line
 
@@ -59,41 +59,26 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def warn_of_refused_changes(
-    parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], *, warn: Callable[[CaptureError, str], None]
-) -> Iterator[None]:
-    """Within the context, call `warn` for changes of tensors that a captured job refuses.
+def warn_of_refused_changes(tensors: ModuleTensors, *, warn: Callable[[CaptureError, str], None]) -> Iterator[None]:
+    """Within the context, call `warn` when the script sets `.data` of a tensor in a way that a captured job refuses.
 
-    It sees `.data` of every tensor, and changes in place of parameters. It costs time for each access of `.data` and
-    for each parameter, so a job uses it at its first call only.
+    It costs time for each access of `.data`, so a job uses it at its first call only.
 
     Args:
-        parameters: The job's parameters by name.
-        buffers: Its buffers by name.
-        warn: Receives the error that a capture raises, and the line of the script, "" if that is not known.
+        tensors: The job's parameters and buffers.
+        warn: Receives the error that a capture raises, and the line of the script.
     """
-    described = {id(item): f"buffer {name!r}" for name, item in buffers.items()}
-    described |= {id(item): f"parameter {name!r}" for name, item in parameters.items()}
-    reads: list[tuple[Tensor, Tensor, str]] = []
-    counted = [item for item in parameters.values() if not item.is_inference()]
-    versions = [item._version for item in counted]
 
     def get_data(tensor: Tensor) -> Tensor:
         data: Tensor = GET_DATA(tensor)
-        if id(tensor) in described:
-            reads.append((tensor, data, user_line(sys._getframe(1))))
+        tensors.add_data(tensor, data)
         return data
 
     def set_data(tensor: Tensor, value: Tensor) -> None:
+        is_refused = not tensors.is_own_data(tensor, value) and not tensors.may_set_data(tensor, value)
         SET_DATA(tensor, value)
-        if value is not tensor and not any(owner is tensor and data is value for owner, data, _ in reads):
-            warn(refuse_set_data(described.get(id(tensor))), user_line(sys._getframe(1)))
+        if is_refused:
+            warn(refuse_set_data(tensors.describe(tensor)), user_line(sys._getframe(1)))
 
     with replaced(torch.Tensor, "data", property(get_data, set_data)):
         yield
-    # `.data` has a version of its own, which counts changes made through it.
-    changed = [(owner, where) for owner, data, where in reads if not data.is_inference() and data._version]
-    changed += [(item, "") for item, version in zip(counted, versions, strict=True) if item._version != version]
-    for identity, where in {id(item): where for item, where in reversed(changed)}.items():
-        if described[identity].startswith("parameter"):
-            warn(refuse_change_in_place(described[identity]), where)

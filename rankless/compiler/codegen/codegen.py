@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, fx
 
 from rankless.compiler.ir.logical_program import LogicalProgram, ProgramInput, ProgramOutput
-from rankless.compiler.lowering.lower import LocalGraph, lower
-from rankless.compiler.scheduling.gradient_buckets import GradientMemory, schedule_gradients
+from rankless.compiler.lowering.lower import lower
+from rankless.compiler.scheduling.gradient_buckets import schedule_gradients
+from rankless.compiler.scheduling.gradient_memory import GradientMemory
 from rankless.compiler.sharding.redistribute import CollectiveRecord
 from rankless.compiler.sharding.sharding_propagation import ShardedProgram, propagate_shardings
 from rankless.compiler.tracing.symbolic_sizes import EXPRESSION_GLOBALS, format_expression, is_symbolic
@@ -149,7 +150,7 @@ def build_local_program(
     """Shard, lower and schedule a logical program for the rank of `mesh`; `sizes` names the varying sizes."""
     sharded = propagate_shardings(program, argument_placements, mesh.size)
     local = lower(sharded, mesh)
-    local = schedule_gradients(local, map_to_logical_nodes(local, program), mesh, memory)
+    local = schedule_gradients(local, program, mesh, memory)
     function, lines = generate_function(local.graph, sizes)
     return LocalProgram(
         inputs=tuple(described for _, described in local.inputs),
@@ -159,8 +160,3 @@ def build_local_program(
         sharded=sharded,
         collectives=local.collectives,
     )
-
-
-def map_to_logical_nodes(local: LocalGraph, program: LogicalProgram) -> Mapping[fx.Node, fx.Node]:
-    """Map each local output to its logical node."""
-    return {node: logical for (node, _), (logical, _) in zip(local.outputs, program.outputs, strict=True)}

@@ -1,8 +1,8 @@
 """A guard on modules: their submodules, tensors, hooks and modes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, repeat
-from operator import attrgetter, is_
+from operator import attrgetter, is_, methodcaller
 from typing import Any
 
 import torch.nn.modules.module as module_globals
@@ -14,7 +14,10 @@ GLOBAL_HOOK_TABLES = tuple(
     for name, table in vars(module_globals).items()
     if name.startswith("_global_") and name.endswith("_hooks") and isinstance(table, dict)
 )
-TENSOR_ATTRIBUTES = tuple(map(attrgetter, ("shape", "dtype", "device", "requires_grad")))
+TENSOR_ATTRIBUTES: tuple[Callable[[Any], Any], ...] = (
+    *map(attrgetter, ("shape", "dtype", "device", "requires_grad")),
+    methodcaller("stride"),
+)
 TENSOR_HOOKS = (attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks"))
 get_training = attrgetter("training")
 
@@ -101,7 +104,7 @@ class ModuleGuard:
             if find_aliases(tensors) != find_aliases(self._tensors):
                 return "has buffers that became, or no longer are, the same tensor"
         if list_attributes(tensors) != self._tensor_attributes:
-            return "has a tensor of another shape, dtype or requires_grad"
+            return "has a tensor of another shape, memory layout, dtype or requires_grad"
         if count_tensor_hooks(tensors) != self._hook_counts:
             return "has different hooks on its parameters"
         return None

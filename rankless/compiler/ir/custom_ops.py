@@ -132,7 +132,8 @@ def run_recurrent_backward(
         leaves = [tensor.detach().requires_grad_() for tensor in (x, *states, *weights)]
         count = 1 + len(states)
         results = run_recurrent(kind, leaves[0], leaves[1:count], leaves[count:], layout)
-        return list(torch.autograd.grad(results, leaves, list(grads)))
+        found = torch.autograd.grad(results, leaves, list(grads))
+    return [grad.contiguous() for grad in found]
 
 
 @torch.library.custom_op("rankless::recurrent_backward", mutates_args=())
@@ -157,7 +158,7 @@ def _(
     weights: Sequence[Tensor],
     layout: Sequence[int],
 ) -> list[Tensor]:
-    return [torch.empty_like(tensor) for tensor in (x, *states, *weights)]
+    return [tensor.new_empty(tensor.shape) for tensor in (x, *states, *weights)]
 
 
 def _save_recurrent_inputs(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:

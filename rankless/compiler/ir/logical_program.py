@@ -5,13 +5,15 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from operator import getitem
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx
 
 InputKind = Literal["parameter", "buffer", "argument", "constant"]
-OutputKind = Literal["result", "gradient", "mutation"]
+OutputKind = Literal["result", "gradient", "mutation", "check"]
+"""A "check" is a value that the job's Python read; see Note [values that Python reads]."""
 
 
 @dataclass(frozen=True)
@@ -60,11 +62,15 @@ class ProgramInput:
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramOutput:
-    """An output: the i-th tensor of the result, a parameter's gradient, or a buffer's or argument's new value."""
+    """An output: the i-th tensor of the result, a parameter's gradient, or a parameter's or buffer's new value."""
 
     kind: OutputKind
     name: str
     index: int = 0
+    renews_memory: bool = False
+    """Whether the new value gets new memory, as after `tensor.data = value`."""
+    expected: Any = None
+    """For a check, the value that the program was captured for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +114,16 @@ class LogicalProgram:
 def is_random_node(node: fx.Node) -> bool:
     """Return whether a node draws random numbers."""
     return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+
+
+def is_fresh(node: fx.Node) -> bool:
+    """Return whether a value shares no memory with another, according to its operator's schema."""
+    if node.target is getitem:
+        return is_fresh(node.all_input_nodes[0])
+    operator = node.target
+    return isinstance(operator, torch._ops.OpOverload) and all(
+        result.alias_info is None for result in operator._schema.returns
+    )
 
 
 def format_operator(target: Any) -> str:

@@ -9,7 +9,15 @@ import torch
 from torch import fx
 
 from rankless.compiler.ir import custom_ops, local_kernels
-from rankless.compiler.ir.logical_program import ProgramInput, ProgramOutput, format_operator, format_value
+from rankless.compiler.ir.logical_program import (
+    LogicalValue,
+    ProgramInput,
+    ProgramOutput,
+    format_operator,
+    format_value,
+)
+from rankless.compiler.ir.memory_order import find_memory_order, order_memory
+from rankless.compiler.lowering.value_check import ValueCheck
 from rankless.compiler.rules.strategy import (
     LocalValue,
     Strategy,
@@ -27,6 +35,7 @@ from rankless.compiler.sharding.redistribute import (
     estimate_cost,
 )
 from rankless.compiler.sharding.sharding_propagation import ShardedProgram
+from rankless.compiler.tracing.symbolic_sizes import size_hint
 from rankless.parallel.mesh import Mesh
 from rankless.parallel.tensor_placement import Partial, Placement, Replicate, Shard
 
@@ -137,6 +146,10 @@ class LoweringPass:
     def lower_graph(self) -> LocalGraph:
         """Return the complete local graph."""
         logical = self.sharded.logical
+        checks: dict[fx.Node, list[ProgramOutput]] = {}
+        for node, output in logical.outputs:
+            if output.kind == "check":
+                checks.setdefault(node, []).append(output)
         inputs = []
         for node in logical.graph.nodes:
             if node in logical.inputs:
@@ -147,6 +160,8 @@ class LoweringPass:
         for node in logical.graph.nodes:
             if node not in logical.inputs and node.op != "output":
                 self.lower_node(node)
+            for check in checks.get(node, ()):
+                self.call(ValueCheck(check.index, check.expected), self.redistribute(node, Replicate(), check.name))
         outputs, pending_gradients = self.lower_outputs()
         self.graph.output(tuple(node for node, _ in outputs))
         return LocalGraph(
@@ -198,6 +213,7 @@ class LoweringPass:
     def store(self, node: fx.Node, local: fx.Node, computed_by: fx.Node) -> None:
         """Keep the local value of a logical one, and describe it by its operator."""
         local.meta.setdefault("described", f"{format_value(node)} of {format_operator(computed_by.target)}")
+        local.meta.setdefault("logical", node)
         self.values[node] = {self.sharded.placements[node]: local}
 
     def apply_strategy(
@@ -235,7 +251,15 @@ class LoweringPass:
             self.values[node][Replicate()] = self.add_redistribution(node, source, Replicate(), reason, purpose)
             return self.add_redistribution(node, Replicate(), target, reason, purpose)
         redistribution = Redistribution(self.mesh, source, target)
-        return self.add_collective(redistribution, local, count_bytes(node), reason, purpose=purpose)
+        moved = self.add_collective(redistribution, local, count_bytes(node), reason, purpose=purpose)
+        return self.restore_layout(moved, node.meta["val"])
+
+    def restore_layout(self, moved: fx.Node, logical: LogicalValue) -> fx.Node:
+        """Return a value that a collective has made contiguous in its traced order; see Note [memory layout]."""
+        order = find_memory_order(
+            *([int(size_hint(item)) for item in sizes] for sizes in (logical.shape, logical.strides))
+        )
+        return moved if order is None else self.call(order_memory, moved, order)
 
 
 def replace_arguments(node: fx.Node, values: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -12,7 +12,6 @@ from rankless.parallel.tensor_placement import Partial, Replicate
 aten = torch.ops.aten
 
 UNTAGGED_POINTWISE = {
-    aten.native_dropout_backward.default,
     aten.clone.default,
     aten._to_copy.default,
     aten.zeros_like.default,
@@ -41,7 +40,6 @@ LINEAR_IN_FIRST = {
     aten.div.Scalar,
     aten.neg.default,
     aten.clone.default,
-    aten.native_dropout_backward.default,
 }
 SHAPE_ONLY = {
     aten.zeros_like.default,

@@ -16,9 +16,14 @@ from rankless.compiler.rules.strategy import (
     Strategy,
     logical_shape,
 )
-from rankless.parallel.tensor_placement import Partial
+from rankless.compiler.tracing.symbolic_sizes import size_hint
+from rankless.parallel.tensor_placement import Partial, Replicate
 
 aten = torch.ops.aten
+
+
+ACCUMULATED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+"""The dtype in which PyTorch's kernels accumulate sums of another dtype."""
 
 
 def get_reduced_dims(call: OperatorCall) -> list[int]:
@@ -48,17 +53,50 @@ def reduction_pattern(call: OperatorCall) -> str:
 
 
 def lower_mean_as_sum(
-    builder: GraphBuilder, call: OperatorCall, args: tuple[Any, ...], kwargs: dict[str, Any]
+    builder: GraphBuilder, call: OperatorCall, args: tuple[Any, ...], _kwargs: dict[str, Any]
 ) -> LocalValue:
     """Lower a mean to a sum and a division by the logical count.
 
     Note [sums over counts]: a mean of means is wrong for a dim that is split unevenly. Every normalizing operator is
-    therefore lowered to a sum and a division by the logical count.
+    therefore lowered to a sum and a division by the logical count. In half precision the sum may be too large for the
+    dtype of the mean, so it is computed in float32, as in PyTorch's kernels.
     """
     reduced = get_reduced_dims(call)
     count = prod(logical_shape(call.inputs[0])[dim] for dim in reduced)
-    total = builder.call(aten.sum.dim_IntList, args[0], reduced, has_keepdim(call), dtype=kwargs.get("dtype"))
-    return builder.call(aten.div.Tensor, total, count)
+    result = call.node.meta["val"].dtype
+    wide = ACCUMULATED_IN.get(result, result)
+    total = builder.call(aten.sum.dim_IntList, args[0], reduced, has_keepdim(call), dtype=wide)
+    mean = builder.call(aten.div.Tensor, total, count)
+    return mean if wide == result else builder.call(aten.to.dtype, mean, result)
+
+
+def lower_wide_sum(
+    builder: GraphBuilder, call: OperatorCall, args: tuple[Any, ...], _kwargs: dict[str, Any]
+) -> LocalValue:
+    """Lower a sum in half precision to one over all ranks in float32, which is rounded once at the end."""
+    value = call.node.meta["val"]
+    wide = ACCUMULATED_IN[value.dtype]
+    local = builder.call(aten.sum.dim_IntList, args[0], get_reduced_dims(call), has_keepdim(call), dtype=wide)
+    size = int(size_hint(value.numel()) * wide.itemsize)
+    return builder.call(aten.to.dtype, builder.all_reduce(local, "sum in half precision", size), value.dtype)
+
+
+def sum_strategies(call: OperatorCall) -> Iterator[Strategy]:
+    """Yield sharding on any dim; a sum over a sharded dim is partial.
+
+    A sum of booleans means `any`, so it has no partial results. Nor has one in half precision, whose parts may be too
+    large for it; gradients are the exception, because they are reduced together, as in DistributedDataParallel.
+    """
+    dtype = call.node.meta["val"].dtype
+    for strategy in make_pattern_rule(reduction_pattern, (0,))(call):
+        is_partial = any(isinstance(placement, Partial) for placement in strategy.outputs)
+        was_partial = any(isinstance(placement, Partial) for placement in strategy.inputs)
+        if not is_partial or was_partial or call.node.meta.get("backward"):
+            yield strategy
+        elif dtype in ACCUMULATED_IN:
+            yield Strategy(strategy.inputs, (Replicate(),), lower_wide_sum)
+        elif dtype != torch.bool:
+            yield strategy
 
 
 def mean_strategies(call: OperatorCall) -> Iterator[Strategy]:
@@ -102,8 +140,8 @@ def make_last_dims_rule(count: int) -> ShardingRule:
 
 
 RULES: dict[Any, ShardingRule] = {
-    aten.sum.default: make_pattern_rule(reduction_pattern, (0,)),
-    aten.sum.dim_IntList: make_pattern_rule(reduction_pattern, (0,)),
+    aten.sum.default: sum_strategies,
+    aten.sum.dim_IntList: sum_strategies,
     aten.mean.default: mean_strategies,
     aten.mean.dim: mean_strategies,
     aten.max.default: extremum_strategies,

@@ -3,7 +3,9 @@
 This is the scheme of PyTorch's DistributedDataParallel (Li et al., VLDB 2020) as a pass over the local graph.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from operator import getitem
 from typing import Any
 
@@ -13,8 +15,15 @@ from torch import Tensor, fx
 
 from rankless.collectives.mesh_collectives import start_all_reduce
 from rankless.compiler.ir.custom_ops import run_linear_weight
-from rankless.compiler.ir.logical_program import LogicalValue
+from rankless.compiler.ir.logical_program import LogicalProgram, LogicalValue, is_fresh
 from rankless.compiler.lowering.lower import LocalGraph
+from rankless.compiler.scheduling.gradient_memory import (
+    FlatMemory,
+    GradientLayout,
+    GradientMemory,
+    OwnMemory,
+    find_gradient_layout,
+)
 from rankless.compiler.sharding.redistribute import CollectiveRecord, all_reduce_bytes
 from rankless.parallel.mesh import Mesh
 
@@ -24,7 +33,6 @@ BUCKET_BYTES = 25 * 2**20
 FIRST_BUCKET_BYTES = 2**20
 """The first bucket is small, so that reducing starts early."""
 
-
 OUT_VARIANTS: dict[Any, Callable[..., Any]] = {
     aten.mm.default: aten.mm.out,
     run_linear_weight: run_linear_weight,
@@ -32,35 +40,38 @@ OUT_VARIANTS: dict[Any, Callable[..., Any]] = {
 """Operators that compute most gradients, and their variants with `out`, which save a copy of every weight per step."""
 
 
-class GradientMemory:
-    """The bucket memory of a job. Its programs share it, because one runs at a time."""
+@dataclass(frozen=True, kw_only=True)
+class GradientOutput:
+    """A gradient that a local program returns."""
 
-    def __init__(self) -> None:
-        self._flats: dict[Hashable, Tensor] = {}
+    local: fx.Node
+    value: LogicalValue
+    name: str
+    layout: GradientLayout
 
-    def get_flat(self, number: int, size: int, like: LogicalValue) -> Tensor:
-        """Return the memory of the bucket with this number in a program."""
-        key = number, size, like.dtype, like.device
-        if key not in self._flats:
-            self._flats[key] = torch.empty(size, dtype=like.dtype, device=like.device)
-        return self._flats[key]
+    @property
+    def bytes(self) -> int:
+        """Its size."""
+        return self.value.numel() * self.value.element_size()
 
 
 class GradientBucket:
-    """Gradients that are reduced together, in memory that lives from step to step.
+    """Gradients that are reduced together. `.grad` of the parameters are views of its memory."""
 
-    `.grad` of the parameters are views of that memory.
-    """
-
-    def __init__(self, mesh: Mesh, values: Sequence[LogicalValue], flat: Tensor) -> None:
+    def __init__(self, mesh: Mesh, memory: FlatMemory, layouts: tuple[GradientLayout, ...]) -> None:
         self.mesh = mesh
-        sizes = [value.numel() for value in values]
-        self.flat = flat
-        pieces = self.flat.split(sizes)
-        self.gradient_views: list[Tensor] = [
-            piece.view(value.shape) for piece, value in zip(pieces, values, strict=True)
-        ]
+        self.memory = memory
+        self.layouts = layouts
+        self.gradient_views: list[Tensor] = []
         self.work: dist.Work | None = None
+
+    def open(self) -> None:
+        """Prepare the memory for a call of the program. The call before may have ended early."""
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+        self.memory.renew()
+        self.gradient_views = self.memory.get_views(self.layouts)
 
     def gradient_view(self, index: int) -> Tensor:
         """Return the memory of one gradient, for an operator to write into."""
@@ -70,7 +81,7 @@ class GradientBucket:
         """Copy in the gradients that were not written in place, and start to reduce all."""
         if gradients:
             torch._foreach_copy_([self.gradient_views[index] for index in indices], list(gradients))
-        self.work = start_all_reduce(self.flat, mesh=self.mesh)
+        self.work = start_all_reduce(self.memory.flat, mesh=self.mesh)
 
     def finish(self) -> list[Tensor]:
         """Wait for the sums and return them."""
@@ -81,42 +92,86 @@ class GradientBucket:
         return [view.detach() for view in self.gradient_views]
 
 
-def schedule_gradients(
-    local: LocalGraph, gradients: Mapping[fx.Node, fx.Node], mesh: Mesh, memory: GradientMemory
-) -> LocalGraph:
-    """Return the program with its pending gradients reduced; `gradients` maps each to its logical node."""
+def schedule_gradients(local: LocalGraph, program: LogicalProgram, mesh: Mesh, memory: GradientMemory) -> LocalGraph:
+    """Return the local graph of a logical program with its pending gradients reduced, each in memory of its own.
+
+    See Note [memory of a gradient].
+    """
+    gradients = [
+        GradientOutput(local=node, value=logical.meta["val"], name=described.name, layout=layout)
+        for (node, described), (logical, _), layout in zip(
+            local.outputs, program.outputs, find_gradient_layouts(program), strict=True
+        )
+        if layout is not None
+    ]
     order = {node: position for position, node in enumerate(local.graph.nodes)}
-    pending_gradients = sorted(local.pending_gradients, key=order.__getitem__)
-    reduced: dict[fx.Node, fx.Node] = {}
-    names = {node: described.name for node, described in local.outputs}
-    output = next(node for node in local.graph.nodes if node.op == "output")
-    for number, nodes in enumerate(group_into_buckets(pending_gradients, gradients)):
-        values = [gradients[node].meta["val"] for node in nodes]
-        bucket = GradientBucket(
-            mesh, values, memory.get_flat(number, sum(value.numel() for value in values), values[0])
-        )
-        copied = [index for index, node in enumerate(nodes) if not try_write_in_place(local.graph, node, bucket, index)]
-        with local.graph.inserting_after(nodes[-1]):
-            started = local.graph.call_function(bucket.start, (copied, [nodes[index] for index in copied]))
-        with local.graph.inserting_before(output):
-            finished = local.graph.call_function(bucket.finish, ())
-            for index, node in enumerate(nodes):
-                reduced[node] = local.graph.call_function(getitem, (finished, index))
-        size = sum(value.numel() * value.element_size() for value in values)
-        started.meta["collective"] = CollectiveRecord(
-            kind="all_reduce",
-            purpose="gradient",
-            value=", ".join(names[node] for node in nodes),
-            bytes=size,
-            sent_bytes=all_reduce_bytes(size, mesh.size),
-            line=str(nodes[-1].meta.get("line", "")),
-            reason=f"{len(nodes)} gradients" if len(nodes) > 1 else "a gradient",
-            backward=True,
-            overlapped=True,
-        )
-    outputs = tuple((reduced.get(node, node), described) for node, described in local.outputs)
+    pending = set(local.pending_gradients)
+    # Of several gradients that are one value, the first is reduced, and the others are copies of it.
+    to_reduce = {gradient.local: gradient for gradient in reversed(gradients) if gradient.local in pending}
+    in_order = sorted(to_reduce.values(), key=lambda gradient: order[gradient.local])
+    reduced: dict[str, fx.Node] = {}
+    for number, group in enumerate(group_into_buckets(in_order)):
+        layouts = tuple(gradient.layout for gradient in group)
+        bucket = GradientBucket(mesh, memory.get(number, layouts, group[0].value), layouts)
+        reduced |= add_bucket(local.graph, bucket, group)
+    uses = Counter(node for node, _ in local.outputs)
+    output = get_output(local.graph)
+    with local.graph.inserting_before(output):
+        for gradient in gradients:
+            if gradient.name not in reduced:
+                known = to_reduce.get(gradient.local)
+                value = gradient.local if known is None else reduced[known.name]
+                is_shared = known is not None or uses[value] > 1 or len(value.users) > 1 or not is_fresh(value)
+                reduced[gradient.name] = local.graph.call_function(OwnMemory(gradient.layout, is_shared), (value,))
+    outputs = tuple(
+        (reduced[described.name] if described.kind == "gradient" else node, described)
+        for node, described in local.outputs
+    )
     output.args = (tuple(node for node, _ in outputs),)
     return LocalGraph(graph=local.graph, inputs=local.inputs, outputs=outputs, pending_gradients=())
+
+
+def get_output(graph: fx.Graph) -> fx.Node:
+    """Return the node that returns the graph's values."""
+    output: fx.Node = next(node for node in graph.nodes if node.op == "output")
+    return output
+
+
+def add_bucket(graph: fx.Graph, bucket: GradientBucket, group: Sequence[GradientOutput]) -> dict[str, fx.Node]:
+    """Reduce a group of gradients in a bucket: start after the last one, and finish at the end; return them by name."""
+    output = get_output(graph)
+    with graph.inserting_before(next((node for node in graph.nodes if node.op != "placeholder"), output)):
+        graph.call_function(bucket.open, ())
+    in_place = [try_write_in_place(graph, gradient.local, bucket, index) for index, gradient in enumerate(group)]
+    copied = [index for index, is_written in enumerate(in_place) if not is_written]
+    last = group[-1].local
+    with graph.inserting_after(last):
+        started = graph.call_function(bucket.start, (copied, [group[index].local for index in copied]))
+    size = sum(gradient.bytes for gradient in group)
+    started.meta["collective"] = CollectiveRecord(
+        kind="all_reduce",
+        purpose="gradient",
+        value=", ".join(gradient.name for gradient in group),
+        bytes=size,
+        sent_bytes=all_reduce_bytes(size, bucket.mesh.size),
+        line=str(last.meta.get("line", "")),
+        reason=f"{len(group)} gradients" if len(group) > 1 else "a gradient",
+        backward=True,
+        overlapped=True,
+    )
+    with graph.inserting_before(output):
+        finished = graph.call_function(bucket.finish, ())
+        return {gradient.name: graph.call_function(getitem, (finished, index)) for index, gradient in enumerate(group)}
+
+
+def find_gradient_layouts(program: LogicalProgram) -> list[GradientLayout | None]:
+    """Return the layout of each output of a program that is a gradient; None for the others."""
+    parameters = {described.name: node.meta["val"] for node, described in program.inputs.items()}
+    return [
+        # A gradient may belong to a parameter that the program does not read.
+        find_gradient_layout(parameters.get(described.name, node.meta["val"])) if described.kind == "gradient" else None
+        for node, described in program.outputs
+    ]
 
 
 def try_write_in_place(graph: fx.Graph, node: fx.Node, bucket: GradientBucket, index: int) -> bool:
@@ -130,19 +185,15 @@ def try_write_in_place(graph: fx.Graph, node: fx.Node, bucket: GradientBucket, i
     return True
 
 
-def group_into_buckets(
-    pending_gradients: Sequence[fx.Node], gradients: Mapping[fx.Node, fx.Node]
-) -> list[list[fx.Node]]:
+def group_into_buckets(gradients: Sequence[GradientOutput]) -> list[list[GradientOutput]]:
     """Group gradients, in the order of computation, by dtype and limited size."""
-    groups: list[list[fx.Node]] = []
+    groups: list[list[GradientOutput]] = []
     filled_bytes, dtype = 0, None
-    for node in pending_gradients:
-        value: Any = gradients[node].meta["val"]
-        size = value.numel() * value.element_size()
+    for gradient in gradients:
         limit = FIRST_BUCKET_BYTES if len(groups) == 1 else BUCKET_BYTES
-        if not groups or dtype != value.dtype or filled_bytes + size > limit:
+        if not groups or dtype != gradient.value.dtype or filled_bytes + gradient.bytes > limit:
             groups.append([])
-            filled_bytes, dtype = 0, value.dtype
-        groups[-1].append(node)
-        filled_bytes += size
+            filled_bytes, dtype = 0, gradient.value.dtype
+        groups[-1].append(gradient)
+        filled_bytes += gradient.bytes
     return groups

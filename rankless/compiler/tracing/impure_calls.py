@@ -42,7 +42,16 @@ IMPURE_NAMES = frozenset(function.__name__ for function in IMPURE_FUNCTIONS) | {
     "seed",
     "setstate",
 }
-IMPURE_NAMES |= {"now", "utcnow", "today", "fork_exec"}
+GENERATOR_METHODS = {"get_state", "set_state", "manual_seed", "initial_seed"}
+"""Methods of torch's generators that a program would not repeat; "seed" is among `IMPURE_NAMES`."""
+IMPURE_NAMES |= {"now", "utcnow", "today", "fork_exec"} | GENERATOR_METHODS
+
+GENERATOR_FILES = (
+    os.path.join(os.sep, "torch", "random.py"),
+    os.path.join(os.sep, "torch", "cuda", "random.py"),
+    STANDARD_FOLDER + "contextlib.py",
+)
+"""Files of functions that read or set the state of generators for their callers."""
 
 IGNORED_MODULES = ("logging", "warnings.py", "linecache.py", "tokenize.py", "inspect.py", "importlib", "traceback.py")
 IGNORED_FILES = ("<frozen importlib", *(STANDARD_FOLDER + name for name in IGNORED_MODULES))
@@ -55,6 +64,9 @@ def refuse_impure_call(function: Any, frame: FrameType) -> None:
     if name not in IMPURE_NAMES:
         return
     owner = getattr(function, "__self__", None)
+    if isinstance(owner, torch.Generator):
+        refuse_generator_call(frame)
+        return
     expected = IMPURE_FUNCTIONS.get(function)
     if isinstance(owner, random.Random) or name in ("now", "utcnow", "today"):
         is_clock = isinstance(owner, type) and issubclass(owner, datetime.date)
@@ -67,6 +79,23 @@ def refuse_impure_call(function: Any, frame: FrameType) -> None:
     if user_frame is not None:
         raise make_impure_call_error(
             format_callee(function, owner, frame), script_line(user_frame) or user_line(user_frame), expected
+        )
+
+
+def refuse_generator_call(frame: FrameType) -> None:
+    """Raise `CaptureError` if the user's code reads or sets the state of a generator, as `fork_rng` does.
+
+    `torch.utils.checkpoint` may: it draws the same numbers again, and the program does too.
+    """
+    caller: FrameType | None = frame
+    while caller is not None and caller.f_code.co_filename.endswith(GENERATOR_FILES):
+        caller = caller.f_back
+    if caller is not None and is_user_code(caller.f_code.co_filename):
+        raise CaptureError(
+            expected="a job whose random operators alone use torch's generator",
+            found="the job reads or sets the state of a generator, as torch.random.fork_rng does",
+            fix="fork, seed or restore the generator outside the job, around its call",
+            where=script_line(caller) or user_line(caller),
         )
 
 

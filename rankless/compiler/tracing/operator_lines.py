@@ -2,19 +2,17 @@
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
 import torch.fx.traceback as fx_traceback
-import torch.nn.functional as F  # PyTorch's customary alias
-from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from rankless.compiler.ir.custom_ops import RECURRENT_FUNCTIONS, capture_attention, capture_linear, capture_recurrent
 from rankless.compiler.ir.operator_origin import OperatorOrigin
 from rankless.compiler.tracing.module_names import ModuleNames, find_module
-from rankless.compiler.tracing.refused_functions import GET_DATA, ModuleTensors, find_refusal
+from rankless.compiler.tracing.refused_functions import GET_DATA, SET_DATA, ModuleTensors, find_refusal
+from rankless.compiler.tracing.replaced_functions import find_replacement
 from rankless.compiler.tracing.unprofiled_calls import call_untraced, describe_arguments
 from rankless.user_code import is_user_code, user_line
 
@@ -32,15 +30,15 @@ def find_calling_frame(frame: FrameType) -> FrameType:
 class SourceLineMode(TorchFunctionMode):
     """Write the origin of traced operators into their metadata, and keep composite operators as one node.
 
-    `tensors` are the traced parameters and buffers of the job's modules, by a description that has their name. `names`
-    has the names of the modules. The mode appends every call with its plain arguments to `call_log`.
+    `tensors` are the traced parameters and buffers of the job's modules. `names` has the names of the modules.
+    The mode appends every call with its plain arguments to `call_log`.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], names: ModuleNames, call_log: list[Any]) -> None:
+    def __init__(self, tensors: ModuleTensors, names: ModuleNames, call_log: list[Any]) -> None:
         super().__init__()
         self._names = names
         self._call_log = call_log
-        self._module_tensors = ModuleTensors(tensors)
+        self._module_tensors = tensors
 
     def __torch_function__(  # PyTorch's protocol
         self,
@@ -69,14 +67,11 @@ class SourceLineMode(TorchFunctionMode):
         # PyTorch queries symbolic sizes in some passes and has them cached in others.
         if not getattr(func, "__name__", "").startswith(("sym_", "_sym_")):
             self._call_log.append((getattr(func, "__name__", ""), line, describe_arguments((*args, *kwargs.items()))))
-        if func is F.linear:
-            return capture_linear(*args, **kwargs)
-        if func is F.multi_head_attention_forward:
-            return capture_attention(*args, **kwargs)
-        kind = getattr(func, "__name__", "")
-        # A packed sequence calls the same functions with other arguments. Leave those calls to PyTorch.
-        if RECURRENT_FUNCTIONS.get(kind) is func and len(args) == 9 and isinstance(args[3], bool):
-            return capture_recurrent(kind, *args)
+        if func == SET_DATA and not self._module_tensors.is_own_data(args[0], args[1]):
+            return self._module_tensors.set_data(args[0], args[1], line)
+        replacement = find_replacement(func, args)
+        if replacement is not None:
+            return replacement(*args, **kwargs)
         result = call_untraced(func, args, kwargs, profile)
         if func == GET_DATA:
             self._module_tensors.add_data(args[0], result)
@@ -84,7 +79,7 @@ class SourceLineMode(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def record_origins(tensors: Mapping[str, Tensor], names: ModuleNames, call_log: list[Any]) -> Iterator[None]:
+def record_origins(tensors: ModuleTensors, names: ModuleNames, call_log: list[Any]) -> Iterator[None]:
     """Within the context, every traced operator carries its encoded `OperatorOrigin` as `meta["stack_trace"]`.
 
     The context appends each call, in order, to `call_log`.

@@ -18,10 +18,15 @@ READS_VALUES: dict[Any, str] = {
     torch.Tensor.__repr__: "print of a tensor",
     torch.Tensor.__format__: "a tensor formatted as text",
     torch.Tensor.numpy: "a tensor turned into a NumPy array",
+    torch.Tensor.__array__: "a tensor turned into a NumPy array",
+    torch.Tensor.tolist: "a tensor turned into a list of numbers",
+    torch.Tensor.data_ptr: "the address of a tensor",
+    torch.Tensor.storage: "the storage of a tensor",
+    torch.Tensor.untyped_storage: "the storage of a tensor",
 }
 """Functions that behave differently during capture than in the plain script, if the user's code calls them."""
 
-EXPECTED_FIXED_PARAMETERS = "a job whose parameters and their flags are changed only outside it"
+EXPECTED_FIXED_PARAMETERS = "a job whose parameters keep their memory and their flags"
 FIX_CHANGE_OUTSIDE = (
     "change it before or after the call of the job, for example `with torch.no_grad(): parameter.copy_(new)`"
 )
@@ -32,6 +37,7 @@ REFUSED_ON_MODULE_TENSORS: dict[Any, str] = {
     torch.Tensor.requires_grad.__set__: SETS_REQUIRES_GRAD,  # type: ignore[attr-defined]  # a getset descriptor
     torch.Tensor.grad.__set__: SETS_GRAD,  # type: ignore[union-attr]  # a getset descriptor
 }
+GET_GRAD = torch.Tensor.grad.__get__  # type: ignore[union-attr]  # a getset descriptor
 """Functions refused on parameters and buffers only, because the program's gradients are fixed before the trace.
 
 On other tensors a job may set `requires_grad`, as gradient penalties do.
@@ -56,6 +62,8 @@ class ModuleTensors:
     def __init__(self, described: Mapping[str, Tensor]) -> None:
         self._described = {id(tensor): text for text, tensor in described.items()}
         self._data: dict[int, tuple[Tensor, Tensor]] = {}
+        self.lines_of_set_data: dict[str, str] = {}
+        """Where the job has set `.data` to another tensor, by description."""
 
     def describe(self, tensor: Any) -> str | None:
         """Return a description such as "parameter 'model.weight'"; None for all other objects."""
@@ -64,6 +72,21 @@ class ModuleTensors:
     def add_data(self, tensor: Tensor, data: Tensor) -> None:
         """Note that `data` is `tensor.data`."""
         self._data[id(data)] = (tensor, data)
+
+    def set_data(self, tensor: Tensor, value: Tensor, line: str) -> None:
+        """Trace `tensor.data = value` as a change in place."""
+        self.lines_of_set_data[self._described[id(tensor)]] = line
+        with torch.no_grad():
+            tensor.copy_(value)
+
+    def may_set_data(self, tensor: Tensor, value: Tensor) -> bool:
+        """Return whether a job may set `tensor.data = value`: a parameter's or buffer's, to another like it."""
+        return self.describe(tensor) is not None and (tensor.shape, tensor.dtype, tensor.device, tensor.stride()) == (
+            value.shape,
+            value.dtype,
+            value.device,
+            value.stride(),
+        )
 
     def is_own_data(self, tensor: Tensor, value: Any) -> bool:
         """Return whether `tensor.data = value` changes nothing, as after `tensor.data *= 2`, or in `Module.to`."""
@@ -85,10 +108,18 @@ def find_refusal(
         return CaptureError(
             expected=EXPECTED_NO_VALUES, found=f"{READS_VALUES[function]} inside the job", fix=FIX_NO_VALUES
         )
+    if by_user and function == GET_GRAD and module_tensors.describe(args[0]) is not None:
+        return CaptureError(
+            expected="a job that computes from parameters and arguments; gradients are there after the call",
+            found=f".grad of {module_tensors.describe(args[0])} read inside the job, where it has no value",
+            fix="read .grad after the call and pass what you compute from it as an argument, or use "
+            "torch.autograd.grad inside the job",
+        )
     outside = find_changed_outside(function, args, module_tensors)
     if outside is not None:
         return outside
-    if function == SET_DATA and not module_tensors.is_own_data(args[0], args[1]):
+    sets_data = function == SET_DATA and not module_tensors.is_own_data(args[0], args[1])
+    if sets_data and not module_tensors.may_set_data(args[0], args[1]):
         return refuse_set_data(module_tensors.describe(args[0]))
     text = REFUSED_ON_MODULE_TENSORS.get(function)
     described = None if text is None else module_tensors.describe(args[0])
@@ -121,20 +152,9 @@ def find_changed_outside(
 
 def refuse_set_data(described: str | None) -> CaptureError:
     """Return the error for `tensor.data = …`, given the description of a parameter or buffer."""
-    expected, fix = EXPECTED_FIXED_PARAMETERS, FIX_CHANGE_OUTSIDE
+    expected = "a job that sets .data of a parameter or buffer to a tensor of the same shape, strides and dtype"
+    fix = "keep its shape and dtype, or replace it outside the job"
     if described is None:
         expected = "a job that computes new tensors"
         fix = "use the new tensor instead; x + (new - x).detach() has the values of new and the gradient of x"
-    elif described.startswith("buffer"):
-        expected, fix = "a job that changes buffers in place", "change the buffer in place: buffer.copy_(new)"
     return CaptureError(expected=expected, found=f".data of {described or 'a tensor'} set inside the job", fix=fix)
-
-
-def refuse_change_in_place(described: str, where: str | None = None) -> CaptureError:
-    """Return the error for a change in place of a parameter, given its description."""
-    return CaptureError(
-        expected=EXPECTED_FIXED_PARAMETERS,
-        found=f"{described} is changed in place inside the job",
-        fix=FIX_CHANGE_OUTSIDE,
-        where=where,
-    )

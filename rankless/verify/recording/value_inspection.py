@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from rankless.compiler.codegen.codegen import LocalProgram, generate_function, map_to_logical_nodes
+from rankless.compiler.codegen.codegen import LocalProgram, generate_function
 from rankless.compiler.ir.logical_program import LogicalProgram, ProgramInput
 from rankless.compiler.lowering.lower import LoweringPass
-from rankless.compiler.scheduling.gradient_buckets import GradientMemory, schedule_gradients
+from rankless.compiler.scheduling.gradient_buckets import schedule_gradients
+from rankless.compiler.scheduling.gradient_memory import GradientMemory
 from rankless.compiler.sharding.sharding_propagation import ShardedProgram, propagate_shardings
 from rankless.context.world import World
 from rankless.jobs.arguments import FlattenedArguments, get_placements
@@ -92,7 +93,7 @@ def add_probes(
     lowering = LoweringPass(sharded, mesh)
     graph = lowering.lower_graph()
     values = {node: lowering.values[node][sharded.placements[node]] for node in lowering.values}
-    local = schedule_gradients(graph, map_to_logical_nodes(graph, logical), mesh, GradientMemory())
+    local = schedule_gradients(graph, logical, mesh, GradientMemory())
     call_line = user_line(sys._getframe(1))
     for node, value in values.items():
         is_input = node in logical.inputs

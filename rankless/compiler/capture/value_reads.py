@@ -1,0 +1,108 @@
+"""Values of tensors that a job's Python reads while it is traced: conditions, checks, `.item()`.
+
+See Note [values that Python reads]. A truth value is first taken for true, because nearly all are checks that pass. Any
+other value is computed before the program is captured, by a program that ends where the value is read.
+"""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from rankless.compiler.capture.decompositions import autograd_kernels
+from rankless.errors import CaptureError
+from rankless.user_code import user_line
+
+aten = torch.ops.aten
+
+MAX_GUESSES = 32
+"""Truth values in a row that are taken for true: a loop `while tensor:` must end."""
+MAX_READS = 256
+
+
+class ValueNeeded(BaseException):
+    """Ends a trace at a value that is not known. Not an `Exception`: the job's own `except` must not catch it."""
+
+
+class ValueReads:
+    """The values that the job reads in one trace, in order.
+
+    Args:
+        known: The values of the first reads.
+        ends_at_unknown: End the program at the first value that is not known, and return it.
+    """
+
+    def __init__(self, known: Sequence[Any] = (), *, ends_at_unknown: bool = False) -> None:
+        self.known = list(known)
+        self.ends_at_unknown = ends_at_unknown
+        self.tensors: list[Tensor] = []
+        self.values: list[Any] = []
+        self.lines: list[str] = []
+
+    def begin_pass(self) -> None:
+        """Begin another trace of the same job."""
+        self.tensors, self.values, self.lines = [], [], []
+
+    @property
+    def has_guesses(self) -> bool:
+        """Whether the trace has read more than the known values."""
+        return len(self.lines) > len(self.known)
+
+    def read(self, tensor: Tensor) -> Any:
+        """Return the value of a tensor of one element. Raises `ValueNeeded` if it is not known."""
+        position = len(self.values)
+        self.lines.append(user_line(sys._getframe(1)))
+        if position == MAX_READS:
+            raise CaptureError(
+                expected=f"a job that reads at most {MAX_READS} values of tensors",
+                found="more, perhaps a loop until a tensor has some value",
+                fix="compute with tensors, for example with torch.where, or read the values outside the job",
+                where=self.lines[-1],
+            )
+        self.tensors.append(tensor.detach())
+        if position < len(self.known):
+            value = self.known[position]
+        elif self.ends_at_unknown or tensor.dtype != torch.bool or position >= len(self.known) + MAX_GUESSES:
+            raise ValueNeeded
+        else:
+            value = True
+        self.values.append(value)
+        return value
+
+    def is_same(self, one: Tensor, other: Tensor) -> Any:
+        """Return whether two tensors have the same shape and values: `torch.equal`."""
+        if one.shape != other.shape:
+            return False
+        return self.read((one == other).all())
+
+    def is_close(self, one: Tensor, other: Tensor, *tolerances: Any, **named: Any) -> Any:
+        """Return whether two tensors are equal up to tolerances: `torch.allclose`, with its arguments."""
+        return self.read(torch.isclose(one, other, *tolerances, **named).all())
+
+    def require_success(self, info: Tensor, name: str, *, is_matrix: bool) -> None:
+        """Raise the error of a function of `torch.linalg`, as of a singular matrix, if an `info` of it is not zero."""
+        if self.read((info == 0).all()):
+            return
+        place = self.read((info.flatten() != 0).int().argmax())
+        value = self.read(info.flatten()[place])
+        # PyTorch's own operator makes the message, from a tensor with that value.
+        with _disable_current_modes(), autograd_kernels({aten._linalg_check_errors.default: None}):
+            found = torch.zeros(tuple(info.shape), dtype=torch.int32)
+            found.view(-1)[place] = value
+            aten._linalg_check_errors.default(found, name, is_matrix=is_matrix)
+
+    @contextlib.contextmanager
+    def observe(self) -> Iterator[None]:
+        """Within the context, what reads the value of a traced tensor gets it from here."""
+        kernels: dict[Any, Callable[..., Any]] = {
+            aten._local_scalar_dense.default: self.read,
+            aten.equal.default: self.is_same,
+            aten.allclose.default: self.is_close,
+            aten._linalg_check_errors.default: self.require_success,
+        }
+        with autograd_kernels(kernels):
+            yield

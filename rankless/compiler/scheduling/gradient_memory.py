@@ -1,0 +1,104 @@
+"""The memory of gradients: flat buckets that are reduced at once, and views of them in the layouts of the parameters.
+
+Note [memory of a gradient]: autograd gives each `.grad` memory of its own, in the strides of its parameter if these
+fill their memory, else contiguous (`AccumulateGrad`, "gradient layout contract"). Fused optimizers depend on the
+strides. A script may keep a `.grad`, or change it in place. So buckets are used again only if nobody holds the
+gradients of the last step.
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rankless.compiler.ir.logical_program import LogicalValue
+
+
+@dataclass(frozen=True)
+class GradientLayout:
+    """The shape and strides of a gradient, in elements."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """The number of elements, which is also what its memory holds."""
+        return torch.Size(self.shape).numel()
+
+
+def find_gradient_layout(parameter: LogicalValue) -> GradientLayout:
+    """Return the layout of a parameter's gradient; see Note [memory of a gradient]."""
+    shape, strides = parameter.shape, parameter.strides
+    expected = 1
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return GradientLayout(shape, torch.empty(shape, device="meta").stride())
+        expected *= size
+    return GradientLayout(shape, strides)
+
+
+class FlatMemory:
+    """One flat tensor that is used again from step to step, and views of it.
+
+    `renew` replaces it by new memory if somebody holds a view from the last step.
+    """
+
+    def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.flat = torch.empty(size, dtype=dtype, device=device)
+        self._views: dict[tuple[GradientLayout, ...], list[Tensor]] = {}
+
+    def renew(self) -> None:
+        """Replace the memory if it is used elsewhere."""
+        own = 1 + sum(map(len, self._views.values()))
+        storage = self.flat.untyped_storage()  # one more use
+        if torch._C._storage_Use_Count(storage._cdata) > own + 1:
+            self.flat = torch.empty_like(self.flat)
+            self._views.clear()
+
+    def get_views(self, layouts: tuple[GradientLayout, ...]) -> list[Tensor]:
+        """Return views of consecutive pieces of the memory in the given layouts."""
+        if layouts not in self._views:
+            pieces = self.flat.split([layout.size for layout in layouts])
+            self._views[layouts] = [
+                piece.as_strided(layout.shape, layout.strides) for piece, layout in zip(pieces, layouts, strict=True)
+            ]
+        return self._views[layouts]
+
+
+class GradientMemory:
+    """The bucket memory of a job. Its programs share it, because one runs at a time."""
+
+    def __init__(self) -> None:
+        self._flats: dict[Hashable, FlatMemory] = {}
+
+    def get(self, number: int, layouts: Sequence[GradientLayout], like: LogicalValue) -> FlatMemory:
+        """Return the memory of the bucket with this number in a program."""
+        size = sum(layout.size for layout in layouts)
+        key = number, size, like.dtype, like.device
+        if key not in self._flats:
+            self._flats[key] = FlatMemory(size, like.dtype, like.device)
+        return self._flats[key]
+
+
+@dataclass(frozen=True)
+class OwnMemory:
+    """Called with a gradient that is in no bucket, returns it in its layout and in memory of its own."""
+
+    layout: GradientLayout
+    is_shared: bool
+    """Whether another value may have the gradient's memory."""
+
+    __name__ = "own_memory"
+
+    def __call__(self, value: Tensor) -> Tensor:
+        """Return the gradient itself if it has both already, otherwise a copy."""
+        if value.layout is not torch.strided:
+            return value
+        is_whole = value.untyped_storage().nbytes() == value.nbytes
+        if is_whole and not self.is_shared and value.stride() == self.layout.strides:
+            return value
+        return value.new_empty_strided(self.layout.shape, self.layout.strides).copy_(value)
