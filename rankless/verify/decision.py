@@ -15,7 +15,7 @@ from rankless.records.job_results import JobCalled
 from rankless.verify.causes import CERTAIN, Cause, find_cause, find_other_inputs, find_undivided
 from rankless.verify.comparison import Comparison, Divergence, compare
 from rankless.verify.coverage import list_not_covered
-from rankless.verify.first_difference import FirstDifferingValue
+from rankless.verify.first_differing_value import FirstDifferingValue
 from rankless.verify.recordings import Recording
 from rankless.verify.reference_comparison import ReferenceRun, compare_with_reference
 from rankless.verify.runs import INTERRUPTED, RunFailed, VerifyRuns

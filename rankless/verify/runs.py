@@ -14,7 +14,7 @@ from rankless.config.run_config import Cluster, InspectedCall, Precision, Progra
 from rankless.config.validation import make_run_config
 from rankless.records.inspected_values import ComputedValue, read_values
 from rankless.records.job_programs import ProgramRecord, read_program_records
-from rankless.verify.first_difference import FirstDifferingValue, find_first_value
+from rankless.verify.first_differing_value import FirstDifferingValue, find_first_value
 from rankless.verify.foreign_ranks import combine_losses
 from rankless.verify.recordings import Recording, read_recordings
 from rankless.verify.reference_comparison import ReferenceRun

@@ -8,7 +8,7 @@ import msgspec
 from rankless.verify.causes import Cause
 from rankless.verify.comparison import Comparison, Divergence, TableRow, ToleranceUse
 from rankless.verify.decision import Decision, Outcome
-from rankless.verify.first_difference import FirstDifferingValue, render_first_value
+from rankless.verify.first_differing_value import FirstDifferingValue, render_first_value
 from rankless.verify.tables import render_table
 
 EXIT_CODES: Mapping[Outcome, int] = {"same": 0, "different": 1, "undecided": 3}

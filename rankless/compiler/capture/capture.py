@@ -23,9 +23,9 @@ from torch.utils import _pytree as pytree
 from rankless.compiler.capture.autocast import apply_autocast_state, disable_autocast, get_autocast_state
 from rankless.compiler.capture.data_changes import refuse_use_of_old_data, require_own_data
 from rankless.compiler.capture.decompositions import CORRECTED, DECOMPOSITIONS, autograd_kernels
+from rankless.compiler.capture.global_modes_key import require_grad_enabled
 from rankless.compiler.capture.graph_cleanup import clean_up, name_checks, name_inputs_and_outputs
 from rankless.compiler.capture.side_effects import SideEffects, require_no_parameter_hooks
-from rankless.compiler.capture.torch_modes import require_grad_enabled
 from rankless.compiler.capture.trace_errors import convert_trace_errors
 from rankless.compiler.capture.value_reads import ValueNeeded, ValueReads
 from rankless.compiler.guards.guards import GuardSet

@@ -25,7 +25,7 @@ from rankless.launch.rendezvous.peers import Peers
 from rankless.launch.signals import Interrupts
 from rankless.launch.supervisor.failure_attribution import ATTRIBUTED_RECORDS, Verdict, attribute_failure
 from rankless.launch.supervisor.fork_server_client import ForkServerClient
-from rankless.launch.supervisor.secondary_failures import SecondaryFailure, describe_secondary_failure
+from rankless.launch.supervisor.secondary_failure_lines import SecondaryFailure, describe_secondary_failure
 from rankless.records.channel import receive_records
 from rankless.records.events import AnyRecord, Raised
 from rankless.runtime.fork_server_protocol import CUT, KILL, encode_signal

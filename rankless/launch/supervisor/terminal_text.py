@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from rankless.config.run_config import RunConfig
 from rankless.launch.supervisor.failure_attribution import Verdict
-from rankless.launch.supervisor.secondary_failures import SecondaryFailure
+from rankless.launch.supervisor.secondary_failure_lines import SecondaryFailure
 from rankless.records.quantities import format_bytes, format_seconds
 from rankless.records.run_summary import RunSummary
 

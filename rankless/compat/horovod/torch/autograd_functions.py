@@ -10,7 +10,7 @@ from rankless.compat.horovod.torch.operations.allreduce import Allreduce, Groupe
 from rankless.compat.horovod.torch.operations.alltoall import Alltoall
 from rankless.compat.horovod.torch.operations.broadcast import Broadcast
 from rankless.compat.horovod.torch.operations.reducescatter import GroupedReducescatter, Reducescatter
-from rankless.compat.horovod.torch.operations.reduction_ops import make_reduction_rule, resolve_reduction
+from rankless.compat.horovod.torch.operations.reduction_rule import make_reduction_rule, resolve_reduction
 
 HorovodAllgather = Allgather
 HorovodGroupedAllgather = GroupedAllgather

@@ -26,7 +26,7 @@ from rankless.compat.horovod.torch.compression import Compressor
 from rankless.compat.horovod.torch.gradient_groups import GradientGroup
 from rankless.compat.horovod.torch.operations.checks import resolve_set_id, validate_tensor
 from rankless.compat.horovod.torch.operations.handles import make_group_requests
-from rankless.compat.horovod.torch.operations.reduction_ops import ReductionRule
+from rankless.compat.horovod.torch.operations.reduction_rule import ReductionRule
 from rankless.compat.horovod.torch.operations.sparse import sparse_allreduce_async
 
 BATCH_BYTES = 4 << 20

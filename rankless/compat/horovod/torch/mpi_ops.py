@@ -72,7 +72,7 @@ from rankless.compat.horovod.torch.operations.reducescatter import (
     reducescatter,
     reducescatter_async,
 )
-from rankless.compat.horovod.torch.operations.reduction_ops import Adasum, Average, Max, Min, Product, Sum
+from rankless.compat.horovod.torch.operations.reduction_rule import Adasum, Average, Max, Min, Product, Sum
 from rankless.compat.horovod.torch.operations.sparse import sparse_allreduce_async
 
 _basics = HorovodBasics()

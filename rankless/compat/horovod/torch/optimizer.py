@@ -21,7 +21,7 @@ from rankless.compat.horovod.torch.adasum_optimizer import AdasumReduction
 from rankless.compat.horovod.torch.compression import Compression, Compressor
 from rankless.compat.horovod.torch.gradient_groups import Groups, check_groups, make_groups
 from rankless.compat.horovod.torch.gradients import GradientReduction, GradientRule
-from rankless.compat.horovod.torch.operations.reduction_ops import Adasum, Average, make_reduction_rule
+from rankless.compat.horovod.torch.operations.reduction_rule import Adasum, Average, make_reduction_rule
 from rankless.compat.horovod.torch.parameter_names import assign_parameter_names
 from rankless.config import environment
 

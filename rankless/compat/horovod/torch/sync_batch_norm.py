@@ -17,7 +17,7 @@ from rankless.compat.horovod.torch.operations.allgather import allgather_async
 from rankless.compat.horovod.torch.operations.allreduce import start
 from rankless.compat.horovod.torch.operations.autograd_apply import apply_function
 from rankless.compat.horovod.torch.operations.handles import synchronize
-from rankless.compat.horovod.torch.operations.reduction_ops import make_reduction_rule
+from rankless.compat.horovod.torch.operations.reduction_rule import make_reduction_rule
 
 
 class SyncBatchNorm(_BatchNorm):

@@ -12,7 +12,7 @@ from rankless.compat.horovod.torch.operations.allreduce import Allreduce, Groupe
 from rankless.compat.horovod.torch.operations.autograd_apply import apply_function
 from rankless.compat.horovod.torch.operations.checks import require_tensors, validate_tensor
 from rankless.compat.horovod.torch.operations.handles import submit, submit_group, synchronize
-from rankless.compat.horovod.torch.operations.reduction_ops import make_reduction_rule
+from rankless.compat.horovod.torch.operations.reduction_rule import make_reduction_rule
 
 
 @require_tensors

@@ -12,7 +12,11 @@ from rankless.compat.horovod.torch.compression import Compression, Compressor
 from rankless.compat.horovod.torch.operations.autograd_apply import apply_function
 from rankless.compat.horovod.torch.operations.checks import require_tensors, validate_tensor
 from rankless.compat.horovod.torch.operations.handles import submit, submit_group, synchronize
-from rankless.compat.horovod.torch.operations.reduction_ops import ReductionRule, make_reduction_rule, resolve_reduction
+from rankless.compat.horovod.torch.operations.reduction_rule import (
+    ReductionRule,
+    make_reduction_rule,
+    resolve_reduction,
+)
 
 
 @require_tensors

@@ -11,7 +11,7 @@ from rankless.compat.horovod.torch.operations.allreduce import Allreduce
 from rankless.compat.horovod.torch.operations.autograd_apply import apply_function
 from rankless.compat.horovod.torch.operations.checks import require_tensors, validate_root_rank, validate_tensor
 from rankless.compat.horovod.torch.operations.handles import submit, synchronize
-from rankless.compat.horovod.torch.operations.reduction_ops import make_reduction_rule
+from rankless.compat.horovod.torch.operations.reduction_rule import make_reduction_rule
 
 
 @require_tensors
