@@ -60,7 +60,7 @@ def test_the_job_ends_names_the_root_cause_and_leaves_no_process(
             rows.write(json.dumps(make_row(found) | {"goal": fault.limit_seconds}) + "\n")
     assert found.is_right, found.report
     assert found.orphans == 0
-    assert found.lines <= 15, found.report
+    assert found.lines <= 14 + max(1, workers * host_count - 1), found.report  # each rank that fails later has a line
     assert found.seconds < fault.limit_seconds + 10
 
 

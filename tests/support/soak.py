@@ -1,7 +1,7 @@
 """Run all tests, including those that CI leaves out: `make soak`.
 
 A soak can be resumed: it does not repeat test files that passed at the same commit. Nor does it repeat those that
-passed at an earlier commit if only other test files have changed since; the page then says so. It writes the commit
+passed at an earlier commit if only other tests have changed since; the page then says so. It writes the commit
 and the raw counts to docs/soak.md. Several files run in parallel, because tests mostly wait for other processes. The
 fault tests, whose times are published, run alone at the end.
 """
@@ -29,6 +29,8 @@ FILE_SECONDS = 2 * 3600.0
 PUBLISHED = ("tests/launch/test_faults.py", "tests/launch/test_faults_at_start.py")
 INDEPENDENT = re.compile(r"tests/(.*/)?test_\w+\.py|tests/support/soak\.py|docs/(soak|faults)\.md")
 """Files on which no test file but themselves depends."""
+HELPER = re.compile(r"tests/(?!support/)\w+/(.*/)?\w+\.py")
+"""Other modules of a folder of tests, on which its test files may depend, and those elsewhere that name it."""
 Counts = dict[str, float]
 
 
@@ -79,7 +81,7 @@ def counted(report: Path) -> Counts:
 
 
 def reuse(tested: str) -> tuple[str, dict[str, Counts]]:
-    """Return the latest soaked commit from which only test files have changed, and its results that still hold.
+    """Return the latest soaked commit from which only tests have changed, and its results that still hold.
 
     The commit is "" if there is none.
     """
@@ -87,10 +89,20 @@ def reuse(tested: str) -> tuple[str, dict[str, Counts]]:
         command = ["git", "diff", "--name-only", state.stem, tested]
         changed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         names = changed.stdout.split()
-        if changed.returncode == 0 and all(map(INDEPENDENT.fullmatch, names)):
+        if changed.returncode == 0 and all(INDEPENDENT.fullmatch(name) or HELPER.fullmatch(name) for name in names):
             results = json.loads(state.read_text())
-            return state.stem, {name: counts for name, counts in results.items() if name not in names}
+            return state.stem, {
+                test: counts for test, counts in results.items() if not any(depends(test, name) for name in names)
+            }
     return "", {}
+
+
+def depends(test: str, changed: str) -> bool:
+    """Return whether the result of a test file may depend on a changed file of the tests."""
+    if test == changed or INDEPENDENT.fullmatch(changed):
+        return test == changed
+    text = (ROOT / test).read_text() if (ROOT / test).exists() else ""
+    return test.split("/")[1] == changed.split("/")[1] or re.search(rf"\b{Path(changed).stem}\b", text) is not None
 
 
 def page(tested: str, results: dict[str, Counts], *, base: str = "") -> str:
@@ -117,7 +129,11 @@ def page(tested: str, results: dict[str, Counts], *, base: str = "") -> str:
             "# The last soak",
             "",
             f"`make soak` of {datetime.now(UTC):%Y-%m-%d} at commit {tested}: all tests, those outside CI too.",
-            *([f"Only test files differ from commit {base}. They ran again; the others ran there."] if base else []),
+            *(
+                [f"Only tests differ from commit {base}. What depends on them ran again; the others ran there."]
+                if base
+                else []
+            ),
             "",
             "| folder | tests | failed | skipped | seconds |",
             "|---|---|---|---|---|",

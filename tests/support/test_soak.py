@@ -48,8 +48,22 @@ def test_results_hold_while_only_other_test_files_change(tmp_path: Path, monkeyp
     )
     second = make_commit(tmp_path, tests__test_y="2")
     assert soak.reuse(second) == (first, {"tests/test_x.py": passed})
-    assert f"Only test files differ from commit {first}." in page(second, {"tests/test_x.py": passed}, base=first)
+    assert f"Only tests differ from commit {first}." in page(second, {"tests/test_x.py": passed}, base=first)
     assert soak.reuse(make_commit(tmp_path, source="2")) == ("", {})
+
+
+def test_a_changed_helper_repeats_its_folder_and_the_files_that_name_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(soak, "ROOT", tmp_path)
+    for name, text in {"a/test_x": "", "b/test_y": "import helper", "b/test_z": "helper_of_another"}.items():
+        (tmp_path / "tests" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "tests" / name).with_suffix(".py").write_text(text)
+    found = {
+        test: soak.depends(f"tests/{test}.py", "tests/a/helper.py") for test in ("a/test_x", "b/test_y", "b/test_z")
+    }
+    assert found == {"a/test_x": True, "b/test_y": True, "b/test_z": False}
+    assert not soak.depends("tests/a/test_x.py", "tests/a/test_w.py")
 
 
 def test_a_file_that_hangs_is_killed_and_counts_as_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
