@@ -142,7 +142,12 @@ def interpret(
     return values
 
 
-OWN_LAYOUT = ("_native_batch_norm_legit", "_log_softmax_backward_data", "_softmax_backward_data")
+OWN_LAYOUT = (
+    "_native_batch_norm_legit",
+    "native_batch_norm_backward",
+    "_softmax_backward_data",
+    "_log_softmax_backward_data",
+)
 """Operators of PyTorch whose kernels lay out results in another way than a trace says, on one device too."""
 
 
@@ -152,15 +157,18 @@ def check_layout(node: fx.Node, value: Tensor) -> None:
     A piece may lie otherwise, as that of an expanded value does: random operators draw in the logical value's order.
     """
     logical = node.meta["logical"]
-    if any(name in f"{logical.target} {logical.all_input_nodes}" for name in OWN_LAYOUT):
-        return
     shape, strides = logical.meta["val"].shape, logical.meta["val"].strides
     overlaps = any(size != 1 and stride == 0 for size, stride in zip(shape, strides, strict=True))
     if overlaps or 0 in value.shape or tuple(value.shape) != tuple(shape):
         return
     order = sorted(range(len(shape)), key=strides.__getitem__, reverse=True)
-    found = [value.stride(dim) for dim in order if value.shape[dim] != 1 and shape[dim] != 1]
-    assert found == sorted(found, reverse=True), f"{logical.target}: {value.stride()}, traced {shape}, {strides}"
+    found = [value.stride(dim) for dim in order if shape[dim] != 1]
+    if found == sorted(found, reverse=True):
+        return
+    producers = f"{logical.target} {[item.target for item in logical.all_input_nodes]}"
+    is_own = any(name in producers for name in OWN_LAYOUT)
+    node.meta["own layout"] = is_own or any(item.meta.get("own layout") for item in node.all_input_nodes)
+    assert node.meta["own layout"], f"{logical.target}: {value.stride()}, traced {shape}, {strides}"
 
 
 def call_collective(
