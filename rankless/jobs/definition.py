@@ -76,6 +76,8 @@ class JobDefinition:
     optimizers: tuple[Optimizer, ...] = ()
     step_options: StepOptions = field(default_factory=StepOptions)
     view: View = "consistent"
+    captured: bool = True
+    """Whether the job becomes one program on several workers; without, every worker runs it on whole batches."""
     line: str
 
     @property
@@ -177,6 +179,26 @@ REFUSED_OPTIMIZERS: Mapping[type[Optimizer], tuple[str, str]] = {
     ),
 }
 """Optimizers that a job cannot run exactly: what error texts call them, and the fix."""
+
+
+def require_capture_options(job: JobDefinition) -> None:
+    """Raise `ConfigError` for options that do not fit `capture=False`."""
+    if job.captured:
+        return
+    if job.view == "mirrored":
+        raise ConfigError(
+            expected="capture=False on a job in the consistent view",
+            found=f"job {job.name!r} in the mirrored view, which captures nothing",
+            fix='omit capture=, or view="mirrored"',
+            where=job.line,
+        )
+    if job.accumulates:
+        raise ConfigError(
+            expected="accumulate=1 with capture=False, because only a captured loss says how calls are weighted",
+            found=f"accumulate={job.step_options.accumulate} on job {job.name!r}",
+            fix="omit accumulate=, and pass larger batches or loop over parts of the batch inside the job",
+            where=job.line,
+        )
 
 
 def require_optimizer(job: JobDefinition) -> None:
