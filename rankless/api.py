@@ -418,14 +418,29 @@ def job(
             function,
             model=modules,
             optimizer=optimizer,
-            view=view,
+            view=_choose_view(view, capture),
             world=_world,
             step_options=step_options,
-            captured=capture,
         )
         return made.configure(batch_dims or {}, dtype)
 
     return decorate
+
+
+def _choose_view(view: str | None, capture: bool) -> str | None:
+    """Return the view of a job with these arguments of `job`. Raises `ConfigError` if they contradict each other."""
+    if view == "whole":
+        raise ConfigError(expected='view="consistent" or "mirrored"', found='view="whole"', fix="pass capture=False")
+    if capture is True:
+        return view
+    if capture is not False or view == "mirrored":
+        raise ConfigError(
+            expected="capture=True, or capture=False on a job in the consistent view",
+            found=f"capture={capture!r}"
+            + (' with view="mirrored", which captures nothing' if view == "mirrored" else ""),
+            fix="omit capture=",
+        )
+    return "whole"
 
 
 def local(value: Any) -> Any:

@@ -74,6 +74,11 @@ class CallSync:
                 details=optimizers.details,
                 describe=optimizers.describe,
             )
+        self._synchronize_models(is_first=is_first, changed=changed)
+
+    def _synchronize_models(self, *, is_first: bool, changed: bool) -> None:
+        """Compare the models of all ranks if they may differ, and synchronize those that do."""
+        job = self._job
         self._change_count += changed
         if is_first:
             sync_models(job, self._world, when="at the first call")

@@ -15,8 +15,9 @@ from rankless.jobs.gradient_accumulation import LossWeight
 
 Optimizers = Optimizer | Sequence[Optimizer]
 """What a script passes as `optimizer=`."""
-View = Literal["consistent", "mirrored"]
-"""Whether a job sees several devices as one device with whole tensors, or as lists with one element per device."""
+View = Literal["consistent", "whole", "mirrored"]
+"""How a job sees several devices: as one device with whole tensors, in one program or, with `capture=False`, by plain
+calls on every device; or as lists with one element per device."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,9 +77,12 @@ class JobDefinition:
     optimizers: tuple[Optimizer, ...] = ()
     step_options: StepOptions = field(default_factory=StepOptions)
     view: View = "consistent"
-    captured: bool = True
-    """Whether the job becomes one program on several workers; without, every worker runs it on whole batches."""
     line: str
+
+    @property
+    def captured(self) -> bool:
+        """Whether the job becomes one program on several workers."""
+        return self.view == "consistent"
 
     @property
     def check_synchronized_every(self) -> int | None:
@@ -181,18 +185,9 @@ REFUSED_OPTIMIZERS: Mapping[type[Optimizer], tuple[str, str]] = {
 """Optimizers that a job cannot run exactly: what error texts call them, and the fix."""
 
 
-def require_capture_options(job: JobDefinition) -> None:
-    """Raise `ConfigError` for options that do not fit `capture=False`."""
-    if job.captured:
-        return
-    if job.view == "mirrored":
-        raise ConfigError(
-            expected="capture=False on a job in the consistent view",
-            found=f"job {job.name!r} in the mirrored view, which captures nothing",
-            fix='omit capture=, or view="mirrored"',
-            where=job.line,
-        )
-    if job.accumulates:
+def require_weighted_calls(job: JobDefinition) -> None:
+    """Raise `ConfigError` for `accumulate=` on a job that is not captured."""
+    if job.view == "whole" and job.accumulates:
         raise ConfigError(
             expected="accumulate=1 with capture=False, because only a captured loss says how calls are weighted",
             found=f"accumulate={job.step_options.accumulate} on job {job.name!r}",

@@ -29,8 +29,8 @@ from rankless.jobs.definition import (
     StepOptions,
     View,
     list_optimizers,
-    require_capture_options,
     require_optimizer,
+    require_weighted_calls,
 )
 from rankless.jobs.dtype_override import cast_arguments, cast_job
 from rankless.jobs.optimizer_step import OptimizerStepper, count_group_parameters, require_known_parameters
@@ -277,7 +277,6 @@ def make_job(
     view: str | None,
     world: WorldSource,
     step_options: StepOptions | None = None,
-    captured: bool = True,
 ) -> Job[Parameters, Result]:
     """A job from a function; see `rankless.job` for what the arguments mean."""
     code = getattr(function, "__code__", None)
@@ -290,12 +289,11 @@ def make_job(
         optimizers=list_optimizers(optimizer),
         step_options=step_options or StepOptions(),
         view=resolve_view(view, read_placeholders(function, name, line), line),
-        captured=captured,
         line=line,
     )
     definition.step_options.validate()
     require_optimizer(definition)
-    require_capture_options(definition)
+    require_weighted_calls(definition)
     require_known_parameters(definition)
     return Job(definition, world)
 
@@ -310,13 +308,15 @@ def resolve_view(view: str | None, placeholders: Mapping[str, Placeholder], line
             fix="omit view= for whole batches; the mirrored view takes lists with one element per device",
             where=line,
         )
-    if view == "consistent" and is_list:
+    if view in ("consistent", "whole") and is_list:
         raise ConfigError(
-            expected="whole batches in the consistent view",
+            expected="whole batches in the consistent view, and with capture=False",
             found=f"PerDevice on {', '.join(sorted(is_list))}",
             fix='use Whole there, or view="mirrored"',
             where=line,
         )
+    if view == "whole":
+        return "whole"
     return "mirrored" if view == "mirrored" or is_list else "consistent"
 
 

@@ -149,10 +149,9 @@ def make_training(mesh, loss, *, captured=False, optimized=True, **options):
         lambda *arguments: loss(model, *arguments),
         model=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1) if optimized else None,
-        view=None,
+        view=None if captured else "whole",
         world=lambda: world,
         step_options=StepOptions(**options),
-        captured=captured,
     )
     return model, job, notices
 
@@ -352,15 +351,19 @@ def test_training_calls_stay_refused():
 
 
 @pytest.mark.parametrize(
-    ("options", "found"), [({"accumulate": 2}, "accumulate=2 on job"), ({"view": "mirrored"}, "in the mirrored view")]
+    ("options", "found"),
+    [
+        ({"accumulate": 2}, "accumulate=2 on job"),
+        ({"view": "mirrored"}, "which captures nothing"),
+        ({"capture": None}, "capture=None"),
+        ({"view": "whole"}, 'view="whole"'),
+    ],
 )
 def test_options_that_need_a_program_are_refused(options, found):
     model = nn.Linear(3, 1)
-    decorate = rankless.job(
-        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), capture=False, **options
-    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ConfigError, match=found):
-        decorate(lambda x: model(x).mean())
+        rankless.job(model=model, optimizer=optimizer, **{"capture": False, **options})(lambda x: model(x).mean())
 
 
 def refused(mesh):
