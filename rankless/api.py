@@ -25,7 +25,7 @@ from rankless.errors import ConfigError
 from rankless.jobs.argument_annotations import PerDevice, Whole
 from rankless.jobs.definition import Optimizers, StepOptions
 from rankless.jobs.job import Job, Models, make_job
-from rankless.jobs.mirrored import LocalElement
+from rankless.jobs.views.mirrored import LocalElement
 from rankless.launch.self_launch import ScriptHosts, relaunch, require_script
 from rankless.launch.spawn_function import Spawned
 from rankless.launch.spawn_function import spawn as spawn_workers
@@ -353,6 +353,7 @@ def job(
     gradient_norm: bool = False,
     check_finite: bool = False,
     view: str | None = None,
+    capture: bool = True,
     check_synchronized_every: int | None = None,
     batch_dims: Mapping[str, int | None] | None = None,
     dtype: torch.dtype | None = None,
@@ -377,6 +378,8 @@ def job(
         view: "consistent" runs the function on whole batches. "mirrored" runs it as plain PyTorch once per device, on
             that device's element of each list argument, and returns the list of all results. Default: "consistent",
             or "mirrored" if an argument is annotated with `PerDevice`.
+        capture: Whether the function becomes one program on several workers. False is for a function that cannot, as
+            with shapes that depend on values: every worker runs it on the whole batch, which is exact and not faster.
         check_synchronized_every: Compare models and optimizer state of all ranks, bit by bit, before every so many
             calls. Default: models at the first call and after a change outside jobs; state after a change outside jobs.
         batch_dims: The batch dim of arguments by name, None for an argument without one. It affects speed, not
@@ -412,11 +415,32 @@ def job(
 
     def decorate(function: Callable[Arguments, Result]) -> Job[Arguments, Result]:
         made = make_job(
-            function, model=modules, optimizer=optimizer, view=view, world=_world, step_options=step_options
+            function,
+            model=modules,
+            optimizer=optimizer,
+            view=_choose_view(view, capture),
+            world=_world,
+            step_options=step_options,
         )
         return made.configure(batch_dims or {}, dtype)
 
     return decorate
+
+
+def _choose_view(view: str | None, capture: bool) -> str | None:
+    """Return the view of a job with these arguments of `job`. Raises `ConfigError` if they contradict each other."""
+    if view == "whole":
+        raise ConfigError(expected='view="consistent" or "mirrored"', found='view="whole"', fix="pass capture=False")
+    if capture is True:
+        return view
+    if capture is not False or view == "mirrored":
+        raise ConfigError(
+            expected="capture=True, or capture=False on a job in the consistent view",
+            found=f"capture={capture!r}"
+            + (' with view="mirrored", which captures nothing' if view == "mirrored" else ""),
+            fix="omit capture=",
+        )
+    return "whole"
 
 
 def local(value: Any) -> Any:

@@ -15,7 +15,7 @@ import rankless
 from bench.models import GPT, MLP, LeNet, loss_of, random_batch
 from rankless.compiler.guards.guards import GuardSet
 from rankless.context.model_change_detector import ModelChangeDetector
-from rankless.jobs.consistent import ConsistentView
+from rankless.jobs.views.consistent import ConsistentView
 
 MODELS = {"mlp": MLP, "lenet": LeNet, "gpt": GPT}
 CHECKS: dict[str, list[tuple[type, str]]] = {

@@ -1,4 +1,7 @@
-"""A sync point of one rank as bytes, and the error that describes how the sync points of ranks differ."""
+"""A sync point of one rank as bytes, and the error that describes how the sync points of ranks differ.
+
+A sync point has at most `MAX_DIGESTS` digests. If a call has more values, the last digest is one of all the others.
+"""
 
 import struct
 import zlib
@@ -34,7 +37,10 @@ def encode_compared(text: str, digests: Sequence[int]) -> bytes:
     data = text.encode()
     if len(data) > MAX_TEXT_BYTES:
         data = data[: MAX_TEXT_BYTES - 20] + f"… {zlib.crc32(data):08x}".encode()
-    kept = digests[:MAX_DIGESTS]
+    kept = digests
+    if len(digests) > MAX_DIGESTS:
+        rest = digests[MAX_DIGESTS - 1 :]
+        kept = [*digests[: MAX_DIGESTS - 1], zlib.crc32(struct.pack(f"<{len(rest)}Q", *rest))]
     return HEADER.pack(len(data), len(kept)) + data + struct.pack(f"<{len(kept)}Q", *kept)
 
 
@@ -103,7 +109,7 @@ def make_divergence_error(points: Mapping[int, PostedSyncPoint], *, rank: int, k
             fix=FIX,
             where=known.line or None,
         )
-    pairs = zip(known.names(), own.digests, first.digests, strict=False)
+    pairs = zip(shorten_names(known.names()), own.digests, first.digests, strict=False)
     named = [name for name, one, other in pairs if one != other] or ["its inputs"]
     described = known.describe(named, {other: point.details for other, point in points.items()})
     if described is not None:
@@ -119,3 +125,11 @@ def make_divergence_error(points: Mapping[int, PostedSyncPoint], *, rank: int, k
         fix=FIX_OF_VALUES,
         where=known.line,
     )
+
+
+def shorten_names(names: Sequence[str]) -> Sequence[str]:
+    """Return the names of the digests that are compared. The last one stands for all values that share its digest."""
+    shared = names[MAX_DIGESTS - 1 :]
+    if len(shared) < 2:
+        return names
+    return [*names[: MAX_DIGESTS - 1], f"one of the {len(shared)} values from {shared[0]} to {shared[-1]}"]

@@ -1,6 +1,6 @@
 """Jobs: functions on whole batches that run on one device or on many.
 
 A function, its models and its optimizers enter. A callable that takes and returns whole values leaves. `rankless.api`
-makes and calls it. A job runs in one of three views: `plain` on one device, `consistent` as one program on a mesh, or
-`mirrored` once per device.
+makes and calls it. A job runs in one of the `views`: plain on one device, consistent as one program on a mesh, with
+`capture=False` on the whole batch on every rank, or mirrored once per device.
 """

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rankless.errors import ConfigError, DataError
-from rankless.jobs.mirrored import LocalElement
+from rankless.jobs.views.mirrored import LocalElement
 
 
 @dataclass(frozen=True)

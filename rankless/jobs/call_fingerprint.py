@@ -6,10 +6,13 @@ left to `check_synchronized_every`, which compares models. The fingerprint of a 
 all its samples, which every rank knows. Tensors on a GPU are not read, because that would synchronize with the GPU.
 """
 
+import pickle
+import random
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -66,6 +69,21 @@ def fingerprint_tensor(tensor: Tensor) -> int:
     return zlib.crc32(data[: stride * PIECES].reshape(PIECES, stride)[:, :PIECE_BYTES].tobytes())
 
 
-def fingerprint_generator() -> int:
-    """Return a fingerprint of the state of torch's CPU generator."""
-    return zlib.crc32(torch.default_generator.get_state().numpy().data)
+class RandomStates:
+    """The random generators that a job may draw from.
+
+    Args:
+        with_python: Include the generators of Python's `random` and of NumPy.
+    """
+
+    def __init__(self, *, with_python: bool = False) -> None:
+        self._with_python = with_python
+
+    def fingerprint(self) -> dict[str, int]:
+        """Return a fingerprint of each generator's state, by name."""
+        found = {GENERATOR: zlib.crc32(torch.default_generator.get_state().numpy().data)}
+        if self._with_python:
+            found["state of Python's random module"] = hash(random.getstate()[1]) % 2**64
+            state = numpy.random.get_state(legacy=False)
+            found["state of NumPy's random generator"] = zlib.crc32(pickle.dumps(state))
+        return found

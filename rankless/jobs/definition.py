@@ -15,8 +15,9 @@ from rankless.jobs.gradient_accumulation import LossWeight
 
 Optimizers = Optimizer | Sequence[Optimizer]
 """What a script passes as `optimizer=`."""
-View = Literal["consistent", "mirrored"]
-"""Whether a job sees several devices as one device with whole tensors, or as lists with one element per device."""
+View = Literal["consistent", "whole", "mirrored"]
+"""How a job sees several devices: as one device with whole tensors, in one program or, with `capture=False`, by plain
+calls on every device; or as lists with one element per device."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +78,11 @@ class JobDefinition:
     step_options: StepOptions = field(default_factory=StepOptions)
     view: View = "consistent"
     line: str
+
+    @property
+    def captured(self) -> bool:
+        """Whether the job becomes one program on several workers."""
+        return self.view == "consistent"
 
     @property
     def check_synchronized_every(self) -> int | None:
@@ -177,6 +183,17 @@ REFUSED_OPTIMIZERS: Mapping[type[Optimizer], tuple[str, str]] = {
     ),
 }
 """Optimizers that a job cannot run exactly: what error texts call them, and the fix."""
+
+
+def require_weighted_calls(job: JobDefinition) -> None:
+    """Raise `ConfigError` for `accumulate=` on a job that is not captured."""
+    if job.view == "whole" and job.accumulates:
+        raise ConfigError(
+            expected="accumulate=1 with capture=False, because only a captured loss says how calls are weighted",
+            found=f"accumulate={job.step_options.accumulate} on job {job.name!r}",
+            fix="omit accumulate=, and pass larger batches or loop over parts of the batch inside the job",
+            where=job.line,
+        )
 
 
 def require_optimizer(job: JobDefinition) -> None:

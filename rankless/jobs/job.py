@@ -23,17 +23,27 @@ from rankless.errors import ConfigError, RanklessError, RanksDiverged
 from rankless.jobs.argument_annotations import PerDevice, Placeholder, PlaceholderCheck, read_placeholders
 from rankless.jobs.arguments import flatten_arguments
 from rankless.jobs.batch_dims_option import BatchDims
-from rankless.jobs.consistent import ConsistentView
-from rankless.jobs.definition import JobDefinition, Optimizers, StepOptions, View, list_optimizers, require_optimizer
+from rankless.jobs.definition import (
+    JobDefinition,
+    Optimizers,
+    StepOptions,
+    View,
+    list_optimizers,
+    require_optimizer,
+    require_weighted_calls,
+)
 from rankless.jobs.dtype_override import cast_arguments, cast_job
-from rankless.jobs.mirrored import MirroredView
-from rankless.jobs.one_device import PlainView
 from rankless.jobs.optimizer_step import OptimizerStepper, count_group_parameters, require_known_parameters
+from rankless.jobs.views.consistent import ConsistentView
+from rankless.jobs.views.mirrored import MirroredView
+from rankless.jobs.views.one_device import PlainView
+from rankless.jobs.views.whole_batch import WholeBatchView
 from rankless.user_code import display_name
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
+JobView = PlainView | ConsistentView | MirroredView | WholeBatchView
 Models = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
 
 
@@ -55,7 +65,7 @@ class Job(Generic[Parameters, Result]):
         functools.update_wrapper(self, definition.function)
         self.definition = definition
         self._world = world
-        self._view: PlainView | ConsistentView | MirroredView | None = None
+        self._view: JobView | None = None
         self._stepper: OptimizerStepper | None = None
         self._optimizer_check = MissingOptimizerCheck(definition.label, definition.modules)
         self._step_hooks = [StepHook() for _ in definition.optimizers]
@@ -283,6 +293,7 @@ def make_job(
     )
     definition.step_options.validate()
     require_optimizer(definition)
+    require_weighted_calls(definition)
     require_known_parameters(definition)
     return Job(definition, world)
 
@@ -297,21 +308,25 @@ def resolve_view(view: str | None, placeholders: Mapping[str, Placeholder], line
             fix="omit view= for whole batches; the mirrored view takes lists with one element per device",
             where=line,
         )
-    if view == "consistent" and is_list:
+    if view in ("consistent", "whole") and is_list:
         raise ConfigError(
-            expected="whole batches in the consistent view",
+            expected="whole batches in the consistent view, and with capture=False",
             found=f"PerDevice on {', '.join(sorted(is_list))}",
             fix='use Whole there, or view="mirrored"',
             where=line,
         )
+    if view == "whole":
+        return "whole"
     return "mirrored" if view == "mirrored" or is_list else "consistent"
 
 
-def make_view(job: JobDefinition, world: World) -> PlainView | ConsistentView | MirroredView:
+def make_view(job: JobDefinition, world: World) -> JobView:
     """Return the view that runs a job's calls in this world."""
     if job.view == "mirrored":
         return MirroredView(job, world)
-    return PlainView(job, world) if world.mesh.size == 1 else ConsistentView(job, world)
+    if world.mesh.size == 1:
+        return PlainView(job, world)
+    return ConsistentView(job, world) if job.captured else WholeBatchView(job, world)
 
 
 def raise_if_diverged(world: World, error: Exception) -> None:

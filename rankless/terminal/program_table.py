@@ -49,7 +49,7 @@ class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
     not_reached: tuple[DefinedJob, ...]
     """Jobs that the script defined but did not call."""
     without_program: tuple[DefinedJob, ...]
-    """Jobs that the script called and that are not compiled: those in the mirrored view."""
+    """Jobs that the script called and that are not compiled: in the mirrored view, or with `capture=False`."""
 
 
 def make_plan_report(facts: Iterable[ProgramRecord], *, workers: int, steps: int) -> PlanReport:
@@ -80,7 +80,10 @@ def render_plan(report: PlanReport, width: int = WIDTH) -> str:
     lines = [line for job in report.jobs for line in ("", *_render_job(job, max(width, MIN_WIDTH)))]
     steps = _count(report.steps, "training step")
     texts = [f"{_name(job)} was not called within {steps}; increase --steps" for job in report.not_reached]
-    texts += [f"{_name(job)} is not compiled, so it has no plan: view='mirrored'" for job in report.without_program]
+    texts += [
+        f"{_name(job)} is not compiled, so it has no plan: view='mirrored' or capture=False"
+        for job in report.without_program
+    ]
     lines += [line for text in texts for line in ("", *_wrap(text, max(width, MIN_WIDTH)))]
     return "\n".join(lines)
 

@@ -177,7 +177,7 @@ def test_the_table_fits_any_width_and_cuts_nothing_off(width: int) -> None:
         "total: 13 moves, 19.5 kB of values; each worker sends 19.5 kB (ring collectives)",
         "data moved per call (4 calls make a step), in order of start",
         "job predict (train.py:9) was not called within 1 training step; increase --steps",
-        "job twin (train.py:11) is not compiled, so it has no plan: view='mirrored'",
+        "job twin (train.py:11) is not compiled, so it has no plan: view='mirrored' or capture=False",
     ):
         assert "".join(text.split()) in words, text
     assert "…" not in words

@@ -171,3 +171,32 @@ def test_hosts_that_cannot_connect_are_not_compared_and_the_user_is_notified():
     found = on_mesh(2, between_hosts, ["a", "b"], [CALLS, CALLS[:4] + [("other", ())] * 2], False)
     assert [(outcome, made, len(messages)) for outcome, made, messages in found] == [("", 6, 1)] * 2
     assert "cannot check that the ranks of different hosts make the same calls" in found[0][2][0]
+
+
+def check_many_values(mesh, differing):
+    values = [100 * (mesh.rank == 1) if number == differing else number for number in range(80)]
+    compared = replace(mesh, desync_detector=DesyncDetector(mesh, notify=print))
+    compared.check_sync_point("the start")
+    barrier(mesh)
+    try:
+        compared.check_sync_point("call", names=lambda: [f"value {n}" for n in range(80)], digests=values)
+    except RanksDiverged as error:
+        return str(error)
+    finally:
+        barrier(mesh)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("differing", "named"),
+    [
+        (0, "value 0 on"),
+        (30, "value 30 on"),
+        (31, "one of the 49 values from value 31 to value 79 on"),
+        (79, "one of the 49 values from value 31 to value 79 on"),
+    ],
+)
+def test_the_last_of_many_values_is_compared_as_the_first(differing, named):
+    errors = on_mesh(2, check_many_values, differing)
+    assert any(errors)
+    assert all(named in text for text in errors if text)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from rankless.context.world import World
-from rankless.jobs.consistent import ConsistentView
 from rankless.jobs.job import make_job
+from rankless.jobs.views.consistent import ConsistentView
 from rankless.parallel.mesh import Mesh
 
 SEED = 11

@@ -11,8 +11,8 @@ from adversarial_cases import perceptron, rows
 from rankless.context.world import World
 from rankless.errors import CaptureError
 from rankless.jobs.arguments import flatten_arguments
-from rankless.jobs.consistent import ConsistentView
 from rankless.jobs.job import make_job
+from rankless.jobs.views.consistent import ConsistentView
 from rankless.parallel.mesh import Mesh
 
 

@@ -12,8 +12,8 @@ from rankless.compiler.guards.guards import GuardSet
 from rankless.context.world import World
 from rankless.jobs import program_cache
 from rankless.jobs.arguments import flatten_arguments
-from rankless.jobs.consistent import ConsistentView
 from rankless.jobs.job import make_job
+from rankless.jobs.views.consistent import ConsistentView
 from rankless.parallel.mesh import Mesh
 
 SCALE = 2.0

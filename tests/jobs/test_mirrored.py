@@ -12,7 +12,7 @@ from rankless.context.world import World
 from rankless.errors import ConfigError
 from rankless.jobs.definition import StepOptions
 from rankless.jobs.job import make_job
-from rankless.jobs.mirrored import LocalElement
+from rankless.jobs.views.mirrored import LocalElement
 from rankless.parallel.mesh import Mesh
 
 STEPS = 6

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from rankless.context.world import World
 from rankless.jobs.arguments import flatten_arguments, get_local_piece, get_placements
-from rankless.jobs.consistent import ConsistentView
 from rankless.jobs.definition import JobDefinition
 from rankless.jobs.program_cache import ProgramCache
 from rankless.jobs.program_records import describe_program
+from rankless.jobs.views.consistent import ConsistentView
 from rankless.parallel.mesh import Mesh
 from rankless.records.job_programs import JobProgram
 

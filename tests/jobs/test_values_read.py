@@ -8,9 +8,9 @@ from torch import nn
 
 from rankless.context.world import World
 from rankless.errors import CaptureError
-from rankless.jobs.consistent import ConsistentView
 from rankless.jobs.definition import StepOptions
 from rankless.jobs.job import make_job
+from rankless.jobs.views.consistent import ConsistentView
 from rankless.parallel.mesh import Mesh
 
 

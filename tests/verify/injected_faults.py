@@ -19,7 +19,7 @@ from rankless.compiler.scheduling.gradient_buckets import GradientBucket
 from rankless.compiler.sharding.redistribute import StackingAllGather
 from rankless.data.loader import Loader
 from rankless.jobs import executable
-from rankless.jobs.consistent import ConsistentView
+from rankless.jobs.views.consistent import ConsistentView
 from rankless.parallel.mesh import Mesh
 
 FIRST_STEP = 3

@@ -23,10 +23,11 @@ from torch.utils import _pytree as pytree
 from rankless.compiler.capture.autocast import apply_autocast_state, disable_autocast, get_autocast_state
 from rankless.compiler.capture.data_changes import refuse_use_of_old_data, require_own_data
 from rankless.compiler.capture.decompositions import CORRECTED, DECOMPOSITIONS, autograd_kernels
+from rankless.compiler.capture.forbidden_training_calls import RETURN_LOSS
 from rankless.compiler.capture.global_modes_key import require_grad_enabled
 from rankless.compiler.capture.graph_cleanup import clean_up, name_checks, name_inputs_and_outputs
-from rankless.compiler.capture.side_effects import SideEffects, require_no_parameter_hooks
-from rankless.compiler.capture.trace_errors import convert_trace_errors
+from rankless.compiler.capture.side_effects import SideEffects, require_traceable_modules
+from rankless.compiler.capture.trace_errors import convert_trace_errors, offer_whole_batch
 from rankless.compiler.capture.value_reads import ValueNeeded, ValueReads
 from rankless.compiler.guards.guards import GuardSet
 from rankless.compiler.ir.logical_program import LogicalProgram
@@ -160,7 +161,7 @@ def extract_loss(result: Any, job: str) -> Tensor:
             expected=f"train job {job!r} to return its loss: a tensor that depends on the model's parameters, "
             'alone, first in a tuple, or as "loss" in a dict',
             found=describe_result(loss),
-            fix="return the loss, or remove optimizer= if the job only predicts",
+            fix=RETURN_LOSS,
         )
     return loss if loss.dim() == 0 else loss.mean()
 
@@ -210,6 +211,7 @@ def capture(
         with fake:
             inputs = tuple(make_empty(item.shape, item.order, dtype=item.dtype, device=device) for item in shapes)
         with (
+            offer_whole_batch(),
             convert_trace_errors(source.name, source.line),
             run_compiled_functions_eagerly(),
             autograd_kernels(CORRECTED),
@@ -217,7 +219,7 @@ def capture(
             set_compiling_flag(),
             restore_module_tensors(source.modules),
         ):
-            require_no_parameter_hooks(source.modules)
+            require_traceable_modules(source.modules)
             with refuse_use_of_old_data(lambda: job.module_tensors):
                 traced = trace_until_stable(stack, job, inputs)
             tensors = job.module_tensors
@@ -280,6 +282,7 @@ def restore_module_tensors(modules: Mapping[str, nn.Module]) -> Iterator[None]:
         (table, dict(table))
         for module in modules.values()
         for submodule in module.modules()
+        if not isinstance(submodule, torch.jit.ScriptModule)  # nothing can replace its tensors from Python
         for table in (submodule._parameters, submodule._buffers)
     ]
     try:

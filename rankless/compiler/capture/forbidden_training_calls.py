@@ -35,6 +35,11 @@ OPTIMIZER_STEP = (
     "an optimizer's step()",
     "remove it: each call of a job with optimizer= makes the step",
 )
+RETURN_LOSS = "return the loss, or remove optimizer= if the job only predicts"
+REFUSED_WITHOUT_CAPTURE = frozenset(
+    {RETURN_LOSS, *(fix for _, fix in (GRADIENT_CLIPPING, BACKWARD, SCHEDULER_STEP, LOSS_SCALING, OPTIMIZER_STEP))}
+)
+"""Fixes of what a job may not do with `capture=False` either."""
 
 
 @contextlib.contextmanager

@@ -149,9 +149,19 @@ def make_unstable_error(before: Any, now: Any) -> CaptureError:
     )
 
 
-def require_no_parameter_hooks(modules: Mapping[str, nn.Module]) -> None:
-    """Raise `CaptureError` for hooks on parameters: the program computes gradients and would not call them."""
+def require_traceable_modules(modules: Mapping[str, nn.Module]) -> None:
+    """Raise `CaptureError` for modules that a program cannot stand for.
+
+    These are modules of torch.jit, whose code is not Python, and parameters with hooks, which a program would not call.
+    """
     for name, module in modules.items():
+        for path, submodule in module.named_modules(prefix=name):
+            if isinstance(submodule, torch.jit.ScriptModule):
+                raise CaptureError(
+                    expected="modules whose code is Python",
+                    found=f"{path}, a module of torch.jit",
+                    fix="pass the module from before torch.jit.script or torch.jit.trace",
+                )
         for path, parameter in module.named_parameters(prefix=name):
             if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
                 raise CaptureError(

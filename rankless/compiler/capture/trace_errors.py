@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
+from rankless.compiler.capture.forbidden_training_calls import REFUSED_WITHOUT_CAPTURE
 from rankless.errors import CaptureError, RanklessError
 from rankless.user_code import PACKAGE_FOLDER, display_name, is_user_code
 
@@ -62,6 +63,8 @@ TRACE_ERRORS: tuple[tuple[str, str, str], ...] = (
     ),
 )
 
+WHOLE_BATCH = "or pass capture=False to rankless.job, and every rank runs the job on the whole batch"
+
 
 @contextlib.contextmanager
 def convert_trace_errors(job: str, line: str) -> Iterator[None]:
@@ -99,6 +102,19 @@ def convert_trace_errors(job: str, line: str) -> Iterator[None]:
         if refusal is error:
             raise
         raise refusal from strip_frames(error)
+
+
+@contextlib.contextmanager
+def offer_whole_batch() -> Iterator[None]:
+    """Within the context, the fix of a `CaptureError` names `capture=False` too, unless it would refuse the same."""
+    try:
+        yield
+    except CaptureError as error:
+        if error.fix in REFUSED_WITHOUT_CAPTURE:
+            raise
+        raise CaptureError(
+            expected=error.expected, found=error.found, fix=f"{error.fix}; {WHOLE_BATCH}", where=error.where
+        ).with_traceback(None) from error.__cause__
 
 
 def strip_frames(error: BaseException) -> BaseException:

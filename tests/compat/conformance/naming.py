@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -143,7 +144,8 @@ def check_unnamed_operations_in_different_orders():
     assert not any(hvd.poll(handle) for handle in waiting)
     text = raised(hvd.HorovodInternalError, lambda: hvd.synchronize(waiting[0]))
     assert "rank 0 waits in allreduce.noname." in text, text
-    assert "wait in broadcast.noname." in text or "rank 1 waits in broadcast.noname." in text, text
+    # On a busy machine a rank may come to wait after the others have waited long enough.
+    assert re.search(r"ranks? [\d, ]+ waits? in broadcast\.noname\.", text), text
     anew()
 
 

@@ -1,4 +1,7 @@
-"""The plain view: run a job on one device exactly as the plain script would."""
+"""The plain view: run a job on one device exactly as the plain script would.
+
+`rankless.jobs.views.whole_batch` runs it on every rank too.
+"""
 
 import contextlib
 from collections.abc import Iterator
@@ -40,14 +43,16 @@ class PlainView:
         if inspector is not None and not inspector.count_call(self._job.name):
             inspector = None
         if not self._job.trains:
-            if inspector is not None:
+            if inspector is not None and self._job.captured:
                 inspector.run_alongside(self._job, self._world, arguments)
             with self._observe_first_call(), clear_autocast_cache(), torch.no_grad():
                 result: Any = self._job.function(*args, **kwargs)
             if inspector is not None:
                 inspector.record_plain(self._job, result)
             return CallResult(pytree.tree_map(detach_leaf, result))
-        history = find_autograd_history(self._job.function, arguments) if self._is_first else None
+        history = (
+            find_autograd_history(self._job.function, arguments) if self._is_first and self._job.captured else None
+        )
         if history is not None:
             self._warn(history, "")
         # Before the job, because the job may change buffers that its loss weights depend on.
@@ -58,7 +63,7 @@ class PlainView:
         with contextlib.ExitStack() as stack:
             if self._noise is not None:
                 stack.enter_context(perturbed_parameters(parameters, self._noise))
-            if inspector is not None:
+            if inspector is not None and self._job.captured:
                 inspector.run_alongside(self._job, self._world, arguments)
             with clear_autocast_cache():
                 with self._observe_first_call():
@@ -79,6 +84,10 @@ class PlainView:
             yield
             return
         self._is_first = False
+        if not self._job.captured:
+            with refuse_training_calls():
+                yield
+            return
         tensors = dict[str, Tensor]()
         for name, module in self._job.modules.items():
             tensors |= {f"parameter {path!r}": item for path, item in module.named_parameters(prefix=name)}

@@ -26,12 +26,12 @@ from rankless.collectives.mesh_collectives import all_reduce, broadcast, flatten
 from rankless.collectives.typed_values import decode_value, encode_value
 from rankless.compiler.capture.autocast import clear_autocast_cache, disable_autocast
 from rankless.compiler.capture.capture import extract_loss
-from rankless.context.optimizer_fingerprint import OptimizerComparison
 from rankless.context.world import World
 from rankless.errors import ConfigError
 from rankless.jobs.arguments import FlattenedArguments
+from rankless.jobs.call_sync import CallSync
 from rankless.jobs.definition import CallResult, JobDefinition, detach_leaf
-from rankless.jobs.model_sync import check_models_equal, require_same_kind_of_device, sync_models
+from rankless.jobs.model_sync import require_same_kind_of_device
 
 
 @dataclass(frozen=True)
@@ -55,10 +55,7 @@ class MirroredView:
     def __init__(self, job: JobDefinition, world: World) -> None:
         self._job = job
         self._world = world
-        self._optimizers = OptimizerComparison(
-            job.optimizers, world.optimizer_changes, name_parameter=job.parameter_name
-        )
-        self._calls = 0
+        self._sync = CallSync(job, world)
         self._parallel: nn.Module | None = None
         require_same_kind_of_device(job, world)
         if job.accumulates:
@@ -73,7 +70,9 @@ class MirroredView:
         """Return the list of all devices' results. A train job also sets its parameters' gradients."""
         args, kwargs = arguments.unflatten(arguments.tensors)
         elements = count_elements(self._job, args, kwargs, self._world.mesh.size)
-        self._sync_call(elements)
+        self._sync.check(
+            f"call {self._sync.calls + 1} of job {self._job.name!r}, in the mirrored view, on {elements} devices"
+        )
         for parameter in self._job.parameters() if self._job.trains else ():
             parameter.grad = None
         seed = int(torch.randint(2**62, ()).item())
@@ -82,25 +81,6 @@ class MirroredView:
             self._run_all_elements(args, kwargs, elements, seed) if alone else self._run_own_element(args, kwargs, seed)
         )
         return CallResult(results, loss=compute_mean_loss(results) if self._job.trains else None)
-
-    def _sync_call(self, elements: int) -> None:
-        """Check that all ranks make this call; at the first call also synchronize their models."""
-        self._calls += 1
-        mesh = self._world.mesh
-        if mesh.desync_detector is not None:
-            optimizers = self._optimizers.fingerprint()
-            mesh.check_sync_point(
-                f"call {self._calls} of job {self._job.name!r}, in the mirrored view, on {elements} devices",
-                names=optimizers.names,
-                digests=optimizers.digests,
-                details=optimizers.details,
-                describe=optimizers.describe,
-            )
-        if self._calls == 1:
-            sync_models(self._job, self._world, when="at the first call")
-        every = self._job.check_synchronized_every
-        if every is not None and self._calls % every == 0:
-            check_models_equal(self._job, self._world, call=self._calls)
 
     def _run_all_elements(self, args: Any, kwargs: Any, elements: int, seed: int) -> list[Any]:
         """Run every element in turn. Each backward follows its forward, because it may need the buffers."""

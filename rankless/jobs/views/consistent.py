@@ -11,28 +11,19 @@ from torch.utils import _pytree as pytree
 from rankless.compiler.capture.autocast import clear_autocast_cache
 from rankless.compiler.capture.capture import TENSOR_LEAF, CapturedJob
 from rankless.compiler.tracing.symbolic_sizes import evaluate_size
-from rankless.context.optimizer_fingerprint import OptimizerComparison
 from rankless.context.world import World
 from rankless.jobs.arguments import (
     FlattenedArguments,
     find_autograd_history,
     get_placements,
 )
-from rankless.jobs.call_fingerprint import (
-    GENERATOR,
-    fingerprint_generator,
-    fingerprint_tensors,
-    format_call,
-    name_tensors,
-)
+from rankless.jobs.call_fingerprint import RandomStates, format_call
 from rankless.jobs.call_loss_weights import LossWeightReader
+from rankless.jobs.call_sync import CallSync
 from rankless.jobs.definition import CallResult, JobDefinition
 from rankless.jobs.executable import Executable, ModuleTensorReference, collect_inputs
-from rankless.jobs.model_sync import check_models_equal, require_same_kind_of_device, sync_models
+from rankless.jobs.model_sync import require_same_kind_of_device
 from rankless.jobs.program_cache import CacheLookup, ProgramCache
-
-CHANGED = ", its models changed outside jobs since"
-READ = "Python values that the job reads"
 
 
 class ConsistentView:
@@ -43,13 +34,8 @@ class ConsistentView:
         self._world = world
         self._loss_weights = LossWeightReader(job, world, weights_only=False) if job.accumulates else None
         self._programs = ProgramCache(job, world) if self._loss_weights is None else self._loss_weights.programs
-        self._optimizers = OptimizerComparison(
-            job.optimizers, world.optimizer_changes, name_parameter=job.parameter_name
-        )
-        self._calls = 0
-        self._change_count = 0
+        self._sync = CallSync(job, world)
         self._draws = False
-        self._states: Sequence[Tensor] = ()
         require_same_kind_of_device(job, world)
 
     def run(self, arguments: FlattenedArguments) -> CallResult:
@@ -77,8 +63,7 @@ class ConsistentView:
         for module, training in executable.captured.changed_modes:
             module.training = training
         results = self._apply(executable, outputs)
-        self._states = states
-        self._world.model_changes.record_versions(states)
+        self._sync.record_states(states)
         if not self._job.trains:
             return CallResult(unflatten_result(executable.captured, results, sizes))
         # Order of the outputs: the minimized loss, the script's own results, the loss weights.
@@ -98,40 +83,15 @@ class ConsistentView:
         return outputs
 
     def _sync_call(self, call: CacheLookup) -> None:
-        """Check that all ranks make this call, with the same inputs and models. Raises `RanksDiverged`.
-
-        The check includes the cached program: if a Python value that the job reads differs, one rank would
-        capture alone.
-        """
-        self._calls += 1
-        job, mesh = self._job, self._world.mesh
-        is_first = self._calls == 1
-        changed = not is_first and self._world.model_changes.have_changed(self._states)
-        if mesh.desync_detector is not None:
-            arguments = call.arguments
-            program = 0 if call.known is None else call.known.number
-            drawn = [fingerprint_generator()] if self._draws else []
-            optimizers = self._optimizers.fingerprint()
-            stale_guard = call.stale_guard() if call.known is None else None
-            mesh.check_sync_point(
-                format_call(job.name, self._calls, arguments) + (CHANGED if changed else ""),
-                names=lambda: [
-                    *(READ, *optimizers.names(), *([GENERATOR] if drawn else [])),
-                    *name_tensors(job.function, arguments),
-                ],
-                digests=[program, *optimizers.digests, *drawn, *fingerprint_tensors(arguments.tensors)],
-                remark="" if stale_guard is None else f"{stale_guard.label} {stale_guard.describe_change()}",
-                details=optimizers.details,
-                describe=optimizers.describe,
-            )
-        self._change_count += changed
-        if is_first:
-            sync_models(job, self._world, when="at the first call")
-        elif changed and is_power_of_two(self._change_count):
-            # Sync only at power-of-two changes: a script that changes its models after every step must not stay slow.
-            sync_models(job, self._world, when=f"at call {self._calls}, changed outside jobs")
-        if job.check_synchronized_every is not None and self._calls % job.check_synchronized_every == 0:
-            check_models_equal(job, self._world, call=self._calls)
+        """Check that all ranks make this call, with the same inputs, models and program. Raises `RanksDiverged`."""
+        stale_guard = call.stale_guard() if call.known is None else None
+        self._sync.check(
+            format_call(self._job.name, self._sync.calls + 1, call.arguments),
+            arguments=call.arguments,
+            program=0 if call.known is None else call.known.number,
+            random_states=RandomStates() if self._draws else None,
+            remark="" if stale_guard is None else f"{stale_guard.label} {stale_guard.describe_change()}",
+        )
 
     def _apply(self, executable: Executable, outputs: Sequence[Tensor]) -> list[Tensor]:
         """Set gradients of parameters and new values of buffers, and return the job's results."""
@@ -155,8 +115,3 @@ def unflatten_result(captured: CapturedJob, results: Sequence[Tensor], sizes: Ma
     remaining = iter(results)
     leaves = [next(remaining) if leaf is TENSOR_LEAF else evaluate_size(leaf, sizes) for leaf in captured.result_leaves]
     return pytree.tree_unflatten(leaves, captured.result_spec)
-
-
-def is_power_of_two(number: int) -> bool:
-    """Whether a positive number is 1, 2, 4, 8, …"""
-    return number & (number - 1) == 0
