@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 import pytest
+import torch
 from support.processes import close_pools
 from support.warm_runs import close_fork_server_pool
 
@@ -13,6 +14,15 @@ def _what_is_shared_ends_with_the_session() -> Iterator[None]:
     yield
     close_pools()
     close_fork_server_pool()
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Use one thread as the workers of `on_mesh` do, because sums over several threads round differently."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.hookimpl(tryfirst=True)

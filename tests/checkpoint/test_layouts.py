@@ -15,14 +15,7 @@ from rankless.checkpoint.files import read_manifest
 from rankless.checkpoint.snapshot import assign_tensors
 from rankless.errors import CheckpointError
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Use one thread as the ranks do, because sums over several threads round differently."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def make_trained(seed=0):

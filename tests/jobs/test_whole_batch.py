@@ -23,7 +23,10 @@ from rankless.jobs.job import make_job
 from rankless.parallel.mesh import Mesh
 from rankless.parallel.tensor_placement import Shard, split_lengths
 
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated"),
+]
 
 
 def boolean_mask(model, x):
