@@ -10,6 +10,7 @@ import torch.distributed.distributed_c10d as groups
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from rankless.config.run_config import Precision
+from rankless.runtime.hooks.destroyed_groups import DestroyedGroups
 from rankless.runtime.hooks.float64_mode import enter_float64_mode
 
 
@@ -51,10 +52,13 @@ def _patch_destroy_process_group(before_teardown: Callable[[BaseException | None
     # A script may fail, destroy its group and clean up for a while. Its peers lose their connection at once, and its
     # own exception arrives much later. The agent finds the root cause only if this rank reports before it destroys.
     destroy = groups.destroy_process_group
+    destroyed = DestroyedGroups()
 
     def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
         before_teardown(sys.exc_info()[1])
+        living = destroyed.living_groups()
         destroy(group)
+        destroyed.keep(living)
 
     destroy_process_group.__doc__ = destroy.__doc__
     _replace(groups, destroy_process_group)

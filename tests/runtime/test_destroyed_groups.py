@@ -1,0 +1,54 @@
+"""A model in DistributedDataParallel that outlives its process group ends without a hang."""
+
+from pathlib import Path
+
+import pytest
+from support.warm_runs import run_script
+
+pytestmark = pytest.mark.slow
+
+SHORT_LIVED = """
+import faulthandler
+import os
+import sys
+import threading
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+def train_once():
+    group = dist.new_group(backend="gloo")
+    model = DistributedDataParallel(nn.Linear(100, 100), process_group=group)
+    for _ in range(3):
+        model(torch.randn(8, 100)).sum().backward()
+    dist.destroy_process_group(group)
+    return model
+
+def compute():  # another thread with work in Python: Gloo's threads wait for Python's global lock longer
+    while not ended:
+        sum(range(1000))
+
+dist.init_process_group("gloo")
+faulthandler.dump_traceback_later(60, exit=True)
+sys.setswitchinterval(1e-6)
+ended = False
+thread = threading.Thread(target=compute)
+thread.start()
+for _ in range(40):
+    train_once()
+last = train_once()
+ended = True
+thread.join()
+print(len(os.listdir("/proc/self/task")), "threads")
+dist.destroy_process_group()
+"""
+
+
+def test_a_model_that_outlives_its_destroyed_group_ends(tmp_path: Path) -> None:
+    done = run_script(SHORT_LIVED, "-n", "2", "--show", "all", folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    threads = [int(line.split()[-2]) for line in done.stdout.splitlines() if line.endswith("threads")]
+    assert len(threads) == 2
+    assert max(threads) < 30, "each destroyed group keeps three threads until it is released"
