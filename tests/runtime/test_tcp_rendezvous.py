@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 from support.jobs import wait_until
-from support.warm_process import WarmProcess
+from support.warm_process import WarmProcess, wait_for
 from support.warm_runs import run_script
 
 pytestmark = pytest.mark.slow
@@ -35,11 +35,6 @@ for number in range(rounds):
 def start(folder: Path, *arguments: object) -> WarmProcess:
     (folder / "join.py").write_text(JOIN)
     return WarmProcess(folder / "join.py", *arguments)
-
-
-def wait_for(processes: list[WarmProcess]) -> list[tuple[int, str, str]]:
-    """Return exit code, output and errors of each."""
-    return [(done.returncode, done.stdout, done.stderr) for done in [process.wait() for process in processes]]
 
 
 def free_port() -> int:

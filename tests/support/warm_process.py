@@ -3,6 +3,7 @@
 For tests of how such processes communicate, not of how Python starts.
 """
 
+import faulthandler
 import multiprocessing
 import os
 import runpy
@@ -50,12 +51,29 @@ class WarmProcess:
         return subprocess.CompletedProcess(self._command, code, *(text.read_text() for text in self._texts))
 
 
+def wait_for(processes: Sequence[WarmProcess]) -> list[tuple[int, str, str]]:
+    """Wait for the end of all, and return exit code, output and errors of each.
+
+    Raises TimeoutExpired if one hangs. Its notes are the exit codes of those that have ended before.
+    """
+    found: list[tuple[int, str, str]] = []
+    for process in processes:
+        try:
+            done = process.wait()
+        except subprocess.TimeoutExpired as error:
+            error.add_note(f"exit codes of the processes before it: {[code for code, *_ in found]}")
+            raise
+        found.append((done.returncode, done.stdout, done.stderr))
+    return found
+
+
 def _run_script(folder: Path, command: list[str], texts: Sequence[Path]) -> None:
     multiprocessing.set_start_method("fork", force=True)  # Linux's default in Python 3.11
     os.chdir(folder)
     for descriptor, text in enumerate(texts, start=1):
         with text.open("w") as file:
             os.dup2(file.fileno(), descriptor)
+    faulthandler.enable(file=2)
     sys.argv[:] = command
     sys.path[0] = str(folder)
     runpy.run_path(command[0], run_name="__main__")
