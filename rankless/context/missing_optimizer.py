@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from rankless.context.leftover_training_calls import JobLabel, StepHook
+from rankless.context.redundant_step_calls import JobLabel, StepHook
 from rankless.context.world import World
 
 

@@ -5,13 +5,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from rankless.context.leftover_training_calls import LeftoverCalls
 from rankless.context.loader_passes import LoaderPasses
 from rankless.context.model_change_detector import ModelChangeDetector
 from rankless.context.observers import CallInspector, JobRecorder, ProgramObserver
 from rankless.context.optimizer_changes import OptimizerChanges
-from rankless.context.progress_meter import ProgressMeter
+from rankless.context.redundant_step_calls import LeftoverCalls
 from rankless.context.step_limit import StepLimit
+from rankless.context.training_progress import ProgressMeter
 from rankless.parallel.mesh import Mesh
 from rankless.records.events import AnyRecord
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from rankless.context.leftover_training_calls import JobLabel
+from rankless.context.redundant_step_calls import JobLabel
 from rankless.errors import ConfigError
 from rankless.jobs.gradient_accumulation import LossWeight
 

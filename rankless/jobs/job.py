@@ -15,9 +15,9 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from rankless.compiler.capture.autocast import disable_autocast
 from rankless.compiler.capture.trace_errors import keep_user_frames
-from rankless.context.leftover_training_calls import StepHook
 from rankless.context.missing_optimizer import MissingOptimizerCheck
 from rankless.context.once import require_not_in_once
+from rankless.context.redundant_step_calls import StepHook
 from rankless.context.world import World, WorldSource
 from rankless.errors import ConfigError, RanklessError, RanksDiverged
 from rankless.jobs.argument_annotations import PerDevice, Placeholder, PlaceholderCheck, read_placeholders

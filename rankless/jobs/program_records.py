@@ -24,8 +24,8 @@ from rankless.records.job_programs import (
     encode_program_record,
     programs_file,
 )
-from rankless.records.module_names import format_modules
 from rankless.records.quantities import format_decimal_bytes
+from rankless.records.repeated_layer_names import format_modules
 
 NOTICE_BYTES = 64 * 1024
 """Gathered bytes per call from which on a job warns. Fewer cost little more than the message itself."""

@@ -177,7 +177,7 @@ def _start_interpreter(
     channel: socket.socket, environment: dict[str, str], *, output: int, errors: int
 ) -> subprocess.Popen[bytes]:
     """Start a worker as a new interpreter, where no server can fork it."""
-    command = [*python_command("rankless.runtime.spawn_main"), str(channel.fileno()), str(os.getpid())]
+    command = [*python_command("rankless.runtime.spawned_function"), str(channel.fileno()), str(os.getpid())]
     return subprocess.Popen(
         command,
         env=environment,

@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from rankless.records.framing import read_messages
-from rankless.records.job_results import FRAME_FORMAT, TensorSummary
+from rankless.records.recorded_calls import FRAME_FORMAT, TensorSummary
 
 Role = Literal["input", "value", "output", "plain"]
 """An input of the program, a value that it computes, an output, or (on one worker) a plain result: what the function

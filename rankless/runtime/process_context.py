@@ -22,8 +22,8 @@ from rankless.collectives.desync_detection import DesyncDetector
 from rankless.config import environment
 from rankless.config.distributed_variables import TorchrunWorker
 from rankless.config.worker_config import WorkerConfig
-from rankless.context.progress_meter import ProgressMeter
 from rankless.context.step_limit import StepLimit
+from rankless.context.training_progress import ProgressMeter
 from rankless.context.world import World
 from rankless.errors import ConfigError, JoinError, RanklessError
 from rankless.jobs.program_records import ProgramRecorder

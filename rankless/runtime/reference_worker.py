@@ -6,7 +6,7 @@ import torch
 
 from rankless.config.worker_config import WorkerConfig
 from rankless.context.step_limit import StepLimit
-from rankless.records.job_results import ScriptSurvey
+from rankless.records.recorded_calls import ScriptSurvey
 from rankless.verify.recording.reference_recorder import ReferenceRecorder
 from rankless.verify.recording.run_recorder import RunRecorder
 

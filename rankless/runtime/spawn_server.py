@@ -21,7 +21,7 @@ from rankless.runtime.fast_exit import FastExit
 from rankless.runtime.fork_server import preload_modules, prepare_process
 from rankless.runtime.fork_server_protocol import READY, receive_process_request, send_number
 from rankless.runtime.process_tree import adopt_orphans, end_descendants, set_parent_death_signal
-from rankless.runtime.spawn_main import serve_call
+from rankless.runtime.spawned_function import serve_call
 from rankless.terminal import process_title
 
 END_SECONDS = 30.0

@@ -13,8 +13,8 @@ from rankless.records.job_programs import (
     ProgramInputRecord,
     ProgramRecord,
 )
-from rankless.records.module_names import format_modules
 from rankless.records.quantities import format_decimal_bytes
+from rankless.records.repeated_layer_names import format_modules
 
 WIDTH = 100
 """Columns if the output is not a terminal."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from rankless.config.run_config import InspectedCall
-from rankless.records.job_results import JobCalled, Leaf, StepRecorded
+from rankless.records.recorded_calls import JobCalled, Leaf, StepRecorded
 from rankless.verify.decidability import TooNoisy, find_too_noisy, is_mostly_rounding
 from rankless.verify.differences import RESOLUTION, Difference, Mismatch, RunPosition, measure
 from rankless.verify.recordings import Recording, to_array

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from rankless.records.job_programs import JobProgram, ProgramRecord
-from rankless.records.job_results import TEXT, JobCalled, ModelRegistered, StepRecorded, TensorState
+from rankless.records.recorded_calls import TEXT, JobCalled, ModelRegistered, StepRecorded, TensorState
 from rankless.verify.comparison import Comparison
 from rankless.verify.recordings import Recording
 

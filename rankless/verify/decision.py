@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from rankless.errors import ConfigError
-from rankless.records.job_results import JobCalled
+from rankless.records.recorded_calls import JobCalled
 from rankless.verify.causes import CERTAIN, Cause, find_cause, find_other_inputs, find_undivided
 from rankless.verify.comparison import Comparison, Divergence, compare
 from rankless.verify.coverage import list_not_covered

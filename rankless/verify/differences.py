@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from rankless.records.job_results import (
+from rankless.records.recorded_calls import (
     JobCalled,
     Leaf,
     ModelRegistered,
@@ -72,7 +72,7 @@ class Mismatch:
     found: str
 
 
-class PathLengths:
+class TravelledDistances:
     """How far each tensor has travelled in two runs, step by step.
 
     A tensor whose gradient is all rounding moves in a random direction at each step. Its distance from where it
@@ -101,7 +101,7 @@ class PathLengths:
 def measure(one: Recording, other: Recording) -> tuple[list[Difference], Mismatch | None]:
     """Return all differences up to the first mismatch, and that mismatch."""
     differences: list[Difference] = []
-    paths = PathLengths()
+    paths = TravelledDistances()
     largest_result = 1.0
     for position in range(max(len(one.results), len(other.results))):
         ours = one.results[position] if position < len(one.results) else None
@@ -235,7 +235,7 @@ def compare_states(
     ours: Sequence[TensorState],
     theirs: Sequence[TensorState],
     location: RunPosition,
-    paths: PathLengths,
+    paths: TravelledDistances,
 ) -> Iterator[Difference]:
     """Yield the differences of states, gradients first: if both differ, the gradient is the cause."""
     for kind in ("gradient", "parameter"):
@@ -262,7 +262,7 @@ def compare_states(
 
 
 def _compare_final_tensors(
-    one: Recording, other: Recording, location: RunPosition, paths: PathLengths
+    one: Recording, other: Recording, location: RunPosition, paths: TravelledDistances
 ) -> Iterator[Difference]:
     largest = max((find_largest(tensor) for tensor in one.tensors.values()), default=0.0)
     for final in one.described:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import msgspec
 import numpy as np
 
-from rankless.records.job_results import JobCalled, Leaf, ResultRecord, StepInputs, StepRecorded
+from rankless.records.recorded_calls import JobCalled, Leaf, ResultRecord, StepInputs, StepRecorded
 from rankless.verify.recordings import Recording, to_array
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import safetensors.numpy
 
-from rankless.records.job_results import (
+from rankless.records.recorded_calls import (
     FinalTensorMetadata,
     Leaf,
     RecordingFinished,

@@ -14,14 +14,14 @@ from itertools import product
 
 import msgspec
 
-from rankless.records.job_results import JobCalled, ModelRegistered, StepRecorded, TensorState
+from rankless.records.recorded_calls import JobCalled, ModelRegistered, StepRecorded, TensorState
 from rankless.verify.comparison import Comparison, Divergence, find_loss_leaf, is_gross, make_row
 from rankless.verify.differences import (
     RESOLUTION,
     Difference,
     Mismatch,
-    PathLengths,
     RunPosition,
+    TravelledDistances,
     compare_states,
     compute_distance,
     compute_sketch_distance,
@@ -157,7 +157,7 @@ def measure_reference(reference: Recording, script: Recording) -> tuple[list[Dif
     ours, theirs = list_training_steps(reference), list_training_steps(script)
     first_ours, first_theirs = get_first_states(reference), get_first_states(script)
     names = match_tensors(list_starts(reference), list_starts(script))
-    paths = PathLengths()
+    paths = TravelledDistances()
     beginning = RunPosition(position=0, step=0, line="")
     first_values = [name for name in first_ours if name in names]
     begun_ours = [drop_gradient(first_ours[name], names[name]) for name in first_values]
@@ -295,7 +295,7 @@ def compare_loss(ours: TrainingStep, theirs: TrainingStep, script: Recording) ->
 
 
 def compare_final(
-    reference: Recording, script: Recording, names: Mapping[str, str], paths: PathLengths
+    reference: Recording, script: Recording, names: Mapping[str, str], paths: TravelledDistances
 ) -> Iterator[Difference]:
     """Yield the differences of parameters and buffers at the end."""
     location = RunPosition(position=len(script.results), step=script.steps, line="")

@@ -41,7 +41,7 @@ BROAD_EXCEPTS = {
     "rankless/context/once.py": "the other ranks learn that rank 0 failed, and the error is raised again",
     "rankless/data/batch_source.py": "a data set is foreign code; the other ranks learn of its error",
     "rankless/data/collation.py": "a collate_fn is foreign code; its error gets an explanation",
-    "rankless/data/first_rank.py": "a data set is foreign code; the other ranks learn of its error",
+    "rankless/data/batches_from_first_rank.py": "a data set is foreign code; the other ranks learn of its error",
     "rankless/data/prefetching.py": "the error is raised after the batches that were read before it",
     "rankless/data/sample_reader.py": "a data set is foreign code; its error gets the index of the sample",
     "rankless/data/stream_reader.py": "a stream is foreign code; its error gets the position of the sample",
@@ -50,7 +50,7 @@ BROAD_EXCEPTS = {
     "rankless/launch/rendezvous/follower.py": "the connection is closed, and the error is raised again",
     "rankless/launch/spawn_function.py": "the workers are ended, and the error is raised again",
     "rankless/runtime/preload.py": "a preloaded module is foreign code; the workers import it themselves",
-    "rankless/runtime/spawn_main.py": "the function's error travels to the process that called spawn",
+    "rankless/runtime/spawned_function.py": "the function's error travels to the process that called spawn",
     "rankless/runtime/worker.py": "every end of a script is reported, and the error is raised again",
 }
 

@@ -13,7 +13,7 @@ from rankless.compat.horovod import context
 from rankless.compat.horovod.common.exceptions import HorovodInternalError
 from rankless.compat.horovod.engine import inline_payload
 from rankless.compat.horovod.engine.operation_scheduler import OperationScheduler
-from rankless.compat.horovod.engine.requests import OperationKind, OperationRequest, Reduction
+from rankless.compat.horovod.engine.requests import OperationKind, OperationRequest, ReduceOpCode
 from rankless.parallel.mesh import Mesh
 
 SIZES = {"is sent inline": 100, "is reduced in shared memory": 40_000, "takes several chunks": 700_001}
@@ -36,7 +36,7 @@ def values(rank: int, count: int, dtype: torch.dtype = torch.float64) -> torch.T
     return ((torch.arange(count) * (rank + 3)) % 101).to(dtype)
 
 
-def _reduced(mesh: Mesh, count: int, reduction: Reduction, dtype: torch.dtype) -> torch.Tensor:
+def _reduced(mesh: Mesh, count: int, reduction: ReduceOpCode, dtype: torch.dtype) -> torch.Tensor:
     context.init()
     try:
         return reduce(context.current().scheduler, values(mesh.rank, count, dtype), "a", reduction=reduction)
@@ -45,11 +45,11 @@ def _reduced(mesh: Mesh, count: int, reduction: Reduction, dtype: torch.dtype) -
 
 
 ORACLES = {
-    Reduction.SUM: lambda given: given.sum(0),
-    Reduction.AVERAGE: lambda given: given.sum(0) / len(given),
-    Reduction.MIN: lambda given: given.amin(0),
-    Reduction.MAX: lambda given: given.amax(0),
-    Reduction.PRODUCT: lambda given: given.prod(0),
+    ReduceOpCode.SUM: lambda given: given.sum(0),
+    ReduceOpCode.AVERAGE: lambda given: given.sum(0) / len(given),
+    ReduceOpCode.MIN: lambda given: given.amin(0),
+    ReduceOpCode.MAX: lambda given: given.amax(0),
+    ReduceOpCode.PRODUCT: lambda given: given.prod(0),
 }
 
 
@@ -57,7 +57,7 @@ ORACLES = {
 @pytest.mark.parametrize("how", SIZES)
 @pytest.mark.parametrize("reduction", ORACLES)
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
-def test_values_are_reduced_to_the_same_bits_on_all_ranks(how: str, reduction: Reduction, size: int):
+def test_values_are_reduced_to_the_same_bits_on_all_ranks(how: str, reduction: ReduceOpCode, size: int):
     count = SIZES[how]
     found = on_mesh(size, _reduced, count, reduction, torch.float64)
     expected = ORACLES[reduction](torch.stack([values(rank, count) for rank in range(size)]))
@@ -242,5 +242,5 @@ def test_only_small_tensors_on_the_cpu_are_sent_inline():
     assert not inline_payload.fits_inline([one(inline_payload.MAX_BYTES + 1)], 2)
     assert not inline_payload.fits_inline([one(inline_payload.MAX_BYTES // 2 + 1)] * 2, 2)
     assert not inline_payload.fits_inline([one(inline_payload.MAX_BYTES)], 8)
-    assert not inline_payload.fits_inline([one(8, reduction=Reduction.ADASUM)], 2)
+    assert not inline_payload.fits_inline([one(8, reduction=ReduceOpCode.ADASUM)], 2)
     assert not inline_payload.fits_inline([one(8)], 1)

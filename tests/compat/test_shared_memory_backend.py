@@ -11,7 +11,7 @@ from rankless.compat.horovod.common.exceptions import HorovodInternalError
 from rankless.compat.horovod.engine.backends.host_layout import HostLayout, compute_host_layout
 from rankless.compat.horovod.engine.backends.shared_memory import SharedMemoryBackend, open_slots
 from rankless.compat.horovod.engine.backends.store_exchange import check_all_ranks, wait_for_key
-from rankless.compat.horovod.engine.requests import Reduction
+from rankless.compat.horovod.engine.requests import ReduceOpCode
 from rankless.compat.horovod.engine.scaling import ScaledReduction
 
 SOON = 0.05
@@ -43,7 +43,7 @@ def test_a_rank_missing_in_a_reduction_is_named_by_its_rank_in_the_job():
     backend = SharedMemoryBackend(slots, check=fine, timeout_seconds=SOON)
     ones = torch.ones(3)
     with pytest.raises(HorovodInternalError, match=r"rank 6 did not take part within 0\.05 s\nfix:"):
-        backend.allreduce([ones], [ones], ScaledReduction(Reduction.SUM, 1.0, 1.0, 2))
+        backend.allreduce([ones], [ones], ScaledReduction(ReduceOpCode.SUM, 1.0, 1.0, 2))
 
 
 def test_waiting_for_a_key_that_nobody_sets_times_out():

@@ -15,7 +15,14 @@ from support.jobs import wait_until
 from rankless.config.worker_config import WorkerConfig
 from rankless.launch.rendezvous.peers import NoPeers
 from rankless.launch.supervisor.failure_attribution import attribute_failure
-from rankless.launch.watchdog.process_stats import ActivityTracker, find_unanswered_connection, read_process_stats
+from rankless.launch.watchdog.process_stats import (
+    MAX_RETRY_SECONDS,
+    ActivityTracker,
+    TcpConnections,
+    UnansweredConnection,
+    read_process_stats,
+    read_tcp_connections,
+)
 from rankless.launch.watchdog.stacks import StackRequest
 from rankless.launch.watchdog.step_rate import STARTUP_STALL_SECONDS
 from rankless.launch.watchdog.watchdog import Watchdog, WatchdogConfig, open_status_pages
@@ -151,15 +158,44 @@ def test_a_connection_without_an_answer_is_found_with_its_address(family, addres
             pytest.skip("no IPv6 here")
         listening.listen(0)  # the kernel drops what a full queue cannot take, as a firewall does
         where = listening.getsockname()
+        attempts = UnansweredConnection(os.getpid())
         for _ in range(4):
             client = stack.enter_context(socket.socket(family))
             client.setblocking(False)
             client.connect_ex(where)
-        wait_until(lambda: find_unanswered_connection(os.getpid()) != "")
-        shown = f"[{address}]" if ":" in address else address
-        assert find_unanswered_connection(os.getpid()) == f"{shown}:{where[1]}"
-    assert find_unanswered_connection(os.getpid()) == ""
-    assert find_unanswered_connection(2**22) == ""
+        wait_until(lambda: read_tcp_connections(os.getpid()).unanswered != ())
+        shown = f"[{address}]:{where[1]}" if ":" in address else f"{address}:{where[1]}"
+        assert set(read_tcp_connections(os.getpid()).unanswered) == {shown}
+        attempts.update(100.0)
+        assert attempts.unanswered == shown
+    # Between two attempts there is no socket: the address stays known until the next attempt is overdue.
+    assert read_tcp_connections(os.getpid()).unanswered == ()
+    attempts.update(100.0 + MAX_RETRY_SECONDS / 2)
+    assert attempts.unanswered == shown
+    attempts.update(101.0 + MAX_RETRY_SECONDS)
+    assert attempts.unanswered == ""
+    assert read_tcp_connections(2**22) == TcpConnections()
+
+
+def test_a_connection_that_is_answered_later_is_no_cause():
+    with socket.socket() as listening, contextlib.ExitStack() as stack:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen(0)
+        shown = f"127.0.0.1:{listening.getsockname()[1]}"
+        attempts = UnansweredConnection(os.getpid())
+        clients = [stack.enter_context(socket.socket()) for _ in range(4)]
+        for client in clients:
+            client.setblocking(False)
+            client.connect_ex(listening.getsockname())
+        wait_until(lambda: read_tcp_connections(os.getpid()).unanswered != ())
+        attempts.update(100.0)
+        assert attempts.unanswered == shown
+        for client in clients:
+            client.close()
+        stack.enter_context(listening.accept()[0])
+        stack.enter_context(socket.create_connection(listening.getsockname()))
+        attempts.update(101.0)
+        assert attempts.unanswered == ""
 
 
 def test_a_process_that_polls_is_quiet_but_not_idle():

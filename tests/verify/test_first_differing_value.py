@@ -7,7 +7,7 @@ import pytest
 
 from rankless.config.run_config import InspectedCall
 from rankless.records.inspected_values import ComputedValue, Role
-from rankless.records.job_results import TensorSummary
+from rankless.records.recorded_calls import TensorSummary
 from rankless.verify.first_differing_value import FirstDifferingValue, find_first_value, render_first_value
 
 CALL = InspectedCall(job="train", call=3)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from rankless.jobs.perturbation import perturb_gradients, perturbed_parameters
-from rankless.records.job_results import (
+from rankless.records.recorded_calls import (
     JobCalled,
     ModelRegistered,
     RecordingFinished,

@@ -23,8 +23,10 @@ MAX_UPDATE_GAP_SECONDS = 5.0
 """Between two updates. After a longer gap the idle time restarts at 0: this process itself was stopped or starved."""
 CPU_WINDOW_SECONDS = 2.0
 """The period over which `ActivityTracker.cpu_percent` is measured."""
-_CONNECTING = "02"
-"""The state SYN_SENT in `/proc/PID/net/tcp`."""
+MAX_RETRY_SECONDS = 15.0
+"""The longest pause between two attempts to connect; PyTorch's grows while it retries."""
+_CONNECTING, _ESTABLISHED = "02", "01"
+"""The states SYN_SENT and ESTABLISHED in `/proc/PID/net/tcp`."""
 _MAPPED = bytes(10) + b"\xff\xff"
 """The start of an IPv4 address in a socket of IPv6."""
 _TICK = 1.0 / os.sysconf("SC_CLK_TCK")
@@ -81,22 +83,55 @@ def iterate_descendants(process_id: int) -> Iterator[int]:
             yield from iterate_descendants(child)
 
 
-def find_unanswered_connection(process_id: int) -> str:
-    """Return where a process tries to connect without an answer, like "10.0.0.1:29500"; "" for nowhere."""
+@dataclass(frozen=True)
+class TcpConnections:
+    """The remote addresses of a process's sockets, like "10.0.0.1:29500"."""
+
+    unanswered: tuple[str, ...] = ()
+    """To which it connects without an answer so far."""
+    established: tuple[str, ...] = ()
+
+
+def read_tcp_connections(process_id: int) -> TcpConnections:
+    """Return the connections of a process that are not answered yet, and those that are."""
+    found: dict[str, list[str]] = {_CONNECTING: [], _ESTABLISHED: []}
     for table in ("tcp", "tcp6"):
         try:
             with open(f"/proc/{process_id}/net/{table}", encoding="ascii") as file:
                 rows = [line.split() for line in file][1:]
-            connecting = {row[9]: row[2] for row in rows if row[3] == _CONNECTING}
-            numbers = os.listdir(f"/proc/{process_id}/fd") if connecting else []
+            sockets = {row[9]: (row[3], row[2]) for row in rows if row[3] in found}
+            numbers = os.listdir(f"/proc/{process_id}/fd") if sockets else []
         except OSError:
             continue
         for number in numbers:
             with contextlib.suppress(OSError):
                 inode = os.readlink(f"/proc/{process_id}/fd/{number}").removeprefix("socket:[").removesuffix("]")
-                if inode in connecting:
-                    return _decode_address(connecting[inode])
-    return ""
+                if inode in sockets:
+                    state, address = sockets[inode]
+                    found[state].append(_decode_address(address))
+    return TcpConnections(tuple(found[_CONNECTING]), tuple(found[_ESTABLISHED]))
+
+
+class UnansweredConnection:
+    """Remember where a process tries to connect: between two attempts it sleeps, and has no socket."""
+
+    def __init__(self, process_id: int) -> None:
+        self._process_id = process_id
+        self._address = ""
+        self._seen_at = 0.0
+
+    def update(self, now: float) -> None:
+        """Look at the process's sockets."""
+        connections = read_tcp_connections(self._process_id)
+        if connections.unanswered:
+            self._address, self._seen_at = connections.unanswered[0], now
+        elif self._address in connections.established or now - self._seen_at > MAX_RETRY_SECONDS:
+            self._address = ""
+
+    @property
+    def unanswered(self) -> str:
+        """The address that has not answered, like "10.0.0.1:29500"; "" for none."""
+        return self._address
 
 
 def _decode_address(text: str) -> str:

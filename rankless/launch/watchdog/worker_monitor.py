@@ -14,8 +14,8 @@ from rankless.config.worker_config import WorkerConfig
 from rankless.launch.watchdog.process_stats import (
     ActivityTracker,
     ProcessStats,
+    UnansweredConnection,
     describe_wait,
-    find_unanswered_connection,
     iterate_descendants,
     read_process_stats,
 )
@@ -37,6 +37,7 @@ class WorkerMonitor:
     def __init__(self, config: WorkerConfig, process_id: int, descriptor: int, now: float) -> None:
         self.config = config
         self.activity = ActivityTracker(process_id, now)
+        self.connection_attempts = UnansweredConnection(process_id)
         self.stack_request: StackRequest | None = None
         self._descriptor = descriptor
         self._has_requested_data_loader_workers = False
@@ -67,7 +68,8 @@ class WorkerMonitor:
                 written += os.stat(path).st_size
         if written != self._written:
             self._written, self._written_at = written, now
-
+        if now - self.activity.quiet_since >= SHORT_IDLE_SECONDS:
+            self.connection_attempts.update(now)
         self._look(now)
 
     def idle_since(self) -> float:
@@ -144,7 +146,7 @@ class WorkerMonitor:
             line=line,
             text=text,
             stack=location.stack,
-            connecting_to=find_unanswered_connection(activity.process_id) if state == "waits" else "",
+            connecting_to=self.connection_attempts.unanswered if state == "waits" else "",
             is_rendezvous=state == "waits" and location.is_rendezvous,
         )
 

@@ -10,7 +10,7 @@ from rankless.config.run_config import InspectedCall
 from rankless.parallel.mesh import Mesh
 from rankless.parallel.tensor_placement import Placement, Replicate
 from rankless.records.inspected_values import ComputedValue, Role, values_file
-from rankless.records.job_results import encode_result
+from rankless.records.recorded_calls import encode_result
 from rankless.verify.recording.tensor_sketch import Sketcher
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from rankless.records.job_results import (
+from rankless.records.recorded_calls import (
     TEXT,
     FinalTensorMetadata,
     JobCalled,

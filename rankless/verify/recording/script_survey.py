@@ -7,7 +7,7 @@ from torch import nn
 
 from rankless.jobs.job import Job
 from rankless.records.job_programs import DefinedJob
-from rankless.records.job_results import ScriptSurvey
+from rankless.records.recorded_calls import ScriptSurvey
 
 
 def survey_script(models: Iterable[nn.Module]) -> ScriptSurvey:

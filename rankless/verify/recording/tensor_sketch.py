@@ -10,7 +10,7 @@ Farach-Colton (2002) with buckets by stride.
 import torch
 from torch import Tensor
 
-from rankless.records.job_results import TensorSummary
+from rankless.records.recorded_calls import TensorSummary
 
 BUCKETS = 16
 

@@ -15,7 +15,7 @@ from rankless.compat.horovod.engine.backends.shared_memory import SharedMemoryBa
 from rankless.compat.horovod.engine.backends.store_exchange import check_all_ranks
 from rankless.compat.horovod.engine.fusion import Activity, FusionBuffer
 from rankless.compat.horovod.engine.messages import Execute, OperationResponse, RequestMetadata
-from rankless.compat.horovod.engine.requests import OperationKind, OperationRequest, Reduction
+from rankless.compat.horovod.engine.requests import OperationKind, OperationRequest, ReduceOpCode
 from rankless.compat.horovod.engine.scaling import DTYPES, ScaledReduction
 from rankless.compat.horovod.exceptions import HorovodInternalError
 
@@ -88,7 +88,7 @@ class OperationExecutor:
             kind=OperationKind(request.kind),
             tensor=zeros,
             output=zeros,
-            reduction=Reduction(request.reduction),
+            reduction=ReduceOpCode(request.reduction),
             prescale=request.prescale,
             postscale=request.postscale,
         )
@@ -105,7 +105,7 @@ class OperationExecutor:
             return results
         reduction = ScaledReduction(first.reduction, first.prescale, first.postscale, len(members))
         memory = self._get_shared_memory(set_id, members, keys) if inputs[0].device.type == "cpu" else None
-        if first.reduction is Reduction.ADASUM:
+        if first.reduction is ReduceOpCode.ADASUM:
             with self._context.activity(keys, "ADASUM_ALLREDUCE"):
                 self._adasum(set_id, members, inputs, outputs, reduction)
         elif len(members) == 1:

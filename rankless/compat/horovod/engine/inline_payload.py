@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from rankless.compat.horovod.engine.messages import RequestMetadata
-from rankless.compat.horovod.engine.requests import OperationKind, OperationRequest, Reduction
+from rankless.compat.horovod.engine.requests import OperationKind, OperationRequest, ReduceOpCode
 from rankless.compat.horovod.engine.scaling import DTYPES, ScaledReduction
 
 MAX_BYTES = 1 << 16
@@ -27,7 +27,7 @@ def _can_be_inline(request: OperationRequest) -> bool:
         and request.allow_inline
         and request.tensor is not None
         and request.tensor.device.type == "cpu"
-        and request.reduction is not Reduction.ADASUM
+        and request.reduction is not ReduceOpCode.ADASUM
     )
 
 
@@ -52,7 +52,7 @@ def combine(request: RequestMetadata, values: Sequence[bytes], size: int) -> byt
     if not values[0]:
         return b""
     dtype = DTYPES[request.dtype]
-    reduction = ScaledReduction(Reduction(request.reduction), request.prescale, request.postscale, size)
+    reduction = ScaledReduction(ReduceOpCode(request.reduction), request.prescale, request.postscale, size)
     tensors = [reduction.apply_prescale(torch.frombuffer(bytearray(one), dtype=dtype)) for one in values]
     if len(tensors) < size:
         tensors.append(torch.zeros_like(tensors[0]))

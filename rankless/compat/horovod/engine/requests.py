@@ -27,7 +27,7 @@ class OperationKind(Enum):
     REMOVE_SET = "remove_process_set"
 
 
-class Reduction(IntEnum):
+class ReduceOpCode(IntEnum):
     """How values are combined. Horovod uses the same numbers, and its error texts contain them."""
 
     AVERAGE = 0
@@ -49,7 +49,7 @@ class OperationRequest:
     """Contiguous. ALLREDUCE, ALLGATHER, BROADCAST, ALLTOALL, REDUCESCATTER."""
     output: torch.Tensor | None = None
     """ALLREDUCE and BROADCAST: receives the result. It has the tensor's shape, and may be the tensor itself."""
-    reduction: Reduction = Reduction.SUM
+    reduction: ReduceOpCode = ReduceOpCode.SUM
     prescale: float = 1.0
     postscale: float = 1.0
     root: int = 0

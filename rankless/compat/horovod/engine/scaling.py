@@ -6,19 +6,19 @@ from typing import Any
 
 import torch
 
-from rankless.compat.horovod.engine.requests import Reduction
+from rankless.compat.horovod.engine.requests import ReduceOpCode
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
     torch.float16, torch.bfloat16, torch.float32, torch.float64,
 )}  # fmt: skip
 
-COMBINE_FUNCTIONS: dict[Reduction, Callable[..., Any]] = {
-    Reduction.AVERAGE: torch.add,
-    Reduction.SUM: torch.add,
-    Reduction.MIN: torch.minimum,
-    Reduction.MAX: torch.maximum,
-    Reduction.PRODUCT: torch.mul,
+COMBINE_FUNCTIONS: dict[ReduceOpCode, Callable[..., Any]] = {
+    ReduceOpCode.AVERAGE: torch.add,
+    ReduceOpCode.SUM: torch.add,
+    ReduceOpCode.MIN: torch.minimum,
+    ReduceOpCode.MAX: torch.maximum,
+    ReduceOpCode.PRODUCT: torch.mul,
 }
 
 
@@ -26,7 +26,7 @@ COMBINE_FUNCTIONS: dict[Reduction, Callable[..., Any]] = {
 class ScaledReduction:
     """How the values of `size` ranks are reduced. All methods work in place and return their argument."""
 
-    reduction: Reduction
+    reduction: ReduceOpCode
     prescale: float
     postscale: float
     size: int
@@ -42,7 +42,7 @@ class ScaledReduction:
 
     def finish(self, tensor: torch.Tensor) -> torch.Tensor:
         """Divide the combined values for an average, and scale them."""
-        if self.reduction is Reduction.AVERAGE:
+        if self.reduction is ReduceOpCode.AVERAGE:
             if tensor.dtype.is_floating_point:
                 tensor.div_(self.size)
             elif tensor.dtype is not torch.bool:

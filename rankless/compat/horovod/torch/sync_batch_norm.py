@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from rankless.compat.horovod.common.basics import size
 from rankless.compat.horovod.common.process_sets import global_process_set
-from rankless.compat.horovod.engine.requests import Reduction
+from rankless.compat.horovod.engine.requests import ReduceOpCode
 from rankless.compat.horovod.torch.operations.allgather import allgather_async
 from rankless.compat.horovod.torch.operations.allreduce import start
 from rankless.compat.horovod.torch.operations.autograd_apply import apply_function
@@ -106,7 +106,7 @@ class SyncBatchNormFunction(torch.autograd.Function):
         sums = torch.stack([gradient_values.sum(dims), (gradient_values * normalized).sum(dims)])
         bias_gradient, weight_gradient = sums.to(gradient.dtype if weight is None else weight.dtype)
         global_sums = sums.to(torch.float64, copy=True)
-        rule = make_reduction_rule(Reduction.SUM, 1.0, 1.0, global_process_set)
+        rule = make_reduction_rule(ReduceOpCode.SUM, 1.0, 1.0, global_process_set)
         mean, mean_normal = synchronize(start(global_sums, global_sums, "sync_batch_norm.gradients", rule)) / count
         scale = inverse if weight is None else inverse * weight
         centred = (

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rankless.compat.horovod.engine.requests import Reduction
+from rankless.compat.horovod.engine.requests import ReduceOpCode
 
-REDUCE_OPS: dict[Reduction, Any] = {
-    Reduction.AVERAGE: dist.ReduceOp.SUM,
-    Reduction.SUM: dist.ReduceOp.SUM,
-    Reduction.MIN: dist.ReduceOp.MIN,
-    Reduction.MAX: dist.ReduceOp.MAX,
-    Reduction.PRODUCT: dist.ReduceOp.PRODUCT,
+REDUCE_OPS: dict[ReduceOpCode, Any] = {
+    ReduceOpCode.AVERAGE: dist.ReduceOp.SUM,
+    ReduceOpCode.SUM: dist.ReduceOp.SUM,
+    ReduceOpCode.MIN: dist.ReduceOp.MIN,
+    ReduceOpCode.MAX: dist.ReduceOp.MAX,
+    ReduceOpCode.PRODUCT: dist.ReduceOp.PRODUCT,
 }
 WIDER_DTYPES = {torch.int16: torch.int32, torch.bool: torch.int32}
 """The dtypes in which values are reduced whose own dtype Gloo does not support."""
@@ -29,7 +29,7 @@ class ProcessGroupBackend:
         self._index = index
         self._size = size
 
-    def allreduce(self, tensor: torch.Tensor, reduction: Reduction) -> None:
+    def allreduce(self, tensor: torch.Tensor, reduction: ReduceOpCode) -> None:
         """Combine the tensor in place."""
         options = dist.AllreduceOptions()
         options.reduceOp = REDUCE_OPS[reduction]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from rankless.compat.horovod.common.process_sets import ProcessSet, global_process_set
-from rankless.compat.horovod.engine.requests import OperationKind, Reduction
+from rankless.compat.horovod.engine.requests import OperationKind, ReduceOpCode
 from rankless.compat.horovod.torch.operations.allreduce import Allreduce, GroupedAllreduce
 from rankless.compat.horovod.torch.operations.autograd_apply import apply_function
 from rankless.compat.horovod.torch.operations.checks import require_tensors, validate_tensor
@@ -83,7 +83,7 @@ class Allgather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         """Return the averaged gradient of this rank's rows."""
-        rule = make_reduction_rule(Reduction.AVERAGE, 1.0, 1.0, ctx.process_set)
+        rule = make_reduction_rule(ReduceOpCode.AVERAGE, 1.0, 1.0, ctx.process_set)
         averaged = apply_function(Allreduce, gradient.contiguous(), None, rule)
         (offset,) = _compute_row_offsets([ctx.rows], ctx.process_set)
         return averaged.narrow(0, offset, ctx.rows), None, None
@@ -104,7 +104,7 @@ class GroupedAllgather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Return the averaged gradients of this rank's rows."""
-        rule = make_reduction_rule(Reduction.AVERAGE, 1.0, 1.0, ctx.process_set)
+        rule = make_reduction_rule(ReduceOpCode.AVERAGE, 1.0, 1.0, ctx.process_set)
         averaged = apply_function(GroupedAllreduce, None, rule, *(gradient.contiguous() for gradient in gradients))
         offsets = _compute_row_offsets(ctx.rows, ctx.process_set)
         parts = zip(averaged, offsets, ctx.rows, strict=True)

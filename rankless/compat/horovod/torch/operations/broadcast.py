@@ -6,7 +6,7 @@ import torch
 
 from rankless.compat.horovod import context
 from rankless.compat.horovod.common.process_sets import ProcessSet, global_process_set
-from rankless.compat.horovod.engine.requests import OperationKind, Reduction
+from rankless.compat.horovod.engine.requests import OperationKind, ReduceOpCode
 from rankless.compat.horovod.torch.operations.allreduce import Allreduce
 from rankless.compat.horovod.torch.operations.autograd_apply import apply_function
 from rankless.compat.horovod.torch.operations.checks import require_tensors, validate_root_rank, validate_tensor
@@ -87,7 +87,7 @@ class Broadcast(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         """Return the averaged gradient on the root, and zeros on other ranks."""
-        rule = make_reduction_rule(Reduction.AVERAGE, 1.0, 1.0, ctx.process_set)
+        rule = make_reduction_rule(ReduceOpCode.AVERAGE, 1.0, 1.0, ctx.process_set)
         averaged = apply_function(Allreduce, gradient.contiguous(), None, rule)
         if context.current().world.rank != ctx.root_rank:
             averaged = torch.zeros_like(averaged)

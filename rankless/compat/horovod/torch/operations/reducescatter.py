@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from rankless.compat.horovod.common.process_sets import ProcessSet, global_process_set
-from rankless.compat.horovod.engine.requests import OperationKind, Reduction
+from rankless.compat.horovod.engine.requests import OperationKind, ReduceOpCode
 from rankless.compat.horovod.exceptions import HorovodInternalError
 from rankless.compat.horovod.torch.compression import Compression, Compressor
 from rankless.compat.horovod.torch.operations.allgather import Allgather, GroupedAllgather
@@ -22,7 +22,7 @@ def reducescatter(
     tensor: torch.Tensor,
     name: str | None = None,
     compression: type[Compressor] = Compression.none,
-    op: int = Reduction.AVERAGE,
+    op: int = ReduceOpCode.AVERAGE,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -53,7 +53,7 @@ def reducescatter(
 def reducescatter_async(
     tensor: torch.Tensor,
     name: str | None = None,
-    op: int = Reduction.AVERAGE,
+    op: int = ReduceOpCode.AVERAGE,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -67,7 +67,7 @@ def grouped_reducescatter(
     tensors: Sequence[torch.Tensor],
     name: str | None = None,
     compression: type[Compressor] = Compression.none,
-    op: int = Reduction.AVERAGE,
+    op: int = ReduceOpCode.AVERAGE,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -83,7 +83,7 @@ def grouped_reducescatter(
 def grouped_reducescatter_async(
     tensors: Sequence[torch.Tensor],
     name: str | None = None,
-    op: int = Reduction.AVERAGE,
+    op: int = ReduceOpCode.AVERAGE,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -102,7 +102,7 @@ def _start_group(tensors: Sequence[torch.Tensor], name: str | None, rule: Reduct
 
 
 def _make_fields(tensor: torch.Tensor, rule: ReductionRule) -> dict[str, Any]:
-    if rule.reduction not in (Reduction.AVERAGE, Reduction.SUM):
+    if rule.reduction not in (ReduceOpCode.AVERAGE, ReduceOpCode.SUM):
         raise HorovodInternalError(f"Reducescatter supports Average and Sum only; found {rule.reduction.name.title()}.")
     if tensor.dim() == 0:
         raise HorovodInternalError("Reducescatter needs a tensor with a first dimension; found one of 0 dimensions.")
@@ -112,7 +112,7 @@ def _make_fields(tensor: torch.Tensor, rule: ReductionRule) -> dict[str, Any]:
 def _scale_gradient(gradient: torch.Tensor, rule: ReductionRule) -> torch.Tensor:
     """Return this rank's contribution to the gradient."""
     factor = rule.prescale * rule.postscale
-    if rule.reduction is Reduction.SUM:
+    if rule.reduction is ReduceOpCode.SUM:
         factor *= rule.process_set.size() or 1
     return gradient.contiguous() if factor == 1.0 else gradient.contiguous() * factor
 

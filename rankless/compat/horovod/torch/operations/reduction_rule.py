@@ -5,21 +5,21 @@ from dataclasses import dataclass
 
 from rankless.compat.horovod.common.process_sets import ProcessSet
 from rankless.compat.horovod.common.util import num_rank_is_power_2
-from rankless.compat.horovod.engine.requests import Reduction
+from rankless.compat.horovod.engine.requests import ReduceOpCode
 
-Average = Reduction.AVERAGE
-Sum = Reduction.SUM
-Adasum = Reduction.ADASUM
-Min = Reduction.MIN
-Max = Reduction.MAX
-Product = Reduction.PRODUCT
+Average = ReduceOpCode.AVERAGE
+Sum = ReduceOpCode.SUM
+Adasum = ReduceOpCode.ADASUM
+Min = ReduceOpCode.MIN
+Max = ReduceOpCode.MAX
+Product = ReduceOpCode.PRODUCT
 
 
 @dataclass(frozen=True)
 class ReductionRule:
     """How values are combined, and among which ranks."""
 
-    reduction: Reduction
+    reduction: ReduceOpCode
     prescale: float
     postscale: float
     process_set: ProcessSet
@@ -34,8 +34,8 @@ def make_reduction_rule(
     op: int, prescale_factor: float, postscale_factor: float, process_set: ProcessSet
 ) -> ReductionRule:
     """Return the rule of one call. Raises ValueError for an unknown op, NotImplementedError for unsupported Adasum."""
-    reduction = Reduction(op)
-    if reduction is Reduction.ADASUM:
+    reduction = ReduceOpCode(op)
+    if reduction is ReduceOpCode.ADASUM:
         if process_set.process_set_id != 0:
             raise NotImplementedError("Adasum does not support non-global process sets yet.")
         if not num_rank_is_power_2(process_set.size() or 0):

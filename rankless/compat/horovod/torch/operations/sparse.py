@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 
 from rankless.compat.horovod.common.process_sets import ProcessSet, global_process_set
-from rankless.compat.horovod.engine.requests import Reduction
+from rankless.compat.horovod.engine.requests import ReduceOpCode
 from rankless.compat.horovod.torch.operations.allgather import allgather_async
 from rankless.compat.horovod.torch.operations.handles import synchronize
 
@@ -31,7 +31,7 @@ def sparse_allreduce_async(
     def get_result() -> torch.Tensor:
         values = synchronize(values_handle)
         indices = synchronize(indices_handle)
-        if op == Reduction.AVERAGE:
+        if op == ReduceOpCode.AVERAGE:
             values = values / process_set.size()
         return torch.sparse_coo_tensor(indices.transpose(0, 1), values, tensor.size(), check_invariants=False)
 
