@@ -75,7 +75,14 @@ STATISTICS_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
 }
 """Statistics that PyTorch decomposes only to its own `prims.var`."""
 
+def decompose_scalar_power(base: float, exponent: Tensor) -> Tensor:
+    """Raise a number to powers: PyTorch's kernel makes a contiguous result, whatever the layout of the exponent."""
+    number = torch.full((), base, dtype=torch.result_type(base, exponent), device=exponent.device)
+    return torch.pow(number, exponent).contiguous()
+
+
 LAYOUT_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
+    aten.pow.Scalar: decompose_scalar_power,
     aten.native_dropout_backward.default: lambda grad, mask, scale: grad * mask * scale,
 }
 """Operators for which PyTorch traces other strides than those of its kernels, as their kernels compute them."""
