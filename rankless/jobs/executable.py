@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from rankless.compiler.capture.capture import CapturedJob
 from rankless.compiler.codegen.codegen import LocalProgram
 from rankless.compiler.ir.logical_program import ProgramInput
+from rankless.compiler.tracing.recomputed_weights import RecomputedWeight, find_recomputed_weights
 from rankless.jobs.arguments import FlattenedArguments, get_local_piece
 from rankless.jobs.definition import JobDefinition
 from rankless.jobs.varying_sizes import SizeConstraints
@@ -43,6 +44,8 @@ class Executable:
     targets: tuple[ModuleTensorReference | None, ...]
     """The target of each output: the parameter of a gradient, what gets a new value, or None for a result."""
     parameters: tuple[nn.Parameter, ...]
+    recomputed_weights: tuple[RecomputedWeight, ...]
+    """See Note [recomputed weights]."""
     varying_sizes: SizeConstraints | None
     """For which other sizes of arguments it is valid; None if only for those it was captured with."""
 
@@ -95,6 +98,9 @@ def make_executable(
             for described in local.outputs
         ),
         parameters=tuple(job.parameters()) if job.trains else (),
+        recomputed_weights=tuple(
+            find_recomputed_weights(item for module in job.modules.values() for item in module.modules())
+        ),
         varying_sizes=varying_sizes,
     )
 

@@ -9,6 +9,7 @@ import adversarial_memory
 import adversarial_modules
 import adversarial_parameters
 import adversarial_python_state
+import adversarial_recomputed
 import adversarial_value_reads
 import adversarial_values
 import pytest
@@ -39,6 +40,7 @@ CASES = [
     *adversarial_memory.CASES,
     *adversarial_layouts.CASES,
     *adversarial_parameters.CASES,
+    *adversarial_recomputed.CASES,
     *adversarial_values.CASES,
     *adversarial_value_reads.CASES,
 ]

@@ -14,6 +14,8 @@ from torch import Tensor
 from torch._C import DispatchKey
 from torch._decomp import get_decompositions
 
+from rankless.errors import CaptureError
+
 aten = torch.ops.aten
 
 TORCH_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = get_decompositions(
@@ -84,6 +86,7 @@ STATISTICS_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
 }
 """Statistics that PyTorch decomposes only to its own `prims.var`."""
 
+
 def decompose_scalar_power(base: float, exponent: Tensor) -> Tensor:
     """Raise a number to powers: PyTorch's kernel makes a contiguous result, whatever the layout of the exponent."""
     number = torch.full((), base, dtype=torch.result_type(base, exponent), device=exponent.device)
@@ -114,10 +117,43 @@ def decompose_multilabel_margin_loss(x: Tensor, target: Tensor, reduction: int) 
     return result, is_target.to(x.dtype).reshape(target.shape)
 
 
+def fill_diagonal(x: Tensor, value: float, wrap: bool = False) -> Tensor:
+    """Fill the main diagonal in place by views of the tensor; PyTorch's own kernel uses strides in memory."""
+    if x.dim() == 2:
+        rows, columns = x.shape
+        x.diagonal().fill_(value)
+        for start in range(columns + 1, rows, columns + 1) if wrap else ():
+            x[start:].diagonal().fill_(value)
+        return x
+    places = [
+        torch.arange(size, device=x.device).view([-1] + [1] * (x.dim() - 1 - dim)) for dim, size in enumerate(x.shape)
+    ]
+    same = torch.ones((), dtype=torch.bool, device=x.device)
+    for place in places[1:]:
+        same = same & (place == places[0])
+    return x.masked_fill_(same, value)
+
+
+def draw_between(x: Tensor, low: int, high: int | None, *, generator: torch.Generator | None = None) -> Tensor:
+    """Fill a tensor with integers from `low` to below `high`, from the numbers below `high - low` that PyTorch draws.
+
+    PyTorch cannot write its own operator, whose name is a keyword of Python, into a graph.
+    """
+    if high is None:
+        raise CaptureError(
+            expected="random integers with two limits",
+            found=f"random_({low}, None)",
+            fix="pass the upper limit too",
+        )
+    return x.random_(high - low, generator=generator).add_(low)
+
+
 CORRECTED: dict[Any, Callable[..., Any]] = {
     aten.multilabel_margin_loss_forward.default: decompose_multilabel_margin_loss,
+    aten.fill_diagonal_.default: fill_diagonal,
+    aten.random_.__getattr__("from"): draw_between,
 }
-"""Operators whose decomposition in PyTorch, which autograd differentiates, is wrong."""
+"""Operators that PyTorch traces into other ones than its kernels compute, or into ones that cannot be split."""
 
 
 @contextlib.contextmanager
@@ -126,7 +162,7 @@ def autograd_kernels(kernels: Mapping[Any, Callable[..., Any] | None]) -> Iterat
 
     None stands for PyTorch's own kernel.
     """
-    before = {operator: operator.py_kernels.get(DispatchKey.Autograd) for operator in kernels}
+    before = {operator: operator.py_kernels.get(_kernel_key(operator)) for operator in kernels}
     _set_autograd_kernels(kernels)
     try:
         yield
@@ -136,10 +172,17 @@ def autograd_kernels(kernels: Mapping[Any, Callable[..., Any] | None]) -> Iterat
 
 def _set_autograd_kernels(kernels: Mapping[Any, Callable[..., Any] | None]) -> None:
     for operator, kernel in kernels.items():
-        operator.py_kernels.pop(DispatchKey.Autograd, None)
+        operator.py_kernels.pop(_kernel_key(operator), None)
         if kernel is not None:
-            operator.py_kernels[DispatchKey.Autograd] = kernel
+            operator.py_kernels[_kernel_key(operator)] = kernel
         operator._dispatch_cache.clear()
+
+
+def _kernel_key(operator: Any) -> DispatchKey:
+    """Return the key of a kernel above autograd: PyTorch looks for a composite kernel before any other."""
+    composite = DispatchKey.CompositeImplicitAutograd
+    is_composite = torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), composite)
+    return composite if is_composite else DispatchKey.Autograd
 
 
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = TORCH_DECOMPOSITIONS | STATISTICS_DECOMPOSITIONS | LAYOUT_DECOMPOSITIONS

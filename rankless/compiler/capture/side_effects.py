@@ -17,6 +17,7 @@ from rankless.compiler.guards.guard_discovery import GuardDiscovery, collect_gua
 from rankless.compiler.guards.guards import GuardSet
 from rankless.compiler.guards.python_tracer import PythonTracer
 from rankless.compiler.tracing.impure_calls import refuse_python_impure_calls
+from rankless.compiler.tracing.recomputed_weights import without_recomputed_weights
 from rankless.errors import CaptureError
 
 EXPECTED_NO_STATE_CHANGE = "a job that does not change Python values: its Python runs once, not at every step"
@@ -58,6 +59,7 @@ class SideEffects:
             if not is_first:
                 # The first pass already printed.
                 stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+            stack.enter_context(without_recomputed_weights(self._submodules()))
             stack.enter_context(tracer.trace())
             yield self._call_logs[-1]
         tracer.drop_temporaries()

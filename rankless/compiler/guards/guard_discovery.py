@@ -45,6 +45,7 @@ from rankless.compiler.guards.object_inspection import (
     return_value,
 )
 from rankless.compiler.guards.python_tracer import PythonTracer
+from rankless.compiler.tracing.recomputed_weights import find_recomputed_weights
 from rankless.compiler.tracing.value_snapshots import (
     BUFFERS,
     CONTAINERS,
@@ -68,6 +69,12 @@ MODULE_TABLES = frozenset(
     | {"_flat_weights", "_flat_weight_refs", "_flat_weights_names", "_all_weights"}
 )
 """Attributes that `ModuleGuard` covers, and those that recurrent modules rewrite whenever a parameter is set."""
+
+
+def list_module_attributes(module: nn.Module) -> frozenset[str]:
+    """Return the attributes that are no Python state of the job: tables, and weights that a hook computes."""
+    return MODULE_TABLES.union(weight.name for weight in find_recomputed_weights([module]))
+
 
 NAMESPACE_TYPES = (SimpleNamespace, argparse.Namespace)
 COMPREHENSION_NAMES = ("<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>")
@@ -338,7 +345,7 @@ class GuardDiscovery:
             names = names.explicit
         namespace = get_namespace(value)
         if namespace is not None:
-            own = MODULE_TABLES if isinstance(value, nn.Module) else frozenset()
+            own = list_module_attributes(value) if isinstance(value, nn.Module) else frozenset()
             for name in names.select(namespace):
                 if name not in own:
                     # Dynamic access reads this object's attributes. Only plain data passes it on to their values.

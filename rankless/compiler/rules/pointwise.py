@@ -122,7 +122,15 @@ def new_tensor_strategies(call: OperatorCall) -> Iterator[Strategy]:
     yield Strategy(call.current_placements, (Replicate(),))
 
 
+def zero_tangent_strategies(call: OperatorCall) -> Iterator[Strategy]:
+    """Yield the strategy of zeros like a tangent, the second input: forward mode makes them, and reads no values."""
+    (shape,), tangent = call.output_shapes, call.current_placements[-1]
+    if shape == logical_shape(call.inputs[-1]):
+        yield Strategy(call.current_placements, (Replicate() if isinstance(tangent, Partial) else tangent,))
+
+
 RULES: dict[Any, ShardingRule] = {
+    aten._new_zeros_with_same_feature_meta.default: zero_tangent_strategies,
     aten.log_sigmoid_forward.default: log_sigmoid_strategies,
     aten.new_zeros.default: new_tensor_strategies,
     aten.new_ones.default: new_tensor_strategies,

@@ -115,6 +115,8 @@ class ConsistentView:
                 else:
                     with torch.no_grad():
                         tensor.copy_(value)
+        for weight in executable.recomputed_weights:
+            weight.refresh()
         return results, changed
 
 
