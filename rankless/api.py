@@ -23,7 +23,7 @@ from rankless.data.loader import Loader, LoaderOptions, Reading
 from rankless.data.shard_check import ShardCheckOptions, require_shards
 from rankless.errors import ConfigError
 from rankless.jobs.argument_annotations import PerDevice, Whole
-from rankless.jobs.definition import Optimizers, StepOptions
+from rankless.jobs.definition import Optimizers, RandomSource, StepOptions
 from rankless.jobs.job import Job, Models, make_job
 from rankless.jobs.views.mirrored import LocalElement
 from rankless.launch.self_launch import ScriptHosts, relaunch, require_script
@@ -354,6 +354,7 @@ def job(
     check_finite: bool = False,
     view: str | None = None,
     capture: bool = True,
+    random: RandomSource = "generator",
     check_synchronized_every: int | None = None,
     batch_dims: Mapping[str, int | None] | None = None,
     dtype: torch.dtype | None = None,
@@ -380,6 +381,8 @@ def job(
             or "mirrored" if an argument is annotated with `PerDevice`.
         capture: Whether the function becomes one program on several workers. False is for a function that cannot, as
             with shapes that depend on values: every worker runs it on the whole batch, which is exact and not faster.
+        random: "generator" draws the numbers of PyTorch's generator, whole tensors on every worker. With "counter" each
+            worker computes its own part of them: numbers of another generator, the same on any number of workers.
         check_synchronized_every: Compare models and optimizer state of all ranks, bit by bit, before every so many
             calls. Default: models at the first call and after a change outside jobs; state after a change outside jobs.
         batch_dims: The batch dim of arguments by name, None for an argument without one. It affects speed, not
@@ -421,6 +424,7 @@ def job(
             view=_choose_view(view, capture),
             world=_world,
             step_options=step_options,
+            random=random,
         )
         return made.configure(batch_dims or {}, dtype)
 

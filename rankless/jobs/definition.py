@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,10 @@ Optimizers = Optimizer | Sequence[Optimizer]
 View = Literal["consistent", "whole", "mirrored"]
 """How a job sees several devices: as one device with whole tensors, in one program or, with `capture=False`, by plain
 calls on every device; or as lists with one element per device."""
+
+
+RandomSource = Literal["generator", "counter"]
+"""The source of a job's random numbers: PyTorch's generator, or a function of a seed and an element's number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,12 +81,18 @@ class JobDefinition:
     optimizers: tuple[Optimizer, ...] = ()
     step_options: StepOptions = field(default_factory=StepOptions)
     view: View = "consistent"
+    random: RandomSource = "generator"
     line: str
 
     @property
     def captured(self) -> bool:
         """Whether the job becomes one program on several workers."""
         return self.view == "consistent"
+
+    @property
+    def draws_by_counter(self) -> bool:
+        """Whether random operators draw by counter; see `rankless.compiler.ir.counter_draws`."""
+        return self.random == "counter"
 
     @property
     def check_synchronized_every(self) -> int | None:
@@ -197,6 +207,17 @@ def require_weighted_calls(job: JobDefinition) -> None:
             expected="accumulate=1 with capture=False, because only a captured loss says how calls are weighted",
             found=f"accumulate={job.step_options.accumulate} on job {job.name!r}",
             fix="omit accumulate=, and pass larger batches or loop over parts of the batch inside the job",
+            where=job.line,
+        )
+
+
+def require_random_source(job: JobDefinition) -> None:
+    """Raise `ConfigError` for an unknown `random=`, or one that the job's view does not have."""
+    if job.random not in get_args(RandomSource) or (job.view == "mirrored" and job.random != "generator"):
+        raise ConfigError(
+            expected='random="generator", or random="counter" in the consistent view and with capture=False',
+            found=f"random={job.random!r}" + (" in the mirrored view" if job.view == "mirrored" else ""),
+            fix="omit random= for the numbers of PyTorch's generator",
             where=job.line,
         )
 

@@ -23,13 +23,16 @@ from rankless.errors import ConfigError, RanklessError, RanksDiverged
 from rankless.jobs.argument_annotations import PerDevice, Placeholder, PlaceholderCheck, read_placeholders
 from rankless.jobs.arguments import flatten_arguments
 from rankless.jobs.batch_dims_option import BatchDims
+from rankless.jobs.call_seed import seed_call
 from rankless.jobs.definition import (
     JobDefinition,
     Optimizers,
+    RandomSource,
     StepOptions,
     View,
     list_optimizers,
     require_optimizer,
+    require_random_source,
     require_weighted_calls,
 )
 from rankless.jobs.dtype_override import cast_arguments, cast_job
@@ -148,10 +151,11 @@ class Job(Generic[Parameters, Result]):
             arguments = cast_arguments(arguments, world.dtype)
         world.leftovers.begin_call(job.label)
         try:
-            with use_default_dtype(world.dtype or self._dtype), world.leftovers.inside_job():
+            device = job.device(world.mesh.device)
+            with use_default_dtype(world.dtype or self._dtype), world.leftovers.inside_job(), seed_call(job, device):
                 outcome = self._view.run(arguments)
             if outcome.loss is not None:
-                with disable_autocast(job.device(world.mesh.device).type):
+                with disable_autocast(device.type):
                     self._stepped = self._get_stepper(world).add_call(outcome.loss, outcome.weights, outcome.parameters)
         except RanklessError as error:
             # The message names the script's line. The frames below this one belong to Rankless and PyTorch.
@@ -277,6 +281,7 @@ def make_job(
     view: str | None,
     world: WorldSource,
     step_options: StepOptions | None = None,
+    random: RandomSource = "generator",
 ) -> Job[Parameters, Result]:
     """A job from a function; see `rankless.job` for what the arguments mean."""
     code = getattr(function, "__code__", None)
@@ -289,11 +294,13 @@ def make_job(
         optimizers=list_optimizers(optimizer),
         step_options=step_options or StepOptions(),
         view=resolve_view(view, read_placeholders(function, name, line), line),
+        random=random,
         line=line,
     )
     definition.step_options.validate()
     require_optimizer(definition)
     require_weighted_calls(definition)
+    require_random_source(definition)
     require_known_parameters(definition)
     return Job(definition, world)
 

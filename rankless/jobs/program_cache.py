@@ -357,7 +357,14 @@ class ProgramCache:
     ) -> CapturedJob:
         """Capture the logical program for arguments of the given shapes."""
         job = self._job
-        source = JobSource(name=job.name, function=job.function, modules=job.modules, trains=job.trains, line=job.line)
+        source = JobSource(
+            name=job.name,
+            function=job.function,
+            modules=job.modules,
+            trains=job.trains,
+            line=job.line,
+            draws_by_counter=job.draws_by_counter,
+        )
         namespaces = [] if sizes is None else list_namespaces(job.function, job.modules)
         before = [dict(names) for names in namespaces]
         try:

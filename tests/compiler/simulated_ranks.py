@@ -41,12 +41,13 @@ def run_on_simulated_ranks(
     ranks: int,
     trains: bool = True,
     captured_at: Sequence[Tensor] | None = None,
+    draws_by_counter: bool = False,
 ) -> Outcome:
     """Capture, shard and lower a job for `ranks` ranks, and run all of them.
 
     With `captured_at`, the program is captured for those shapes, with symbols where the arguments' shapes differ.
     """
-    source = JobSource(name="job", function=function, modules=modules, trains=trains)
+    source = JobSource(name="job", function=function, modules=modules, trains=trains, draws_by_counter=draws_by_counter)
     sizes = SymbolicSizes()
     shapes, symbols = varying_shapes(sizes, arguments if captured_at is None else captured_at, arguments)
     program = capture(source, lambda tensors: (tuple(tensors), {}), shapes, torch.device("cpu"), sizes=sizes).program

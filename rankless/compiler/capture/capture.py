@@ -30,6 +30,7 @@ from rankless.compiler.capture.side_effects import SideEffects, require_traceabl
 from rankless.compiler.capture.trace_errors import convert_trace_errors, offer_whole_batch
 from rankless.compiler.capture.value_reads import ValueNeeded, ValueReads
 from rankless.compiler.guards.guards import GuardSet
+from rankless.compiler.ir.counter_operators import mark_counter_draws
 from rankless.compiler.ir.logical_program import LogicalProgram
 from rankless.compiler.ir.memory_order import make_empty
 from rankless.compiler.tracing.module_names import name_modules
@@ -63,6 +64,8 @@ class JobSource:
     trains: bool
     line: str = ""
     """Where the function is defined; errors without a more precise line use it."""
+    draws_by_counter: bool = False
+    """Whether its random operators draw by counter; see `rankless.compiler.ir.counter_draws`."""
 
 
 @dataclass(frozen=True)
@@ -229,6 +232,8 @@ def capture(
                 program = name_checks(program, reads.values)
             program = clean_up(program, source.modules)
             require_own_data(program, tensors)
+            if source.draws_by_counter:
+                mark_counter_draws(program.graph)
     assert job.result_spec is not None
     return CapturedJob(
         program=program,

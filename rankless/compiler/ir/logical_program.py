@@ -78,7 +78,8 @@ class LogicalProgram:
     """A captured job: a functional ATen graph with named inputs and outputs and a script line on every node.
 
     Node `meta["val"]` is a `LogicalValue`, or a tuple of them; `meta["line"]` is "file.py:12"; `meta["module"]` is the
-    `ModuleName` of the module that computes it, or None; `meta["backward"]` is whether it computes gradients.
+    `ModuleName` of the module that computes it, or None; `meta["backward"]` is whether it computes gradients;
+    `meta["counter"]` is whether it draws random numbers by counter.
     """
 
     name: str
@@ -97,6 +98,7 @@ class LogicalProgram:
                 description = f"{program_input.kind} {program_input.name}{hash_constant(program_input.constant)}"
             else:
                 description = f"{node.target}({', '.join(map(repr, node.args))}, {node.kwargs})"
+                description += " by counter" if draws_by_counter(node) else ""
             lines.append(f"{node.name} = {description} : {format_value(node)}  # {node.meta.get('line', '')}")
         lines += [f"-> {node.name} : {output.kind} {output.name}" for node, output in self.outputs]
         return "\n".join(lines)
@@ -114,6 +116,11 @@ class LogicalProgram:
 def is_random_node(node: fx.Node) -> bool:
     """Return whether a node draws random numbers."""
     return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+
+
+def draws_by_counter(node: fx.Node) -> bool:
+    """Return whether a node draws its numbers by counter; see `rankless.compiler.ir.counter_draws`."""
+    return bool(node.meta.get("counter"))
 
 
 def is_fresh(node: fx.Node) -> bool:

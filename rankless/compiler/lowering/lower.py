@@ -13,11 +13,13 @@ from rankless.compiler.ir.logical_program import (
     LogicalValue,
     ProgramInput,
     ProgramOutput,
+    draws_by_counter,
     format_operator,
     format_value,
 )
 from rankless.compiler.ir.memory_order import find_memory_order, order_memory
 from rankless.compiler.lowering.value_check import ValueCheck
+from rankless.compiler.rules.random import CounterDraw, lower_counter_draw
 from rankless.compiler.rules.strategy import (
     LocalValue,
     Strategy,
@@ -82,6 +84,7 @@ class LoweringPass:
         self.graph = fx.Graph()
         self.values: dict[fx.Node, dict[Placement, fx.Node]] = {}
         self.results: dict[fx.Node, LocalValue] = {}
+        self.draws: dict[fx.Node, CounterDraw] = {}
         self.current_node: fx.Node | None = None
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
@@ -205,10 +208,33 @@ class LoweringPass:
             for value, required in zip(inputs, strategy.inputs, strict=True)
         ]
         args, kwargs = replace_arguments(node, iter(local_inputs))
+        if draws_by_counter(node) and strategy.lower is None and node.target is not aten.native_dropout.default:
+            self.lower_counter_draw(node, args, kwargs)
+            return
         result = self.apply_strategy(node, strategy, args, kwargs)
         self.results[node] = result
         if not isinstance(result, tuple):
             self.store(node, result, node)
+
+    def lower_counter_draw(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Add the key of a draw by counter; each placement that is used adds the draw of this rank's part."""
+        call = make_call(node, self.sharded.placements, self.mesh.size)
+        drawn = lower_counter_draw(self, call, args, kwargs)
+        self.values[node] = {}
+        if drawn.is_whole:
+            self.store(node, drawn.add(Replicate()), node)
+        else:
+            self.draws[node] = drawn
+
+    def add_counter_draw(self, node: fx.Node, target: Placement) -> fx.Node:
+        """Add the draw of this rank's part of a value, and describe it by its operator."""
+        user, self.current_node = self.current_node, node
+        local = self.draws[node].add(target)
+        self.current_node = user
+        local.meta["described"] = f"{format_value(node)} of {format_operator(node.target)}"
+        local.meta["logical"] = node
+        self.values[node][target] = local
+        return local
 
     def store(self, node: fx.Node, local: fx.Node, computed_by: fx.Node) -> None:
         """Keep the local value of a logical one, and describe it by its operator."""
@@ -231,6 +257,10 @@ class LoweringPass:
         available = self.values[node]
         if target in available:
             return available[target]
+        if node in self.draws and (not available or not isinstance(target, Partial)):
+            if not isinstance(target, Partial):
+                return self.add_counter_draw(node, target)
+            self.add_counter_draw(node, Replicate())
         size = count_bytes(node)
         source = min(available, key=lambda placement: estimate_cost(size, placement, target, self.mesh.size))
         available[target] = self.add_redistribution(node, source, target, reason, purpose)

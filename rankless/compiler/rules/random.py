@@ -1,15 +1,21 @@
 """Rules for random operators: every rank draws the logical value in the script's order and keeps its part.
 
-The numbers therefore equal those of the plain script bit for bit, and the generators of all ranks stay equal.
+The numbers therefore equal those of the plain script bit for bit, and the generators of all ranks stay equal. In a job
+that draws by counter, each rank draws only its part (see `rankless.compiler.ir.counter_draws`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import fx
 
-from rankless.compiler.ir import local_kernels
+from rankless.compiler.ir import counter_draws, counter_operators, local_kernels
+from rankless.compiler.ir.logical_program import LogicalValue, draws_by_counter
+from rankless.compiler.ir.memory_order import find_memory_order
 from rankless.compiler.rules.strategy import GraphBuilder, LocalValue, OperatorCall, ShardingRule, Strategy
+from rankless.compiler.tracing.symbolic_sizes import size_hint
 from rankless.parallel.tensor_placement import Placement, Replicate, Shard
 
 aten = torch.ops.aten
@@ -28,12 +34,57 @@ def get_memory_layout(call: OperatorCall, index: int = 0) -> tuple[tuple[int, ..
     return tuple(value.shape), tuple(value.stride()), value.dtype
 
 
+@dataclass(frozen=True)
+class CounterDraw:
+    """A draw by counter whose key is in the program."""
+
+    add: Callable[[Placement], fx.Node]
+    """Adds the draw of this rank's part of the value."""
+    is_whole: bool
+    """Whether its parameters are whole tensors, so that only the whole value can be drawn."""
+
+
+def get_logical_order(value: LogicalValue) -> tuple[int, ...] | None:
+    """Return the order of a value's dims in memory."""
+    sizes, strides = ([int(size_hint(item)) for item in items] for items in (value.shape, value.strides))
+    return find_memory_order(sizes, strides)
+
+
+def lower_counter_draw(
+    builder: GraphBuilder, call: OperatorCall, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> CounterDraw:
+    """Add the key of a draw by counter, and return what adds the draw itself."""
+    value: LogicalValue = call.node.meta["val"]
+    reader = counter_operators.find_reader(call.operator)
+    assert reader is not None, call.operator
+    found = counter_operators.bind_arguments(call.operator, args, kwargs)
+    drawn = reader(found, value.dtype)
+    key = builder.call(counter_draws.draw_key, value.shape)
+
+    def draw(placement: Placement) -> fx.Node:
+        return builder.call(
+            counter_draws.draw,
+            key,
+            drawn.distribution,
+            drawn.parameters,
+            (value.shape, value.dtype, value.device),
+            get_local_slice(builder, placement),
+            get_logical_order(value),
+        )
+
+    return CounterDraw(draw, any(isinstance(item, fx.Node) for item in drawn.parameters))
+
+
 def like_strategies(call: OperatorCall) -> Iterator[Strategy]:
     """Yield the strategy of operators that read only the shape of their input, in any placement."""
     placement = call.current_placements[0]
     local_placement: Placement = placement if isinstance(placement, Shard) else Replicate()
+    if draws_by_counter(call.node) and not isinstance(placement, Shard):
+        return  # what is replicated is drawn in the placement of each use
 
     def lower(builder: GraphBuilder, call: OperatorCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalValue:
+        if draws_by_counter(call.node):
+            return lower_counter_draw(builder, call, args, kwargs).add(local_placement)
         device = call.inputs[0].meta["val"].device
         arguments = tuple(args[1:])
         if kwargs.get("dtype") is not None:
@@ -63,16 +114,24 @@ def dropout_strategies(call: OperatorCall) -> Iterator[Strategy]:
     def lower(builder: GraphBuilder, call: OperatorCall, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> LocalValue:
         device = call.inputs[0].meta["val"].device
         probability = call.argument("p")
-        mask = builder.call(
-            local_kernels.draw_dropout_mask,
-            get_memory_layout(call),
-            device,
-            probability,
-            get_local_slice(builder, local_placement),
-        )
+        part = get_local_slice(builder, local_placement)
+        if draws_by_counter(call.node):
+            logical: LogicalValue = call.node.meta["val"][1]
+            key = builder.call(counter_operators.draw_mask_key, logical.shape, probability)
+            value = (logical.shape, logical.device)
+            order = get_logical_order(logical)
+            mask = builder.call(counter_operators.draw_mask, key, probability, value, part, order)
+        else:
+            mask = builder.call(local_kernels.draw_dropout_mask, get_memory_layout(call), device, probability, part)
         return builder.call(local_kernels.apply_dropout, args[0], mask, probability), mask
 
     yield Strategy((local_placement,), (local_placement, local_placement), lower)
+
+
+def probability_strategies(call: OperatorCall) -> Iterator[Strategy]:
+    """Yield the strategies of an operator whose input has the parameters of its elements."""
+    if draws_by_counter(call.node):
+        yield from like_strategies(call)
 
 
 def replicated_only(_call: OperatorCall) -> Iterator[Strategy]:
@@ -82,6 +141,7 @@ def replicated_only(_call: OperatorCall) -> Iterator[Strategy]:
 
 RULES: dict[Any, ShardingRule] = {
     aten.native_dropout.default: dropout_strategies,
+    aten.bernoulli.default: probability_strategies,
     **dict.fromkeys(
         (
             aten.bernoulli.p,
@@ -108,7 +168,6 @@ RULES: dict[Any, ShardingRule] = {
             aten.randint.low,
             aten.randperm.default,
             aten.normal.float_float,
-            aten.bernoulli.default,
             aten.multinomial.default,
             aten.normal.Tensor_float,
             aten.normal.float_Tensor,

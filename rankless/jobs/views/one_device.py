@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from rankless.compiler.capture.autocast import clear_autocast_cache, disable_autocast
-from rankless.compiler.capture.capture import extract_loss
+from rankless.compiler.capture.capture import extract_loss, run_compiled_functions_eagerly
 from rankless.compiler.capture.forbidden_training_calls import refuse_training_calls
 from rankless.compiler.capture.untraced_changes import warn_of_refused_changes
+from rankless.compiler.ir.counter_operators import CounterRandomMode
 from rankless.compiler.tracing.refused_functions import ModuleTensors
 from rankless.context.world import World
 from rankless.errors import CaptureError
@@ -45,7 +46,7 @@ class PlainView:
         if not self._job.trains:
             if inspector is not None and self._job.captured:
                 inspector.run_alongside(self._job, self._world, arguments)
-            with self._observe_first_call(), clear_autocast_cache(), torch.no_grad():
+            with self._observe_first_call(), clear_autocast_cache(), self._draw(), torch.no_grad():
                 result: Any = self._job.function(*args, **kwargs)
             if inspector is not None:
                 inspector.record_plain(self._job, result)
@@ -65,7 +66,7 @@ class PlainView:
                 stack.enter_context(perturbed_parameters(parameters, self._noise))
             if inspector is not None and self._job.captured:
                 inspector.run_alongside(self._job, self._world, arguments)
-            with clear_autocast_cache():
+            with clear_autocast_cache(), self._draw():
                 with self._observe_first_call():
                     result = self._job.function(*args, **kwargs)
                 loss = extract_loss(result, self._job.name)
@@ -95,6 +96,15 @@ class PlainView:
             tensors |= {f"parameter {path!r}": item for path, item in module.named_parameters(prefix=name)}
             tensors |= {f"buffer {path!r}": item for path, item in module.named_buffers(prefix=name)}
         with refuse_training_calls(), warn_of_refused_changes(ModuleTensors(tensors), warn=self._warn):
+            yield
+
+    @contextlib.contextmanager
+    def _draw(self) -> Iterator[None]:
+        """Within the context, random operators draw by counter if the job says so, as on several workers."""
+        if not self._job.draws_by_counter:
+            yield
+            return
+        with run_compiled_functions_eagerly(), CounterRandomMode():
             yield
 
     def _warn(self, refusal: CaptureError, line: str) -> None:
