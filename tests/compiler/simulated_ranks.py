@@ -42,21 +42,25 @@ def run_on_simulated_ranks(
     trains: bool = True,
     captured_at: Sequence[Tensor] | None = None,
     draws_by_counter: bool = False,
+    splits_few_rows: bool = False,
 ) -> Outcome:
     """Capture, shard and lower a job for `ranks` ranks, and run all of them.
 
-    With `captured_at`, the program is captured for those shapes, with symbols where the arguments' shapes differ.
+    With `captured_at`, the program is captured for those shapes, with symbols where the arguments' shapes differ. With
+    `splits_few_rows`, fewer rows than ranks are split too, as those of a loader are, and some ranks have none.
     """
     source = JobSource(name="job", function=function, modules=modules, trains=trains, draws_by_counter=draws_by_counter)
     sizes = SymbolicSizes()
     shapes, symbols = varying_shapes(sizes, arguments if captured_at is None else captured_at, arguments)
     program = capture(source, lambda tensors: (tuple(tensors), {}), shapes, torch.device("cpu"), sizes=sizes).program
-    sharded = propagate_shardings(program, tuple(batch_placement(item.shape, ranks) for item in shapes), ranks)
+    sharded = propagate_shardings(
+        program, tuple(batch_placement(item.shape, ranks, splits_few_rows) for item in shapes), ranks
+    )
     meshes = [Mesh(rank=rank, size=ranks, device=torch.device("cpu")) for rank in range(ranks)]
     graphs = [lower(sharded, mesh) for mesh in meshes]
     if not compile_guards(sizes.guard_expressions(), len(symbols))(list(symbols.values())):
         raise GuardsFailed(sizes.guard_expressions())
-    placements = [batch_placement(item.shape, ranks) for item in arguments]
+    placements = [batch_placement(item.shape, ranks, splits_few_rows) for item in arguments]
     tensors = named_tensors(modules)
     inputs = [
         [
@@ -94,9 +98,9 @@ def varying_shapes(
     return shapes, dict(zip(sizes.symbols, (after for _, after in symbols), strict=True))
 
 
-def batch_placement(shape: Sequence[int], ranks: int) -> Placement:
-    """Return a shard of dim 0 if there are enough rows."""
-    if not shape or shape[0] < ranks:
+def batch_placement(shape: Sequence[int], ranks: int, splits_few_rows: bool = False) -> Placement:
+    """Return a shard of dim 0 if there are enough rows, or if few rows are split too."""
+    if not shape or (shape[0] < ranks and not splits_few_rows):
         return Replicate()
     return Shard(0, split_lengths(shape[0], ranks))
 
@@ -219,15 +223,18 @@ def assert_same_as_plain(
     ranks: int,
     bound: float = 1e-12,
     captured_at: Sequence[Tensor] | None = None,
+    splits_few_rows: bool = False,
 ) -> Outcome:
     """Assert that loss, results, gradients, buffers and generator state equal the plain script's, within `bound`.
 
-    The bound is relative to the loss, to a tensor's largest entry, or to the largest gradient of all. `run_in_lockstep`
-    explains `captured_at`.
+    The bound is relative to the loss, to a tensor's largest entry, or to the largest gradient of all.
+    `run_on_simulated_ranks` explains `captured_at` and `splits_few_rows`.
     """
     before = {name: tensor.detach().clone() for name, tensor in named_tensors(modules).items()}
     state = torch.get_rng_state()
-    found = run_on_simulated_ranks(function, modules, arguments, ranks, captured_at=captured_at)
+    found = run_on_simulated_ranks(
+        function, modules, arguments, ranks, captured_at=captured_at, splits_few_rows=splits_few_rows
+    )
     state_after = torch.get_rng_state()
     for name, tensor in named_tensors(modules).items():
         assert torch.equal(tensor.detach(), before[name]), f"capture or run changed {name}"

@@ -7,8 +7,9 @@ import random
 
 import pytest
 import torch
+from operator_cases import weighted
 from simulated_ranks import GuardsFailed, assert_same_as_plain
-from test_operators import CASES, weighted
+from test_operators import CASES
 from test_random_programs import STEPS
 from torch import nn
 

@@ -117,13 +117,20 @@ def test_inputs_have_placements_and_redistributions_name_script_lines() -> None:
     assert sum(move.bytes for move in gradients) == 4 * (6 * 8 + 8 + 8 * 4 + 4)
 
 
+class SoftmaxOverBatch(nn.Module):
+    """A layer that needs the whole batch."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs.softmax(0)
+
+
 class Mixed(nn.Module):
-    """Layers that gather (instance norm), merge statistics, reduce an extremum, and join values to an empty cache."""
+    """Layers that gather (a softmax over the batch), merge statistics, reduce extrema, and join an empty cache."""
 
     def __init__(self) -> None:
         super().__init__()
         self.attention = nn.MultiheadAttention(32, 4, batch_first=True)
-        self.layers = nn.ModuleList(nn.InstanceNorm1d(40) for _ in range(3))
+        self.layers = nn.ModuleList(SoftmaxOverBatch() for _ in range(3))
         self.norm = nn.BatchNorm1d(32)
         self.last = nn.Linear(32, 4)
 
@@ -188,9 +195,9 @@ def test_the_plan_lists_exactly_the_collectives_that_run() -> None:
         gathers = [move for move in program.moves if move.gathered]
         inputs = [move for move in gathers if move.purpose == "input"]
         assert {move.module for move in inputs} == {f"model.layers.{layer}" for layer in range(3)}
-        assert {move.module_type for move in inputs} == {"InstanceNorm1d"}
+        assert {move.module_type for move in inputs} == {"SoftmaxOverBatch"}
         assert {move.backward for move in inputs} == {False, True}
-        assert {move.reason for move in inputs} == {"input of batch_norm", "input of batch_norm_backward"}
+        assert {move.reason for move in inputs} == {"input of softmax", "input of softmax_backward_data"}
         outputs = [move.reason for move in program.moves if move.purpose == "output"]
         assert sorted(outputs) == ["result 1", "result 2", "the loss"]
         assert [move.reason for move in gathers if move.purpose == "output"] == ["result 1", "result 2"]
@@ -198,6 +205,6 @@ def test_the_plan_lists_exactly_the_collectives_that_run() -> None:
         gathering, returned = notices
         whole = f"every rank computes {program.whole_operators} of {program.operators} operators in full"
         assert gathering.startswith(f"{__file__}:")
-        assert "input of batch_norm in model.layers.[0-2] (InstanceNorm1d)" in gathering
+        assert "input of softmax in model.layers.[0-2] (SoftmaxOverBatch)" in gathering
         assert whole in gathering
         assert returned.startswith("train.py:1: job 'train' returns 82.0 kB of tensors that every rank gathers")

@@ -14,6 +14,7 @@ from rankless.compiler.rules.strategy import (
     ShardingRule,
     Strategy,
     logical_shape,
+    make_replicated_strategy,
 )
 from rankless.compiler.tracing.symbolic_sizes import size_hint
 from rankless.parallel.tensor_placement import Partial, Replicate
@@ -75,12 +76,13 @@ def make_matrix_rule(inputs: Sequence[int], outputs: Sequence[int]) -> ShardingR
 
 
 # Note [transposed factors]: `det`, `slogdet` and `solve` factorize the transpose of a contiguous matrix, and autograd
-# chose the formula of the backward by the logical layout. A shard must therefore be contiguous exactly if the logical
-# value is. These operators are only split where it is, for a piece of one row of another layout may be contiguous too.
+# chose the formula of the backward by the logical layout. The layout of a piece, or of a gathered value, may differ:
+# one row is contiguous in more layouts, and a gathered value no longer overlaps itself. So these operators get matrices
+# whose rows are contiguous exactly if the logical value is contiguous. Matrices of one entry are their own transpose.
 
 
 def is_contiguous(call: OperatorCall) -> bool:
-    """Return whether the first input lies in contiguous memory."""
+    """Return whether the logical value of the first input lies in contiguous memory."""
     value = call.inputs[0].meta["val"]
     expected = 1
     for size, stride in zip(reversed(value.shape), reversed(value.strides), strict=True):
@@ -90,32 +92,35 @@ def is_contiguous(call: OperatorCall) -> bool:
     return True
 
 
+def factorizing_strategies(call: OperatorCall, inputs: Sequence[int], outputs: Sequence[int]) -> Iterator[Strategy]:
+    """Yield the strategies of an operator that factorizes by the layout; see Note [transposed factors]."""
+    for strategy in make_batch_strategies(call, inputs, outputs):
+        yield replace(strategy, lower=lower_with_layout)
+    yield replace(make_replicated_strategy(call), lower=lower_with_layout)
+
+
 def make_factorizing_rule(outputs: Sequence[int]) -> ShardingRule:
-    """Return the rule of an operator that factorizes by the layout; see Note [transposed factors]."""
-
-    def rule(call: OperatorCall) -> Iterator[Strategy]:
-        if is_contiguous(call):
-            for strategy in make_batch_strategies(call, (2,), outputs):
-                yield replace(strategy, lower=lower_on_contiguous)
-
-    return rule
+    """Return the rule of an operator on one batch of matrices that factorizes by the layout."""
+    return lambda call: factorizing_strategies(call, (2,), outputs)
 
 
 def solve_strategies(call: OperatorCall) -> Iterator[Strategy]:
     """Yield sharding on every batch dim of `solve`, with one or several right-hand sides per matrix."""
-    if not is_contiguous(call):
-        return
     matrices, right = (logical_shape(node) for node in call.inputs)
     sides = 1 if len(right) == 1 or right == matrices[:-1] else 2
-    for strategy in make_batch_strategies(call, (2, sides), (sides, 2, 1, 0)):
-        yield replace(strategy, lower=lower_on_contiguous)
+    yield from factorizing_strategies(call, (2, sides), (sides, 2, 1, 0))
 
 
-def lower_on_contiguous(
+def lower_with_layout(
     builder: GraphBuilder, call: OperatorCall, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> LocalValue:
-    """Call the operator on contiguous memory, in which the logical value lies."""
-    return builder.call(call.operator, builder.call(aten.contiguous.default, args[0]), *args[1:], **kwargs)
+    """Call the operator on matrices by rows or by columns, as the logical value decides."""
+    if is_contiguous(call):
+        matrices = builder.call(aten.contiguous.default, args[0])
+    else:
+        columns = builder.call(aten.contiguous.default, builder.call(aten.transpose.int, args[0], -2, -1))
+        matrices = builder.call(aten.transpose.int, columns, -2, -1)
+    return builder.call(call.operator, matrices, *args[1:], **kwargs)
 
 
 def cross_strategies(call: OperatorCall) -> Iterator[Strategy]:
