@@ -149,7 +149,9 @@ class TraceableJobModule(nn.Module):
         checks = () if self.reads is None else tuple(item.clone() for item in self.reads.tensors)
         if not self.source.trains:
             return (*values, *checks)
-        return (extract_loss(result, self.source.name), *values, *checks)
+        loss = extract_loss(result, self.source.name)
+        self.module_tensors.note_graph(loss)
+        return (loss, *values, *checks)
 
 
 def extract_loss(result: Any, job: str) -> Tensor:

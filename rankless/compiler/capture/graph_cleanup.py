@@ -69,7 +69,7 @@ def name_inputs_and_outputs(
             else:
                 inputs[node] = program_input
         elif node.op == "get_attr":
-            inputs[node] = make_constant_input(node, graph_module)
+            inputs[node] = make_constant_input(node, graph_module, tensors)
     inline_sizes(graph)
     (values,) = returned.args
     outputs = tuple(
@@ -182,10 +182,10 @@ def replace_tangent(node: fx.Node) -> None:
     node.graph.erase_node(node)
 
 
-def make_constant_input(node: fx.Node, graph_module: fx.GraphModule) -> ProgramInput:
+def make_constant_input(node: fx.Node, graph_module: fx.GraphModule, tensors: ModuleTensors) -> ProgramInput:
     """Return an input for a tensor that the job read from its surroundings.
 
-    Raises `CaptureError` for a parameter, because its gradient would be lost.
+    Raises `CaptureError` for a parameter whose gradient would be lost. The job may use one under `torch.no_grad()`.
     """
     constant = getattr(graph_module, str(node.target))
     if not isinstance(constant, Tensor):
@@ -195,7 +195,7 @@ def make_constant_input(node: fx.Node, graph_module: fx.GraphModule) -> ProgramI
             fix="remove generator=, or draw outside the job and pass the numbers as an argument",
             where=", ".join(sorted({find_line(user) for user in node.users})),
         )
-    if constant.requires_grad:
+    if tensors.is_differentiated(constant):
         users = {find_line(user) for user in node.users}
         raise CaptureError(
             expected="every parameter that the job uses to belong to a module passed as model=",

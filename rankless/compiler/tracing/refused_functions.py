@@ -62,12 +62,30 @@ class ModuleTensors:
     def __init__(self, described: Mapping[str, Tensor]) -> None:
         self._described = {id(tensor): text for text, tensor in described.items()}
         self._data: dict[int, tuple[Tensor, Tensor]] = {}
+        self._differentiated: dict[int, Tensor] = {}
         self.lines_of_set_data: dict[str, str] = {}
         """Where the job has set `.data` to another tensor, by description."""
 
     def describe(self, tensor: Any) -> str | None:
         """Return a description such as "parameter 'model.weight'"; None for all other objects."""
         return self._described.get(id(tensor))
+
+    def note_graph(self, loss: Tensor) -> None:
+        """Note the tensors of the script, such as another model's parameters, that the gradient of a loss would reach."""
+        found, waiting = set[Any](), [loss.grad_fn]
+        while waiting:
+            node = waiting.pop()
+            if node is None or node in found:
+                continue
+            found.add(node)
+            waiting += [following for following, _ in node.next_functions]
+            variable = getattr(node, "variable", None)
+            if isinstance(variable, Tensor):
+                self._differentiated[id(variable)] = variable
+
+    def is_differentiated(self, tensor: Tensor) -> bool:
+        """Return whether autograd would compute a gradient of a tensor of the script, such as one of another model."""
+        return id(tensor) in self._differentiated
 
     def add_data(self, tensor: Tensor, data: Tensor) -> None:
         """Note that `data` is `tensor.data`."""
