@@ -41,13 +41,19 @@ def run_on_simulated_ranks(
     ranks: int,
     trains: bool = True,
     captured_at: Sequence[Tensor] | None = None,
-    draws_by_counter: bool = False,
+) -> Outcome:
+    """Capture, shard and lower a job for `ranks` ranks, and run all of them; see `run_source_on_simulated_ranks`."""
+    source = JobSource(name="job", function=function, modules=modules, trains=trains)
+    return run_source_on_simulated_ranks(source, arguments, ranks, captured_at)
+
+
+def run_source_on_simulated_ranks(
+    source: JobSource, arguments: Sequence[Tensor], ranks: int, captured_at: Sequence[Tensor] | None = None
 ) -> Outcome:
     """Capture, shard and lower a job for `ranks` ranks, and run all of them.
 
     With `captured_at`, the program is captured for those shapes, with symbols where the arguments' shapes differ.
     """
-    source = JobSource(name="job", function=function, modules=modules, trains=trains, draws_by_counter=draws_by_counter)
     sizes = SymbolicSizes()
     shapes, symbols = varying_shapes(sizes, arguments if captured_at is None else captured_at, arguments)
     program = capture(source, lambda tensors: (tuple(tensors), {}), shapes, torch.device("cpu"), sizes=sizes).program
@@ -57,7 +63,7 @@ def run_on_simulated_ranks(
     if not compile_guards(sizes.guard_expressions(), len(symbols))(list(symbols.values())):
         raise GuardsFailed(sizes.guard_expressions())
     placements = [batch_placement(item.shape, ranks) for item in arguments]
-    tensors = named_tensors(modules)
+    tensors = named_tensors(source.modules)
     inputs = [
         [
             slice_for_rank(arguments[described.index], placements[described.index], rank)
