@@ -424,9 +424,8 @@ def job(
             view=_choose_view(view, capture),
             world=_world,
             step_options=step_options,
-            random=random,
         )
-        return made.configure(batch_dims or {}, dtype)
+        return made.configure(batch_dims or {}, dtype, random)
 
     return decorate
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from rankless.compiler.capture.capture import JobSource
 from rankless.context.redundant_step_calls import JobLabel
 from rankless.errors import ConfigError
 from rankless.jobs.gradient_accumulation import LossWeight
@@ -88,6 +89,17 @@ class JobDefinition:
     def captured(self) -> bool:
         """Whether the job becomes one program on several workers."""
         return self.view == "consistent"
+
+    def as_source(self) -> JobSource:
+        """Return what a capture needs to know of the job."""
+        return JobSource(
+            name=self.name,
+            function=self.function,
+            modules=self.modules,
+            trains=self.trains,
+            line=self.line,
+            draws_by_counter=self.draws_by_counter,
+        )
 
     @property
     def draws_by_counter(self) -> bool:

@@ -81,10 +81,17 @@ class Job(Generic[Parameters, Result]):
         self._check = PlaceholderCheck(definition.function, placeholders, definition.line)
         self._dtype: torch.dtype | None = None
 
-    def configure(self, batch_dims: Mapping[str, int | None], dtype: torch.dtype | None = None) -> Self:
+    def configure(
+        self,
+        batch_dims: Mapping[str, int | None],
+        dtype: torch.dtype | None = None,
+        random: RandomSource = "generator",
+    ) -> Self:
         """Say which dim of which argument holds the batch, None for one that is not batch, and the dtype where neither
-        a placeholder nor the function names one; the job itself.
+        a placeholder nor the function names one, and where random numbers come from; the job itself.
         """
+        self.definition = replace(self.definition, random=random)
+        require_random_source(self.definition)
         if batch_dims:
             self._batch_dims = BatchDims(self.definition.function, batch_dims)
         if dtype is not None:
@@ -281,7 +288,6 @@ def make_job(
     view: str | None,
     world: WorldSource,
     step_options: StepOptions | None = None,
-    random: RandomSource = "generator",
 ) -> Job[Parameters, Result]:
     """A job from a function; see `rankless.job` for what the arguments mean."""
     code = getattr(function, "__code__", None)
@@ -294,13 +300,11 @@ def make_job(
         optimizers=list_optimizers(optimizer),
         step_options=step_options or StepOptions(),
         view=resolve_view(view, read_placeholders(function, name, line), line),
-        random=random,
         line=line,
     )
     definition.step_options.validate()
     require_optimizer(definition)
     require_weighted_calls(definition)
-    require_random_source(definition)
     require_known_parameters(definition)
     return Job(definition, world)
 

@@ -12,7 +12,7 @@ import msgspec
 from torch import Tensor
 
 from rankless.collectives.byte_messages import all_gather_bytes
-from rankless.compiler.capture.capture import ArgumentShape, CapturedJob, JobSource, capture
+from rankless.compiler.capture.capture import ArgumentShape, CapturedJob, capture
 from rankless.compiler.capture.global_modes_key import get_torch_modes
 from rankless.compiler.capture.value_reads import ValueNeeded, ValueReads
 from rankless.compiler.codegen.codegen import LocalProgram, build_local_program
@@ -357,14 +357,7 @@ class ProgramCache:
     ) -> CapturedJob:
         """Capture the logical program for arguments of the given shapes."""
         job = self._job
-        source = JobSource(
-            name=job.name,
-            function=job.function,
-            modules=job.modules,
-            trains=job.trains,
-            line=job.line,
-            draws_by_counter=job.draws_by_counter,
-        )
+        source = job.as_source()
         namespaces = [] if sizes is None else list_namespaces(job.function, job.modules)
         before = [dict(names) for names in namespaces]
         try:

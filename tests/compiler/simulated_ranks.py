@@ -41,7 +41,18 @@ def run_on_simulated_ranks(
     ranks: int,
     trains: bool = True,
     captured_at: Sequence[Tensor] | None = None,
-    draws_by_counter: bool = False,
+    splits_few_rows: bool = False,
+) -> Outcome:
+    """Capture, shard and lower a job for `ranks` ranks, and run all of them; see `run_source_on_simulated_ranks`."""
+    source = JobSource(name="job", function=function, modules=modules, trains=trains)
+    return run_source_on_simulated_ranks(source, arguments, ranks, captured_at, splits_few_rows)
+
+
+def run_source_on_simulated_ranks(
+    source: JobSource,
+    arguments: Sequence[Tensor],
+    ranks: int,
+    captured_at: Sequence[Tensor] | None = None,
     splits_few_rows: bool = False,
 ) -> Outcome:
     """Capture, shard and lower a job for `ranks` ranks, and run all of them.
@@ -49,7 +60,6 @@ def run_on_simulated_ranks(
     With `captured_at`, the program is captured for those shapes, with symbols where the arguments' shapes differ. With
     `splits_few_rows`, fewer rows than ranks are split too, as those of a loader are, and some ranks have none.
     """
-    source = JobSource(name="job", function=function, modules=modules, trains=trains, draws_by_counter=draws_by_counter)
     sizes = SymbolicSizes()
     shapes, symbols = varying_shapes(sizes, arguments if captured_at is None else captured_at, arguments)
     program = capture(source, lambda tensors: (tuple(tensors), {}), shapes, torch.device("cpu"), sizes=sizes).program
@@ -61,7 +71,7 @@ def run_on_simulated_ranks(
     if not compile_guards(sizes.guard_expressions(), len(symbols))(list(symbols.values())):
         raise GuardsFailed(sizes.guard_expressions())
     placements = [batch_placement(item.shape, ranks, splits_few_rows) for item in arguments]
-    tensors = named_tensors(modules)
+    tensors = named_tensors(source.modules)
     inputs = [
         [
             slice_for_rank(arguments[described.index], placements[described.index], rank)

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from simulated_ranks import Outcome, run_on_simulated_ranks
+from simulated_ranks import Outcome, run_on_simulated_ranks, run_source_on_simulated_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from rankless.compiler.capture.capture import run_compiled_functions_eagerly
+from rankless.compiler.capture.capture import JobSource, run_compiled_functions_eagerly
 from rankless.compiler.ir.counter_draws import draw, draw_key
 from rankless.compiler.ir.counter_operators import CounterRandomMode, find_reader
 from rankless.compiler.rules.table import SHARDING_RULES
@@ -28,7 +28,8 @@ def run_plainly(function: Callable[..., Any], arguments: Sequence[Tensor]) -> li
 
 
 def run_on_ranks(function: Callable[..., Any], arguments: Sequence[Tensor], ranks: int) -> Outcome:
-    return run_on_simulated_ranks(function, {}, arguments, ranks, trains=False, draws_by_counter=True)
+    source = JobSource(name="job", function=function, modules={}, trains=False, draws_by_counter=True)
+    return run_source_on_simulated_ranks(source, arguments, ranks)
 
 
 def assert_same_numbers(function: Callable[..., Any], arguments: Sequence[Tensor], ranks: int, seed: int = 3) -> None:
@@ -164,9 +165,14 @@ def test_layers_with_dropout_inside_are_those_of_one_device(kind, ranks):
     torch.manual_seed(1)
     wanted = train_plainly(lambda value: function(value).square().mean(), layer, x)
     torch.manual_seed(1)
-    found = run_on_simulated_ranks(
-        lambda value: function(value).square().mean(), {"model": layer}, [x], ranks, draws_by_counter=True
+    source = JobSource(
+        name="job",
+        function=lambda value: function(value).square().mean(),
+        modules={"model": layer},
+        trains=True,
+        draws_by_counter=True,
     )
+    found = run_source_on_simulated_ranks(source, [x], ranks)
     torch.testing.assert_close(found.results[0], wanted[0], rtol=1e-12, atol=0)
     for (name, _), gradient in zip(layer.named_parameters(), wanted[1:], strict=True):
         torch.testing.assert_close(found.gradients[f"model.{name}"], gradient, rtol=1e-9, atol=1e-14)
@@ -201,7 +207,7 @@ def test_a_pass_computed_again_draws_the_numbers_of_the_first(reentrant):
     assert torch.equal(plain[1], again[1])
 
 
-def test_every_operator_with_a_rule_is_drawn_by_counter_or_said_to_use_the_generator():
+def test_every_operator_with_a_rule_is_drawn_by_counter_or_listed_as_whole():
     by_generator = {"randperm", "multinomial", "poisson", "native_dropout"}
     random = {item for item in SHARDING_RULES if torch.Tag.nondeterministic_seeded in item.tags}
     names = {item._schema.name.removeprefix("aten::") for item in random if find_reader(item) is None}

@@ -55,8 +55,7 @@ def train(mesh: Mesh, captures: bool = True, accumulate: int = 1) -> tuple[list[
         view=None if captures else "whole",
         world=lambda: world,
         step_options=StepOptions(accumulate=accumulate),
-        random="counter",
-    )
+    ).configure({}, random="counter")
     results: list[Tensor] = []
     for rows in (7, 7, 5, 6):
         results += job(torch.linspace(-1, 1, rows * 12, dtype=torch.float64).view(rows, 4, 3))

@@ -71,7 +71,7 @@ class ModuleTensors:
         return self._described.get(id(tensor))
 
     def note_graph(self, loss: Tensor) -> None:
-        """Note the tensors of the script, such as another model's parameters, that the gradient of a loss would reach."""
+        """Note the tensors of the script, such as another model's parameters, that a loss's gradient would reach."""
         found, waiting = set[Any](), [loss.grad_fn]
         while waiting:
             node = waiting.pop()
