@@ -92,9 +92,10 @@ def add_probes(
     logical = sharded.logical
     lowering = LoweringPass(sharded, mesh)
     graph = lowering.lower_graph()
+    values = choose_local_values(lowering)
     local = schedule_gradients(graph, logical, mesh, GradientMemory())
     call_line = user_line(sys._getframe(1))
-    for node, placement, value in choose_local_values(lowering):
+    for node, placement, value in values:
         is_input = node in logical.inputs
         tap = ValueProbe(
             recorder=recorder,
@@ -147,98 +148,6 @@ def choose_local_values(lowering: LoweringPass) -> list[tuple[fx.Node, Placement
             placement = placement if placement in found else next(iter(found))
             chosen.append((node, placement, found[placement]))
     return chosen
-
-
-def run_alongside(self, job: JobDefinition, world: World, arguments: FlattenedArguments) -> None:
-        """Run the job's logical program on one worker and record its values, without side effects."""
-        run_alongside(job, world, arguments, self._recorder)
-
-    def record_plain(self, job: JobDefinition, result: Any) -> None:
-        """Record the results of the plain call."""
-        record_plain(job, result, self._recorder)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ValueProbe:
-    """A step of a program that records one value."""
-
-    recorder: InspectedCallRecorder
-    mesh: Mesh
-    placement: Placement
-    role: Role
-    name: str
-    operator: str
-    line: str
-    inputs: tuple[str, ...]
-
-    __name__ = "tap"
-
-    def __call__(self, local: Any) -> None:
-        """Record the value if it is a tensor."""
-        if isinstance(local, Tensor):
-            self.recorder.record(
-                self.role,
-                self.name,
-                gather_whole(local, self.placement, self.mesh),
-                operator=self.operator,
-                line=self.line,
-                inputs=self.inputs,
-            )
-
-
-def add_probes(
-    sharded: ShardedProgram, mesh: Mesh, recorder: InspectedCallRecorder
-) -> Callable[[Sequence[Tensor], Sequence[int]], Sequence[Tensor]]:
-    """Return a program with the same results that also records its values; call it for the current call only."""
-    logical = sharded.logical
-    lowering = LoweringPass(sharded, mesh)
-    graph = lowering.lower_graph()
-    local = schedule_gradients(graph, logical, mesh, GradientMemory())
-    call_line = user_line(sys._getframe(1))
-    for node, placement, value in choose_local_values(lowering):
-        is_input = node in logical.inputs
-        tap = ValueProbe(
-            recorder=recorder,
-            mesh=mesh,
-            placement=placement,
-            role="input" if is_input else "value",
-            name=format_value_name(node, logical),
-            operator="" if is_input else format_operator_name(node),
-            line=call_line if is_input else str(node.meta.get("line", "")),
-            inputs=tuple(format_value_name(item, logical) for item in node.all_input_nodes),
-        )
-        with local.graph.inserting_after(value):
-            local.graph.call_function(tap, (value,))
-    function, lines = generate_function(local.graph)
-    program = LocalProgram(
-        inputs=tuple(described for _, described in local.inputs),
-        outputs=tuple(described for _, described in local.outputs),
-        function=function,
-        lines=lines,
-        sharded=sharded,
-        collectives=(),
-    )
-
-    def run(inputs: Sequence[Tensor], sizes: Sequence[int] = ()) -> Sequence[Tensor]:
-        assert not sizes, "a program with varying sizes cannot be inspected"
-        outputs = program(inputs)
-        for output, described, (node, _) in zip(outputs, program.outputs, logical.outputs, strict=True):
-            recorder.record(
-                "output",
-                format_output_name(described.kind, described.name),
-                output,
-                operator=format_operator_name(node),
-                line=str(node.meta.get("line", "")),
-                inputs=(format_value_name(node, logical),),
-            )
-        return outputs
-
-    return run
-
-
-def choose_local_value(found: Mapping[Placement, fx.Node], placement: Placement) -> tuple[Placement, fx.Node]:
-    """Return a local value in its own placement. A draw by counter may be there in the placements of its uses only."""
-    return (placement, found[placement]) if placement in found else next(iter(found.items()))
 
 
 def run_alongside(
