@@ -37,7 +37,7 @@ def assign(*places: Any) -> Callable[[Tensor], Tensor]:
 
     def function(x: Tensor) -> Tensor:
         target = x.clone()
-        target[places] = target[places].cos() * 2
+        target[places] = x[places].cos() * 2
         return target.square()
 
     return function

@@ -77,9 +77,9 @@ SPLIT_MATRICES = {
     ),
     "bilinear": split(lambda x: F.bilinear(x, x.cos(), x.sum(0) * numbers(3, 6, 6), numbers(3)).square()),
     "distances of batches": split(lambda x: torch.cdist(x, x.flip(1) + 1).square(), (3, 4)),
-    "distances that broadcast": split(lambda x: torch.cdist(x[:, None], numbers(2, 5, 4)).square(), (3, 4)),
+    "distances that broadcast": Case(lambda x: torch.cdist(x[:, None], numbers(2, 5, 4)).square(), (3, 4)),
     "distances of rows": split(lambda x: torch.cdist(x, numbers(5, 6), p=1).square() + torch.cdist(x, numbers(5, 6))),
-    "distances of many rows": split(lambda x: torch.cdist(x, numbers(5, 6)).square(), rows=30),
+    "distances of many rows": Case(lambda x: torch.cdist(x, numbers(5, 6)).square(), rows=30),
     "embedding bag": split(
         lambda x: (
             F.embedding_bag(
