@@ -52,3 +52,24 @@ def test_a_model_that_outlives_its_destroyed_group_ends(tmp_path: Path) -> None:
     threads = [int(line.split()[-2]) for line in done.stdout.splitlines() if line.endswith("threads")]
     assert len(threads) == 2
     assert max(threads) < 30, "each destroyed group keeps three threads until it is released"
+
+
+LEAVES_EARLY = """
+import time
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(4))
+if dist.get_rank() == 1:
+    dist.destroy_process_group({group})
+    time.sleep(600)
+while True:
+    dist.all_reduce(torch.ones(4))
+"""
+
+
+@pytest.mark.parametrize("group", ["", "dist.group.WORLD"])
+def test_the_connections_of_a_destroyed_group_close_at_once(group: str, tmp_path: Path) -> None:
+    done = run_script(LEAVES_EARLY.format(group=group), "-n", "2", folder=tmp_path)
+    assert done.returncode == 1, done.stderr
+    assert "rank 1 destroyed its process group while other ranks still needed it" in done.stderr

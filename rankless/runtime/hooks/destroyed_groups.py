@@ -5,7 +5,7 @@ takes Python's global lock when it frees the tensors of its last collective. Pyt
 its own last reference to a group. `DistributedDataParallel` also has a reference, in C++, and holds the lock while it
 drops that one. If this is the last one and a thread is about to take the lock, the process waits for ever. (The stacks
 of both threads were seen with torch 2.13, under torchrun too; see pytorch/pytorch issue 56297.) This module therefore
-holds a reference to each destroyed group, and drops it when no other Python object has one. A model in
+holds a reference to each destroyed group that another Python object has one to, and drops it when none has. A model in
 `DistributedDataParallel` has one as long as it lives, so what remains then is the reference from here.
 """
 
@@ -32,13 +32,16 @@ class DestroyedGroups:
         return list(groups._world.pg_map)  # no public way to them
 
     def keep(self, were_living: list[dist.ProcessGroup]) -> None:
-        """Keep the groups of the list that were destroyed since. Drop the earlier ones that are no longer in use."""
+        """Keep the groups of the list that were destroyed since and are still in use. Drop those no longer in use.
+
+        A group that nothing else uses must go at once: the other ranks find out when its connections close.
+        """
         used = []
-        for group in self._groups:
-            if sys.getrefcount(group) > _OWN_REFERENCES:
-                used.append(group)
-        living = groups._world.pg_map
-        self._groups = used + [group for group in were_living if group not in living]
+        for candidates in (self._groups, were_living):
+            for group in candidates:
+                if group not in groups._world.pg_map and sys.getrefcount(group) > _OWN_REFERENCES:
+                    used.append(group)
+        self._groups = used
 
     def _keep_for_ever(self) -> None:
         # The ending interpreter frees objects in any order, a model in `DistributedDataParallel` after this list too.

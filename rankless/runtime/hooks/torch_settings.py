@@ -58,6 +58,7 @@ def _patch_destroy_process_group(before_teardown: Callable[[BaseException | None
         before_teardown(sys.exc_info()[1])
         living = destroyed.living_groups()
         destroy(group)
+        group = None  # a reference from here would count as use
         destroyed.keep(living)
 
     destroy_process_group.__doc__ = destroy.__doc__
