@@ -5,6 +5,10 @@ Among tensors of equal size and first value, such as biases that begin at zero, 
 the next in order. A tensor with another first value is matched by name, else by order, and its first value is the first
 difference. Models may be equal at first, such as a student and a frozen copy of it. So what both scripts train is
 matched first, and shows which model is which. Everything else is matched within these models before it is across them.
+
+Note [first values]: a script's models are recorded when its first job is called, those of the reference at their first
+forward. Between the two a script may set a parameter, as weight clipping does. So a first value is no difference if all
+later values and gradients of its tensor agree.
 """
 
 import math
@@ -114,11 +118,30 @@ def compare_with_reference(
     found: list[Difference] = []
     for recording, run_name in [(one, "1 worker"), *((recording, f"rank {recording.rank}") for recording in many)]:
         differences, mismatch = measure_reference(reference.recording, recording)
+        differences = drop_overwritten_first_values(differences, noise_floor)
         found += differences
         findings += _check_limits(differences, mismatch, noise_floor, reference.name, run_name)
     findings = sorted([*comparison.findings, *findings], key=lambda finding: finding.location.position)
     row = make_row(f"against {reference.name}", found, noise_floor)
     return replace(comparison, findings=tuple(findings), rows=(*comparison.rows, row))
+
+
+def drop_overwritten_first_values(differences: Sequence[Difference], noise_floor: NoiseFloor) -> list[Difference]:
+    """Return the differences without first values that no step has used; see Note [first values]."""
+    compared_later: set[str] = set()
+    differs_later: set[str] = set()
+    for item in differences:
+        if item.location.step > 0:
+            name = item.tensor.removeprefix("gradient of ")
+            compared_later.add(name)
+            if not item.size <= noise_floor.limit(item):
+                differs_later.add(name)
+    agree_later = compared_later - differs_later
+    return [
+        item
+        for item in differences
+        if item.location.step > 0 or item.tensor not in agree_later or item.size <= noise_floor.limit(item)
+    ]
 
 
 def _check_limits(

@@ -57,6 +57,8 @@ for epoch in range(2):
     for inputs, labels in DataLoader(data, batch_size=9, shuffle=True, generator=torch.Generator().manual_seed(0)):
         step += 1
         late = step >= 3
+        if step == 1 and "initial" in sys.argv:
+            model[0].weight.data.mul_(1.01)
         if late and "rate" in sys.argv:
             optimizer.param_groups[0]["lr"] = 0.011
         if late and "order" in sys.argv:
@@ -132,6 +134,7 @@ def test_a_script_is_the_same_training_as_any_form_of_its_reference(baseline: Ba
 @pytest.mark.parametrize(
     ("fault", "step", "tensor"),
     [
+        ("initial", 0, "model.0.weight"),
         ("rate", 3, "model.0.weight"),
         ("order", 3, "result of train"),
         ("zero_grad", 3, "gradient of model."),
@@ -322,3 +325,60 @@ def test_a_frozen_copy_of_a_model_is_matched_with_the_references_frozen_copy(
     assert mismatch is None
     assert {item.tensor.partition(".")[0] for item in differences if item.kind == "final"} == {"student", "teacher"}
     assert max(item.size for item in differences) < 1e-12
+
+
+CLIPPED = """
+import torch, torch.nn.functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4))
+optimizer = torch.optim.RMSprop(model.parameters(), lr=0.01)
+data = TensorDataset(torch.randn(36, 6), torch.randint(0, 4, (36,)))
+"""
+CLIPPED_PLAIN = (
+    CLIPPED
+    + """
+import sys
+for inputs, labels in DataLoader(data, 9, shuffle=True, generator=torch.Generator().manual_seed(0)):
+    for parameter in model.parameters():
+        parameter.data.clamp_(-float(sys.argv[1]), 0.1)
+    optimizer.zero_grad()
+    F.cross_entropy(model(inputs), labels).backward()
+    optimizer.step()
+"""
+)
+CLIPPED_SCRIPT = (
+    CLIPPED
+    + """
+import rankless
+
+@rankless.job(model=model, optimizer=optimizer)
+def train(inputs, labels):
+    for parameter in model.parameters():
+        parameter.data.clamp_(-0.1, 0.1)
+    return F.cross_entropy(model(inputs), labels)
+
+for batch in rankless.loader(data, 9, shuffle=True, seed=0):
+    train(*batch)
+"""
+)
+
+
+@pytest.mark.parametrize(("bound", "is_same"), [("0.1", True), ("0.1001", False)])
+def test_first_values_differ_only_if_a_step_used_them(
+    bound: str, is_same: bool, baseline: Baseline, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(CLIPPED_SCRIPT)
+    (tmp_path / "plain.py").write_text(CLIPPED_PLAIN)
+    runs = replace(
+        baseline.runs,
+        program=Program(kind="script", target=str(tmp_path / "train.py"), arguments=(bound,)),
+        folder=str(tmp_path / "recordings"),
+        against=str(tmp_path / "plain.py"),
+    )
+    reference = runs.run_reference()
+    assert reference is not None
+    one, noise = runs.run_one(), runs.run_perturbed(1)
+    comparison = compare_with_reference(compare(one, [], noise), reference, one, [], noise)
+    assert [finding.location.step for finding in comparison.findings] == ([] if is_same else [0])
