@@ -18,7 +18,7 @@ from itertools import product
 
 import msgspec
 
-from rankless.records.recorded_calls import JobCalled, ModelRegistered, StepRecorded, TensorState
+from rankless.records.recorded_calls import JobCalled, ModelRegistered, StepRecorded, TensorState, TensorSummary
 from rankless.verify.comparison import Comparison, Divergence, find_loss_leaf, is_gross, make_row
 from rankless.verify.differences import (
     RESOLUTION,
@@ -35,7 +35,7 @@ from rankless.verify.differences import (
     measure,
 )
 from rankless.verify.recordings import Recording, to_array
-from rankless.verify.tolerance import ROUNDING_BOUND, NoiseFloor
+from rankless.verify.tolerance import ALL_ROUNDING_ERRORS, ROUNDING_BOUND, NoiseFloor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,19 +267,37 @@ def pair_states(
 ) -> list[tuple[TensorState, TensorState]] | str:
     """Return the states of a step in pairs, under the script's names; or the name of an unmatched tensor."""
     known = {state.name: state for state in theirs.tensors}
+    largest = max((get_gradient_norm(state) for state in ours.tensors), default=0.0)
     pairs = []
     for state in ours.tensors:
+        all_rounding = ALL_ROUNDING_ERRORS * RESOLUTION.get(state.dtype, 0.0) * largest
         other = known.get(names.get(state.name, ""))
         if other is None:
             return names.get(state.name, f"{state.name} of the reference")
         ours_now, theirs_now = msgspec.structs.replace(state, name=other.name), other
         if has_gradient(ours_now) != has_gradient(theirs_now):
-            return f"gradient of {other.name}"
-        if not has_gradient(ours_now):
+            # A gradient that is all rounding, as of a bias before a softmax, may be exactly zero in one script.
+            if max(get_gradient_norm(ours_now), get_gradient_norm(theirs_now)) > all_rounding:
+                return f"gradient of {other.name}"
+            ours_now, theirs_now = fill_gradient(ours_now, theirs_now), fill_gradient(theirs_now, ours_now)
+        elif not has_gradient(ours_now):
             # zero_grad leaves zeros or None. Both mean no gradient.
             ours_now, theirs_now = (drop_gradient(item, other.name) for item in (ours_now, theirs_now))
         pairs.append((ours_now, theirs_now))
     return pairs
+
+
+def get_gradient_norm(state: TensorState) -> float:
+    """Return the norm of a gradient, which is zero if there is none."""
+    return 0.0 if state.gradient is None else state.gradient.norm
+
+
+def fill_gradient(state: TensorState, other: TensorState) -> TensorState:
+    """Return a state with a gradient of zeros if it has none and the other has one."""
+    if state.gradient is not None or other.gradient is None:
+        return state
+    zeros = TensorSummary(norm=0.0, sketch=(0.0,) * len(other.gradient.sketch))
+    return msgspec.structs.replace(state, gradient=zeros)
 
 
 def has_gradient(state: TensorState) -> bool:
