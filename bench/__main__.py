@@ -13,6 +13,8 @@ from bench.pairs import Row
 
 MODULES = {
     "step": "step",
+    "overhead": "overhead",
+    "capture": "capture",
     "start": "start",
     "start_hosts": "start_hosts",
     "first_result": "first_result",

@@ -67,6 +67,47 @@ class GPT(nn.Module):
         return self.output(self.norm(self.blocks(hidden)))
 
 
+class Attention(nn.Module):
+    """Four layers of PyTorch's own multi-head attention, and ten classes for each position."""
+
+    def __init__(self, *, width: int = 128) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.MultiheadAttention(width, 4, batch_first=True) for _ in range(4))
+        self.output = nn.Linear(width, CHARACTERS)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for layer in self.layers:
+            hidden = hidden + layer(hidden, hidden, hidden, need_weights=False)[0]
+        return self.output(hidden)
+
+
+class Transformer(nn.Module):
+    """PyTorch's own encoder and decoder, two layers each, from a sequence to itself."""
+
+    def __init__(self, *, width: int = 128) -> None:
+        super().__init__()
+        self.characters = nn.Embedding(CHARACTERS, width)
+        self.transformer = nn.Transformer(width, 4, 2, 2, 4 * width, dropout=0.0, batch_first=True)
+        self.output = nn.Linear(width, CHARACTERS)
+
+    def forward(self, text: Tensor) -> Tensor:
+        hidden = self.characters(text)
+        return self.output(self.transformer(hidden, hidden))
+
+
+class ManyParameters(nn.Module):
+    """Hundreds of tiny layers: what a call costs beside its computation grows with the number of parameters."""
+
+    def __init__(self, *, layers: int = 400) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(layers))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for layer in self.layers:
+            hidden = hidden + layer(hidden) * 0.01
+        return hidden
+
+
 def random_text(rows: int) -> tuple[Tensor, Tensor]:
     """Return a batch of random characters, and the characters that follow."""
     text = torch.randint(CHARACTERS, (rows, CONTEXT + 1), generator=torch.Generator().manual_seed(0))
@@ -81,8 +122,10 @@ def random_classes(shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 
 def random_batch(name: str) -> tuple[Tensor, Tensor]:
     """Return a batch for a model, given its name, like "gpt_dropout"."""
-    if name.startswith("gpt"):
+    if name.startswith(("gpt", "transformer")):
         return random_text(rows=32)
+    if name == "attention":
+        return torch.randn(32, CONTEXT, 128), random_text(rows=32)[1]
     return random_classes((256, 512) if name.startswith("mlp") else (100, 1, 28, 28))
 
 

@@ -9,7 +9,16 @@ from bench.commands import rankless_run, run
 from bench.pairs import Row, make_row
 
 # With dropout or batch norm Rankless does more: it computes whole-batch numbers, DistributedDataParallel does not.
-AIMS = {"mlp": 1.05, "lenet": 1.05, "gpt": 1.05, "mlp_dropout": None, "gpt_dropout": None, "lenet_norm": None}
+AIMS = {
+    "mlp": 1.05,
+    "lenet": 1.05,
+    "gpt": 1.05,
+    "attention": 1.05,
+    "transformer": 1.05,
+    "mlp_dropout": 1.05,
+    "gpt_dropout": 1.05,
+    "lenet_norm": 1.15,
+}
 
 
 def rows() -> Iterator[Row]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import rankless
-from bench.models import GPT, MLP, LeNet, loss_of, random_batch
+from bench.models import GPT, MLP, Attention, LeNet, Transformer, loss_of, random_batch
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "mlp": MLP,
@@ -21,6 +21,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "lenet": LeNet,
     "lenet_norm": lambda: LeNet(norm=True),
     "gpt": GPT,
+    "attention": Attention,
+    "transformer": Transformer,
     "gpt_dropout": lambda: GPT(dropout=0.1),
 }
 

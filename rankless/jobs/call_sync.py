@@ -1,6 +1,7 @@
 """Checks, before each call of a job, that all ranks make it with the same values, and keeps their models equal."""
 
 from collections.abc import Sequence
+from operator import is_
 
 from torch import Tensor
 
@@ -27,6 +28,7 @@ class CallSync:
         self.calls = 0
         self._change_count = 0
         self._states: Sequence[Tensor] = ()
+        self._is_recorded = False
 
     def check(
         self,
@@ -56,6 +58,7 @@ class CallSync:
         job, mesh = self._job, self._world.mesh
         is_first = self.calls == 1
         changed = not is_first and self._world.model_changes.have_changed(self._states)
+        self._is_recorded = not is_first and not changed
         if mesh.desync_detector is not None:
             programs = [] if program is None else [program]
             optimizers = self._optimizers.fingerprint()
@@ -88,10 +91,17 @@ class CallSync:
         if job.check_synchronized_every is not None and self.calls % job.check_synchronized_every == 0:
             check_models_equal(job, self._world, call=self.calls)
 
-    def record_states(self, states: Sequence[Tensor]) -> None:
-        """Remember the tensors of models that the job uses, as it leaves them. The next check finds changes."""
+    def record_states(self, states: Sequence[Tensor], changed: Sequence[Tensor]) -> None:
+        """Remember the tensors of models that the job uses, as it leaves them. The next check finds changes.
+
+        Args:
+            states: All of them.
+            changed: Those that this call has changed.
+        """
+        is_same = len(states) == len(self._states) and all(map(is_, states, self._states))
+        # Versions that were recorded before, and found unchanged at the begin of this call, need not be recorded again.
+        self._world.model_changes.record_versions(changed if is_same and self._is_recorded else states)
         self._states = states
-        self._world.model_changes.record_versions(states)
 
 
 def is_power_of_two(number: int) -> bool:

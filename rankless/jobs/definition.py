@@ -113,12 +113,15 @@ class JobDefinition:
         ]
         return list({id(item): item for some in everywhere for item in some}.values())
 
-    def optimized_parameters(self) -> list[Tensor]:
-        """Return the parameters of the optimizers, once each, in the order of the modules."""
+    def optimized_parameters(self, parameters: Sequence[Tensor] | None = None) -> list[Tensor]:
+        """Return the parameters of the optimizers, once each, in the order of the modules.
+
+        `parameters` are those of `self.parameters()`, if the caller has them: finding them visits every module.
+        """
         # A script clips `model.parameters()`: in another order the norm would round differently.
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         stepped = {id(item) for group in groups for item in group["params"]}
-        return [item for item in self.parameters() if id(item) in stepped]
+        return [item for item in (self.parameters() if parameters is None else parameters) if id(item) in stepped]
 
     def parameter_name(self, parameter: Tensor) -> str:
         """Return a parameter's name in the script, as "model.head.weight"."""
@@ -145,6 +148,8 @@ class CallResult:
     """A train job's loss as one number."""
     weights: tuple[LossWeight, ...] = ()
     """The weights of the loss's terms, if several calls make one step."""
+    parameters: Sequence[Tensor] = ()
+    """The parameters of a train job, whose gradients the call has set."""
 
 
 def detach_leaf(leaf: Any) -> Any:

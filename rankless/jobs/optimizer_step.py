@@ -26,16 +26,17 @@ class OptimizerStepper:
         self._job = job
         self._world = world
         self._accumulator = GradientAccumulator()
+        self._parameters: Sequence[Tensor] = ()
         self._calls = 0
         self._pass: weakref.ref[LoaderPass] | None = None
         self._calls_in_pass = 0
         if job.step_options.accumulate > 1:
             world.passes.subscribe(self)
 
-    def add_call(self, loss: Tensor, weights: Sequence[LossWeight]) -> bool:
-        """Add the call whose gradients the parameters hold. Returns True if this made a step."""
+    def add_call(self, loss: Tensor, weights: Sequence[LossWeight], parameters: Sequence[Tensor]) -> bool:
+        """Add the call whose gradients the job's parameters hold. Returns True if this made a step."""
         job, accumulate = self._job, self._job.step_options.accumulate
-        parameters = job.parameters()
+        self._parameters = parameters
         self._calls += 1
         if accumulate > 1:
             self._enter_pass()
@@ -106,15 +107,15 @@ class OptimizerStepper:
     def _step(self) -> None:
         """Measure and clip the whole gradient, then step."""
         self._accumulator = GradientAccumulator()
+        optimized = self._job.optimized_parameters(self._parameters)
         with self._world.leftovers.inside_job():
-            self._clip_and_step()
-        self._world.model_changes.record_versions(self._job.optimized_parameters())
+            self._clip_and_step([item for item in optimized if item.grad is not None])
+        self._world.model_changes.record_versions(optimized)
         self.steps += 1
 
-    def _clip_and_step(self) -> None:
+    def _clip_and_step(self, parameters: Sequence[Tensor]) -> None:
         """Measure and clip the whole gradient, then let the optimizers step."""
         step_options = self._job.step_options
-        parameters = [item for item in self._job.optimized_parameters() if item.grad is not None]
         if step_options.clip_norm is not None:
             self.gradient_norm = clip_grad_norm_(parameters, step_options.clip_norm).detach().clone()
         elif step_options.gradient_norm:

@@ -206,7 +206,7 @@ def make_outcome(
             gradients[described.name] = value
         elif described.kind == "mutation":
             mutations[described.name] = value
-        else:
+        elif described.kind == "result":
             results.append(value)
     return Outcome(results, gradients, mutations, sharded, graphs[0])
 

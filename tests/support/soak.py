@@ -3,7 +3,8 @@
 A soak can be resumed: it does not repeat test files that passed at the same commit. Nor does it repeat those that
 passed at an earlier commit if only other tests have changed since; the page then says so. It writes the commit
 and the raw counts to docs/soak.md. Several files run in parallel, because tests mostly wait for other processes. The
-fault tests, whose times are published, run alone at the end.
+operator database, the longest file, then has all cores to itself, and docs/scoreboard.md gets its counts. The fault
+tests, whose times are published, run alone at the end.
 """
 
 import json
@@ -13,21 +14,25 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from xml.etree import ElementTree
 
-from support.fault_page import write_page
+from support import fault_page, scoreboard_page
 
 ROOT = Path(__file__).parents[2]
 STATE = ROOT / ".soak"
 PARALLEL_FILES = 3
 FILE_SECONDS = 2 * 3600.0
+PUBLISHED_ROWS = {"FAULTS_JSON": "faults.jsonl", "SCOREBOARD_JSONL": "scoreboard.jsonl"}
+"""The environment variables with the files for rows of tests, and how these files end."""
 PUBLISHED = ("tests/launch/test_faults.py", "tests/launch/test_faults_at_start.py")
-INDEPENDENT = re.compile(r"tests/(.*/)?test_\w+\.py|tests/support/soak\.py|docs/(soak|faults)\.md")
+DATABASE = "tests/compiler/test_operator_database.py"
+DATABASE_PROCESSES = "3"
+INDEPENDENT = re.compile(r"tests/(.*/)?test_\w+\.py|tests/support/soak\.py|docs/(soak|faults|scoreboard)\.md")
 """Files on which no test file but themselves depends."""
 HELPER = re.compile(r"tests/(?!support/)\w+/(.*/)?\w+\.py")
 """Other modules of a folder of tests, on which its test files may depend, and those elsewhere that name it."""
@@ -45,16 +50,19 @@ def commit() -> str:
     return head.stdout.strip()
 
 
-def run(file: Path, faults: Path) -> Counts:
+def run(file: Path, published: Mapping[str, Path]) -> Counts:
     """Run one test file with all markers and return its counts.
 
-    Fault tests append their rows to `faults`. A file that exceeds the time limit is killed and counts as failed.
+    Tests append rows to the files in `published`, by the environment variables that name them. A test file that exceeds
+    the time limit is killed and counts as failed.
     """
     with tempfile.TemporaryDirectory() as folder:
         report, output = Path(folder) / "report.xml", Path(folder) / "output.txt"
         command = [sys.executable, "-m", "pytest", "-q", "-m", "exhaustive or not exhaustive", f"--junitxml={report}"]
+        if file == ROOT / DATABASE:
+            command += ["--numprocesses", DATABASE_PROCESSES]
         start = time.monotonic()
-        environment = {**os.environ, "FAULTS_JSON": str(faults)}
+        environment = {**os.environ, **{name: str(path) for name, path in published.items()}}
         with output.open("w") as text, suppress(subprocess.TimeoutExpired):
             subprocess.run(
                 [*command, str(file)],
@@ -145,10 +153,12 @@ def page(tested: str, results: dict[str, Counts], *, base: str = "") -> str:
     )
 
 
-def soak(names: Sequence[str], results: dict[str, Counts], state: Path, faults: Path, *, parallel: int) -> None:
+def soak(
+    names: Sequence[str], results: dict[str, Counts], state: Path, published: Mapping[str, Path], *, parallel: int
+) -> None:
     """Run these files, `parallel` at a time, and write each result to `state` at once."""
     with ThreadPoolExecutor(parallel) as pool:
-        running = {pool.submit(run, ROOT / name, faults): name for name in names}
+        running = {pool.submit(run, ROOT / name, published): name for name in names}
         for done in as_completed(running):
             results[running[done]] = done.result()
             state.write_text(json.dumps(results, indent=1, sort_keys=True))
@@ -160,7 +170,7 @@ def main() -> None:
     tested = commit()
     STATE.mkdir(exist_ok=True)
     state = STATE / f"{tested}.json"
-    faults = STATE / f"{tested}-faults.jsonl"
+    published = {name: STATE / f"{tested}-{suffix}" for name, suffix in PUBLISHED_ROWS.items()}
     note = STATE / f"{tested}-base.txt"
     results: dict[str, Counts]
     if state.exists():
@@ -168,18 +178,23 @@ def main() -> None:
     else:
         base, results = reuse(tested)
         note.write_text(base)
-        if base and (earlier := STATE / f"{base}-faults.jsonl").exists():
-            faults.write_bytes(earlier.read_bytes())
+        for name, suffix in PUBLISHED_ROWS.items():
+            if base and (earlier := STATE / f"{base}-{suffix}").exists():
+                published[name].write_bytes(earlier.read_bytes())
     names = sorted(str(file.relative_to(ROOT)) for file in (ROOT / "tests").rglob("test_*.py"))
     left = [name for name in names if name not in results or results[name]["failed"]]
-    soak([name for name in left if name not in PUBLISHED], results, state, faults, parallel=PARALLEL_FILES)
+    alone = (DATABASE, *PUBLISHED)
+    soak([name for name in left if name not in alone], results, state, published, parallel=PARALLEL_FILES)
+    if DATABASE in left:
+        soak([DATABASE], results, state, published, parallel=1)
     if any(name in PUBLISHED for name in left):  # repeat all: an interrupted file has left some of its rows
-        faults.unlink(missing_ok=True)
-        soak(PUBLISHED, results, state, faults, parallel=1)
+        published["FAULTS_JSON"].unlink(missing_ok=True)
+        soak(PUBLISHED, results, state, published, parallel=1)
     result = page(tested, dict(sorted(results.items())), base=base)
     (ROOT / "docs" / "soak.md").write_text(result)
-    if faults.exists():
-        write_page(faults, tested)
+    for name, write in (("FAULTS_JSON", fault_page.write_page), ("SCOREBOARD_JSONL", scoreboard_page.write_page)):
+        if published[name].exists():
+            write(published[name], tested)
     print(result)
     sys.exit(any(counts["failed"] for counts in results.values()))
 

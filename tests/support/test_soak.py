@@ -70,6 +70,6 @@ def test_a_file_that_hangs_is_killed_and_counts_as_failed(tmp_path: Path, monkey
     monkeypatch.setattr(soak, "FILE_SECONDS", 3.0)
     file = tmp_path / "test_hangs.py"
     file.write_text("import time\n\n\ndef test_it():\n    time.sleep(600)\n")
-    counts = soak.run(file, tmp_path / "faults.jsonl")
+    counts = soak.run(file, {"FAULTS_JSON": tmp_path / "faults.jsonl"})
     assert (counts["tests"], counts["failed"]) == (1, 1)
     assert counts["seconds"] < 60

@@ -201,6 +201,7 @@ def capture(
     shape_env = LineTrackingShapeEnv() if sizes is None else sizes.shape_env
     fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=shape_env)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(restore_dispatch_keys())
         # PyTorch keeps the last capture's fake tensors here; their destructors warn when the interpreter exits.
         stack.callback(PhiloxStateTracker.reset)
         # Trace the backward outside of an autocast context around the call.
@@ -238,6 +239,13 @@ def capture(
         print_line=job.effects.first_print_line(),
         reads=() if reads is None else tuple(map(ValueRead, reads.values, reads.lines)),
     )
+
+
+def restore_dispatch_keys() -> contextlib.AbstractContextManager[Any]:
+    """Return a context after which PyTorch dispatches as before, also if an error leaves keys excluded."""
+    include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    guard: contextlib.AbstractContextManager[Any] = torch._C._ForceDispatchKeyGuard(include, exclude)
+    return guard
 
 
 def trace_until_stable(

@@ -32,6 +32,8 @@ TORCH_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = get_decompositions(
         aten.linalg_vector_norm,
         aten.norm,
         aten.logsumexp,
+        aten.renorm,
+        aten.dist,
         aten.addcmul,
         aten.addcdiv,
         aten.lerp,
@@ -64,6 +66,12 @@ def decompose_unbiased_variance(
     return decompose_variance_and_mean(x, dim, correction=int(unbiased), keepdim=keepdim)
 
 
+def decompose_deviation_and_mean(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """Compute the standard deviation and the mean, given the arguments of the variance."""
+    variance, mean = decompose_variance_and_mean(*args, **kwargs)
+    return variance.sqrt(), mean
+
+
 STATISTICS_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.var.correction: lambda *args, **kwargs: decompose_variance_and_mean(*args, **kwargs)[0],
     aten.var.dim: lambda *args, **kwargs: decompose_unbiased_variance(*args, **kwargs)[0],
@@ -71,11 +79,19 @@ STATISTICS_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.var_mean.correction: decompose_variance_and_mean,
     aten.std.correction: lambda *args, **kwargs: decompose_variance_and_mean(*args, **kwargs)[0].sqrt(),
     aten.std.dim: lambda *args, **kwargs: decompose_unbiased_variance(*args, **kwargs)[0].sqrt(),
+    aten.std_mean.correction: decompose_deviation_and_mean,
     aten.std.default: lambda x, unbiased=True: decompose_unbiased_variance(x, None, unbiased)[0].sqrt(),
 }
 """Statistics that PyTorch decomposes only to its own `prims.var`."""
 
+def decompose_scalar_power(base: float, exponent: Tensor) -> Tensor:
+    """Raise a number to powers: PyTorch's kernel makes a contiguous result, whatever the layout of the exponent."""
+    number = torch.full((), base, dtype=torch.result_type(base, exponent), device=exponent.device)
+    return torch.pow(number, exponent).contiguous()
+
+
 LAYOUT_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
+    aten.pow.Scalar: decompose_scalar_power,
     aten.native_dropout_backward.default: lambda grad, mask, scale: grad * mask * scale,
 }
 """Operators for which PyTorch traces other strides than those of its kernels, as their kernels compute them."""

@@ -53,6 +53,11 @@ TRACE_ERRORS: tuple[tuple[str, str, str], ...] = (
         "a job that returns its loss and leaves backward to Rankless",
         "remove .backward() from the job",
     ),
+    (
+        "INTERNAL ASSERT FAILED",
+        "operators that PyTorch can trace",
+        "compute it with other operators, or outside the job",
+    ),
     *(
         (
             pattern,
@@ -118,7 +123,11 @@ def offer_whole_batch() -> Iterator[None]:
 
 
 def strip_frames(error: BaseException) -> BaseException:
-    """Return the error without PyTorch's many tracing frames."""
+    """Return the error without PyTorch's many tracing frames.
+
+    Some hold guards of PyTorch's dispatcher, which would change its state again when they are collected later.
+    """
+    traceback.clear_frames(error.__traceback__)
     error.__context__ = None
     return error.with_traceback(None)
 

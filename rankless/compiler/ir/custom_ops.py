@@ -35,8 +35,8 @@ def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | No
     x, weight = ctx.saved_tensors
     needs_x, needs_weight, needs_bias = ctx.needs_input_grad
     return (
-        linear(grad, weight.t(), None) if needs_x else None,
-        linear_weight(grad, x) if needs_weight else None,
+        linear(grad, weight.t().conj(), None) if needs_x else None,
+        linear_weight(grad, x.conj()) if needs_weight else None,
         grad.sum(list(range(grad.dim() - 1))) if needs_bias else None,
     )
 
@@ -66,7 +66,7 @@ def _save_linear_weight_inputs(ctx: Any, inputs: tuple[Tensor, Tensor], output: 
 
 def _linear_weight_backward(ctx: Any, by_weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
     grad, x = ctx.saved_tensors
-    return linear(x, by_weight, None), linear(grad, by_weight.t(), None)
+    return linear(x.conj(), by_weight, None), linear(grad.conj(), by_weight.t(), None)
 
 
 linear_weight.register_autograd(_linear_weight_backward, setup_context=_save_linear_weight_inputs)

@@ -1,23 +1,35 @@
 """Rules for products: matrices, batches of matrices, linear layers, convolutions, embeddings, recurrent layers."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from rankless.compiler.ir import custom_ops  # noqa: F401  # registers the operators used below
 from rankless.compiler.rules.pattern import (
+    LETTERS,
     make_letters,
     make_masked_rule,
     make_pattern_rule,
     partial_sum_strategies,
     split_strategies,
 )
-from rankless.compiler.rules.strategy import OperatorCall, ShardingRule, Strategy, logical_shape
+from rankless.compiler.rules.strategy import (
+    GraphBuilder,
+    LocalValue,
+    OperatorCall,
+    ShardingRule,
+    Strategy,
+    logical_shape,
+)
 from rankless.parallel.tensor_placement import Partial, Placement, Replicate, Shard
 
 aten = torch.ops.aten
 rankless_ops = torch.ops.rankless
+
+MOST_POINTS_COMPARED_DIRECTLY = 25
+"""With more points in a set, `cdist` computes Euclidean distances by a matrix product."""
 
 
 def make_bias_pattern(call: OperatorCall, product: str) -> str:
@@ -41,6 +53,62 @@ def addmm_strategies(call: OperatorCall) -> Iterator[Strategy]:
 def baddbmm_strategies(call: OperatorCall) -> Iterator[Strategy]:
     """Yield strategies of a batch of biases + a @ b."""
     yield from split_strategies(call, make_bias_pattern(call, "bm.,b.n->bmn"))
+
+
+def addmv_strategies(call: OperatorCall) -> Iterator[Strategy]:
+    """Yield strategies of bias + a @ v."""
+    yield from split_strategies(call, make_bias_pattern(call, "m.,.->m"))
+
+
+def addr_strategies(call: OperatorCall) -> Iterator[Strategy]:
+    """Yield strategies of bias + the outer product of two vectors."""
+    yield from split_strategies(call, make_bias_pattern(call, "m,n->mn"))
+
+
+def addbmm_strategies(call: OperatorCall) -> Iterator[Strategy]:
+    """Yield strategies of bias + the sum of a batch of products; with the batch sharded, both are partial sums."""
+    yield from split_strategies(call, make_bias_pattern(call, ".m.,..n->mn"))
+    for strategy in split_strategies(call, "*,b..,b..->.."):
+        if call.node.meta["val"].dtype.is_floating_point:
+            yield replace(strategy, inputs=(Partial(), *strategy.inputs[1:]))
+
+
+def cdist_pattern(call: OperatorCall) -> str:
+    """Return the pattern of distances between two sets of points; batch dims of size one broadcast."""
+    (shape,) = call.output_shapes
+    batch = make_letters(len(shape) - 2)
+    texts = []
+    for node in call.inputs:
+        sizes = logical_shape(node)[:-2]
+        aligned = batch[len(batch) - len(sizes) :]
+        texts.append("".join("." if size == 1 else letter for letter, size in zip(aligned, sizes, strict=True)))
+    return f"{texts[0]}Y.,{texts[1]}Z.->{batch}YZ"
+
+
+def lower_cdist(
+    builder: GraphBuilder, call: OperatorCall, args: tuple[Any, ...], _kwargs: dict[str, Any]
+) -> LocalValue:
+    """Compute distances in the way that PyTorch chooses for the logical number of points: its rounding is another."""
+    points = [logical_shape(node)[-2] for node in call.inputs]
+    use_product = args[3] == 1 or (not args[3] and max(points) > MOST_POINTS_COMPARED_DIRECTLY)
+    return builder.call(call.operator, *args[:3], 1 if use_product else 2)
+
+
+def cdist_backward_strategies(call: OperatorCall) -> Iterator[Strategy]:
+    """Yield strategies of the gradient of the first set: a sum over the second."""
+    shapes = [logical_shape(node) for node in call.inputs]
+    if shapes[1][:-2] == shapes[2][:-2]:
+        batch = make_letters(len(shapes[0]) - 2)
+        yield from split_strategies(call, f"{batch}YZ,{batch}Y.,{batch}Z.,{batch}YZ->{batch}Y.")
+
+
+def trilinear_pattern(call: OperatorCall) -> str:
+    """Return the pattern of a product of three tensors that broadcast along given dims, summed over given dims."""
+    expanded = [list(call.argument(f"expand{place}")) for place in (1, 2, 3)]
+    count = len(logical_shape(call.inputs[0])) + len(expanded[0])
+    summed = [dim % count for dim in call.argument("sumdim")]
+    texts = ["".join(LETTERS[dim] for dim in range(count) if dim not in dims) for dims in expanded]
+    return ",".join(texts) + "->" + "".join(LETTERS[dim] for dim in range(count) if dim not in summed)
 
 
 def linear_strategies(call: OperatorCall) -> Iterator[Strategy]:
@@ -106,6 +174,12 @@ RULES: dict[Any, ShardingRule] = {
     aten.dot.default: make_pattern_rule("k,k->", (0,), (1,)),
     aten.addmm.default: addmm_strategies,
     aten.baddbmm.default: baddbmm_strategies,
+    aten.addmv.default: addmv_strategies,
+    aten.addr.default: addr_strategies,
+    aten.addbmm.default: addbmm_strategies,
+    aten._cdist_forward.default: make_pattern_rule(cdist_pattern, lower=lower_cdist),
+    aten._cdist_backward.default: cdist_backward_strategies,
+    aten._trilinear.default: make_pattern_rule(trilinear_pattern),
     rankless_ops.linear.default: linear_strategies,
     rankless_ops.linear_weight.default: make_pattern_rule(linear_weight_pattern, (0,), (1,)),
     aten.convolution.default: make_pattern_rule("b*,*,*->b*"),

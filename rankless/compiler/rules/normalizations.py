@@ -76,6 +76,19 @@ def list_batch_shards(call: OperatorCall, positions: tuple[int, ...]) -> Iterato
     yield from found
 
 
+def list_channel_shards(call: OperatorCall, count: int) -> Iterator[Shard]:
+    """Yield the placements with which the first `count` inputs are sharded on the channels.
+
+    Each rank then computes its channels alone. Instance norm is batch norm of one sample whose channels are those of
+    all samples, so a shard of its channels is a shard of the batch.
+    """
+    found: list[Placement] = []
+    for placement in call.current_placements[:count]:
+        if isinstance(placement, Shard) and placement.dim == 1 and placement not in found:
+            found.append(placement)
+            yield placement
+
+
 def count_per_channel(call: OperatorCall, position: int, placement: Placement, mesh_size: int) -> list[int]:
     """Return every rank's number of values per channel."""
     shape = logical_shape(call.inputs[position])
@@ -95,6 +108,9 @@ def batch_norm_strategies(call: OperatorCall) -> Iterator[Strategy]:
         inputs = (placement,) + (Replicate(),) * (len(call.inputs) - 1)
         outputs = (placement,) + (Replicate(),) * (len(call.output_shapes) - 1)
         yield Strategy(inputs, outputs, make_batch_norm_lowering(placement))
+    for placement in list_channel_shards(call, 1):
+        inputs = (placement,) + (Shard(0, placement.lengths),) * (len(call.inputs) - 1)
+        yield Strategy(inputs, (placement,) + (Shard(0, placement.lengths),) * (len(call.output_shapes) - 1))
 
 
 def moments_bytes(x: fx.Node) -> int:
@@ -121,21 +137,31 @@ def make_batch_norm_lowering(placement: Placement) -> Any:
 
 
 def batch_norm_inference_pattern(call: OperatorCall) -> str:
-    """Return the pattern with given statistics: every dim but the channels can be sharded."""
-    text = make_letters(len(logical_shape(call.inputs[0])), [1])
-    rest = ",*" * (len(call.slots) - 1)
+    """Return the pattern with given statistics: every dim can be sharded, and the statistics with the channels."""
+    text = make_letters(len(logical_shape(call.inputs[0])))
+    rest = f",{text[1]}" * (len(call.slots) - 1)
     return f"{text}{rest}->" + ",".join([text] + ["="] * (len(call.output_shapes) - 1))
 
 
 def batch_norm_backward_strategies(call: OperatorCall) -> Iterator[Strategy]:
     """Yield strategies of the gradient; in training one all-reduce of the sums over the batch comes first."""
     if not call.argument("train"):
-        text = make_letters(len(logical_shape(call.inputs[0])), [1])
-        yield from make_masked_rule(lambda _: f"{text},{text},*,*,*,*,*->{text},*,*")(call)
+        text = make_letters(len(logical_shape(call.inputs[0])))
+        channel = text[1]
+        pattern = f"{text},{text},{channel},{channel},{channel},*,*->{text},{channel},{channel}"
+        yield from make_masked_rule(lambda _: pattern)(call)
         return
     for placement in list_batch_shards(call, (0, 1)):
         inputs = (placement, placement) + (Replicate(),) * (len(call.inputs) - 2)
         yield Strategy(inputs, (placement, Replicate(), Replicate()), make_batch_norm_backward_lowering(placement))
+    for placement in list_channel_shards(call, 2):
+        channels = Shard(0, placement.lengths)
+        inputs = (placement, placement) + (channels,) * (len(call.inputs) - 2)
+        outputs = tuple(
+            item if is_present else Replicate()
+            for item, is_present in zip((placement, channels, channels), call.argument("output_mask"), strict=True)
+        )
+        yield Strategy(inputs, outputs)
 
 
 def make_batch_norm_backward_lowering(placement: Placement) -> Any:

@@ -29,6 +29,21 @@ UNTAGGED_POINTWISE = {
     aten._prelu_kernel.default,
     aten._prelu_kernel_backward.default,
     aten.mish_backward.default,
+    aten.hardswish.default,
+    aten.hardswish_backward.default,
+    aten.hardsigmoid_backward.default,
+    aten.hardshrink_backward.default,
+    aten.softshrink_backward.default,
+    aten.floor_divide.default,
+    aten.floor_divide.Scalar,
+    aten.rsub.Tensor,
+    aten.copy.default,
+    aten.fill.Scalar,
+    aten.fill.Tensor,
+    aten.complex.default,
+    aten.polar.default,
+    aten.isin.Tensor_Scalar,
+    aten._standard_gamma_grad.default,
 }
 """Pointwise operators that PyTorch does not tag as such."""
 
@@ -46,6 +61,7 @@ SHAPE_ONLY = {
     aten.ones_like.default,
     aten.full_like.default,
     aten.empty_like.default,
+    aten.fill.Scalar,
 }
 """Operators that read no values: for a partial sum they return the final value and not a term of it."""
 
@@ -112,4 +128,5 @@ RULES: dict[Any, ShardingRule] = {
     aten.new_ones.default: new_tensor_strategies,
     aten.new_full.default: new_tensor_strategies,
     aten.new_empty.default: new_tensor_strategies,
+    aten.new_empty_strided.default: new_tensor_strategies,
 }

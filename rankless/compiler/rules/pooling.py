@@ -1,4 +1,4 @@
-"""Rules for pooling and padding of images: batch and channels can be sharded, the last dims cannot.
+"""Rules for pooling, unpooling and padding of images: batch and channels can be sharded, the last dims cannot.
 
 Capture decomposes resizing into indexing.
 """
@@ -29,6 +29,15 @@ def make_spatial_pattern(dims: int) -> Any:
 
 RULES: dict[Any, ShardingRule] = {
     **{
+        operator: make_pattern_rule(make_spatial_pattern(1))
+        for operator in (
+            aten.reflection_pad1d.default,
+            aten.reflection_pad1d_backward.default,
+            aten.replication_pad1d.default,
+            aten.replication_pad1d_backward.default,
+        )
+    },
+    **{
         operator: make_pattern_rule(make_spatial_pattern(2))
         for operator in (
             aten.max_pool2d_with_indices.default,
@@ -43,6 +52,7 @@ RULES: dict[Any, ShardingRule] = {
             aten.reflection_pad2d_backward.default,
             aten.replication_pad2d.default,
             aten.replication_pad2d_backward.default,
+            aten.max_unpool2d.default,
         )
     },
     **{
@@ -54,6 +64,13 @@ RULES: dict[Any, ShardingRule] = {
             aten.avg_pool3d_backward.default,
             aten._adaptive_avg_pool3d.default,
             aten._adaptive_avg_pool3d_backward.default,
+            aten.adaptive_max_pool3d.default,
+            aten.adaptive_max_pool3d_backward.default,
+            aten.reflection_pad3d.default,
+            aten.reflection_pad3d_backward.default,
+            aten.replication_pad3d.default,
+            aten.replication_pad3d_backward.default,
+            aten.max_unpool3d.default,
             # These turn groups of channels into pixels, and a shard boundary may lie inside a group.
             aten.pixel_shuffle.default,
             aten.pixel_unshuffle.default,

@@ -76,19 +76,30 @@ def lower_wide_sum(
     """Lower a sum in half precision to one over all ranks in float32, which is rounded once at the end."""
     value = call.node.meta["val"]
     wide = ACCUMULATED_IN[value.dtype]
-    local = builder.call(aten.sum.dim_IntList, args[0], get_reduced_dims(call), has_keepdim(call), dtype=wide)
+    operator = aten.nansum.default if call.operator is aten.nansum.default else aten.sum.dim_IntList
+    local = builder.call(operator, args[0], get_reduced_dims(call), has_keepdim(call), dtype=wide)
     size = int(size_hint(value.numel()) * wide.itemsize)
     return builder.call(aten.to.dtype, builder.all_reduce(local, "sum in half precision", size), value.dtype)
 
 
+def nansum_strategies(call: OperatorCall) -> Iterator[Strategy]:
+    """Yield the strategies of a sum, except those for partial sums: where one is NaN, the whole one is."""
+    yield from additive_strategies(call, make_pattern_rule(reduction_pattern))
+
+
 def sum_strategies(call: OperatorCall) -> Iterator[Strategy]:
-    """Yield sharding on any dim; a sum over a sharded dim is partial.
+    """Yield sharding on any dim; a sum over a sharded dim is partial, and so is a sum of partial sums."""
+    yield from additive_strategies(call, make_pattern_rule(reduction_pattern, (0,)))
+
+
+def additive_strategies(call: OperatorCall, rule: ShardingRule) -> Iterator[Strategy]:
+    """Yield those strategies of a sum whose partial results are terms of the whole one.
 
     A sum of booleans means `any`, so it has no partial results. Nor has one in half precision, whose parts may be too
     large for it; gradients are the exception, because they are reduced together, as in DistributedDataParallel.
     """
     dtype = call.node.meta["val"].dtype
-    for strategy in make_pattern_rule(reduction_pattern, (0,))(call):
+    for strategy in rule(call):
         is_partial = any(isinstance(placement, Partial) for placement in strategy.outputs)
         was_partial = any(isinstance(placement, Partial) for placement in strategy.inputs)
         if not is_partial or was_partial or call.node.meta.get("backward"):
@@ -115,6 +126,51 @@ def extremum_strategies(call: OperatorCall) -> Iterator[Strategy]:
         yield replace(strategy, outputs=outputs)
 
 
+def truth_strategies(call: OperatorCall) -> Iterator[Strategy]:
+    """Yield sharding on any dim for `any` and `all`: they are the maximum and the minimum of truth values."""
+    if any(described.name == "dim" and call.argument("dim") == [] for described in call.operator._schema.arguments):
+        return  # without dims they reduce nothing
+    name = "max" if "any" in str(call.operator) else "min"
+    for strategy in split_strategies(call, reduction_pattern(call)):
+        (placement,) = strategy.outputs
+        yield replace(strategy, outputs=(Partial(name) if isinstance(placement, Partial) else placement,))
+
+
+def both_extrema_strategies(call: OperatorCall) -> Iterator[Strategy]:
+    """Yield sharding on any dim for a minimum and a maximum together."""
+    text, out = reduction_pattern(call).split("->")
+    for strategy in split_strategies(call, f"{text}->{out},{out}"):
+        outputs = tuple(
+            Partial(name) if isinstance(placement, Partial) else placement
+            for placement, name in zip(strategy.outputs, ("min", "max"), strict=True)
+        )
+        yield replace(strategy, outputs=outputs)
+
+
+def product_strategies(call: OperatorCall) -> Iterator[Strategy]:
+    """Yield sharding on any dim; over a sharded dim the products of all parts are gathered and multiplied."""
+    for strategy in split_strategies(call, reduction_pattern(call)):
+        if isinstance(strategy.outputs[0], Partial):
+            yield Strategy(strategy.inputs, (Replicate(),), lower_product)
+        else:
+            yield strategy
+
+
+def lower_product(
+    builder: GraphBuilder, call: OperatorCall, args: tuple[Any, ...], _kwargs: dict[str, Any]
+) -> LocalValue:
+    """Multiply the products of all ranks' parts. In half precision they may be too large, so they are in float32."""
+    value = call.node.meta["val"]
+    wide = ACCUMULATED_IN.get(value.dtype, value.dtype)
+    if call.operator is aten.prod.default:
+        local = builder.call(aten.prod.default, args[0], dtype=wide)
+    else:
+        local = builder.call(aten.prod.dim_int, args[0], args[1], has_keepdim(call), dtype=wide)
+    gathered = builder.all_gather(local, "products of all parts", int(size_hint(value.numel()) * wide.itemsize))
+    product = builder.call(aten.prod.dim_int, gathered, 0)
+    return product if wide == value.dtype else builder.call(aten.to.dtype, product, value.dtype)
+
+
 def along_dims_pattern(call: OperatorCall) -> str:
     """Return the pattern of an operator along some dims: these are replicated, and each output has or lacks them."""
     count = len(logical_shape(call.inputs[0]))
@@ -127,6 +183,12 @@ def along_dims_pattern(call: OperatorCall) -> str:
             text if has_same_dims else "".join(letter for dim, letter in enumerate(text) if dim not in replicated_dims)
         )
     return ",".join([text] * len(call.slots)) + "->" + ",".join(outputs)
+
+
+def histogram_strategies(call: OperatorCall) -> Iterator[Strategy]:
+    """Yield sharding on any dim of a histogram with a given range: the counts of all parts add up."""
+    if call.argument("min") != call.argument("max"):
+        yield from split_strategies(call, make_letters(len(logical_shape(call.inputs[0]))) + "->.")
 
 
 def make_last_dims_rule(count: int) -> ShardingRule:
@@ -142,12 +204,30 @@ def make_last_dims_rule(count: int) -> ShardingRule:
 RULES: dict[Any, ShardingRule] = {
     aten.sum.default: sum_strategies,
     aten.sum.dim_IntList: sum_strategies,
+    aten.nansum.default: nansum_strategies,
+    aten.count_nonzero.default: make_pattern_rule(reduction_pattern),
+    aten.count_nonzero.dim_IntList: make_pattern_rule(reduction_pattern),
     aten.mean.default: mean_strategies,
     aten.mean.dim: mean_strategies,
     aten.max.default: extremum_strategies,
     aten.min.default: extremum_strategies,
     aten.amax.default: extremum_strategies,
     aten.amin.default: extremum_strategies,
+    aten.aminmax.default: both_extrema_strategies,
+    aten.prod.default: product_strategies,
+    aten.prod.dim_int: product_strategies,
+    **dict.fromkeys(
+        (
+            aten.any.default,
+            aten.all.default,
+            aten.any.dim,
+            aten.all.dim,
+            aten.any.dims,
+            aten.all.dims,
+        ),
+        truth_strategies,
+    ),
+    aten.histc.default: histogram_strategies,
     aten.tril.default: make_last_dims_rule(2),
     aten.triu.default: make_last_dims_rule(2),
     **{
@@ -162,18 +242,24 @@ RULES: dict[Any, ShardingRule] = {
             aten.argmin.default,
             aten.max.dim,
             aten.min.dim,
-            aten.any.dim,
-            aten.all.dim,
-            aten.any.dims,
-            aten.all.dims,
-            aten.prod.dim_int,
             aten.cumsum.default,
             aten.cumprod.default,
+            aten.cummax.default,
+            aten.cummin.default,
             aten.sort.default,
+            aten.sort.stable,
             aten.topk.default,
-            aten.flip.default,
+            aten.kthvalue.default,
+            aten.median.dim,
+            aten.nanmedian.dim,
+            aten.mode.default,
             aten.logcumsumexp.default,
+            aten.glu.default,
+            aten.glu_backward.default,
         )
     },
+    **dict.fromkeys(
+        (aten.flip.default, aten.roll.default, aten.rot90.default), make_pattern_rule(along_dims_pattern, (0,))
+    ),
 }
-"""`dim` (or `dims`) names the replicated dims; argmax without a dim replicates all."""
+"""`dim` (or `dims`) names the replicated dims; argmax or roll without a dim replicates all."""

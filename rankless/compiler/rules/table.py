@@ -6,7 +6,10 @@ import torch
 
 from rankless.compiler.rules import (
     attention,
+    fourier,
+    image_sampling,
     indexing,
+    linear_algebra,
     losses,
     matrices,
     normalizations,
@@ -27,7 +30,10 @@ SHARDING_RULES: dict[Any, ShardingRule] = {
     **normalizations.RULES,
     **losses.RULES,
     **attention.RULES,
+    **linear_algebra.RULES,
+    **fourier.RULES,
     **pooling.RULES,
+    **image_sampling.RULES,
     **indexing.RULES,
     **random.RULES,
     **pointwise.RULES,

@@ -210,6 +210,105 @@ def chunk_pattern(call: OperatorCall) -> str:
     return text + "->" + ",".join([text] * len(call.output_shapes))
 
 
+def diagonal_pattern(call: OperatorCall) -> str:
+    """Return the pattern of a diagonal of two dims, which becomes the last dim."""
+    count = len(logical_shape(call.inputs[0]))
+    dims = [call.argument("dim1") % count, call.argument("dim2") % count]
+    text = make_letters(count, dims)
+    return f"{text}->{drop_dims(text, dims)}."
+
+
+def diagonal_backward_pattern(call: OperatorCall) -> str:
+    """Return the pattern of the gradient of `diagonal`: zeros around the diagonal."""
+    (shape,) = call.output_shapes
+    dims = [call.argument("dim1") % len(shape), call.argument("dim2") % len(shape)]
+    text = make_letters(len(shape), dims)
+    return f"{drop_dims(text, dims)}.->{text}"
+
+
+def diagonal_scatter_pattern(call: OperatorCall) -> str:
+    """Return the pattern of writing a diagonal."""
+    text, diagonal = diagonal_pattern(call).split("->")
+    return f"{text},{diagonal}->{text}"
+
+
+def diag_embed_pattern(call: OperatorCall) -> str:
+    """Return the pattern of matrices with the last dim as a diagonal."""
+    (shape,) = call.output_shapes
+    dims = [call.argument("dim1") % len(shape), call.argument("dim2") % len(shape)]
+    text = make_letters(len(shape), dims)
+    return f"{drop_dims(text, dims)}.->{text}"
+
+
+def drop_dims(text: str, dims: list[int]) -> str:
+    """Return a text without the letters of some dims."""
+    return "".join(letter for dim, letter in enumerate(text) if dim not in dims)
+
+
+def select_scatter_pattern(call: OperatorCall) -> str:
+    """Return the pattern of writing one index of a dim."""
+    text, selected = select_pattern(call).split("->")
+    return f"{text},{selected}->{text}"
+
+
+def slice_scatter_pattern(call: OperatorCall) -> str:
+    """Return the pattern of writing a range of a dim."""
+    text = make_letters(len(logical_shape(call.inputs[0])), [call.argument("dim")])
+    return f"{text},{text}->{text}"
+
+
+def unfold_pattern(call: OperatorCall) -> str:
+    """Return the pattern of windows along a dim; the places in a window become the last dim."""
+    text = make_letters(len(logical_shape(call.inputs[0])), [call.argument("dimension")])
+    return f"{text}->{text}."
+
+
+def unfold_backward_pattern(call: OperatorCall) -> str:
+    """Return the pattern of the gradient of `unfold`: a sum over windows."""
+    text = make_letters(len(call.output_shapes[0]), [call.argument("dim")])
+    return f"{text}.->{text}"
+
+
+def channel_shuffle_pattern(call: OperatorCall) -> str:
+    """Return the pattern of reordering channels (dim 1)."""
+    text = make_letters(len(logical_shape(call.inputs[0])), [1])
+    return f"{text}->{text}"
+
+
+def view_as_real_pattern(call: OperatorCall) -> str:
+    """Return the pattern of complex numbers as pairs in a new last dim."""
+    text = make_letters(len(logical_shape(call.inputs[0])))
+    return f"{text}->{text}."
+
+
+def view_as_complex_pattern(call: OperatorCall) -> str:
+    """Return the pattern of pairs in the last dim as complex numbers."""
+    text = make_letters(len(call.output_shapes[0]))
+    return f"{text}.->{text}"
+
+
+def lower_view_as_complex(
+    builder: GraphBuilder, call: OperatorCall, args: tuple[Any, ...], _kwargs: dict[str, Any]
+) -> LocalValue:
+    """Lower to a view of contiguous memory, because a local piece may have strides of which there is no such view."""
+    return builder.call(call.operator, builder.call(aten.contiguous.default, args[0]))
+
+
+def same_dims_pattern(call: OperatorCall) -> str:
+    """Return the pattern of an operator that keeps all dims."""
+    text = make_letters(len(logical_shape(call.inputs[0])))
+    return f"{text}->{text}"
+
+
+def lower_lazy_view(
+    builder: GraphBuilder, call: OperatorCall, args: tuple[Any, ...], _kwargs: dict[str, Any]
+) -> LocalValue:
+    """Compute a conjugate or a negative in memory: a collective sends memory, and would lose a mark on the tensor."""
+    return builder.call(
+        aten.conj_physical.default if call.operator is aten._conj.default else aten.neg.default, args[0]
+    )
+
+
 def make_size_lowering(argument: int) -> Any:
     """Return a lowering that replaces the size list at a position by the size of the local output."""
 
@@ -242,6 +341,20 @@ RULES: dict[Any, ShardingRule] = {
     aten.slice.Tensor: make_pattern_rule(slice_pattern, (0,)),
     aten.select_backward.default: make_pattern_rule(select_backward_pattern, (0,), lower=make_size_lowering(1)),
     aten.slice_backward.default: make_pattern_rule(slice_backward_pattern, (0,), lower=make_size_lowering(1)),
+    aten.diagonal.default: make_pattern_rule(diagonal_pattern, (0,)),
+    aten.diagonal_backward.default: make_pattern_rule(diagonal_backward_pattern, (0,), lower=make_size_lowering(1)),
+    aten.diagonal_scatter.default: make_pattern_rule(diagonal_scatter_pattern, (0, 1)),
+    aten.diag_embed.default: make_pattern_rule(diag_embed_pattern, (0,)),
+    aten.select_scatter.default: make_pattern_rule(select_scatter_pattern, (0, 1)),
+    aten.slice_scatter.default: make_pattern_rule(slice_scatter_pattern, (0, 1)),
+    aten.unfold.default: make_pattern_rule(unfold_pattern, (0,)),
+    aten.unfold_backward.default: make_pattern_rule(unfold_backward_pattern, (0,), lower=make_size_lowering(1)),
+    aten.channel_shuffle.default: make_pattern_rule(channel_shuffle_pattern, (0,)),
+    aten.native_channel_shuffle.default: make_pattern_rule(channel_shuffle_pattern, (0,)),
+    aten.view_as_real.default: make_pattern_rule(view_as_real_pattern),
+    aten.view_as_complex.default: make_pattern_rule(view_as_complex_pattern, lower=lower_view_as_complex),
+    aten._conj.default: make_pattern_rule(same_dims_pattern, lower=lower_lazy_view),
+    aten._neg_view.default: make_pattern_rule(same_dims_pattern, lower=lower_lazy_view),
     aten.expand.default: make_pattern_rule(expand_pattern, (0,), lower=make_size_lowering(1)),
     aten.repeat.default: make_pattern_rule(repeat_pattern, (0,)),
     aten.constant_pad_nd.default: make_pattern_rule(pad_pattern),

@@ -62,14 +62,19 @@ class ConsistentView:
             self._world.mesh.check_sync_point_again()  # the other hosts have arrived, and no step is made yet
         for module, training in executable.captured.changed_modes:
             module.training = training
-        results = self._apply(executable, outputs)
-        self._sync.record_states(states)
+        results, changed = self._apply(executable, outputs)
+        self._sync.record_states(states, changed)
         if not self._job.trains:
             return CallResult(unflatten_result(executable.captured, results, sizes))
         # Order of the outputs: the minimized loss, the script's own results, the loss weights.
         loss, *results = results
         weights = () if self._loss_weights is None else self._loss_weights.read(executable, results)
-        return CallResult(unflatten_result(executable.captured, results, sizes), loss=loss, weights=weights)
+        return CallResult(
+            unflatten_result(executable.captured, results, sizes),
+            loss=loss,
+            weights=weights,
+            parameters=executable.parameters,
+        )
 
     def _run_program(self, executable: Executable, call: CacheLookup, *, inspected: bool) -> Sequence[Tensor]:
         """Run a program on this call's values and return its outputs."""
@@ -93,21 +98,24 @@ class ConsistentView:
             remark="" if stale_guard is None else f"{stale_guard.label} {stale_guard.describe_change()}",
         )
 
-    def _apply(self, executable: Executable, outputs: Sequence[Tensor]) -> list[Tensor]:
-        """Set gradients of parameters and new values of buffers, and return the job's results."""
-        results = []
+    def _apply(self, executable: Executable, outputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Set gradients of parameters and new values of buffers; return the job's results, and what got new values."""
+        results, changed = [], []
         for value, described, target in zip(outputs, executable.local.outputs, executable.targets, strict=True):
             if target is None:
                 if described.kind == "result":
                     results.append(value)
             elif described.kind == "gradient":
                 target.tensor().grad = value
-            elif described.renews_memory:
-                target.tensor().data = value.clone()
             else:
-                with torch.no_grad():
-                    target.tensor().copy_(value)
-        return results
+                tensor = target.tensor()
+                changed.append(tensor)
+                if described.renews_memory:
+                    tensor.data = value.clone()
+                else:
+                    with torch.no_grad():
+                        tensor.copy_(value)
+        return results, changed
 
 
 def unflatten_result(captured: CapturedJob, results: Sequence[Tensor], sizes: Mapping[str, int]) -> Any:

@@ -73,14 +73,16 @@ class MirroredView:
         self._sync.check(
             f"call {self._sync.calls + 1} of job {self._job.name!r}, in the mirrored view, on {elements} devices"
         )
-        for parameter in self._job.parameters() if self._job.trains else ():
+        parameters = self._job.parameters() if self._job.trains else []
+        for parameter in parameters:
             parameter.grad = None
         seed = int(torch.randint(2**62, ()).item())
         alone = self._world.mesh.size == 1
         results = (
             self._run_all_elements(args, kwargs, elements, seed) if alone else self._run_own_element(args, kwargs, seed)
         )
-        return CallResult(results, loss=compute_mean_loss(results) if self._job.trains else None)
+        loss = compute_mean_loss(results) if self._job.trains else None
+        return CallResult(results, loss=loss, parameters=parameters)
 
     def _run_all_elements(self, args: Any, kwargs: Any, elements: int, seed: int) -> list[Any]:
         """Run every element in turn. Each backward follows its forward, because it may need the buffers."""

@@ -75,7 +75,9 @@ class PlainView:
             inspector.record_plain(self._job, result)
         if self._noise is not None:
             perturb_gradients([item.grad for item in parameters if item.grad is not None], self._noise)
-        return CallResult(pytree.tree_map(detach_leaf, result), loss=loss.detach(), weights=weights)
+        return CallResult(
+            pytree.tree_map(detach_leaf, result), loss=loss.detach(), weights=weights, parameters=parameters
+        )
 
     @contextlib.contextmanager
     def _observe_first_call(self) -> Iterator[None]:

@@ -72,7 +72,7 @@ class WholeBatchView:
         self._world.mesh.check_sync_point_again()
         pairs = zip(list_versions(states), versions, strict=True)
         outcome = self._make_equal(outcome, states, [after != before for after, before in pairs])
-        self._sync.record_states(states)
+        self._sync.record_states(states, states)
         return outcome
 
     def _make_equal(self, outcome: CallResult, states: Sequence[Tensor], changed: Sequence[bool]) -> CallResult:
@@ -82,7 +82,7 @@ class WholeBatchView:
         """
         mesh = self._world.mesh
         leaves, spec = pytree.tree_flatten(outcome.result)
-        gradients = [parameter.grad for parameter in self._job.parameters()]
+        gradients = [parameter.grad for parameter in outcome.parameters]
         values = [*leaves, outcome.loss, *gradients]
         kinds = [*map(describe_kind, values), str(spec)]
         digests = [*map(digest, values)]

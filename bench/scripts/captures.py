@@ -1,0 +1,65 @@
+"""Measures first calls of new jobs and of newly compiled training steps alternately, on equal models."""
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import rankless
+from bench.models import GPT, loss_of, random_batch
+
+PAIRS = 4
+
+torch.manual_seed(0)
+inputs, targets = random_batch("gpt")
+inputs, targets = inputs[:4], targets[:4]
+
+
+def seconds_of(call: Callable[[], object]) -> float:
+    dist.barrier()
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def job_seconds() -> float:
+    model = GPT(layers=12)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    @rankless.job(model=model, optimizer=optimizer)
+    def train(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return loss_of(model, inputs, targets)
+
+    return seconds_of(lambda: train(inputs, targets))
+
+
+def compiled_seconds() -> float:
+    model = GPT(layers=12)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    torch._dynamo.reset()
+
+    @torch.compile(backend="aot_eager")
+    def compute(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return loss_of(model, inputs, targets)
+
+    def step() -> None:
+        compute(inputs, targets).backward()
+        optimizer.step()
+
+    return seconds_of(step)
+
+
+job_seconds(), compiled_seconds()  # both import lazily
+times = []
+for number in range(PAIRS):
+    if number % 2 == 0:
+        ours = job_seconds()
+        times.append((ours, compiled_seconds()))
+    else:
+        peer = compiled_seconds()
+        times.append((job_seconds(), peer))
+if rankless.rank() == 0:
+    Path("times.json").write_text(json.dumps(times))

@@ -1,0 +1,282 @@
+"""Run a case of the operator database on simulated ranks, compare it with eager PyTorch, and classify the outcome."""
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from operator_database import SEED, DatabaseCase, Split
+from simulated_ranks import Outcome, interpret, make_outcome, slice_for_rank
+from torch import Tensor
+
+from rankless.compiler.capture.capture import ArgumentShape, CapturedJob, JobSource, capture
+from rankless.compiler.capture.graph_cleanup import named_tensors
+from rankless.compiler.capture.value_reads import ValueNeeded, ValueReads
+from rankless.compiler.ir.memory_order import find_memory_order
+from rankless.compiler.lowering.lower import lower
+from rankless.compiler.lowering.value_check import OtherValueRead
+from rankless.compiler.sharding.sharding_propagation import propagate_shardings
+from rankless.errors import CaptureError
+from rankless.parallel.mesh import Mesh
+from rankless.parallel.tensor_placement import Placement, Replicate, Shard, split_lengths
+
+Kind = Literal["split", "gathered", "refused", "wrong", "crashed"]
+
+BOUNDS = {
+    torch.float64: 1e-12,
+    torch.complex128: 1e-12,
+    torch.float32: 2e-6,
+    torch.complex64: 2e-6,
+    torch.float16: 2**-9,
+    torch.bfloat16: 2**-6,
+}
+"""The allowed difference, relative to a tensor's largest entry: for the half types a rounding of a sum's terms."""
+CANCELLATION = 10.0
+"""Terms of second derivatives cancel, so that they round more, relative to their sum, than those of first ones."""
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What eager PyTorch computes on whole tensors."""
+
+    results: list[Tensor]
+    gradients: dict[str, Tensor]
+    draws: bool
+    """Whether it draws random numbers."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """The outcome of a case under one division of its arguments."""
+
+    kind: Kind
+    reason: str = ""
+    is_exact: bool = True
+    """Whether all values are equal to the last bit."""
+
+
+@dataclass(frozen=True)
+class Division:
+    """The pieces of the ranks: which dims are divided, and in what lengths."""
+
+    split: Split
+    lengths: tuple[int, ...]
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks."""
+        return len(self.lengths)
+
+    def __str__(self) -> str:
+        return f"{self.split} as {list(self.lengths)}"
+
+
+class NoOracle(Exception):
+    """Eager PyTorch itself does not run the case."""
+
+
+def divisions_of(case: DatabaseCase) -> Iterator[Division]:
+    """Yield the divisions of a case: as even as possible for 2 and for 3 ranks, and as one row and the rest."""
+    for place, split in enumerate(case.splits()):
+        size = next(item.shape[dim] for item, dim in zip(case.tensors, split.dims, strict=True) if dim is not None)
+        wanted = dict.fromkeys((split_lengths(size, 2), (1, size - 1), split_lengths(size, 3)))
+        possible = [Division(split, tuple(lengths)) for lengths in wanted if min(lengths) > 0]
+        yield from possible if case.is_thorough else [possible[(place + case.number) % len(possible)]]
+
+
+def run_eagerly(case: DatabaseCase) -> Expected:
+    """Run a case as plain PyTorch. Raises `NoOracle` if PyTorch does not."""
+    torch.manual_seed(SEED)
+    state = torch.get_rng_state()
+    try:
+        found = case.job(*[item.clone() for item in case.tensors])
+        results = list(found) if isinstance(found, list | tuple) else [found]
+        gradients: dict[str, Tensor] = {}
+        if case.trains:
+            if not results[0].requires_grad:
+                raise NoOracle("no result depends on an argument")
+            parameters = dict(case.scales.named_parameters())
+            grads = torch.autograd.grad(results[0], list(parameters.values()), allow_unused=True)
+            gradients = {name: grad for name, grad in zip(parameters, grads, strict=True) if grad is not None}
+    except (RuntimeError, NotImplementedError, ValueError, TypeError, IndexError, AssertionError) as error:
+        raise NoOracle(str(error).splitlines()[0] if str(error) else type(error).__name__) from error
+    draws = not torch.equal(torch.get_rng_state(), state)
+    return Expected([item.detach() for item in results], gradients, draws)
+
+
+class CapturedCase:
+    """A case after capture, for the values that its Python reads."""
+
+    def __init__(self, case: DatabaseCase) -> None:
+        self.case = case
+        self.known: list[Any] = []
+        self.captured = self._capture_with_reads()
+
+    def _capture(self, reads: ValueReads) -> CapturedJob:
+        source = JobSource(
+            name="job", function=self.case.job, modules={"scales": self.case.scales}, trains=self.case.trains
+        )
+        shapes = [
+            ArgumentShape(shape=tuple(item.shape), dtype=item.dtype, order=find_memory_order(item.shape, item.stride()))
+            for item in self.case.tensors
+        ]
+        return capture(source, lambda tensors: (tuple(tensors), {}), shapes, CPU, reads=reads)
+
+    def _capture_with_reads(self) -> CapturedJob:
+        while True:
+            reads = ValueReads(self.known)
+            try:
+                return self._capture(reads)
+            except (ValueNeeded, Exception) as error:
+                if not reads.has_guesses:
+                    raise
+                if isinstance(error, CaptureError) and not isinstance(error.__cause__, ValueNeeded):
+                    raise
+            self.known.append(self._compute_next_value())
+
+    def _compute_next_value(self) -> Any:
+        captured = self._capture(ValueReads(self.known, ends_at_unknown=True))
+        whole = Division(Split((None,) * len(self.case.tensors)), (1,))
+        return self._run(captured, whole).results[0].item()
+
+    def run(self, division: Division) -> Outcome:
+        """Run the program of every rank, and capture again while a value differs from the one captured for."""
+        while True:
+            try:
+                return self._run(self.captured, division)
+            except OtherValueRead as other:
+                self.known = [read.value for read in self.captured.reads[: other.position]] + [other.value]
+            self.captured = self._capture_with_reads()
+
+    def _run(self, captured: CapturedJob, division: Division) -> Outcome:
+        placements: list[Placement] = [
+            Replicate() if dim is None else Shard(dim, division.lengths) for dim in division.split.dims
+        ]
+        sharded = propagate_shardings(captured.program, tuple(placements), division.ranks)
+        graphs = [lower(sharded, Mesh(rank=rank, size=division.ranks, device=CPU)) for rank in range(division.ranks)]
+        modules = named_tensors({"scales": self.case.scales})
+        inputs = [
+            [
+                slice_for_rank(self.case.tensors[described.index], placements[described.index], rank)
+                if described.kind == "argument"
+                else described.constant
+                if described.constant is not None
+                else modules[described.name]
+                for _, described in graph.inputs
+            ]
+            for rank, graph in enumerate(graphs)
+        ]
+        torch.manual_seed(SEED)
+        return make_outcome(sharded, graphs, interpret(graphs, inputs, {}))
+
+
+def classify(case: DatabaseCase) -> Iterator[tuple[Division | None, Result]]:
+    """Yield the result of a case for each division, or one for all if it is refused. Nothing if PyTorch fails.
+
+    A crash is a result too: an exception that is not a `CaptureError` with the line of the script.
+    """
+    try:
+        expected = run_eagerly(case)
+    except NoOracle:
+        return
+    try:
+        captured = CapturedCase(case)
+    except CaptureError as error:
+        yield None, Result("refused", describe_refusal(error))
+        return
+    except Exception as error:
+        yield None, Result("crashed", describe_error(error))
+        return
+    for division in divisions_of(case):
+        try:
+            outcome = captured.run(division)
+        except CaptureError as error:
+            yield division, Result("refused", describe_refusal(error))
+        except Exception as error:
+            yield division, Result("crashed", describe_error(error))
+        else:
+            yield division, compare(case, expected, outcome)
+
+
+def describe_refusal(error: CaptureError) -> str:
+    """Return the first line of what was found, without names of values."""
+    return str(error.found).splitlines()[0]
+
+
+def describe_error(error: Exception) -> str:
+    """Return the type and the first line of an error."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0] if text else ''}"[:300]
+
+
+def compare(case: DatabaseCase, expected: Expected, outcome: Outcome) -> Result:
+    """Compare the results and gradients with eager PyTorch's, and say whether the operator ran on pieces.
+
+    The loss is a sum of the results, over all ranks: it is left to the gradients to show whether it is right.
+    """
+    found, wanted = (outcome.results[2:], expected.results[1:]) if case.trains else (outcome.results, expected.results)
+    pairs = [(f"result {place}", *pair) for place, pair in enumerate(zip(found, wanted, strict=True))]
+    bounds = [BOUNDS[item.dtype] for item in case.tensors if item.dtype in BOUNDS]
+    bound = max(bounds, default=0.0) * (CANCELLATION if case.mode == "double backward" else 1.0)
+    natural = max(map(magnitude, wanted), default=0.0) / max(1e-30, *map(magnitude, case.tensors), 1e-30)
+    largest = max([natural, *map(magnitude, expected.gradients.values())])
+    for name, gradient in expected.gradients.items():
+        pairs.append((f"gradient of {name}", outcome.gradients[f"scales.{name}"], gradient))
+    is_exact = True
+    for name, ours, eager in pairs:
+        floor = largest if name.startswith("gradient") else natural if case.mode == "forward mode" else 0.0
+        difference = find_difference(ours, eager, bound=bound, floor=floor)
+        if difference:
+            return Result("wrong", f"{name}: {difference}")
+        is_exact = is_exact and same_bits(ours, eager)
+    line = find_gather(outcome)
+    return Result("gathered" if line else "split", line, is_exact)
+
+
+def find_gather(outcome: Outcome) -> str:
+    """Return what the operator, or its backward, needs whole of a value that was divided; "" if nothing."""
+    source, first = inspect.getsourcelines(DatabaseCase.call)
+    for record in outcome.local.collectives:
+        file, _, line = record.line.rpartition(":")
+        is_own = file.endswith("operator_database.py") and first <= int(line) < first + len(source)
+        if record.gathered and record.purpose in ("input", "operator") and is_own:
+            return record.reason
+    return ""
+
+
+def find_difference(ours: Tensor, eager: Tensor, *, bound: float, floor: float) -> str:
+    """Describe how two tensors differ by more than `bound`, relative to the largest entry; "" if they do not.
+
+    `floor` is the natural size of a gradient: one that is only rounding, because its terms cancel, is compared with it.
+    """
+    if ours.shape != eager.shape or ours.dtype != eager.dtype:
+        return f"{ours.dtype}{list(ours.shape)}, eager {eager.dtype}{list(eager.shape)}"
+    if eager.dtype not in BOUNDS:
+        return "" if torch.equal(ours, eager) else "other values"
+    found, wanted = widen(ours), widen(eager)
+    for name, test in (("NaN", torch.isnan), ("infinity", torch.isposinf), ("-infinity", torch.isneginf)):
+        if not torch.equal(test(found), test(wanted)):
+            return f"{name} in other places"
+    finite = torch.isfinite(wanted)
+    difference = magnitude((found - wanted)[finite]) / max(magnitude(wanted), floor, 1e-30)
+    return f"off by {difference:.3g} of the largest entry" if difference > max(bound, BOUNDS[eager.dtype]) else ""
+
+
+def widen(value: Tensor) -> Tensor:
+    """Return the numbers of a tensor in float64, those of a complex one as pairs."""
+    value = value.detach().resolve_conj().resolve_neg()
+    return (torch.view_as_real(value) if value.is_complex() else value).double()
+
+
+def magnitude(value: Tensor) -> float:
+    """Return the largest finite absolute value; 0 if there is none."""
+    wide = widen(value)
+    wide = wide[torch.isfinite(wide)]
+    return float(wide.abs().max()) if wide.numel() else 0.0
+
+
+def same_bits(ours: Tensor, eager: Tensor) -> bool:
+    """Return whether two tensors are equal to the last bit, where NaN equals NaN."""
+    return torch.equal(widen(ours).nan_to_num(nan=1.5e300), widen(eager).nan_to_num(nan=1.5e300))

@@ -1,0 +1,80 @@
+"""PyTorch's operator database: no case of any operator is wrong or crashes. docs/scoreboard.md has the counts."""
+
+import json
+import os
+import random
+import re
+import subprocess
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from operator_brute_force import can_be_split
+from operator_database import VARIANTS, DatabaseCase, Split, cases_of
+from operator_scores import VariantScore, score
+
+SCOREBOARD = "SCOREBOARD_JSONL"
+"""The environment variable with the file for the counts, which `make soak` sets."""
+RULES = ("rankless/compiler", "tests/compiler/operator_*.py")
+ROOT = Path(__file__).parents[2]
+CASES_IN_CI = 2
+
+
+@pytest.fixture(autouse=True)
+def _restore_random_state():
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def assert_right(found: VariantScore) -> None:
+    assert not found.failures, "\n".join(found.failures)
+
+
+@pytest.mark.ci_sample(80)
+@pytest.mark.parametrize("variant", sorted(VARIANTS))
+def test_a_few_cases_of_an_operator_are_right(variant: str):
+    cases = list(cases_of(variant))
+    chosen = random.Random(variant).sample(cases, min(CASES_IN_CI, len(cases)))
+    assert_right(score(variant, chosen))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("variant", sorted(VARIANTS))
+def test_all_cases_of_an_operator_are_right(variant: str):
+    found = score(variant, cases_of(variant))
+    if SCOREBOARD in os.environ:
+        with open(os.environ[SCOREBOARD], "a", encoding="utf-8") as file:
+            file.write(json.dumps(found.row()) + "\n")
+    assert_right(found)
+
+
+def test_the_scoreboard_is_not_older_than_the_rules():
+    text = (ROOT / "docs" / "scoreboard.md").read_text()
+    commit = re.search(r"at commit ([0-9a-f]+)", text)
+    assert commit is not None
+    command = ["git", "diff", "--name-only", commit[1], "HEAD", "--", *RULES]
+    changed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert changed.stdout == "", "make soak writes docs/scoreboard.md again"
+
+
+def sample(variant: str, describe: str) -> DatabaseCase:
+    return next(case for case in cases_of(variant) if case.is_thorough and case.describe().startswith(describe))
+
+
+@pytest.mark.parametrize(
+    ("variant", "arguments", "dims", "expected"),
+    [
+        ("add", "float64[5, 10, 5], float64[5, 10, 5]", (0, 0), True),
+        ("add", "float64[5, 10, 5], float64[5, 10, 5]", (0, None), True),
+        ("softmax", "float64[5, 10, 5], 2", (0,), True),
+        ("softmax", "float64[5, 10, 5], 2", (2,), False),
+        ("sum", "float64[3, 5]", (1,), True),
+        ("cumsum", "float64[5, 5, 5], 0", (0,), False),
+        ("matmul", "float64[5, 5, 10, 10], float64[5, 5, 10, 5]", (1, None), True),
+        ("linalg.solve", "float64[2, 2, 5, 5], float64[2, 2, 5, 3]", (2, None), False),
+    ],
+)
+def test_brute_force_decides_what_can_be_split(variant, arguments, dims, expected):
+    assert can_be_split(sample(variant, arguments), Split(dims)) is expected
