@@ -152,9 +152,7 @@ class Job(Generic[Parameters, Result]):
                 outcome = self._view.run(arguments)
             if outcome.loss is not None:
                 with disable_autocast(job.device(world.mesh.device).type):
-                    self._stepped = self._get_stepper(world).add_call(
-                        outcome.loss, outcome.weights, outcome.parameters
-                    )
+                    self._stepped = self._get_stepper(world).add_call(outcome.loss, outcome.weights, outcome.parameters)
         except RanklessError as error:
             # The message names the script's line. The frames below this one belong to Rankless and PyTorch.
             raise error.with_traceback(None) from error.__cause__

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch._C import DispatchKey
 from torch._decomp import get_decompositions
+from torch._prims_common import suggest_memory_format
 
 aten = torch.ops.aten
 
@@ -84,6 +85,7 @@ STATISTICS_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
 }
 """Statistics that PyTorch decomposes only to its own `prims.var`."""
 
+
 def decompose_scalar_power(base: float, exponent: Tensor) -> Tensor:
     """Raise a number to powers: PyTorch's kernel makes a contiguous result, whatever the layout of the exponent."""
     number = torch.full((), base, dtype=torch.result_type(base, exponent), device=exponent.device)
@@ -114,10 +116,23 @@ def decompose_multilabel_margin_loss(x: Tensor, target: Tensor, reduction: int) 
     return result, is_target.to(x.dtype).reshape(target.shape)
 
 
+def decompose_average_pooling(x: Tensor, output_size: Sequence[int]) -> Tensor:
+    """Pool to a given size. PyTorch's mean over a channels_last image would set strides by `as_strided_`."""
+    pool = aten._adaptive_avg_pool2d if len(output_size) == 2 else aten._adaptive_avg_pool3d
+    if any(size != 1 for size in output_size):
+        pooled: Tensor = pool(x, output_size)
+        return pooled
+    memory = suggest_memory_format(x)
+    mean = x.mean([-1 - dim for dim in range(len(output_size))], keepdim=True)
+    return mean if memory == torch.contiguous_format else mean.clone(memory_format=memory)
+
+
 CORRECTED: dict[Any, Callable[..., Any]] = {
     aten.multilabel_margin_loss_forward.default: decompose_multilabel_margin_loss,
+    aten.adaptive_avg_pool2d.default: decompose_average_pooling,
+    aten.adaptive_avg_pool3d.default: decompose_average_pooling,
 }
-"""Operators whose decomposition in PyTorch, which autograd differentiates, is wrong."""
+"""Operators whose decomposition in PyTorch, which autograd differentiates, is wrong or cannot be split."""
 
 
 @contextlib.contextmanager
@@ -126,7 +141,7 @@ def autograd_kernels(kernels: Mapping[Any, Callable[..., Any] | None]) -> Iterat
 
     None stands for PyTorch's own kernel.
     """
-    before = {operator: operator.py_kernels.get(DispatchKey.Autograd) for operator in kernels}
+    before = {operator: operator.py_kernels.get(_get_autograd_key(operator)) for operator in kernels}
     _set_autograd_kernels(kernels)
     try:
         yield
@@ -136,10 +151,18 @@ def autograd_kernels(kernels: Mapping[Any, Callable[..., Any] | None]) -> Iterat
 
 def _set_autograd_kernels(kernels: Mapping[Any, Callable[..., Any] | None]) -> None:
     for operator, kernel in kernels.items():
-        operator.py_kernels.pop(DispatchKey.Autograd, None)
+        key = _get_autograd_key(operator)
+        operator.py_kernels.pop(key, None)
         if kernel is not None:
-            operator.py_kernels[DispatchKey.Autograd] = kernel
+            operator.py_kernels[key] = kernel
         operator._dispatch_cache.clear()
+
+
+def _get_autograd_key(operator: Any) -> DispatchKey:
+    """Return the key at which autograd calls an operator: PyTorch prefers the composition of a composite operator."""
+    composite = DispatchKey.CompositeImplicitAutograd
+    is_composite = torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), composite)
+    return composite if is_composite else DispatchKey.Autograd
 
 
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = TORCH_DECOMPOSITIONS | STATISTICS_DECOMPOSITIONS | LAYOUT_DECOMPOSITIONS
