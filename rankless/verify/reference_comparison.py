@@ -5,6 +5,10 @@ Among tensors of equal size and first value, such as biases that begin at zero, 
 the next in order. A tensor with another first value is matched by name, else by order, and its first value is the first
 difference. Models may be equal at first, such as a student and a frozen copy of it. So what both scripts train is
 matched first, and shows which model is which. Everything else is matched within these models before it is across them.
+
+Note [first values]: a script's models are recorded when its first job is called, those of the reference at their first
+forward. Between the two a script may set a parameter, as weight clipping does. So a first value is no difference if all
+later values and gradients of its tensor agree.
 """
 
 import math
@@ -14,7 +18,7 @@ from itertools import product
 
 import msgspec
 
-from rankless.records.recorded_calls import JobCalled, ModelRegistered, StepRecorded, TensorState
+from rankless.records.recorded_calls import JobCalled, ModelRegistered, StepRecorded, TensorState, TensorSummary
 from rankless.verify.comparison import Comparison, Divergence, find_loss_leaf, is_gross, make_row
 from rankless.verify.differences import (
     RESOLUTION,
@@ -31,7 +35,7 @@ from rankless.verify.differences import (
     measure,
 )
 from rankless.verify.recordings import Recording, to_array
-from rankless.verify.tolerance import ROUNDING_BOUND, NoiseFloor
+from rankless.verify.tolerance import ALL_ROUNDING_ERRORS, ROUNDING_BOUND, NoiseFloor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,11 +118,30 @@ def compare_with_reference(
     found: list[Difference] = []
     for recording, run_name in [(one, "1 worker"), *((recording, f"rank {recording.rank}") for recording in many)]:
         differences, mismatch = measure_reference(reference.recording, recording)
+        differences = drop_overwritten_first_values(differences, noise_floor)
         found += differences
         findings += _check_limits(differences, mismatch, noise_floor, reference.name, run_name)
     findings = sorted([*comparison.findings, *findings], key=lambda finding: finding.location.position)
     row = make_row(f"against {reference.name}", found, noise_floor)
     return replace(comparison, findings=tuple(findings), rows=(*comparison.rows, row))
+
+
+def drop_overwritten_first_values(differences: Sequence[Difference], noise_floor: NoiseFloor) -> list[Difference]:
+    """Return the differences without first values that no step has used; see Note [first values]."""
+    compared_later: set[str] = set()
+    differs_later: set[str] = set()
+    for item in differences:
+        if item.location.step > 0:
+            name = item.tensor.removeprefix("gradient of ")
+            compared_later.add(name)
+            if not item.size <= noise_floor.limit(item):
+                differs_later.add(name)
+    agree_later = compared_later - differs_later
+    return [
+        item
+        for item in differences
+        if item.location.step > 0 or item.tensor not in agree_later or item.size <= noise_floor.limit(item)
+    ]
 
 
 def _check_limits(
@@ -244,19 +267,37 @@ def pair_states(
 ) -> list[tuple[TensorState, TensorState]] | str:
     """Return the states of a step in pairs, under the script's names; or the name of an unmatched tensor."""
     known = {state.name: state for state in theirs.tensors}
+    largest = max((get_gradient_norm(state) for state in ours.tensors), default=0.0)
     pairs = []
     for state in ours.tensors:
+        all_rounding = ALL_ROUNDING_ERRORS * RESOLUTION.get(state.dtype, 0.0) * largest
         other = known.get(names.get(state.name, ""))
         if other is None:
             return names.get(state.name, f"{state.name} of the reference")
         ours_now, theirs_now = msgspec.structs.replace(state, name=other.name), other
         if has_gradient(ours_now) != has_gradient(theirs_now):
-            return f"gradient of {other.name}"
-        if not has_gradient(ours_now):
+            # A gradient that is all rounding, as of a bias before a softmax, may be exactly zero in one script.
+            if max(get_gradient_norm(ours_now), get_gradient_norm(theirs_now)) > all_rounding:
+                return f"gradient of {other.name}"
+            ours_now, theirs_now = fill_gradient(ours_now, theirs_now), fill_gradient(theirs_now, ours_now)
+        elif not has_gradient(ours_now):
             # zero_grad leaves zeros or None. Both mean no gradient.
             ours_now, theirs_now = (drop_gradient(item, other.name) for item in (ours_now, theirs_now))
         pairs.append((ours_now, theirs_now))
     return pairs
+
+
+def get_gradient_norm(state: TensorState) -> float:
+    """Return the norm of a gradient, which is zero if there is none."""
+    return 0.0 if state.gradient is None else state.gradient.norm
+
+
+def fill_gradient(state: TensorState, other: TensorState) -> TensorState:
+    """Return a state with a gradient of zeros if it has none and the other has one."""
+    if state.gradient is not None or other.gradient is None:
+        return state
+    zeros = TensorSummary(norm=0.0, sketch=(0.0,) * len(other.gradient.sketch))
+    return msgspec.structs.replace(state, gradient=zeros)
 
 
 def has_gradient(state: TensorState) -> bool:

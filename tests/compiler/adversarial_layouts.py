@@ -129,6 +129,42 @@ def channels_last_from_the_second_call_on():
     return script_of_pictures(model, change)
 
 
+def channels_last_model_pooled_to_one_pixel():
+    # The picture that is enlarged from one pixel is channels_last too, and dropout draws in the order of its memory.
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Upsample(size=(3, 2)),
+        nn.Dropout(0.4),
+        nn.AdaptiveAvgPool2d((2, 1)),
+        nn.Flatten(),
+        nn.Linear(8, 4),
+    )
+    return script_of_pictures(model.double().to(memory_format=torch.channels_last))
+
+
+def channels_last_volumes_pooled_to_one_point():
+    model = nn.Sequential(
+        nn.Conv3d(2, 4, 3), nn.AdaptiveAvgPool3d(1), nn.Upsample(size=(2, 3, 2)), nn.Dropout(0.4), nn.Flatten()
+    )
+    model = nn.Sequential(*model, nn.Linear(48, 4)).double().to(memory_format=torch.channels_last_3d)
+
+    def make():
+        return torch.randn(5, 2, 4, 5, 4).double(), torch.randint(0, 4, (5,))
+
+    return script_of_pictures(model, make=make)
+
+
+def sequences_pooled_in_transposed_memory():
+    pool, model = nn.AdaptiveAvgPool1d(1), nn.Linear(3, 4).double()
+
+    def loss(images, labels):
+        steps = images.flatten(2).transpose(1, 2).contiguous().transpose(1, 2)
+        return F.cross_entropy(model(pool(steps).squeeze(2)), labels)
+
+    return Script(function=loss, modules={"model": model}, batches=batches(pictures))
+
+
 def transposed_argument():
     model = perceptron()
 
@@ -186,6 +222,9 @@ CASES = [
     AdversarialCase(build=channels_last_model),
     AdversarialCase(build=channels_last_pictures),
     AdversarialCase(build=channels_last_from_the_second_call_on),
+    AdversarialCase(build=channels_last_model_pooled_to_one_pixel),
+    AdversarialCase(build=channels_last_volumes_pooled_to_one_point),
+    AdversarialCase(build=sequences_pooled_in_transposed_memory),
     AdversarialCase(build=transposed_argument),
     AdversarialCase(build=noise_in_transposed_memory),
     AdversarialCase(build=determinants_of_transposed_values),

@@ -57,6 +57,8 @@ for epoch in range(2):
     for inputs, labels in DataLoader(data, batch_size=9, shuffle=True, generator=torch.Generator().manual_seed(0)):
         step += 1
         late = step >= 3
+        if step == 1 and "initial" in sys.argv:
+            model[0].weight.data.mul_(1.01)
         if late and "rate" in sys.argv:
             optimizer.param_groups[0]["lr"] = 0.011
         if late and "order" in sys.argv:
@@ -132,6 +134,7 @@ def test_a_script_is_the_same_training_as_any_form_of_its_reference(baseline: Ba
 @pytest.mark.parametrize(
     ("fault", "step", "tensor"),
     [
+        ("initial", 0, "model.0.weight"),
         ("rate", 3, "model.0.weight"),
         ("order", 3, "result of train"),
         ("zero_grad", 3, "gradient of model."),

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch._C import DispatchKey
 from torch._decomp import get_decompositions
+from torch._prims_common import suggest_memory_format
 
 from rankless.errors import CaptureError
 
@@ -125,13 +126,11 @@ def fill_diagonal(x: Tensor, value: float, wrap: bool = False) -> Tensor:
         for start in range(columns + 1, rows, columns + 1) if wrap else ():
             x[start:].diagonal().fill_(value)
         return x
-    places = [
-        torch.arange(size, device=x.device).view([-1] + [1] * (x.dim() - 1 - dim)) for dim, size in enumerate(x.shape)
-    ]
-    same = torch.ones((), dtype=torch.bool, device=x.device)
-    for place in places[1:]:
-        same = same & (place == places[0])
-    return x.masked_fill_(same, value)
+    is_diagonal = torch.ones((), dtype=torch.bool, device=x.device)
+    first = torch.arange(x.shape[0], device=x.device).view(-1, *[1] * (x.dim() - 1))
+    for dim, size in enumerate(x.shape[1:], 1):
+        is_diagonal = is_diagonal & (first == torch.arange(size, device=x.device).view(-1, *[1] * (x.dim() - 1 - dim)))
+    return x.masked_fill_(is_diagonal, value)
 
 
 def draw_between(x: Tensor, low: int, high: int | None, *, generator: torch.Generator | None = None) -> Tensor:
@@ -148,10 +147,23 @@ def draw_between(x: Tensor, low: int, high: int | None, *, generator: torch.Gene
     return x.random_(high - low, generator=generator).add_(low)
 
 
+def decompose_average_pooling(x: Tensor, output_size: Sequence[int]) -> Tensor:
+    """Pool to a given size. PyTorch's mean over a channels_last image would set strides by `as_strided_`."""
+    pool = aten._adaptive_avg_pool2d if len(output_size) == 2 else aten._adaptive_avg_pool3d
+    if any(size != 1 for size in output_size):
+        pooled: Tensor = pool(x, output_size)
+        return pooled
+    memory = suggest_memory_format(x)
+    mean = x.mean([-1 - dim for dim in range(len(output_size))], keepdim=True)
+    return mean if memory == torch.contiguous_format else mean.clone(memory_format=memory)
+
+
 CORRECTED: dict[Any, Callable[..., Any]] = {
     aten.multilabel_margin_loss_forward.default: decompose_multilabel_margin_loss,
     aten.fill_diagonal_.default: fill_diagonal,
     aten.random_.__getattr__("from"): draw_between,
+    aten.adaptive_avg_pool2d.default: decompose_average_pooling,
+    aten.adaptive_avg_pool3d.default: decompose_average_pooling,
 }
 """Operators that PyTorch traces into other ones than its kernels compute, or into ones that cannot be split."""
 
@@ -162,7 +174,7 @@ def autograd_kernels(kernels: Mapping[Any, Callable[..., Any] | None]) -> Iterat
 
     None stands for PyTorch's own kernel.
     """
-    before = {operator: operator.py_kernels.get(_kernel_key(operator)) for operator in kernels}
+    before = {operator: operator.py_kernels.get(_get_autograd_key(operator)) for operator in kernels}
     _set_autograd_kernels(kernels)
     try:
         yield
@@ -172,14 +184,15 @@ def autograd_kernels(kernels: Mapping[Any, Callable[..., Any] | None]) -> Iterat
 
 def _set_autograd_kernels(kernels: Mapping[Any, Callable[..., Any] | None]) -> None:
     for operator, kernel in kernels.items():
-        operator.py_kernels.pop(_kernel_key(operator), None)
+        key = _get_autograd_key(operator)
+        operator.py_kernels.pop(key, None)
         if kernel is not None:
-            operator.py_kernels[_kernel_key(operator)] = kernel
+            operator.py_kernels[key] = kernel
         operator._dispatch_cache.clear()
 
 
-def _kernel_key(operator: Any) -> DispatchKey:
-    """Return the key of a kernel above autograd: PyTorch looks for a composite kernel before any other."""
+def _get_autograd_key(operator: Any) -> DispatchKey:
+    """Return the key at which autograd calls an operator: PyTorch prefers the composition of a composite operator."""
     composite = DispatchKey.CompositeImplicitAutograd
     is_composite = torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), composite)
     return composite if is_composite else DispatchKey.Autograd

@@ -53,11 +53,6 @@ TRACE_ERRORS: tuple[tuple[str, str, str], ...] = (
         "a job that returns its loss and leaves backward to Rankless",
         "remove .backward() from the job",
     ),
-    (
-        "INTERNAL ASSERT FAILED",
-        "operators that PyTorch can trace",
-        "compute it with other operators, or outside the job",
-    ),
     *(
         (
             pattern,
@@ -65,6 +60,11 @@ TRACE_ERRORS: tuple[tuple[str, str, str], ...] = (
             "make the tensor a buffer of a module passed as model=, or change it outside the job",
         )
         for pattern in CHANGED_OUTSIDE
+    ),
+    (
+        "INTERNAL ASSERT FAILED",
+        "operators that PyTorch can trace",
+        "compute it with other operators, or outside the job",
     ),
 )
 
