@@ -4,6 +4,7 @@
 them, and says on which dims their arguments can be divided.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.testing._internal import common_methods_invocations
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 from torch.utils import _pytree as pytree
@@ -128,7 +130,8 @@ class DatabaseCase:
         leaves = [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         given, args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         function: Callable[..., Any] = self.operator.op if self.mode != "in place" else self.operator.inplace_variant
-        result = function(given, *args, **kwargs)
+        with without_seeds():
+            result = function(given, *args, **kwargs)
         return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
 
     def job(self, *tensors: Tensor) -> Any:
@@ -164,6 +167,17 @@ class DatabaseCase:
                     if dims not in seen:
                         seen.add(dims)
                         yield Split(dims)
+
+
+@contextlib.contextmanager
+def without_seeds() -> Iterator[None]:
+    """Within the context, random operators of the database draw on: by itself it seeds the generator for each call."""
+    seeding = common_methods_invocations.wrapper_set_seed
+    common_methods_invocations.wrapper_set_seed = lambda operator, *args, **kwargs: operator(*args, **kwargs)
+    try:
+        yield
+    finally:
+        common_methods_invocations.wrapper_set_seed = seeding
 
 
 class Scales(nn.Module):

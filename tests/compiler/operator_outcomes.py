@@ -28,6 +28,7 @@ BOUNDS = {
     torch.complex128: 1e-12,
     torch.float32: 2e-6,
     torch.complex64: 2e-6,
+    torch.complex32: 2**-9,
     torch.float16: 2**-9,
     torch.bfloat16: 2**-6,
 }
