@@ -487,7 +487,7 @@ def loader(
     persistent_workers: bool = False,
     seed: int | None = None,
     device: str | torch.device | None = None,
-    reading: Reading = "split",
+    reading: Reading = "auto",
 ) -> Loader[Any]:
     """Make an iterable of whole batches, in exactly the order of a one-process `DataLoader`.
 
@@ -513,8 +513,10 @@ def loader(
         persistent_workers: Whether the data loading processes stay between passes.
         seed: Seed of the order, as of a `generator` with this seed. Default: torch's default generator.
         device: Where to put batches; batches for a GPU are copied ahead. Default: where they were read.
-        reading: "split": each rank reads its own samples. "replicated": each rank reads all samples, with the random
-            numbers of a plain `DataLoader`, and keeps its own. "first": rank 0 reads all and sends each rank its own.
+        reading: "auto": as "split", but all samples on every rank if a probe of the first batch shows that the
+            `collate_fn` pads, mixes, sorts or draws random numbers. "split": each rank reads its own samples.
+            "replicated": each rank reads all samples, with the random numbers of a plain `DataLoader`, and keeps its
+            own. "first": rank 0 reads all and sends each rank its own.
 
     Returns:
         A `rankless.Loader`. Each pass over it is one epoch.

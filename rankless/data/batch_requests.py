@@ -6,7 +6,9 @@ Every random number therefore comes from the same generator at the same moment a
 requested.
 """
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from hashlib import blake2b
 from itertools import islice
 from typing import Any
@@ -22,7 +24,7 @@ from rankless.data.generators import (
     set_process_states,
 )
 from rankless.data.loader_position import GeneratorSnapshot, Pass, require_same_batches
-from rankless.data.sample_reader import BatchRequest
+from rankless.data.sample_reader import BatchRequest, Division
 from rankless.parallel.mesh import Mesh
 from rankless.parallel.tensor_placement import split_lengths
 
@@ -30,11 +32,24 @@ _TORCH_SAMPLERS = (RandomSampler, SequentialSampler, SubsetRandomSampler, Weight
 """Samplers that draw nothing from the process's generators after their first index."""
 
 
+class ReadingDecision:
+    """Whether each rank reads only its own samples.
+
+    With `is_probed` a probe of the `collate_fn` decides: `is_split` is None until then, and all ranks read whole
+    batches. See Note [probed collation].
+    """
+
+    def __init__(self, *, is_split: bool | None, is_probed: bool) -> None:
+        self.is_split = is_split
+        self.is_probed = is_probed
+
+
 class RequestSampler(Sampler[Any]):
     """Yields the requests of a pass; the inner `DataLoader` uses it as its sampler.
 
     `current` is the pass of the next iteration. `in_batches` is False if the sampler yields single keys, each for a
-    whole batch that the data set returns.
+    whole batch that the data set returns. With a probed decision `pending` holds the requests whose batches
+    have not come back yet.
     """
 
     def __init__(
@@ -42,22 +57,39 @@ class RequestSampler(Sampler[Any]):
         sampler: Iterable[Any],
         *,
         mesh: Mesh,
-        is_split: bool,
+        decision: ReadingDecision,
         in_batches: bool,
         generators: Mapping[str, Generator],
     ) -> None:
         self._sampler = sampler
         self._mesh = mesh
-        self._is_split = is_split
+        self._decision = decision
         self._in_batches = in_batches
         self._generators = generators
         self._tracks_draws = type(getattr(sampler, "sampler", sampler)) not in _TORCH_SAMPLERS
         self.current: Pass | None = None
+        self.pending: deque[BatchRequest] = deque()
+        self._rest: Iterator[BatchRequest] = iter(())
 
     def __iter__(self) -> Iterator[BatchRequest]:
         assert self.current is not None
         # Not inside the generator below: a sampler whose __iter__ is no generator function draws here.
-        return self._iterate_requests(iter(self._sampler), self.current)
+        self._rest = self._iterate_requests(iter(self._sampler), self.current)
+        self.pending.clear()
+        return self._record(self._rest) if self._decision.is_probed else self._rest
+
+    def iterate_whole(self) -> Iterator[BatchRequest]:
+        """Yield the pending requests again and then the rest of the pass, all of them for whole batches."""
+        self._decision.is_split = False
+        again = [_make_whole(request) for request in self.pending]
+        self.pending.clear()
+        yield from self._record(iter(again))
+        yield from self._record(self._rest)
+
+    def _record(self, requests: Iterator[BatchRequest]) -> Iterator[BatchRequest]:
+        for request in requests:
+            self.pending.append(request)
+            yield request
 
     def _iterate_requests(self, keys: Iterator[Any], current: Pass) -> Iterator[BatchRequest]:
         if current.resumed and current.first is not None:
@@ -92,13 +124,41 @@ class RequestSampler(Sampler[Any]):
         indices = list(key)
         rows = len(indices)
         digest = _digest_indices(indices, seed)
-        is_split = self._is_split and rows >= mesh.size
+        decision, divisible = self._decision, rows >= mesh.size
+        is_split = bool(decision.is_split) and divisible
+        division = None
+        if divisible and decision.is_probed and decision.is_split is not False:
+            division = Division(
+                indices=indices,
+                lengths=split_lengths(rows, mesh.size),
+                rank=mesh.rank,
+                sample_seeds=_derive_seeds(seed, indices),
+            )
         if is_split:
             lengths = split_lengths(rows, mesh.size)
             start = sum(lengths[: mesh.rank])
             indices = indices[start : start + lengths[mesh.rank]]
-        seeds = None if seed is None else [derive_sample_seed(seed, index) for index in indices]
-        return BatchRequest(indices=indices, rows=rows, is_split=is_split, digest=digest, sample_seeds=seeds)
+        return BatchRequest(
+            indices=indices,
+            rows=rows,
+            is_split=is_split,
+            digest=digest,
+            sample_seeds=_derive_seeds(seed, indices),
+            division=division,
+        )
+
+
+def _derive_seeds(seed: int | None, indices: list[Any]) -> list[int] | None:
+    return None if seed is None else [derive_sample_seed(seed, index) for index in indices]
+
+
+def _make_whole(request: BatchRequest) -> BatchRequest:
+    """Return the request for all samples of the batch, without another probe."""
+    division = request.division
+    if division is None:
+        return request
+    indices, seeds = division.indices, division.sample_seeds
+    return replace(request, indices=indices, sample_seeds=seeds, is_split=False, division=None)
 
 
 def _digest_indices(indices: list[Any], seed: int | None) -> bytes:

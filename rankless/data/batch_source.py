@@ -1,6 +1,6 @@
 """Where a loader's batches come from on one rank: from a `DataLoader` of its own, or from rank 0."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -9,14 +9,22 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, Weigh
 
 from rankless.context.world import World
 from rankless.data.baseline_reader import PlainKeys, PlainReader, SeededSamples
-from rankless.data.batch_requests import RequestSampler
+from rankless.data.batch_requests import ReadingDecision, RequestSampler
 from rankless.data.batches_from_first_rank import distribute_from_first_rank, sync_generators
-from rankless.data.collation import Collation
+from rankless.data.collation import Collation, refuse_random
+from rankless.data.collation_probe import describe_function
 from rankless.data.generators import find_changed_generators, get_process_states, set_process_states
 from rankless.data.loader_position import GeneratorSnapshot, Pass, require_same_batches, set_sampler_states
 from rankless.data.logical_batches import gather_lists, has_per_sample_lists, require_same_batch
 from rankless.data.sample_order import SampleOrder
-from rankless.data.sample_reader import BatchRead, ReaderInit, ReadFailure, SampleReader, has_plain_columns
+from rankless.data.sample_reader import (
+    BatchRead,
+    ProbeResult,
+    ReaderInit,
+    ReadFailure,
+    SampleReader,
+    has_plain_columns,
+)
 from rankless.data.stream_reader import StreamReader
 from rankless.parallel.mesh import Mesh
 
@@ -31,6 +39,10 @@ class BatchSource:
         self._order = order
         self._options = order.options
         self._persistent: tuple[DataLoader[Any] | PlainReader, RequestSampler | None] | None = None
+        self._decision: ReadingDecision | None = None
+        """Who reads what, for all passes; a probe of the `collate_fn` may change it."""
+        self._collation = Collation(order.options.collate_fn)
+        self._has_notified = False
 
     def begin(self, current: Pass, world: World, *, stream_state: Any = None) -> Iterator[BatchRead]:
         """Start a pass and return its batches as this rank reads them.
@@ -41,18 +53,21 @@ class BatchSource:
         mesh, before = world.mesh, get_process_states()
         first_rank_reads = self._options.reading == "first" and mesh.size > 1
         batches: Iterator[Any] = iter(())
+        requests: RequestSampler | None = None
         if mesh.rank == 0 or not first_rank_reads:
             plainly = world.recorder is not None and mesh.size == 1 and not self._order.is_stream
-            batches = self._read(current, mesh, stream_state, plainly=plainly and not current.resumed)
+            batches, requests = self._read(current, mesh, stream_state, plainly=plainly and not current.resumed)
         if current.resumed:
             # The interrupted run had made the draws of iter() before it saved its state.
             set_process_states(before)
         if not first_rank_reads:
-            return self._check_agreement(batches, current, mesh)
+            return self._check_agreement(batches, requests, current, world)
         sync_generators(before, mesh=mesh)
         return distribute_from_first_rank(batches, mesh=mesh)
 
-    def _read(self, current: Pass, mesh: Mesh, stream_state: Any, *, plainly: bool) -> Iterator[Any]:
+    def _read(
+        self, current: Pass, mesh: Mesh, stream_state: Any, *, plainly: bool
+    ) -> tuple[Iterator[Any], RequestSampler | None]:
         order = self._order
         if current.resumed and stream_state is not None:
             order.dataset.load_state_dict(stream_state)
@@ -64,47 +79,62 @@ class BatchSource:
             self._persistent = (loader, requests)
         if requests is not None:
             requests.current = current
-            return iter(loader)
+            return iter(loader), requests
         batches = iter(loader)
         if current.resumed and current.first is not None and stream_state is None:
             current.first.restore(order.generators)
             require_same_batches(current, [_get_digest(read) for read in islice(batches, current.position)])
-        return _track_draws(batches, current, order)
+        return _track_draws(batches, current, order), None
 
     def _make_loader(
         self, mesh: Mesh, current: Pass, *, plainly: bool
     ) -> tuple["DataLoader[Any] | PlainReader", RequestSampler | None]:
         order, options = self._order, self._options
-        is_split = mesh.size > 1 and options.reading == "split"
+        is_split = mesh.size > 1 and options.is_split
+        if self._decision is None:
+            is_probed = is_split and options.is_probed and order.collates_batches
+            self._decision = ReadingDecision(is_split=None if is_probed else is_split, is_probed=is_probed)
         requests: RequestSampler | None = None
         reader: StreamReader | SampleReader
         if order.is_stream:
             rank_and_size = (mesh.rank, mesh.size) if is_split else None
             reader = StreamReader(
-                order.dataset, batch_size=options.batch_size, drop_last=options.drop_last, rank_and_size=rank_and_size
+                order.dataset,
+                batch_size=options.batch_size,
+                drop_last=options.drop_last,
+                rank_and_size=rank_and_size,
+                is_probed=self._decision.is_probed,
             )
         else:
             requests = RequestSampler(
                 order.sampler,
                 mesh=mesh,
-                is_split=is_split,
+                decision=self._decision,
                 in_batches=order.collates_batches,
                 generators=order.generators,
             )
             if plainly:
                 return self._make_plain_reader(requests, current), requests
-            columns = has_plain_columns(order.dataset) and options.collate_fn is None and order.collates_batches
-            as_columns = columns and type(order.samplers[-1]) in _INTEGERS_ONLY
-            reader = SampleReader(order.dataset, as_columns=as_columns, as_batches=not order.collates_batches)
-        loader: DataLoader[Any] = DataLoader(
+            reader = self._make_sample_reader()
+        return self._make_data_loader(reader, requests, self._get_process_options(current)), requests
+
+    def _make_sample_reader(self) -> SampleReader:
+        order = self._order
+        columns = has_plain_columns(order.dataset) and self._options.collate_fn is None and order.collates_batches
+        as_columns = columns and type(order.samplers[-1]) in _INTEGERS_ONLY
+        return SampleReader(order.dataset, as_columns=as_columns, as_batches=not order.collates_batches)
+
+    def _make_data_loader(
+        self, reader: StreamReader | SampleReader, requests: Iterable[Any] | None, process_options: dict[str, Any]
+    ) -> "DataLoader[Any]":
+        return DataLoader(
             reader,
             batch_size=None,
             sampler=requests,
-            collate_fn=Collation(options.collate_fn),  # type: ignore[arg-type]  # takes what our readers return
-            worker_init_fn=ReaderInit(options.worker_init_fn),
-            **self._get_process_options(current),
+            collate_fn=self._collation,  # type: ignore[arg-type]  # takes what our readers return
+            worker_init_fn=ReaderInit(self._options.worker_init_fn),
+            **process_options,
         )
-        return loader, requests
 
     def _make_plain_reader(self, requests: RequestSampler, current: Pass) -> PlainReader:
         """Return a `DataLoader` over the user's own data set; see Note [plain reading]."""
@@ -139,24 +169,63 @@ class BatchSource:
             "persistent_workers": options.persistent_workers,
         }
 
-    def _check_agreement(self, batches: Iterator[Any], current: Pass, mesh: Mesh) -> Iterator[BatchRead]:
+    def _check_agreement(
+        self, batches: Iterator[Any], requests: RequestSampler | None, current: Pass, world: World
+    ) -> Iterator[BatchRead]:
         """Yield the batches after checking that all ranks have the same one, with lists gathered from all ranks."""
         # One check suffices for torch's samplers. A user's sampler, collation or stream may diverge at any batch.
+        mesh = world.mesh
         always, agreeing = self._order.is_stream or self._options.has_custom_order, mesh.size > 1
         while True:
             read = _take_next(batches)
-            if agreeing:
-                require_same_batch(read, mesh=mesh)
+            found = require_same_batch(read, mesh=mesh) if agreeing else ProbeResult()
             if isinstance(read, Exception):
                 raise read
             if read is None:
                 return
+            if found.reason:
+                self._notify_whole_reading(found, world)
+            if requests is not None and self._decision is not None and self._decision.is_probed:
+                must_restart = _follow_probe(read, found, requests, self._decision)
+                if must_restart and found.is_random and self._options.num_workers > 0:
+                    raise refuse_random(found.reason)
+                if must_restart:
+                    batches = iter(self._restart_whole(requests, current))
+                if read.request.is_split and found.reason:
+                    continue  # it is read again, whole
             if agreeing:
                 current.has_lists = has_per_sample_lists(read)
             if current.has_lists and read.request.is_split:
                 read = gather_lists(read, mesh=mesh)
             agreeing = mesh.size > 1 and always
             yield read
+
+    def _notify_whole_reading(self, found: ProbeResult, world: World) -> None:
+        if self._has_notified or self._options.collate_fn is None:
+            return
+        self._has_notified = True
+        world.notify(
+            f"collate_fn {describe_function(self._options.collate_fn)} needs the whole batch: {found.reason}. Every "
+            'rank reads and collates all samples, as with reading="replicated"'
+        )
+
+    def _restart_whole(self, requests: RequestSampler, current: Pass) -> "DataLoader[Any]":
+        """Return a loader of the whole batches that have not been yielded. It draws from no generator of the script."""
+        process_options = self._get_process_options(current)
+        process_options |= {"generator": torch.Generator(), "persistent_workers": False}
+        return self._make_data_loader(self._make_sample_reader(), requests.iterate_whole(), process_options)
+
+
+def _follow_probe(read: BatchRead, found: ProbeResult, requests: RequestSampler, decision: ReadingDecision) -> bool:
+    """Decide who reads what from a batch and the ranks' result. Return whether batches must be read again, whole."""
+    was_split = decision.is_split
+    if not (found.reason and read.request.is_split):
+        requests.pending.popleft()
+    if found.reason:
+        decision.is_split = False
+    elif was_split is None and read.request.division is not None:
+        decision.is_split = True
+    return bool(found.reason) and any(request.is_split for request in requests.pending)
 
 
 def _take_next(batches: Iterator[Any]) -> BatchRead | Exception | None:

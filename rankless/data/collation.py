@@ -1,23 +1,29 @@
 """Collate samples with PyTorch's function or with the user's `collate_fn`.
 
-Note [row-wise collation]: with reading="split" each rank collates only its own rows. The result is right if row i of
-the batch depends on sample i alone. PyTorch's function guarantees this. `Collation` probes a user's function on its
-first batches: it passes the samples in reverse order, with the first one twice, and expects the rows in the same order.
-A function that sorts, mixes or normalizes over the batch, or adds lists that are not per sample, fails the probe.
+Note [row-wise collation]: a rank that collates only its own rows is right if row i of the batch depends on sample i
+alone. PyTorch's function guarantees this. A user's function is probed (Note [probed collation]). With reading="split",
+which the user has chosen, `Collation` only passes the samples in reverse order, with the first one twice, and expects
+the rows in the same order; a function that fails is refused.
 """
 
-import copy
-from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-import numpy
-import torch
-from torch import Tensor
 from torch.utils.data import default_collate, default_convert, get_worker_info
 
-from rankless.data.batch_tree import PerSampleValues, iterate_leaves, mark_per_sample_lists
+from rankless.data.batch_tree import mark_per_sample_lists
+from rankless.data.collation_probe import (
+    CollateFunction,
+    collate_and_probe,
+    copy_function,
+    copy_samples,
+    find_function_generators,
+    find_mixed_leaf,
+)
 from rankless.data.generators import find_changed_generators, get_process_states, preserve_generators
-from rankless.data.sample_reader import BatchRead, ReadFailure, SamplesRead
+from rankless.data.sample_reader import BatchRead, Division, ProbeResult, ReadFailure, SamplesRead
+from rankless.data.sample_sizes import SampleSizes
+from rankless.errors import DataError
 
 _PROBED_BATCHES = 3
 _WHOLE = 'pass reading="replicated": every rank then collates the whole batch as one device does'
@@ -26,9 +32,11 @@ _WHOLE = 'pass reading="replicated": every rank then collates the whole batch as
 class Collation:
     """The `collate_fn` that the inner `DataLoader` calls with what a reader read."""
 
-    def __init__(self, collate_fn: Callable[[Any], Any] | None) -> None:
+    def __init__(self, collate_fn: CollateFunction | None) -> None:
         self.collate_fn = collate_fn
-        self._probes_left = _PROBED_BATCHES
+        self._batches = 0
+        self._sizes = SampleSizes()
+        self._stream_is_split: bool | None = None
 
     def __call__(self, read: SamplesRead | ReadFailure) -> BatchRead | ReadFailure:
         """Return the collated batch; pass a failure through."""
@@ -39,39 +47,120 @@ class Collation:
         if read.request.rows is None:
             convert = self.collate_fn or default_convert
             return BatchRead(data=convert(read.batch), request=read.request)
+        if read.request.division is not None and self.collate_fn is not None:
+            return self._collate_probed(read, read.request.division, self.collate_fn)
         if not read.request.is_split:
             collate = self.collate_fn or default_collate
             return BatchRead(data=collate(read.samples), request=read.request)
-        data = default_collate(read.samples) if self.collate_fn is None else self._collate_rows(read.samples)
-        if isinstance(data, ReadFailure):
-            return data
-        return BatchRead(data=mark_per_sample_lists(data, len(read.samples)), request=read.request)
+        if self.collate_fn is None:
+            return BatchRead(
+                data=mark_per_sample_lists(default_collate(read.samples), len(read.samples)), request=read.request
+            )
+        return self._collate_rows(read, self.collate_fn)
 
-    def _collate_rows(self, samples: Any) -> Any:
+    def _collate_probed(
+        self, read: SamplesRead, division: Division, function: CollateFunction
+    ) -> BatchRead | ReadFailure:
+        """Collate a batch of reading="auto": the whole batch with a probe, or this rank's rows of it."""
+        samples = read.samples
+        if read.request.is_split:
+            return self._collate_own_rows(read, division, function)
+        if not division.in_stream:
+            return self._probe_batch(read, division, function)
+        if self._stream_is_split is False:
+            return BatchRead(data=function(samples), request=read.request)
+        self._sizes.note(samples)
+        self._batches += 1
+        if self._stream_is_split is None or self._sizes.is_probe_due or _is_power_of_two(self._batches):
+            batch = self._probe_batch(read, division, function)
+            self._stream_is_split = batch.probe is not None and not batch.probe.reason
+            return batch
+        own = division.own
+        request = replace(read.request, indices=read.request.indices[own], is_split=True, division=None)
+        return self._collate_rows(replace(read, samples=samples[own], request=request), function)
+
+    def _probe_batch(self, read: SamplesRead, division: Division, function: CollateFunction) -> BatchRead:
+        """Collate a whole batch once, and probe the function with copies of its samples."""
+        varying = self._sizes.note(read.samples)
+        data, result = collate_and_probe(function, read.samples, division)
+        if not result.reason:
+            result = ProbeResult(reason=self._sizes.verify(varying))
+        return BatchRead(data=data, request=read.request, probe=result)
+
+    def _collate_own_rows(
+        self, read: SamplesRead, division: Division, function: CollateFunction
+    ) -> BatchRead | ReadFailure:
+        """Collate this rank's rows. First probe the whole batch if it may show what earlier ones could not."""
+        self._sizes.note(read.samples)
+        if not self._sizes.is_probe_due:
+            return self._collate_rows(read, function)
+        assert read.read_others is not None
+        own, copies = division.own, copy_samples(read.samples)
+        if copies is None:
+            return _refuse("samples that cannot be copied, so that the collate_fn cannot be probed")
+        samples = [
+            *read.read_others(slice(0, own.start)),
+            *copies,
+            *read.read_others(slice(own.stop, len(division.indices))),
+        ]
+        varying = self._sizes.note(samples)
+        with preserve_generators(find_function_generators(function)):
+            _, result = collate_and_probe(copy_function(function), samples, division)
+        if not result.reason:
+            result = ProbeResult(reason=self._sizes.verify(varying))
+        if result.reason:
+            return BatchRead(data=None, request=read.request, probe=result)
+        return self._collate_rows(read, function)
+
+    def _collate_rows(self, read: SamplesRead, function: CollateFunction) -> BatchRead | ReadFailure:
         """Return this rank's rows from the user's function, or a failure if the function mixes rows."""
-        assert self.collate_fn is not None
-        probe = [*reversed(_copy_samples(samples)), *_copy_samples(samples[:1])] if self._probes_left else None
+        samples, rows = read.samples, len(read.samples)
+        self._batches += 1
+        is_probed = self._batches <= _PROBED_BATCHES or _is_power_of_two(self._batches)
+        probe = _reverse(samples) if is_probed else None
         before = get_process_states()
-        data = self.collate_fn(samples)
+        data = function(samples)
+        found = ""
         if find_changed_generators(before, get_process_states()):
             return _refuse("a collate_fn that draws random numbers: each rank would draw them for its own rows only")
-        if probe is None:
-            return data
-        self._probes_left -= 1
-        try:
-            with preserve_generators({}):
-                again = self.collate_fn(probe)
-        except Exception as error:  # user code may raise anything; it succeeded with the samples in order
-            return _refuse(
-                f"a collate_fn that raised {type(error).__name__}: {error} on the samples in reverse plus one"
-            )
-        different = _find_mixed_leaf(data, again, rows=len(samples))
-        if different is not None:
-            return _refuse(
-                f"a collate_fn whose {different} depends on the whole batch (it may sort, mix or count): with the "
-                "samples in reverse, and one of them twice, its rows do not follow the samples"
-            )
-        return data
+        if probe is not None:
+            found = _find_mixture(function, probe, data, rows)
+        if not found:
+            return BatchRead(data=mark_per_sample_lists(data, rows), request=read.request)
+        if read.request.division is not None:
+            return BatchRead(data=None, request=read.request, probe=ProbeResult(reason=f"it is a function {found}"))
+        return _refuse(f"a collate_fn {found}")
+
+
+def _find_mixture(function: CollateFunction, probe: list[Any], data: Any, rows: int) -> str:
+    """Return how the function treats the samples in reverse order otherwise, or nothing."""
+    try:
+        with preserve_generators(find_function_generators(function)):
+            again = copy_function(function)(probe)
+    except Exception as error:  # user code may raise anything; it succeeded with the samples in order
+        return f"that raised {type(error).__name__}: {error} on the samples in reverse plus one"
+    different = find_mixed_leaf(data, again, rows=rows)
+    if different is None:
+        return ""
+    return (
+        f"whose {different} depends on the whole batch (it may sort, mix or count): with the samples in reverse, and "
+        "one of them twice, its rows do not follow the samples"
+    )
+
+
+def _reverse(samples: Any) -> list[Any] | None:
+    """Return copies of the samples in reverse order, with the first one twice; None if they cannot be copied."""
+    copies, first = copy_samples(samples), copy_samples(samples[:1])
+    return None if copies is None or first is None else [*reversed(copies), *first]
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number & (number - 1) == 0
+
+
+def refuse_random(reason: str) -> DataError:
+    """Return the error for a `collate_fn` that begins to draw random numbers after batches were divided."""
+    return ReadFailure(found=f"a collate_fn that changes after its first batch: {reason}", fix=_WHOLE).as_error()
 
 
 def _refuse(found: str) -> ReadFailure:
@@ -79,44 +168,3 @@ def _refuse(found: str) -> ReadFailure:
     if get_worker_info() is None:
         raise failure.as_error()
     return failure
-
-
-def _copy_samples(samples: Any) -> list[Any]:
-    try:
-        copied: list[Any] = copy.deepcopy(samples)
-    except (TypeError, RuntimeError):  # samples may hold an open file or a tensor that is part of an autograd graph
-        return [copy.copy(sample) for sample in samples]
-    return copied
-
-
-def _find_mixed_leaf(data: Any, again: Any, *, rows: int) -> str | None:
-    """Return the path of the first leaf whose rows did not follow their samples; skip leaves without rows."""
-    expected, found = (
-        dict(iterate_leaves(mark_per_sample_lists(data, rows))),
-        dict(iterate_leaves(mark_per_sample_lists(again, rows + 1))),
-    )
-    for path, leaf in expected.items():
-        other = found.get(path)
-        if isinstance(leaf, PerSampleValues):
-            same = isinstance(other, PerSampleValues) and _is_equal(
-                [*reversed(leaf.values), leaf.values[0]], other.values
-            )
-        elif isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == rows:
-            same = isinstance(other, Tensor) and _is_bitwise_equal(torch.cat([leaf.flip(0), leaf[:1]]), other)
-        else:
-            continue
-        if not same:
-            return path
-    return None
-
-
-def _is_equal(one: Any, other: Any) -> bool:
-    return len(one) == len(other) and all(
-        left is right or bool(numpy.all(left == right)) for left, right in zip(one, other, strict=True)
-    )
-
-
-def _is_bitwise_equal(one: Tensor, other: Tensor) -> bool:
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    return one.numel() == 0 or one.contiguous().view(torch.uint8).equal(other.contiguous().view(torch.uint8))

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, default_collate
 
 from rankless.errors import DataError
 
-Reading = Literal["split", "replicated", "first"]
+Reading = Literal["auto", "split", "replicated", "first"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +23,8 @@ class LoaderOptions:
 
     `reading` is one of:
 
+    - "auto": as "split" if a probe of the `collate_fn` shows that rows do not depend on each other. Otherwise each
+      rank reads and collates all samples, each with its own seed.
     - "split": each rank reads its own samples, each with its own seed. Of a stream, each rank collates its own samples.
     - "replicated": each rank reads and collates all samples, with a `DataLoader`'s random numbers, and keeps its rows.
     - "first": rank 0 reads as a `DataLoader` does, and sends each rank its rows.
@@ -44,12 +46,23 @@ class LoaderOptions:
     pin_memory: bool = False
     timeout: float = 0
     device: str | torch.device | None = None
-    reading: Reading = "split"
+    reading: Reading = "auto"
 
     @property
     def has_custom_order(self) -> bool:
         """Whether user code decides which samples come. Ranks may then diverge at any batch."""
         return self.sampler is not None or self.batch_sampler is not None or self.collate_fn is not None
+
+    @property
+    def is_probed(self) -> bool:
+        """Whether a probe of the `collate_fn` decides which samples a rank reads. PyTorch's own function needs none."""
+        is_ours = self.collate_fn is None or self.collate_fn is default_collate
+        return self.reading == "auto" and not is_ours
+
+    @property
+    def is_split(self) -> bool:
+        """Whether each rank reads its own samples, unless a probe decides otherwise."""
+        return self.reading in ("auto", "split")
 
 
 def check_options(dataset: Any, options: LoaderOptions) -> None:
@@ -65,7 +78,7 @@ def check_options(dataset: Any, options: LoaderOptions) -> None:
         raise DataError(
             expected=f"reading as one of {', '.join(get_args(Reading))}",
             found=repr(options.reading),
-            fix='pass reading="split", or leave it out',
+            fix='leave it out: "auto" is right for every collate_fn',
         )
 
 

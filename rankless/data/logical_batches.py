@@ -11,7 +11,7 @@ from rankless.collectives.byte_messages import all_gather_bytes
 from rankless.collectives.typed_values import decode_value, encode_value
 from rankless.data.batch_tree import LocalRows, PerSampleValues, count_rows, iterate_leaves, map_leaves
 from rankless.data.logical_tensor import GatherMonitor, LogicalTensor
-from rankless.data.sample_reader import BatchRead, BatchRequest
+from rankless.data.sample_reader import BatchRead, BatchRequest, ProbeResult
 from rankless.errors import DataError
 from rankless.parallel.mesh import Mesh
 from rankless.parallel.tensor_placement import Shard, split_lengths
@@ -24,6 +24,11 @@ class _BatchSignature(msgspec.Struct, frozen=True):
 
     digest: bytes = b""
     leaves: list[tuple[str, str]] = []
+    is_split: bool = False
+    is_probed: bool = False
+    reason: str = ""
+    """Why every rank must collate the whole batch; see Note [probed collation]."""
+    is_random: bool = False
     ended: bool = False
     error: str = ""
 
@@ -60,17 +65,17 @@ def make_logical(read: BatchRead, *, mesh: Mesh, monitor: GatherMonitor) -> Any:
     return map_leaves(convert, read.data)
 
 
-def require_same_batch(read: BatchRead | Exception | None, *, mesh: Mesh) -> None:
+def require_same_batch(read: BatchRead | Exception | None, *, mesh: Mesh) -> ProbeResult:
     """Raise `DataError` on every rank unless all ranks read the same batch, or all are at their end.
 
     `read` is None at the end. If it is an error, this rank could not read: the other ranks raise, and the caller
-    raises the error itself.
+    raises the error itself. Return the first reason of any rank to collate whole batches.
     """
     if mesh.size == 1:
-        return
+        return ProbeResult()
     gathered = all_gather_bytes(msgspec.msgpack.encode(_make_signature(read)), mesh=mesh)
     if isinstance(read, Exception):
-        return
+        return ProbeResult()
     signatures = [msgspec.msgpack.decode(data, type=_BatchSignature) for data in gathered]
     for rank, signature in enumerate(signatures):
         if signature.error:
@@ -93,12 +98,35 @@ def require_same_batch(read: BatchRead | Exception | None, *, mesh: Mesh) -> Non
                 fix="draw the same random numbers on every rank, before the loader and in it, or pass seed=; for a "
                 'source that can be read only once, as a queue, pass reading="first"',
             )
+        if signature.is_split != signatures[0].is_split:
+            raise DataError(
+                expected="a collate_fn that treats the same samples alike on every rank",
+                found=f"rank {rank} collates {'its rows' if signature.is_split else 'whole batches'}, rank 0 does not",
+                fix=_WHOLE,
+            )
+    for signature in signatures:
+        if signature.reason:
+            return ProbeResult(reason=signature.reason, is_random=signature.is_random)
+    return _compare_leaves(signatures)
+
+
+def _compare_leaves(signatures: list[_BatchSignature]) -> ProbeResult:
+    """Return how the ranks' leaves differ, if they may still read whole batches, or raise `DataError`."""
+    for rank, signature in enumerate(signatures):
         if signature.leaves != signatures[0].leaves:
+            if signature.is_probed:
+                pairs = set(signature.leaves) ^ set(signatures[0].leaves)
+                leaf = min(path for path, _ in pairs)
+                found = " and ".join(
+                    f"{dict(signatures[number].leaves).get(leaf, 'nothing')} on rank {number}" for number in (0, rank)
+                )
+                return ProbeResult(reason=f"{leaf} has rows of {found}")
             raise DataError(
                 expected=f"the same leaves on every rank, except for their rows; rank 0 has {signatures[0].leaves}",
                 found=f"rank {rank} has {signature.leaves}",
                 fix='pass reading="replicated": every rank then collates, for example pads, the whole batch',
             )
+    return ProbeResult()
 
 
 def has_per_sample_lists(read: BatchRead) -> bool:
@@ -135,7 +163,15 @@ def _make_signature(read: BatchRead | Exception | None) -> _BatchSignature:
     if isinstance(read, Exception):
         text = str(read.found) if isinstance(read, DataError) else f"{type(read).__name__}: {read}"
         return _BatchSignature(error=text)
-    return _BatchSignature(read.request.digest, _describe_leaves(read.data) if read.request.is_split else [])
+    request, probe = read.request, read.probe or ProbeResult()
+    return _BatchSignature(
+        digest=request.digest,
+        leaves=_describe_leaves(read.data) if request.is_split else [],
+        is_split=request.is_split,
+        is_probed=request.division is not None,
+        reason=probe.reason,
+        is_random=probe.is_random,
+    )
 
 
 def _describe_progress(signature: _BatchSignature) -> str:

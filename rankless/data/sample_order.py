@@ -61,7 +61,7 @@ class SampleOrder:
 
         Without a `seed` option the seed is derived from the number that `DataLoader` will draw next.
         """
-        split = self.options.reading == "split" and self.collates_batches
+        split = self.options.is_split and self.collates_batches
         if not split or self.is_stream or has_plain_columns(self.dataset):
             return None
         if self.options.seed is not None:
@@ -72,11 +72,13 @@ class SampleOrder:
 
     def settings(self) -> dict[str, Any]:
         """Return the settings that must be equal in a loader that loads this loader's state."""
-        names = ("batch_size", "drop_last", "reading", "seed")
+        names = ("batch_size", "drop_last", "seed")
         return {
             "samples": len(self.dataset) if hasattr(self.dataset, "__len__") else None,
             "samplers": [type(sampler).__name__ for sampler in self.samplers],
             **{name: getattr(self.options, name) for name in names},
+            # "auto" reads the same samples with the same random numbers as "split".
+            "reading": "split" if self.options.is_split else self.options.reading,
         }
 
     def state_dict(self) -> dict[str, Any]:

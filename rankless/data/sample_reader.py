@@ -3,6 +3,7 @@
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,35 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from rankless.data.generators import Generator, find_generators, preserve_generators, seed_generators
 from rankless.errors import DataError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Division:
+    """The whole batch behind a request, and how ranks divide it: what the probe of a `collate_fn` needs."""
+
+    indices: Sequence[Any]
+    lengths: tuple[int, ...]
+    """Number of rows of each rank."""
+    rank: int
+    sample_seeds: Sequence[int] | None = None
+    in_stream: bool = False
+    """Whether the reader has all samples anyway, and therefore decides for each batch who collates what."""
+
+    @property
+    def own(self) -> slice:
+        """This rank's part of the whole batch."""
+        start = sum(self.lengths[: self.rank])
+        return slice(start, start + self.lengths[self.rank])
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeResult:
+    """What the probe of a `collate_fn` found; see Note [probed collation]."""
+
+    reason: str = ""
+    """Why every rank must collate the whole batch, or nothing if each may collate its own rows."""
+    is_random: bool = False
+    """Whether the reason is that the `collate_fn` draws random numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +56,8 @@ class BatchRequest:
     """Digest of the whole batch's indices and the epoch's seed, or of a stream's samples. Equal on all ranks."""
     sample_seeds: Sequence[int] | None = None
     """One seed for each index; None to draw from the process's generators."""
+    division: Division | None = None
+    """What a probe of the `collate_fn` needs; None if this batch is not probed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +66,8 @@ class BatchRead:
 
     data: Any
     request: BatchRequest
+    probe: ProbeResult | None = None
+    """What the probe found; None if the batch was not probed."""
 
     def pin_memory(self) -> "BatchRead":
         """Return the batch in page-locked memory. `DataLoader` calls it."""
@@ -77,6 +111,8 @@ class SamplesRead:
     samples: Any = None
     columns: list[torch.Tensor] | None = None
     batch: Any = None
+    read_others: Callable[[slice], list[Any]] | None = None
+    """Reads samples of the whole batch that belong to other ranks."""
 
 
 class SampleReader(Dataset[Any]):
@@ -101,7 +137,8 @@ class SampleReader(Dataset[Any]):
         try:
             if self.as_batches:
                 return SamplesRead(request=request, batch=self._read_one(request.indices[0], current_index))
-            return SamplesRead(request=request, samples=self._read(request, current_index))
+            samples = self._read(request, current_index)
+            return SamplesRead(request=request, samples=samples, read_others=partial(self._read_others, request))
         except Exception as error:  # user code may raise anything; add the sample's name
             named = (
                 f"index {current_index[0]!r}" if current_index else f"one of the indices {list(request.indices)[:8]}"
@@ -123,6 +160,13 @@ class SampleReader(Dataset[Any]):
                 seed_generators(seed, self._generators)
                 samples.append(self._read_one(index, current_index))
             return samples
+
+    def _read_others(self, request: BatchRequest, part: slice) -> list[Any]:
+        """Return samples of the whole batch, as the rank that owns them reads them."""
+        division = request.division
+        assert division is not None
+        seeds = None if division.sample_seeds is None else division.sample_seeds[part]
+        return list(self._read(replace(request, indices=division.indices[part], sample_seeds=seeds), []))
 
     def _read_one(self, index: Any, current_index: list[Any]) -> Any:
         current_index[:] = [index]

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from rankless.data.batch_tree import iterate_leaves
-from rankless.data.sample_reader import BatchRequest, ReadFailure, SamplesRead, report_read_failure
+from rankless.data.sample_reader import BatchRequest, Division, ReadFailure, SamplesRead, report_read_failure
 from rankless.parallel.tensor_placement import split_lengths
 
 _COMPARED_BYTES = 1 << 16
@@ -32,13 +32,21 @@ class StreamReader(IterableDataset[Any]):
     """
 
     def __init__(
-        self, dataset: Any, *, batch_size: int | None, drop_last: bool, rank_and_size: tuple[int, int] | None
+        self,
+        dataset: Any,
+        *,
+        batch_size: int | None,
+        drop_last: bool,
+        rank_and_size: tuple[int, int] | None,
+        is_probed: bool = False,
     ) -> None:
         self.dataset = dataset
         self.batch_size = batch_size
         self.drop_last = drop_last
         self.rank_and_size = rank_and_size
         """This rank and the number of ranks if each collates its own rows; None if it collates all."""
+        self.is_probed = is_probed
+        """Whether a probe of the `collate_fn` decides for each batch; see Note [probed collation]."""
 
     def __iter__(self) -> Iterator[SamplesRead | ReadFailure]:
         # Not inside the generator below: DataLoader calls the user's __iter__ when iteration starts.
@@ -74,6 +82,10 @@ class StreamReader(IterableDataset[Any]):
         if is_split and self.rank_and_size is not None:
             rank, size = self.rank_and_size
             lengths = split_lengths(rows, size)
+            if self.is_probed:
+                division = Division(indices=indices, lengths=lengths, rank=rank, in_stream=True)
+                probed = BatchRequest(indices=indices, rows=rows, is_split=False, digest=digest, division=division)
+                return SamplesRead(request=probed, samples=samples)
             own = slice(sum(lengths[:rank]), sum(lengths[: rank + 1]))
             samples, indices = samples[own], indices[own]
         request = BatchRequest(indices=indices, rows=rows, is_split=is_split, digest=digest)

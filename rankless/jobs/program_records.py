@@ -1,6 +1,6 @@
 """Record the programs of a worker's jobs, for `rankless plan` and for the coverage report of `rankless verify`."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from torch import fx
@@ -14,6 +14,7 @@ from rankless.compiler.sharding.sharding_propagation import ShardedProgram
 from rankless.compiler.tracing.symbolic_sizes import size_hint
 from rankless.jobs.definition import JobDefinition
 from rankless.parallel.tensor_placement import Placement, Replicate, Shard
+from rankless.records.gather_places import NOTICE_BYTES, describe_gather_place, list_gather_places
 from rankless.records.job_programs import (
     DefinedJob,
     JobProgram,
@@ -25,10 +26,6 @@ from rankless.records.job_programs import (
     programs_file,
 )
 from rankless.records.quantities import format_decimal_bytes
-from rankless.records.repeated_layer_names import format_modules
-
-NOTICE_BYTES = 64 * 1024
-"""Gathered bytes per call from which on a job warns. Fewer cost little more than the message itself."""
 
 
 class ProgramRecorder:
@@ -56,56 +53,41 @@ class ProgramRecorder:
 
 
 class ProgramNotices:
-    """Warns once per place of a job where every rank computes in full what could be split.
+    """Warns once per place of a job where every rank computes on whole values what could be split.
 
-    These are operators without a sharding rule, and values that every rank gathers.
+    `rankless plan` lists the same places, and the small ones too.
     """
 
     def __init__(self, job: JobDefinition, notify: Callable[[str], None]) -> None:
         self._job = job
         self._notify = notify
-        self._known: set[tuple[str, str]] = set()
+        self._known: set[tuple[str, str, bool]] = set()
 
     def report(self, local: LocalProgram) -> None:
         """Warn of what is new in a program."""
-        for node in local.sharded.nodes_without_rule:
-            line = str(node.meta.get("line", ""))
-            self._known.add((line, f"input of {format_operator(node.target)}"))
+        program = describe_program(self._job, local)
+        for place in list_gather_places(program):
+            key = (place.line, place.operator, place.backward)
+            if not place.is_costly or key in self._known:
+                continue
+            self._known.add(key)
             self._notify(
-                f"{line}: no sharding rule for {node.target} yet; job {self._job.name!r} runs it "
-                "replicated on every rank (correct, but not faster with more workers)"
+                f"{place.line}: job {self._job.name!r} runs in full on every rank: {describe_gather_place(place)} "
+                "(correct, but not faster with more workers; `rankless plan` lists all such places)"
             )
-        gathered = [move for move in local.collectives if move.gathered and (move.line, move.reason) not in self._known]
-        self._known.update((move.line, move.reason) for move in gathered)
-        self._report_inputs([move for move in gathered if move.purpose != "output"], local.sharded)
         if self._job.trains:
-            self._report_outputs([move for move in gathered if move.purpose == "output"])
+            self._report_outputs(program)
 
-    def _report_inputs(self, gathered: Sequence[CollectiveRecord], sharded: ShardedProgram) -> None:
-        """Warn of values that operators need in full."""
-        size = sum(move.bytes for move in gathered)
-        if size < NOTICE_BYTES:
-            return
-        whole, total = len(find_whole_operators(sharded)), count_operators(sharded.logical)
-        places: dict[str, list[tuple[str, str]]] = {}
-        for move in gathered:
-            modules = places.setdefault(move.reason, [])
-            if move.module is not None:
-                modules.append((move.module.path, move.module.kind))
-        texts = [f"{reason}{f' in {format_modules(found)}' if found else ''}" for reason, found in places.items()]
-        self._notify(
-            f"{gathered[0].line}: job {self._job.name!r} gathers {format_decimal_bytes(size)} of split values on every "
-            f"rank at each call, as {', '.join(texts)}; every rank computes {whole} of {total} operators in full "
-            "(correct, but not faster with more workers; `rankless plan` lists them)"
-        )
-
-    def _report_outputs(self, gathered: Sequence[CollectiveRecord]) -> None:
+    def _report_outputs(self, program: JobProgram) -> None:
         """Warn of large tensors that a train job returns."""
-        size = sum(move.bytes for move in gathered)
-        if size >= NOTICE_BYTES:
+        key = (self._job.line, "outputs", False)
+        outputs = [move for move in program.moves if move.gathered and move.purpose == "output"]
+        size = program.calls_per_step * sum(move.bytes for move in outputs)
+        if size >= NOTICE_BYTES and key not in self._known:
+            self._known.add(key)
             self._notify(
                 f"{self._job.line}: job {self._job.name!r} returns {format_decimal_bytes(size)} of tensors that every "
-                "rank gathers at each call (correct, but slower); return only what the script reads"
+                "rank gathers at each step (correct, but slower); return only what the script reads"
             )
 
 
@@ -157,6 +139,7 @@ def describe_operator(node: fx.Node) -> ReplicatedOperator:
     module: ModuleName | None = node.meta.get("module")
     return ReplicatedOperator(
         operator=str(node.target),
+        name=format_operator(node.target),
         line=str(node.meta.get("line", "")),
         module="" if module is None else module.path,
         module_type="" if module is None else module.kind,

@@ -56,6 +56,8 @@ class ReplicatedOperator(msgspec.Struct, frozen=True, kw_only=True):
 
     operator: str
     line: str
+    name: str
+    """The operator's short name, as in `reason` of a communication."""
     module: str = ""
     module_type: str = ""
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
+from rankless.records.gather_places import GatherPlace, describe_gather_place, list_gather_places
 from rankless.records.job_programs import (
     DefinedJob,
     JobProgram,
@@ -36,6 +37,8 @@ class PlannedJob(msgspec.Struct, frozen=True, kw_only=True):
     sent_bytes: int
     gathered_bytes: int
     """The part of `moved_bytes` in values that were split between workers and that every worker gets in full."""
+    gather_places: tuple[GatherPlace, ...]
+    """Where operators gather such values. A run warns of the costly ones, once per job."""
 
 
 class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,6 +69,7 @@ def make_plan_report(facts: Iterable[ProgramRecord], *, workers: int, steps: int
                 moved_bytes=sum(move.bytes for move in fact.moves),
                 sent_bytes=sum(move.sent_bytes for move in fact.moves),
                 gathered_bytes=sum(move.bytes for move in fact.moves if move.gathered),
+                gather_places=list_gather_places(fact),
             )
             for fact in known
             if isinstance(fact, JobProgram)
@@ -100,8 +104,11 @@ def _render_job(job: PlannedJob, width: int) -> Iterator[str]:
         title = f"data moved per call{step}, in order of start (~ overlaps with computation):"
         yield from _wrap(title, width, indent=2)
         yield from _render_moves(program.moves, width)
-    for text in (_describe_total(job), _describe_gathers(program), _describe_operators_without_rule(program)):
+    for text in (_describe_total(job), _describe_gathers(program)):
         yield from _wrap(text, width, indent=2)
+    for place in job.gather_places:
+        yield from _wrap(f"{_shorten_line(place.line)}: {describe_gather_place(place)}", width, indent=4)
+    yield from _wrap(_describe_operators_without_rule(program), width, indent=2)
 
 
 def _describe_total(job: PlannedJob) -> str:

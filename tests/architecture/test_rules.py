@@ -41,6 +41,7 @@ BROAD_EXCEPTS = {
     "rankless/context/once.py": "the other ranks learn that rank 0 failed, and the error is raised again",
     "rankless/data/batch_source.py": "a data set is foreign code; the other ranks learn of its error",
     "rankless/data/collation.py": "a collate_fn is foreign code; its error gets an explanation",
+    "rankless/data/collation_probe.py": "a collate_fn is foreign code; if it raises, ranks read whole batches",
     "rankless/data/batches_from_first_rank.py": "a data set is foreign code; the other ranks learn of its error",
     "rankless/data/prefetching.py": "the error is raised after the batches that were read before it",
     "rankless/data/sample_reader.py": "a data set is foreign code; its error gets the index of the sample",

@@ -154,7 +154,15 @@ def make_table_program() -> JobProgram:
             *[move("all_gather", f"v{layer}", layer) for layer in range(12)],
             move("all_reduce", "model.layers.0.weight, model.layers.0.bias", 0, overlapped=True),
         ),
-        without_rule=(ReplicatedOperator(operator="aten.odd.default", line="/somewhere/train.py:5", module="model.2"),),
+        without_rule=(
+            ReplicatedOperator(
+                operator="aten.odd.default",
+                name="odd",
+                line="/somewhere/train.py:5",
+                module="model.2",
+                module_type="Odd",
+            ),
+        ),
     )
 
 
@@ -173,6 +181,8 @@ def test_the_table_fits_any_width_and_cuts_nothing_off(width: int) -> None:
         "in model.layers.[0-11].attention (MultiheadAttention)",
         "2 gradients: model.layers.0.weight, model.layers.0.bias",
         "gathered on every worker: 12 values, 18.0 kB; every worker computes 5 of 9 operators in full",
+        f"{REASON} of model.layers.[0-11].attention (MultiheadAttention) gathers 72.0 kB per step: its rule",
+        "train.py:5: odd of model.2 (Odd) takes gathered values: it has no sharding rule",
         "computed in full: 1: aten.odd.default (train.py:5, model.2)",
         "total: 13 moves, 19.5 kB of values; each worker sends 19.5 kB (ring collectives)",
         "data moved per call (4 calls make a step), in order of start",

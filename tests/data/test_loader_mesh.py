@@ -168,7 +168,7 @@ def collate_with(mesh: Mesh, collate_name: str, options: dict[str, Any]) -> list
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_collate_fn_whose_rows_are_not_the_samples_raises(collate_name, message, num_workers):
     with pytest.raises(DataError, match=message):
-        on_mesh(2, collate_with, collate_name, {"num_workers": num_workers})
+        on_mesh(2, collate_with, collate_name, {"num_workers": num_workers, "reading": "split"})
 
 
 @pytest.mark.parametrize("collate_name", ["transpose", "pad", "mask"])

@@ -21,7 +21,7 @@ import rankless
 from rankless.errors import DataError
 from rankless.parallel.mesh import Mesh
 
-READINGS = ["split", "replicated", "first"]
+READINGS = ["auto", "split", "replicated", "first"]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -101,7 +101,7 @@ def add_count(samples):
 
 
 def collate_with(mesh: Mesh, name: str) -> list[object]:
-    return list(loader_on(mesh, Items(6), batch_size=6, collate_fn=globals()[name]))
+    return list(loader_on(mesh, Items(6), batch_size=6, collate_fn=globals()[name], reading="split"))
 
 
 @pytest.mark.slow

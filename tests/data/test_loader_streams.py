@@ -21,7 +21,7 @@ from torch.utils.data import IterableDataset
 from rankless.errors import DataError
 from rankless.parallel.mesh import Mesh
 
-READINGS = ["split", "replicated", "first"]
+READINGS = ["auto", "split", "replicated", "first"]
 
 
 @pytest.mark.parametrize("case", STREAM_CASES)

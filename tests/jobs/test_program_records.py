@@ -1,5 +1,6 @@
 """The recorded traffic of a program equals what `torch.distributed` communicates, and jobs warn of gathers."""
 
+import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +20,9 @@ from rankless.jobs.program_cache import ProgramCache
 from rankless.jobs.program_records import describe_program
 from rankless.jobs.views.consistent import ConsistentView
 from rankless.parallel.mesh import Mesh
+from rankless.records.gather_places import describe_gather_place, list_gather_places
 from rankless.records.job_programs import JobProgram
+from rankless.terminal.program_table import make_plan_report, render_plan
 
 pytestmark = pytest.mark.slow
 
@@ -202,9 +205,80 @@ def test_the_plan_lists_exactly_the_collectives_that_run() -> None:
         assert sorted(outputs) == ["result 1", "result 2", "the loss"]
         assert [move.reason for move in gathers if move.purpose == "output"] == ["result 1", "result 2"]
         assert 0 < program.whole_operators < program.operators
-        gathering, returned = notices
-        whole = f"every rank computes {program.whole_operators} of {program.operators} operators in full"
-        assert gathering.startswith(f"{__file__}:")
-        assert "input of softmax in model.layers.[0-2] (SoftmaxOverBatch)" in gathering
-        assert whole in gathering
+        forward, backward, returned = notices
+        modules = "of model.layers.[0-2] (SoftmaxOverBatch)"
+        assert forward.startswith(f"{__file__}:")
+        assert f"softmax {modules} gathers 246 kB per step: its rule does not fit" in forward
+        assert f"softmax_backward_data {modules} in backward gathers" in backward
         assert returned.startswith("train.py:1: job 'train' returns 82.0 kB of tensors that every rank gathers")
+
+
+class Gathering(nn.Module):
+    """Layers with a rule that does not fit, layers without a rule, and layers that gather little."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.first = nn.Linear(32, 32)
+        self.norms = nn.ModuleList(SoftmaxOverBatch() for _ in range(2))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        values = self.first(inputs)
+        if "norms" in self.kind:
+            for norm in self.norms:
+                values = norm(values)
+        if "no rule" in self.kind:
+            values = values + values.median()
+        if "small" in self.kind:
+            values = values + torch.cumsum(values[:, :1, :1], 0)
+        return values.square().mean()
+
+
+GATHERING = ["norms", "no rule", "small", "norms, no rule and small", "none"]
+
+
+def list_notices_and_plan(mesh: Mesh, kind: str) -> tuple[list[str], str, JobProgram]:
+    torch.manual_seed(0)
+    model = Gathering(kind).double()
+    job = JobDefinition(
+        name="train",
+        function=lambda inputs: model(inputs),
+        modules={"model": model},
+        optimizers=(torch.optim.SGD(model.parameters(), lr=0.1),),
+        line="train.py:1",
+    )
+    notices: list[str] = []
+    kept = KeptPrograms()
+    view = ConsistentView(job, World(mesh=mesh, notify=notices.append, send_record=lambda _record: None, programs=kept))
+    for _ in range(3):
+        view.run(flatten_arguments((torch.randn(16, 20, 32, dtype=torch.float64),), {}, mesh.device))
+    view.run(flatten_arguments((torch.randn(14, 20, 32, dtype=torch.float64),), {}, mesh.device))
+    return notices, render_plan(make_plan_report(kept.programs, workers=mesh.size, steps=3), 1000), kept.programs[0]
+
+
+@pytest.mark.parametrize("kind", GATHERING)
+def test_a_run_warns_of_exactly_the_costly_places_that_the_plan_lists(kind: str) -> None:
+    for notices, plan, program in on_mesh(2, list_notices_and_plan, kind):
+        warned = [
+            re.fullmatch(r"(.*): job 'train' runs in full on every rank: (.*) \(correct, .*\)", text)
+            for text in notices
+        ]
+        found = {f"{os.path.basename(match[1])}: {match[2]}" for match in warned if match}
+        listed = {line.strip() for line in plan.splitlines() if "per step:" in line or "takes gathered" in line}
+        places = list_gather_places(program)
+        costly = {place for place in places if place.is_costly}
+        assert found == {f"{os.path.basename(place.line)}: {describe_gather_place(place)}" for place in costly}
+        assert len(found) == len(warned) == len([match for match in warned if match])
+        assert found <= listed
+        # Each gathered input of the program is in exactly one place, with its bytes.
+        moved = [move.bytes for move in program.moves if move.gathered and move.purpose == "input"]
+        assert sum(place.values for place in places) == len(moved)
+        assert sum(place.bytes for place in places) == sum(moved)
+        if "norms" in kind:
+            assert {place.backward for place in costly if place.has_rule} == {False, True}
+        assert any(not place.has_rule for place in costly) == ("no rule" in kind)
+        if "small" in kind:
+            assert any(not place.is_costly for place in places)
+        if kind in ("small", "none"):
+            assert not costly
+            assert bool(places) == (kind == "small")
