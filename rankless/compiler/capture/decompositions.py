@@ -88,14 +88,30 @@ STATISTICS_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
 """Statistics that PyTorch decomposes only to its own `prims.var`."""
 
 
-def decompose_scalar_power(base: float, exponent: Tensor) -> Tensor:
-    """Raise a number to powers: PyTorch's kernel makes a contiguous result, whatever the layout of the exponent."""
-    number = torch.full((), base, dtype=torch.result_type(base, exponent), device=exponent.device)
-    return torch.pow(number, exponent).contiguous()
+def make_contiguous_decomposition(operator: Any) -> Callable[..., Any]:
+    """Return the decomposition of an operator whose kernel makes contiguous results, whatever the layout it gets."""
+
+    def decompose(*args: Any) -> Any:
+        if all(item.is_contiguous() for item in args if isinstance(item, Tensor)):
+            return NotImplemented  # the trace is right, and keeps the operator
+        return operator(*[item.contiguous() if isinstance(item, Tensor) else item for item in args])
+
+    return decompose
+
+
+def decompose_reflection_pad_backward(grad: Tensor, x: Tensor, padding: Sequence[int]) -> Any:
+    """Compute the gradient of reflecting pads: PyTorch's kernel gives it the memory format of the images."""
+    memory = suggest_memory_format(x)
+    if memory == torch.contiguous_format:
+        return NotImplemented
+    found = aten.reflection_pad2d_backward.default(grad.contiguous(), x.contiguous(), padding)
+    return found.contiguous(memory_format=memory)
 
 
 LAYOUT_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
-    aten.pow.Scalar: decompose_scalar_power,
+    aten.pow.Scalar: make_contiguous_decomposition(aten.pow.Scalar),
+    aten.log_sigmoid_forward.default: make_contiguous_decomposition(aten.log_sigmoid_forward.default),
+    aten.reflection_pad2d_backward.default: decompose_reflection_pad_backward,
     aten.native_dropout_backward.default: lambda grad, mask, scale: grad * mask * scale,
 }
 """Operators for which PyTorch traces other strides than those of its kernels, as their kernels compute them."""
