@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from rankless.compiler.rules.pattern import make_letters, make_pattern_rule
+from rankless.compiler.rules.pattern import make_letters, make_pattern_rule, require_rows
 from rankless.compiler.rules.strategy import OperatorCall, ShardingRule, logical_shape
 
 aten = torch.ops.aten
@@ -17,5 +17,6 @@ def transform_pattern(call: OperatorCall) -> str:
 
 
 RULES: dict[Any, ShardingRule] = dict.fromkeys(
-    (aten._fft_r2c.default, aten._fft_c2r.default, aten._fft_c2c.default), make_pattern_rule(transform_pattern)
+    (aten._fft_r2c.default, aten._fft_c2r.default, aten._fft_c2c.default),
+    require_rows(make_pattern_rule(transform_pattern)),
 )

@@ -9,7 +9,13 @@ import torch
 from torch import fx
 
 from rankless.compiler.ir import local_kernels
-from rankless.compiler.rules.pattern import make_letters, make_masked_rule, make_pattern_rule, split_strategies
+from rankless.compiler.rules.pattern import (
+    make_letters,
+    make_masked_rule,
+    make_pattern_rule,
+    require_rows,
+    split_strategies,
+)
 from rankless.compiler.rules.strategy import (
     GraphBuilder,
     LocalValue,
@@ -190,8 +196,10 @@ RULES: dict[Any, ShardingRule] = {
     aten.native_group_norm_backward.default: make_masked_rule(
         lambda _: "b*,b*,b*,b*,*->b*,*,*", make_row_count_lowering(5)
     ),
-    aten._native_batch_norm_legit_functional.default: batch_norm_strategies,
-    aten._native_batch_norm_legit.no_stats: batch_norm_strategies,
-    aten._native_batch_norm_legit_no_training.default: make_pattern_rule(batch_norm_inference_pattern),
-    aten.native_batch_norm_backward.default: batch_norm_backward_strategies,
+    aten._native_batch_norm_legit_functional.default: require_rows(batch_norm_strategies, dim=1),
+    aten._native_batch_norm_legit.no_stats: require_rows(batch_norm_strategies, dim=1),
+    aten._native_batch_norm_legit_no_training.default: require_rows(
+        make_pattern_rule(batch_norm_inference_pattern), dim=1
+    ),
+    aten.native_batch_norm_backward.default: require_rows(batch_norm_backward_strategies, dim=1),
 }

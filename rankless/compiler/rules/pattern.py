@@ -36,6 +36,31 @@ def split_strategies(call: OperatorCall, pattern: str, lower: LoweringRule | Non
         )
 
 
+def require_rows(rule: ShardingRule, dim: int | None = None) -> ShardingRule:
+    """Return a rule that splits only if every rank has rows: some kernels raise, or end the process, without.
+
+    Lengths that vary from call to call may become zero, so they are not split either.
+
+    Args:
+        rule: The rule.
+        dim: Only strategies that split this dim of the first input need rows. None for all strategies.
+    """
+
+    def strategies(call: OperatorCall) -> Iterator[Strategy]:
+        for strategy in rule(call):
+            first = strategy.inputs[0] if strategy.inputs else Replicate()
+            is_concerned = dim is None or (isinstance(first, Shard) and first.dim == dim)
+            if not is_concerned or all(map(has_rows, (*strategy.inputs, *strategy.outputs))):
+                yield strategy
+
+    return strategies
+
+
+def has_rows(placement: Placement) -> bool:
+    """Return whether every rank has a part of a value for sure."""
+    return not isinstance(placement, Shard) or all(isinstance(item, int) and item > 0 for item in placement.lengths)
+
+
 def get_letter(text: str, dim: int) -> str | None:
     """Return the letter of a dim, or None if that dim must be replicated."""
     if dim < len(text) and text[dim] not in ".*":

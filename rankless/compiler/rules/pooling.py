@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rankless.compiler.rules.pattern import make_letters, make_pattern_rule
+from rankless.compiler.rules.pattern import make_letters, make_pattern_rule, require_rows
 from rankless.compiler.rules.strategy import OperatorCall, ShardingRule, logical_shape
 
 aten = torch.ops.aten
@@ -29,7 +29,7 @@ def make_spatial_pattern(dims: int) -> Any:
 
 RULES: dict[Any, ShardingRule] = {
     **{
-        operator: make_pattern_rule(make_spatial_pattern(1))
+        operator: require_rows(make_pattern_rule(make_spatial_pattern(1)))
         for operator in (
             aten.reflection_pad1d.default,
             aten.reflection_pad1d_backward.default,

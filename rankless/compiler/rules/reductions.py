@@ -7,7 +7,13 @@ from typing import Any
 
 import torch
 
-from rankless.compiler.rules.pattern import make_letters, make_pattern_rule, partial_sum_strategies, split_strategies
+from rankless.compiler.rules.pattern import (
+    make_letters,
+    make_pattern_rule,
+    partial_sum_strategies,
+    require_rows,
+    split_strategies,
+)
 from rankless.compiler.rules.strategy import (
     GraphBuilder,
     LocalValue,
@@ -213,7 +219,7 @@ RULES: dict[Any, ShardingRule] = {
     aten.min.default: extremum_strategies,
     aten.amax.default: extremum_strategies,
     aten.amin.default: extremum_strategies,
-    aten.aminmax.default: both_extrema_strategies,
+    aten.aminmax.default: require_rows(both_extrema_strategies),
     aten.prod.default: product_strategies,
     aten.prod.dim_int: product_strategies,
     **dict.fromkeys(
