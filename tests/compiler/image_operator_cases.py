@@ -80,7 +80,7 @@ SPLIT_IMAGES = {
     "antialiased resizing": split(
         lambda x: (
             F.interpolate(x, size=3, mode="bilinear", antialias=True).square()
-            + F.interpolate(x, size=3, mode="bicubic", antialias=True)
+            + F.interpolate(x, size=3, mode="bicubic", antialias=True).square()
         ),
         (2, 4, 4),
     ),

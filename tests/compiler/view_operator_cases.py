@@ -97,5 +97,8 @@ SPLIT_POINTWISE = {
             * (torch.isin(labels_of(x, 5), 2) + 1)[:, None]
         )
     ),
+    "tangent in another layout than its value": split(
+        lambda x: torch.func.jvp(lambda value: value.sin(), (x.t().contiguous().t(),), (x.cos(),))[1].square()
+    ),
     "gradient of a gamma draw": split(lambda x: x * aten._standard_gamma_grad(x.detach().abs(), x.detach().exp())),
 }
