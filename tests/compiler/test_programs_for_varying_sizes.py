@@ -10,7 +10,7 @@ import torch
 from operator_cases import weighted
 from simulated_ranks import GuardsFailed, assert_same_as_plain
 from test_operators import CASES
-from test_random_programs import STEPS
+from test_random_programs import OPERATORS
 from torch import nn
 
 SIZE_DEPENDENT = {
@@ -69,14 +69,14 @@ def test_an_operator_that_depends_on_the_number_of_rows_has_a_guard_on_it(name):
 @pytest.mark.parametrize("seed", mark_most_exhaustive(enumerate(range(48))))
 def test_a_random_program_is_exact_at_another_shape_or_has_a_guard(seed):
     choices = random.Random(seed)
-    names = [choices.choice(list(STEPS)) for _ in range(choices.randint(2, 6))]
+    names = [choices.choice(list(OPERATORS)) for _ in range(choices.randint(2, 6))]
     rows, columns, ranks = choices.randint(4, 9), choices.choice([3, 4, 6]), choices.choice([2, 3])
     model = nn.Linear(columns, columns)
 
     def loss(x):
         values = [model(x)]
         for place, name in enumerate(names):
-            values.append(STEPS[name](values[-1], values[place // 2]).tanh())
+            values.append(OPERATORS[name](values[-1], values[place // 2]).tanh())
         weights = torch.sin(torch.arange(1.0, values[-1].numel() + 1)).view(values[-1].shape)
         return (values[-1] * weights).sum() + values[0].square().mean(), values[-1]
 

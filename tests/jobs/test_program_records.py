@@ -224,17 +224,17 @@ class Gathering(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         values = self.first(inputs)
-        if "norms" in self.kind:
-            for norm in self.norms:
-                values = norm(values)
         if "no rule" in self.kind:
             values = values + values.median()
+        if "norms" in self.kind:
+            for norm in self.norms:
+                values = norm(values.square())
         if "small" in self.kind:
             values = values + torch.cumsum(values[:, :1, :1], 0)
         return values.square().mean()
 
 
-GATHERING = ["norms", "no rule", "small", "norms, no rule and small", "none"]
+GATHERING = ["norms", "no rule", "small", "norms and small", "none"]
 
 
 def list_notices_and_plan(mesh: Mesh, kind: str) -> tuple[list[str], str, JobProgram]:
