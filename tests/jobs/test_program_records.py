@@ -234,7 +234,7 @@ class Gathering(nn.Module):
         return values.square().mean()
 
 
-GATHERING = ["norms", "no rule", "small", "norms and small", "none"]
+GATHERING = ["norms", "no rule", "small", "none"]
 
 
 def list_notices_and_plan(mesh: Mesh, kind: str) -> tuple[list[str], str, JobProgram]:

@@ -188,8 +188,9 @@ def scatter_add_strategies(call: OperatorCall) -> Iterator[Strategy]:
     target, index, source = (logical_shape(node) for node in call.inputs)
     if not target or not len(target) == len(index) == len(source):
         return
-    # Every dim of the indices may be sharded, as long as each entry of the source stays with its own index.
-    text = "".join(LETTERS[dim] if index[dim] == source[dim] else "." for dim in range(len(index)))
+    # An entry's place along the indexed dim is free. Along every other dim it is the place that the entry adds to.
+    along = call.argument("dim") % len(index)
+    text = "".join("Z" if dim == along and index[dim] == source[dim] else "." for dim in range(len(index)))
     yield from added_strategies(call, [text, text])
 
 
