@@ -84,8 +84,11 @@ class ModuleTensors:
                 self._differentiated[id(variable)] = variable
 
     def is_differentiated(self, tensor: Tensor) -> bool:
-        """Return whether autograd would compute a gradient of a tensor of the script, such as one of another model."""
-        return id(tensor) in self._differentiated
+        """Return whether autograd would compute a gradient of a tensor of the script, such as one of another model.
+
+        A tensor that the script has computed from parameters counts as one: its gradient would go on to them.
+        """
+        return tensor.requires_grad and (not tensor.is_leaf or id(tensor) in self._differentiated)
 
     def add_data(self, tensor: Tensor, data: Tensor) -> None:
         """Note that `data` is `tensor.data`."""
