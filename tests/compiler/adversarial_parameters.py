@@ -92,7 +92,70 @@ def tied_parameter_changed_by_its_other_name():
     return Script(function=loss, modules={"model": model}, batches=batches())
 
 
+def script_with_another(compare) -> Script:
+    """Return a job that gets one of two models; `compare` makes a loss of scores, features and the other model."""
+    model, other = perceptron(), perceptron()
+
+    def loss(features, labels):
+        return F.cross_entropy(model(features), labels) + compare(model(features), features, other)
+
+    return Script(function=loss, modules={"model": model}, batches=batches())
+
+
+def teacher_without_gradient():
+    def compare(scores, features, other):
+        with torch.no_grad():
+            wanted = other(features)
+        return F.mse_loss(scores, wanted)
+
+    return script_with_another(compare)
+
+
+def teacher_that_is_detached():
+    return script_with_another(lambda scores, features, other: F.mse_loss(scores, other(features).detach()))
+
+
+class Product(torch.autograd.Function):
+    """A product whose forward runs without gradients, as that of every autograd function does."""
+
+    @staticmethod
+    def forward(ctx, left, right):
+        ctx.save_for_backward(left, right)
+        return left @ right
+
+    @staticmethod
+    def backward(ctx, grad):
+        left, right = ctx.saved_tensors
+        return grad @ right.t(), left.t() @ grad
+
+
+def parameter_of_another_model_in_an_autograd_function():
+    model, other = perceptron(), perceptron()
+
+    def loss(features, labels):
+        product = Product.apply(model(features), other[2].weight)  # the line
+        return F.cross_entropy(model(features), labels) + product.mean()
+
+    return Script(function=loss, modules={"model": model}, batches=batches())
+
+
+def value_that_was_computed_from_another_model():
+    model, other = perceptron(), perceptron()
+    computed = other(torch.ones(1, 6, dtype=torch.float64))
+
+    def loss(features, labels):
+        return F.cross_entropy(model(features) + computed, labels)  # the line
+
+    return Script(function=loss, modules={"model": model}, batches=batches())
+
+
+NOT_PASSED = r"of a module that was not passed"
+
 CASES = [
+    AdversarialCase(build=teacher_without_gradient),
+    AdversarialCase(build=teacher_that_is_detached),
+    AdversarialCase(build=parameter_of_another_model_in_an_autograd_function, refused=NOT_PASSED),
+    AdversarialCase(build=value_that_was_computed_from_another_model, refused=NOT_PASSED),
     AdversarialCase(build=weights_clipped),
     AdversarialCase(build=weights_clipped_through_data),
     AdversarialCase(build=bias_from_the_batch),
