@@ -115,25 +115,22 @@ def teacher_that_is_detached():
     return script_with_another(lambda scores, features, other: F.mse_loss(scores, other(features).detach()))
 
 
-class Product(torch.autograd.Function):
-    """A product whose forward runs without gradients, as that of every autograd function does."""
-
-    @staticmethod
-    def forward(ctx, left, right):
-        ctx.save_for_backward(left, right)
-        return left @ right
-
-    @staticmethod
-    def backward(ctx, grad):
-        left, right = ctx.saved_tensors
-        return grad @ right.t(), left.t() @ grad
-
-
 def parameter_of_another_model_in_an_autograd_function():
     model, other = perceptron(), perceptron()
 
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, left, right):
+            ctx.save_for_backward(left, right)
+            return left @ right  # the line
+
+        @staticmethod
+        def backward(ctx, grad):
+            left, right = ctx.saved_tensors
+            return grad @ right.t(), left.t() @ grad
+
     def loss(features, labels):
-        product = Product.apply(model(features), other[2].weight)  # the line
+        product = Product.apply(model(features), other[2].weight)
         return F.cross_entropy(model(features), labels) + product.mean()
 
     return Script(function=loss, modules={"model": model}, batches=batches())
