@@ -99,19 +99,32 @@ def make_contiguous_decomposition(operator: Any) -> Callable[..., Any]:
     return decompose
 
 
-def decompose_reflection_pad_backward(grad: Tensor, x: Tensor, padding: Sequence[int]) -> Any:
-    """Compute the gradient of reflecting pads: PyTorch's kernel gives it the memory format of the images."""
-    memory = suggest_memory_format(x)
-    if memory == torch.contiguous_format:
-        return NotImplemented
-    found = aten.reflection_pad2d_backward.default(grad.contiguous(), x.contiguous(), padding)
-    return found.contiguous(memory_format=memory)
+def make_memory_format_decomposition(operator: Any, position: int) -> Callable[..., Any]:
+    """Return the decomposition of an operator whose kernel gives its result the memory format of one argument."""
+
+    def decompose(*args: Any) -> Any:
+        memory = suggest_memory_format(args[position])
+        if memory == torch.contiguous_format:
+            return NotImplemented  # the trace is right, and keeps the operator
+        found = operator(*[item.contiguous() if isinstance(item, Tensor) else item for item in args])
+        return found.contiguous(memory_format=memory)
+
+    return decompose
 
 
 LAYOUT_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.pow.Scalar: make_contiguous_decomposition(aten.pow.Scalar),
     aten.log_sigmoid_forward.default: make_contiguous_decomposition(aten.log_sigmoid_forward.default),
-    aten.reflection_pad2d_backward.default: decompose_reflection_pad_backward,
+    aten.glu_backward.default: make_contiguous_decomposition(aten.glu_backward.default),
+    **{
+        operator: make_memory_format_decomposition(operator, position)
+        for operator, position in (
+            (aten.reflection_pad2d_backward.default, 1),
+            (aten.replication_pad2d_backward.default, 1),
+            (aten.max_unpool2d.default, 0),
+            (aten.channel_shuffle.default, 0),
+        )
+    },
     aten.native_dropout_backward.default: lambda grad, mask, scale: grad * mask * scale,
 }
 """Operators for which PyTorch traces other strides than those of its kernels, as their kernels compute them."""
