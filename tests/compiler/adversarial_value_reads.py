@@ -152,7 +152,28 @@ def linear_systems():
     return script_of_values(score)
 
 
+def value_read_in_backward():
+    model = perceptron()
+
+    class Halved(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, scores):
+            ctx.save_for_backward(scores)
+            return scores / 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            (scores,) = ctx.saved_tensors
+            return grad / 2 if scores.sum() > 0 else grad  # the line
+
+    def loss(features, labels):
+        return F.cross_entropy(Halved.apply(model(features)), labels)
+
+    return Script(function=loss, modules={"model": model}, batches=batches())
+
+
 CASES = [
+    AdversarialCase(build=value_read_in_backward, refused=r"read in the backward pass"),
     AdversarialCase(build=build, reads_values=True)
     for build in (
         branch_on_the_loss,

@@ -147,6 +147,8 @@ class TraceableJobModule(nn.Module):
         # A result may be an argument, or a view of one. A clone makes it a value of the program.
         values = tuple(leaf.detach().clone() for leaf in leaves if isinstance(leaf, Tensor))
         checks = () if self.reads is None else tuple(item.clone() for item in self.reads.tensors)
+        if self.reads is not None:
+            self.reads.end_function()
         if not self.source.trains:
             return (*values, *checks)
         loss = extract_loss(result, self.source.name)

@@ -42,10 +42,16 @@ class ValueReads:
         self.tensors: list[Tensor] = []
         self.values: list[Any] = []
         self.lines: list[str] = []
+        self._has_returned = False
 
     def begin_pass(self) -> None:
         """Begin another trace of the same job."""
         self.tensors, self.values, self.lines = [], [], []
+        self._has_returned = False
+
+    def end_function(self) -> None:
+        """End the part of a trace whose values the program can compare: the job's function has returned."""
+        self._has_returned = True
 
     @property
     def has_guesses(self) -> bool:
@@ -54,6 +60,13 @@ class ValueReads:
 
     def read(self, tensor: Tensor) -> Any:
         """Return the value of a tensor of one element. Raises `ValueNeeded` if it is not known."""
+        if self._has_returned:
+            raise CaptureError(
+                expected="values of tensors that Python reads in the job's function",
+                found="one that is read in the backward pass, after the function has returned",
+                fix="compute with tensors there, for example with torch.where",
+                where=user_line(sys._getframe(1)),
+            )
         position = len(self.values)
         self.lines.append(user_line(sys._getframe(1)))
         if position == MAX_READS:
