@@ -172,24 +172,24 @@ def value_read_in_backward():
     return Script(function=loss, modules={"model": model}, batches=batches())
 
 
+READ = (
+    branch_on_the_loss,
+    branches_on_single_rows,
+    number_that_changes_at_every_call,
+    slice_as_long_as_the_labels,
+    loop_until_small,
+    loop_over_a_number,
+    branch_between_random_numbers,
+    branch_raised_and_caught,
+    branch_on_a_gradient,
+    tensors_compared,
+    statistics_of_torch_that_check,
+    distributions_that_check,
+    gaussian_loss_that_checks,
+    batch_norm_of_all_batches,
+    linear_systems,
+)
 CASES = [
+    *(AdversarialCase(build=build, reads_values=True) for build in READ),
     AdversarialCase(build=value_read_in_backward, refused=r"read in the backward pass"),
-    AdversarialCase(build=build, reads_values=True)
-    for build in (
-        branch_on_the_loss,
-        branches_on_single_rows,
-        number_that_changes_at_every_call,
-        slice_as_long_as_the_labels,
-        loop_until_small,
-        loop_over_a_number,
-        branch_between_random_numbers,
-        branch_raised_and_caught,
-        branch_on_a_gradient,
-        tensors_compared,
-        statistics_of_torch_that_check,
-        distributions_that_check,
-        gaussian_loss_that_checks,
-        batch_norm_of_all_batches,
-        linear_systems,
-    )
 ]
