@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 import rankless
 from bench.models import GPT, loss_of, random_batch
+from bench.pairs import measure
 
 PAIRS = 4
 
@@ -52,14 +53,6 @@ def compiled_seconds() -> float:
     return seconds_of(step)
 
 
-job_seconds(), compiled_seconds()  # both import lazily
-times = []
-for number in range(PAIRS):
-    if number % 2 == 0:
-        ours = job_seconds()
-        times.append((ours, compiled_seconds()))
-    else:
-        peer = compiled_seconds()
-        times.append((job_seconds(), peer))
+times = measure(job_seconds, compiled_seconds, pairs=PAIRS)  # the warm-up of both imports lazily
 if rankless.rank() == 0:
     Path("times.json").write_text(json.dumps(times))

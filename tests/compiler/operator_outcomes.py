@@ -7,11 +7,10 @@ from typing import Any, Literal
 
 import torch
 from operator_database import SEED, DatabaseCase, Split
-from simulated_ranks import Outcome, interpret, make_outcome, slice_for_rank
+from simulated_ranks import Outcome, collect_inputs, interpret, make_outcome
 from torch import Tensor
 
 from rankless.compiler.capture.capture import ArgumentShape, CapturedJob, JobSource, capture
-from rankless.compiler.capture.graph_cleanup import named_tensors
 from rankless.compiler.capture.value_reads import ValueNeeded, ValueReads
 from rankless.compiler.ir.memory_order import find_memory_order
 from rankless.compiler.lowering.lower import lower
@@ -157,18 +156,7 @@ class CapturedCase:
         ]
         sharded = propagate_shardings(captured.program, tuple(placements), division.ranks)
         graphs = [lower(sharded, Mesh(rank=rank, size=division.ranks, device=CPU)) for rank in range(division.ranks)]
-        modules = named_tensors({"scales": self.case.scales})
-        inputs = [
-            [
-                slice_for_rank(self.case.tensors[described.index], placements[described.index], rank)
-                if described.kind == "argument"
-                else described.constant
-                if described.constant is not None
-                else modules[described.name]
-                for _, described in graph.inputs
-            ]
-            for rank, graph in enumerate(graphs)
-        ]
+        inputs = collect_inputs(graphs, self.case.tensors, placements, {"scales": self.case.scales})
         torch.manual_seed(SEED)
         return make_outcome(sharded, graphs, interpret(graphs, inputs, {}))
 

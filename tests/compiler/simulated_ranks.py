@@ -71,18 +71,7 @@ def run_source_on_simulated_ranks(
     if not compile_guards(sizes.guard_expressions(), len(symbols))(list(symbols.values())):
         raise GuardsFailed(sizes.guard_expressions())
     placements = [batch_placement(item.shape, ranks, splits_few_rows) for item in arguments]
-    tensors = named_tensors(source.modules)
-    inputs = [
-        [
-            slice_for_rank(arguments[described.index], placements[described.index], rank)
-            if described.kind == "argument"
-            else described.constant
-            if described.kind == "constant"
-            else tensors[described.name]
-            for _, described in graphs[rank].inputs
-        ]
-        for rank in range(ranks)
-    ]
+    inputs = collect_inputs(graphs, arguments, placements, source.modules)
     values = interpret(graphs, inputs, symbols)
     return make_outcome(sharded, graphs, values)
 
@@ -120,6 +109,27 @@ def slice_for_rank(value: Tensor, placement: Placement, rank: int) -> Tensor:
     if not isinstance(placement, Shard):
         return value
     return value.narrow(placement.dim, placement.start(rank), placement.lengths[rank]).clone()
+
+
+def collect_inputs(
+    graphs: Sequence[LocalGraph],
+    arguments: Sequence[Tensor],
+    placements: Sequence[Placement],
+    modules: Mapping[str, nn.Module],
+) -> list[list[Tensor]]:
+    """Return every rank's inputs: its pieces of the arguments, constants, and the tensors of the modules."""
+    tensors = named_tensors(modules)
+    return [
+        [
+            slice_for_rank(arguments[described.index], placements[described.index], rank)
+            if described.kind == "argument"
+            else described.constant
+            if described.constant is not None
+            else tensors[described.name]
+            for _, described in graph.inputs
+        ]
+        for rank, graph in enumerate(graphs)
+    ]
 
 
 def interpret(

@@ -218,8 +218,8 @@ def diagonal_pattern(call: OperatorCall) -> str:
     return f"{text}->{drop_dims(text, dims)}."
 
 
-def diagonal_backward_pattern(call: OperatorCall) -> str:
-    """Return the pattern of the gradient of `diagonal`: zeros around the diagonal."""
+def around_diagonal_pattern(call: OperatorCall) -> str:
+    """Return the pattern of matrices with the last dim as a diagonal, and zeros around it."""
     (shape,) = call.output_shapes
     dims = [call.argument("dim1") % len(shape), call.argument("dim2") % len(shape)]
     text = make_letters(len(shape), dims)
@@ -230,14 +230,6 @@ def diagonal_scatter_pattern(call: OperatorCall) -> str:
     """Return the pattern of writing a diagonal."""
     text, diagonal = diagonal_pattern(call).split("->")
     return f"{text},{diagonal}->{text}"
-
-
-def diag_embed_pattern(call: OperatorCall) -> str:
-    """Return the pattern of matrices with the last dim as a diagonal."""
-    (shape,) = call.output_shapes
-    dims = [call.argument("dim1") % len(shape), call.argument("dim2") % len(shape)]
-    text = make_letters(len(shape), dims)
-    return f"{drop_dims(text, dims)}.->{text}"
 
 
 def drop_dims(text: str, dims: list[int]) -> str:
@@ -342,9 +334,9 @@ RULES: dict[Any, ShardingRule] = {
     aten.select_backward.default: make_pattern_rule(select_backward_pattern, (0,), lower=make_size_lowering(1)),
     aten.slice_backward.default: make_pattern_rule(slice_backward_pattern, (0,), lower=make_size_lowering(1)),
     aten.diagonal.default: make_pattern_rule(diagonal_pattern, (0,)),
-    aten.diagonal_backward.default: make_pattern_rule(diagonal_backward_pattern, (0,), lower=make_size_lowering(1)),
+    aten.diagonal_backward.default: make_pattern_rule(around_diagonal_pattern, (0,), lower=make_size_lowering(1)),
     aten.diagonal_scatter.default: make_pattern_rule(diagonal_scatter_pattern, (0, 1)),
-    aten.diag_embed.default: make_pattern_rule(diag_embed_pattern, (0,)),
+    aten.diag_embed.default: make_pattern_rule(around_diagonal_pattern, (0,)),
     aten.select_scatter.default: make_pattern_rule(select_scatter_pattern, (0, 1)),
     aten.slice_scatter.default: make_pattern_rule(slice_scatter_pattern, (0, 1)),
     aten.unfold.default: make_pattern_rule(unfold_pattern, (0,)),
