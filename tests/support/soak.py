@@ -3,8 +3,9 @@
 A soak can be resumed: it does not repeat test files that passed at the same commit. Nor does it repeat those that
 passed at an earlier commit if only other tests have changed since; the page then says so. It writes the commit
 and the raw counts to docs/soak.md. Several files run in parallel, because tests mostly wait for other processes. The
-operator database, the longest file, then has all cores to itself, and docs/scoreboard.md gets its counts. The fault
-tests, whose times are published, run alone at the end.
+fault tests, whose times are published, then run alone. The operator database, the longest file, comes last and has all
+cores; it goes on after the operators that an interrupted soak has finished, and docs/scoreboard.md gets its counts.
+docs/soak.md is written before it too, and then says that it is missing.
 """
 
 import json
@@ -25,14 +26,25 @@ from support import fault_page, scoreboard_page
 
 ROOT = Path(__file__).parents[2]
 STATE = ROOT / ".soak"
-PARALLEL_FILES = 3
+PARALLEL = 3
 FILE_SECONDS = 2 * 3600.0
+LONGEST = (
+    "tests/verify/test_real_scripts.py",
+    "tests/compat/test_conformance.py",
+    "tests/compiler/test_random_programs.py",
+    "tests/verify/test_right_scripts.py",
+)
+"""Files that start first, so that none of them runs alone at the end."""
 PUBLISHED_ROWS = {"FAULTS_JSON": "faults.jsonl", "SCOREBOARD_JSONL": "scoreboard.jsonl"}
 """The environment variables with the files for rows of tests, and how these files end."""
 PUBLISHED = ("tests/launch/test_faults.py", "tests/launch/test_faults_at_start.py")
 DATABASE = "tests/compiler/test_operator_database.py"
-DATABASE_PROCESSES = "3"
-INDEPENDENT = re.compile(r"tests/(.*/)?test_\w+\.py|tests/support/soak\.py|docs/(soak|faults|scoreboard)\.md")
+DATABASE_SECONDS = 12 * 3600.0
+DATABASE_OPTIONS = ("--numprocesses", "2", "-k", "not a_few_cases")
+"""The few cases that CI runs are among all cases."""
+PAGES = tuple(f"docs/{name}.md" for name in ("soak", "faults", "scoreboard"))
+"""The pages that a soak writes."""
+INDEPENDENT = re.compile(rf"tests/(.*/)?test_\w+\.py|tests/support/soak\.py|{'|'.join(map(re.escape, PAGES))}")
 """Files on which no test file but themselves depends."""
 HELPER = re.compile(r"tests/(?!support/)\w+/(.*/)?\w+\.py")
 """Other modules of a folder of tests, on which its test files may depend, and those elsewhere that name it."""
@@ -42,7 +54,7 @@ Counts = dict[str, float]
 def commit() -> str:
     """Return the commit under test. Exit if there are uncommitted changes, because nobody could repeat the result."""
     changed = subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True, check=True)
-    if changed.stdout.strip():
+    if any(line[3:] not in PAGES for line in changed.stdout.splitlines()):
         sys.exit(
             "expected: everything committed, so that the result says what it covers\nfound:    changes; commit them"
         )
@@ -59,8 +71,9 @@ def run(file: Path, published: Mapping[str, Path]) -> Counts:
     with tempfile.TemporaryDirectory() as folder:
         report, output = Path(folder) / "report.xml", Path(folder) / "output.txt"
         command = [sys.executable, "-m", "pytest", "-q", "-m", "exhaustive or not exhaustive", f"--junitxml={report}"]
-        if file == ROOT / DATABASE:
-            command += ["--numprocesses", DATABASE_PROCESSES]
+        is_database = file == ROOT / DATABASE
+        if is_database:
+            command += DATABASE_OPTIONS
         start = time.monotonic()
         environment = {**os.environ, **{name: str(path) for name, path in published.items()}}
         with output.open("w") as text, suppress(subprocess.TimeoutExpired):
@@ -70,7 +83,7 @@ def run(file: Path, published: Mapping[str, Path]) -> Counts:
                 env=environment,
                 stdout=text,
                 stderr=subprocess.STDOUT,
-                timeout=FILE_SECONDS,
+                timeout=DATABASE_SECONDS if is_database else FILE_SECONDS,
             )
         seconds = round(time.monotonic() - start, 1)
         counts = counted(report) if report.exists() else {"tests": 1, "failed": 1, "skipped": 0}
@@ -113,8 +126,11 @@ def depends(test: str, changed: str) -> bool:
     return test.split("/")[1] == changed.split("/")[1] or re.search(rf"\b{Path(changed).stem}\b", text) is not None
 
 
-def page(tested: str, results: dict[str, Counts], *, base: str = "") -> str:
-    """Render the result as a page. `base` is an earlier commit of which some results are, "" if there is none."""
+def page(tested: str, results: dict[str, Counts], *, base: str = "", missing: Sequence[str] = ()) -> str:
+    """Render the result as a page.
+
+    `base` is an earlier commit of which some results are, "" if there is none. `missing` are the files not run yet.
+    """
     folders: dict[str, Counts] = {}
     for name, counts in results.items():
         folder = folders.setdefault(str(Path(name).parent), dict.fromkeys(("tests", "failed", "skipped", "seconds"), 0))
@@ -148,6 +164,7 @@ def page(tested: str, results: dict[str, Counts], *, base: str = "") -> str:
             *rows,
             f"| all | {' | '.join(total)} |",
             *(["", *failed] if failed else []),
+            *(["", f"Not run yet: {', '.join(missing)}."] if missing else []),
             "",
         ]
     )
@@ -183,20 +200,29 @@ def main() -> None:
                 published[name].write_bytes(earlier.read_bytes())
     names = sorted(str(file.relative_to(ROOT)) for file in (ROOT / "tests").rglob("test_*.py"))
     left = [name for name in names if name not in results or results[name]["failed"]]
-    alone = (DATABASE, *PUBLISHED)
-    soak([name for name in left if name not in alone], results, state, published, parallel=PARALLEL_FILES)
-    if DATABASE in left:
-        soak([DATABASE], results, state, published, parallel=1)
+    ordered = sorted(left, key=lambda name: name not in LONGEST)
+    soak([name for name in ordered if name not in (DATABASE, *PUBLISHED)], results, state, published, parallel=PARALLEL)
     if any(name in PUBLISHED for name in left):  # repeat all: an interrupted file has left some of its rows
         published["FAULTS_JSON"].unlink(missing_ok=True)
         soak(PUBLISHED, results, state, published, parallel=1)
-    result = page(tested, dict(sorted(results.items())), base=base)
+    write_pages(tested, base, names, results, published)
+    if DATABASE in left:
+        soak([DATABASE], results, state, published, parallel=1)
+        write_pages(tested, base, names, results, published)
+    sys.exit(any(counts["failed"] for counts in results.values()))
+
+
+def write_pages(
+    tested: str, base: str, names: Sequence[str], results: dict[str, Counts], published: Mapping[str, Path]
+) -> None:
+    """Write the page of the soak and those of the published rows that there are."""
+    missing = [name for name in names if name not in results]
+    result = page(tested, dict(sorted(results.items())), base=base, missing=missing)
     (ROOT / "docs" / "soak.md").write_text(result)
     for name, write in (("FAULTS_JSON", fault_page.write_page), ("SCOREBOARD_JSONL", scoreboard_page.write_page)):
         if published[name].exists():
             write(published[name], tested)
-    print(result)
-    sys.exit(any(counts["failed"] for counts in results.values()))
+    print(result, flush=True)
 
 
 if __name__ == "__main__":

@@ -73,3 +73,14 @@ def test_a_file_that_hangs_is_killed_and_counts_as_failed(tmp_path: Path, monkey
     counts = soak.run(file, {"FAULTS_JSON": tmp_path / "faults.jsonl"})
     assert (counts["tests"], counts["failed"]) == (1, 1)
     assert counts["seconds"] < 60
+
+
+def test_the_page_names_the_files_that_have_not_run():
+    one = {"tests": 1, "failed": 0, "skipped": 0, "seconds": 1}
+    text = page("abc1234", {"tests/a/test_x.py": one}, missing=["tests/b/test_z.py"])
+    assert text.endswith("Not run yet: tests/b/test_z.py.\n")
+    assert "Not run yet" not in page("abc1234", {"tests/a/test_x.py": one})
+
+
+def test_the_longest_files_exist():
+    assert all((soak.ROOT / name).exists() for name in (*soak.LONGEST, soak.DATABASE, *soak.PUBLISHED))
