@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from operator_database import DatabaseCase, Split
+from operator_database import DatabaseCase, Split, without_seeds
 from torch import Tensor
 
 from rankless.parallel.tensor_placement import split_lengths
@@ -30,6 +30,7 @@ class Computed:
     gradients: list[Tensor | None]
 
 
+@without_seeds()
 def can_be_split(case: DatabaseCase, split: Split) -> bool:
     """Return whether a case can be computed on pieces of the tensors that `split` divides."""
     sizes = {item.shape[dim] for item, dim in zip(case.tensors, split.dims, strict=True) if dim is not None}

@@ -79,6 +79,8 @@ class DatabaseCase:
     """The number of the sample among those that were chosen."""
     leaves: tuple[Any, ...] = field(repr=False, compare=False)
     spec: pytree.TreeSpec = field(repr=False, compare=False)
+    function: Callable[..., Any] = field(repr=False, compare=False)
+    """The operator. The job reads it from here: a capture looks at all that a job can reach."""
 
     def __str__(self) -> str:
         name = str(self.dtype).removeprefix("torch.")
@@ -91,11 +93,6 @@ class DatabaseCase:
             for leaf in self.leaves
         ]
         return ", ".join(texts)[:160]
-
-    @property
-    def operator(self) -> OpInfo:
-        """The variant's entry in the database."""
-        return VARIANTS[self.variant]
 
     @cached_property
     def tensors(self) -> list[Tensor]:
@@ -129,9 +126,7 @@ class DatabaseCase:
         remaining = iter(tensors)
         leaves = [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         given, args, kwargs = pytree.tree_unflatten(leaves, self.spec)
-        function: Callable[..., Any] = self.operator.op if self.mode != "in place" else self.operator.inplace_variant
-        with without_seeds():
-            result = function(given, *args, **kwargs)
+        result = self.function(given, *args, **kwargs)
         return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
 
     def job(self, *tensors: Tensor) -> Any:
@@ -144,12 +139,12 @@ class DatabaseCase:
         results = self.call(scaled)
         if not self.trains:
             return results
-        loss = weigh(results)
+        loss = weigh(results, self.layout)
         if self.mode == "double backward":
             moved = [item for item, flag in zip(scaled, self.differentiable, strict=True) if flag]
             gradients = torch.autograd.grad(loss, moved, create_graph=True, allow_unused=True)
             kept = [item for item in gradients if item is not None and item.requires_grad]
-            return (loss + weigh(kept) if kept else loss), *results
+            return (loss + weigh(kept, self.layout) if kept else loss), *results
         return loss, *results
 
     def splits(self) -> Iterator[Split]:
@@ -203,8 +198,11 @@ def matching_dim(tensor: Tensor, size: int, from_last: int) -> int | None:
     return dim if 0 <= dim < tensor.dim() and tensor.shape[dim] == size else None
 
 
-def weigh(values: Sequence[Tensor]) -> Tensor:
-    """Return a real sum, in float64, in which every element of the differentiable values has another weight."""
+def weigh(values: Sequence[Tensor], layout: Layout) -> Tensor:
+    """Return a real sum, in float64, in which every element of the differentiable values has another weight.
+
+    The weights lie in memory in this layout, and so do the gradients that the operator's backward gets.
+    """
     total = torch.zeros((), dtype=torch.float64)
     for value in values:
         if value.is_complex():
@@ -214,7 +212,7 @@ def weigh(values: Sequence[Tensor]) -> Tensor:
         else:
             continue
         weights = torch.sin(torch.arange(1.0, real.numel() + 1, dtype=torch.float64)).view(real.shape)
-        total = total + (real.to(torch.float64) * weights).sum()
+        total = total + (real.to(torch.float64) * set_layout(weights, layout)).sum()
     return total
 
 
@@ -315,7 +313,8 @@ def cases_of(variant: str) -> Iterator[DatabaseCase]:
                 for mode in modes_for(operator, dtype, layout):
                     if mode == "in place" and broadcasts:
                         continue
-                    yield DatabaseCase(variant, dtype, layout, mode, number, leaves, spec)
+                    function = operator.op if mode != "in place" else operator.inplace_variant
+                    yield DatabaseCase(variant, dtype, layout, mode, number, leaves, spec, function)
 
 
 def has_layout(leaves: Sequence[Any], layout: Layout) -> bool:

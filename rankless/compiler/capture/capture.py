@@ -26,6 +26,7 @@ from rankless.compiler.capture.decompositions import CORRECTED, DECOMPOSITIONS, 
 from rankless.compiler.capture.forbidden_training_calls import RETURN_LOSS
 from rankless.compiler.capture.global_modes_key import require_grad_enabled
 from rankless.compiler.capture.graph_cleanup import clean_up, name_checks, name_inputs_and_outputs
+from rankless.compiler.capture.half_precision_layouts import trace_half_precision_layouts
 from rankless.compiler.capture.side_effects import SideEffects, require_traceable_modules
 from rankless.compiler.capture.trace_errors import convert_trace_errors, offer_whole_batch
 from rankless.compiler.capture.value_reads import ValueNeeded, ValueReads
@@ -216,6 +217,7 @@ def capture(
         stack.enter_context(enable_python_dispatcher())
         stack.enter_context(torch.set_grad_enabled(source.trains))
         stack.enter_context(silence_trace_loggers())
+        stack.enter_context(trace_half_precision_layouts())
         with fake:
             inputs = tuple(make_empty(item.shape, item.order, dtype=item.dtype, device=device) for item in shapes)
         with (

@@ -91,10 +91,10 @@ STATISTICS_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
 def make_contiguous_decomposition(operator: Any) -> Callable[..., Any]:
     """Return the decomposition of an operator whose kernel makes contiguous results, whatever the layout it gets."""
 
-    def decompose(*args: Any) -> Any:
+    def decompose(*args: Any, **kwargs: Any) -> Any:
         if all(item.is_contiguous() for item in args if isinstance(item, Tensor)):
             return NotImplemented  # the trace is right, and keeps the operator
-        return operator(*[item.contiguous() if isinstance(item, Tensor) else item for item in args])
+        return operator(*[item.contiguous() if isinstance(item, Tensor) else item for item in args], **kwargs)
 
     return decompose
 
@@ -113,9 +113,19 @@ def make_memory_format_decomposition(operator: Any, position: int) -> Callable[.
 
 
 LAYOUT_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
-    aten.pow.Scalar: make_contiguous_decomposition(aten.pow.Scalar),
-    aten.log_sigmoid_forward.default: make_contiguous_decomposition(aten.log_sigmoid_forward.default),
-    aten.glu_backward.default: make_contiguous_decomposition(aten.glu_backward.default),
+    **{
+        operator: make_contiguous_decomposition(operator)
+        for operator in (
+            aten.pow.Scalar,
+            aten.log_sigmoid_forward.default,
+            aten.glu_backward.default,
+            aten.native_layer_norm_backward.default,
+            aten.normal.Tensor_Tensor,
+            aten.normal.float_Tensor,
+            aten.poisson.default,
+            aten._standard_gamma.default,
+        )
+    },
     **{
         operator: make_memory_format_decomposition(operator, position)
         for operator, position in (

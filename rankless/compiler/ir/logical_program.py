@@ -27,6 +27,8 @@ class LogicalValue:
     strides: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+    is_sparse: bool = False
+    """Whether it stores only some elements. Such a value has no pieces: every rank has the whole one."""
 
     def stride(self) -> tuple[int, ...]:
         """Return the strides per dim, in elements."""
@@ -47,7 +49,8 @@ def describe_value(value: Any) -> Any:
         return tuple(describe_value(item) for item in value)
     if not isinstance(value, Tensor):
         return value
-    return LogicalValue(tuple(value.shape), tuple(value.stride()), value.dtype, value.device)
+    is_sparse = value.layout != torch.strided
+    return LogicalValue(tuple(value.shape), tuple(value.stride()), value.dtype, value.device, is_sparse)
 
 
 @dataclass(frozen=True, kw_only=True)

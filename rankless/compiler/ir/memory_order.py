@@ -38,6 +38,20 @@ def order_memory(value: Tensor, order: Sequence[int]) -> Tensor:
     return value.permute(*order).contiguous().permute(invert(order))
 
 
+def find_repeated_dims(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
+    """Return the dims along which a value repeats the same memory, as after `expand`."""
+    return tuple(dim for dim, (size, stride) in enumerate(zip(shape, strides, strict=True)) if size > 1 and stride == 0)
+
+
+def repeat_memory(value: Tensor, repeated: Sequence[int], order: Sequence[int] | None) -> Tensor:
+    """Return a value with the same elements that repeats its memory along some dims, the others in the given order."""
+    once = value
+    for dim in repeated:
+        once = once.narrow(dim, 0, 1)
+    once = once.contiguous() if order is None else order_memory(once, order)
+    return once.expand(value.shape)
+
+
 def make_empty(
     shape: Sequence[int], order: Sequence[int] | None, *, dtype: torch.dtype, device: torch.device
 ) -> Tensor:

@@ -17,7 +17,7 @@ from rankless.compiler.ir.logical_program import (
     format_operator,
     format_value,
 )
-from rankless.compiler.ir.memory_order import find_memory_order, order_memory
+from rankless.compiler.ir.memory_order import find_memory_order, find_repeated_dims, order_memory, repeat_memory
 from rankless.compiler.lowering.value_check import ValueCheck
 from rankless.compiler.rules.random import CounterDraw, lower_counter_draw
 from rankless.compiler.rules.strategy import (
@@ -286,9 +286,11 @@ class LoweringPass:
 
     def restore_layout(self, moved: fx.Node, logical: LogicalValue) -> fx.Node:
         """Return a value that a collective has made contiguous in its traced order; see Note [memory layout]."""
-        order = find_memory_order(
-            *([int(size_hint(item)) for item in sizes] for sizes in (logical.shape, logical.strides))
-        )
+        shape, strides = ([int(size_hint(item)) for item in sizes] for sizes in (logical.shape, logical.strides))
+        repeated = find_repeated_dims(shape, strides)
+        order = find_memory_order([1 if dim in repeated else size for dim, size in enumerate(shape)], strides)
+        if repeated:
+            return self.call(repeat_memory, moved, repeated, order)
         return moved if order is None else self.call(order_memory, moved, order)
 
 

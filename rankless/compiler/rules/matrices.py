@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from rankless.compiler.ir import custom_ops  # noqa: F401  # registers the operators used below
+from rankless.compiler.rules.half_precision import ACCUMULATED_IN, widen_sums
 from rankless.compiler.rules.pattern import (
     LETTERS,
     make_letters,
@@ -69,7 +70,8 @@ def addbmm_strategies(call: OperatorCall) -> Iterator[Strategy]:
     """Yield strategies of bias + the sum of a batch of products; with the batch sharded, both are partial sums."""
     yield from split_strategies(call, make_bias_pattern(call, ".m.,..n->mn"))
     for strategy in split_strategies(call, "*,b..,b..->.."):
-        if call.node.meta["val"].dtype.is_floating_point:
+        dtype = call.node.meta["val"].dtype
+        if dtype.is_floating_point and (dtype not in ACCUMULATED_IN or call.node.meta.get("backward")):
             yield replace(strategy, inputs=(Partial(), *strategy.inputs[1:]))
 
 
@@ -168,10 +170,10 @@ def recurrent_batch_strategies(call: OperatorCall, gradients: int) -> Iterator[S
 
 
 RULES: dict[Any, ShardingRule] = {
-    aten.mm.default: make_pattern_rule("mk,kn->mn", (0,), (1,)),
-    aten.bmm.default: make_pattern_rule("bmk,bkn->bmn", (0,), (1,)),
-    aten.mv.default: make_pattern_rule("mk,k->m", (0,), (1,)),
-    aten.dot.default: make_pattern_rule("k,k->", (0,), (1,)),
+    aten.mm.default: widen_sums(make_pattern_rule("mk,kn->mn", (0,), (1,))),
+    aten.bmm.default: widen_sums(make_pattern_rule("bmk,bkn->bmn", (0,), (1,))),
+    aten.mv.default: widen_sums(make_pattern_rule("mk,k->m", (0,), (1,))),
+    aten.dot.default: widen_sums(make_pattern_rule("k,k->", (0,), (1,))),
     aten.addmm.default: addmm_strategies,
     aten.baddbmm.default: baddbmm_strategies,
     aten.addmv.default: addmv_strategies,
@@ -179,8 +181,8 @@ RULES: dict[Any, ShardingRule] = {
     aten.addbmm.default: addbmm_strategies,
     aten._cdist_forward.default: make_pattern_rule(cdist_pattern, lower=lower_cdist),
     aten._cdist_backward.default: cdist_backward_strategies,
-    aten._trilinear.default: make_pattern_rule(trilinear_pattern),
-    rankless_ops.linear.default: linear_strategies,
+    aten._trilinear.default: widen_sums(make_pattern_rule(trilinear_pattern)),
+    rankless_ops.linear.default: widen_sums(linear_strategies),
     rankless_ops.linear_weight.default: make_pattern_rule(linear_weight_pattern, (0,), (1,)),
     aten.convolution.default: make_pattern_rule("b*,*,*->b*"),
     aten.convolution_backward.default: make_masked_rule(lambda _: "b*,b*,*->b*,*,*"),

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from rankless.compiler.rules.half_precision import ACCUMULATED_IN, add_in_float32, widen_sums
 from rankless.compiler.rules.pattern import (
     make_letters,
     make_pattern_rule,
@@ -28,7 +29,6 @@ from rankless.parallel.tensor_placement import Partial, Replicate
 aten = torch.ops.aten
 
 
-ACCUMULATED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 """The dtype in which PyTorch's kernels accumulate sums of another dtype."""
 
 
@@ -80,12 +80,10 @@ def lower_wide_sum(
     builder: GraphBuilder, call: OperatorCall, args: tuple[Any, ...], _kwargs: dict[str, Any]
 ) -> LocalValue:
     """Lower a sum in half precision to one over all ranks in float32, which is rounded once at the end."""
-    value = call.node.meta["val"]
-    wide = ACCUMULATED_IN[value.dtype]
+    wide = ACCUMULATED_IN[call.node.meta["val"].dtype]
     operator = aten.nansum.default if call.operator is aten.nansum.default else aten.sum.dim_IntList
-    local = builder.call(operator, args[0], get_reduced_dims(call), has_keepdim(call), dtype=wide)
-    size = int(size_hint(value.numel()) * wide.itemsize)
-    return builder.call(aten.to.dtype, builder.all_reduce(local, "sum in half precision", size), value.dtype)
+    term = builder.call(operator, args[0], get_reduced_dims(call), has_keepdim(call), dtype=wide)
+    return add_in_float32(builder, call, term)
 
 
 def nansum_strategies(call: OperatorCall) -> Iterator[Strategy]:
@@ -101,18 +99,12 @@ def sum_strategies(call: OperatorCall) -> Iterator[Strategy]:
 def additive_strategies(call: OperatorCall, rule: ShardingRule) -> Iterator[Strategy]:
     """Yield those strategies of a sum whose partial results are terms of the whole one.
 
-    A sum of booleans means `any`, so it has no partial results. Nor has one in half precision, whose parts may be too
-    large for it; gradients are the exception, because they are reduced together, as in DistributedDataParallel.
+    A sum of booleans means `any`, so it has no partial results.
     """
-    dtype = call.node.meta["val"].dtype
-    for strategy in rule(call):
+    is_boolean = call.node.meta["val"].dtype == torch.bool
+    for strategy in widen_sums(rule, lower_wide_sum)(call):
         is_partial = any(isinstance(placement, Partial) for placement in strategy.outputs)
-        was_partial = any(isinstance(placement, Partial) for placement in strategy.inputs)
-        if not is_partial or was_partial or call.node.meta.get("backward"):
-            yield strategy
-        elif dtype in ACCUMULATED_IN:
-            yield Strategy(strategy.inputs, (Replicate(),), lower_wide_sum)
-        elif dtype != torch.bool:
+        if not (is_partial and is_boolean) or call.node.meta.get("backward"):
             yield strategy
 
 

@@ -94,7 +94,7 @@ def choose_strategy(call: OperatorCall, available: Mapping[fx.Node, list[Placeme
     """Return the strategy that sends the fewest bytes, and whether a rule covers the operator."""
     rule = find_rule(call.operator)
     replicated_strategy = make_replicated_strategy(call)
-    if rule is None:
+    if rule is None or has_sparse_value(call):
         return replicated_strategy, all(isinstance(placement, Replicate) for placement in call.current_placements)
     best, best_cost = None, inf
     for strategy in [*rule(call), replicated_strategy]:
@@ -113,6 +113,12 @@ def choose_strategy(call: OperatorCall, available: Mapping[fx.Node, list[Placeme
             best, best_cost = strategy, sent_bytes
     assert best is not None
     return best, True
+
+
+def has_sparse_value(call: OperatorCall) -> bool:
+    """Return whether an operator takes or gives a sparse tensor, which has no pieces."""
+    values = [*[node.meta["val"] for node in call.inputs], *list_outputs(call)]
+    return any(isinstance(value, LogicalValue) and value.is_sparse for value in values)
 
 
 def estimate_input_cost(strategy: Strategy, call: OperatorCall, available: Mapping[fx.Node, list[Placement]]) -> float:
