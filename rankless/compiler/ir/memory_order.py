@@ -47,7 +47,7 @@ def repeat_memory(value: Tensor, repeated: Sequence[int], order: Sequence[int] |
     """Return a value with the same elements that repeats its memory along some dims, the others in the given order."""
     once = value
     for dim in repeated:
-        once = once.narrow(dim, 0, 1)
+        once = once.narrow(dim, 0, min(1, once.shape[dim]))  # a rank without rows has none to repeat
     once = once.contiguous() if order is None else order_memory(once, order)
     return once.expand(value.shape)
 
