@@ -21,6 +21,7 @@ from rankless.context.world import World
 from rankless.data.generators import take_process_states
 from rankless.data.loader import Loader, LoaderOptions, Reading
 from rankless.data.shard_check import ShardCheckOptions, require_shards
+from rankless.deferred_models.building import DeferredBuild
 from rankless.errors import ConfigError
 from rankless.jobs.argument_annotations import PerDevice, Whole
 from rankless.jobs.definition import Optimizers, RandomSource, StepOptions
@@ -46,6 +47,7 @@ __all__ = [
     "check_synchronized",
     "checkpoints",
     "configure",
+    "deferred",
     "init",
     "job",
     "load",
@@ -444,6 +446,32 @@ def _choose_view(view: str | None, capture: bool) -> str | None:
             fix="omit capture=",
         )
     return "whole"
+
+
+def deferred() -> DeferredBuild:
+    """Return a context in which models are built without memory for their values.
+
+    The values are those that the same code draws without it. The first call of a job that has the model computes them,
+    one tensor after the other, and so do `rankless.save` and `rankless.load`. Parameters stay the same objects.
+    A tensor goes to the device on which the code would have made it.
+
+    Returns:
+        The context. Its method `materialize(model)` computes the values of a model, for code that uses it outside jobs.
+
+    Raises:
+        DeferredError: Code in the block, or after it, needs values that are not there, as a forward pass does.
+
+    Example:
+        >>> _ = torch.manual_seed(0)
+        >>> with rankless.deferred() as build:
+        ...     model = torch.nn.Linear(3, 1)
+        >>> model.weight
+        DeferredTensor((1, 3), dtype=torch.float32, device='cpu')
+        >>> build.materialize(model)
+        >>> model.weight.shape
+        torch.Size([1, 3])
+    """
+    return DeferredBuild()
 
 
 def local(value: Any) -> Any:

@@ -9,6 +9,7 @@ RanklessError            base of all errors below
 ├── RanksDiverged        ranks that make different calls, or the same call with different values
 ├── CollectiveError      ranks whose calls of a collective do not match
 ├── DataError            a data set, a batch or an argument that a loader or a job cannot take
+├── DeferredError        a use of a model that was built in `rankless.deferred()` and has no values yet
 ├── StepError            a training step that cannot be made, or must not be made
 └── CheckpointError      a checkpoint that cannot be written or read
 
@@ -128,6 +129,13 @@ class DataError(RanklessError):
     """Raised for a data set, a batch or an argument that a loader or a job cannot take.
 
     The exception of a data set in a data loading worker is the error's `__cause__`.
+    It has the attributes of `RanklessError`.
+    """
+
+
+class DeferredError(RanklessError):
+    """Raised if a script needs values of a model that was built in `rankless.deferred()`, before it has any.
+
     It has the attributes of `RanklessError`.
     """
 

@@ -17,6 +17,7 @@ from rankless.checkpoint.manifest import Mapping as MappingNode
 from rankless.checkpoint.manifest import Sequence as SequenceNode
 from rankless.checkpoint.random_state import restore_random_state, select_rank_state
 from rankless.checkpoint.state_tree import decode
+from rankless.deferred_models.building import materialize
 from rankless.errors import CheckpointError
 from rankless.parallel.mesh import Mesh
 
@@ -41,6 +42,7 @@ def load(
     may differ from that of the save. Raises `CheckpointError` on every rank. It restores nothing unless all files are
     intact and all states fit.
     """
+    materialize(item for item in objects.values() if isinstance(item, nn.Module))
     fix = "give every rank the same files, in a shared folder or a copy on each host"
     with Agreement(mesh=mesh, doing=f"read {os.fspath(path)}", fix=fix) as agreement:
         folder = find_checkpoint(path)

@@ -19,6 +19,7 @@ from rankless.context.missing_optimizer import MissingOptimizerCheck
 from rankless.context.once import require_not_in_once
 from rankless.context.redundant_step_calls import StepHook
 from rankless.context.world import World, WorldSource
+from rankless.deferred_models.building import materialize
 from rankless.errors import ConfigError, RanklessError, RanksDiverged
 from rankless.jobs.argument_annotations import PerDevice, Placeholder, PlaceholderCheck, read_placeholders
 from rankless.jobs.arguments import flatten_arguments
@@ -140,6 +141,7 @@ class Job(Generic[Parameters, Result]):
         if self._check.placeholders:
             self._check(args, kwargs, recast=world.dtype is not None)
         if self._view is None:
+            materialize(job.modules.values())
             if world.dtype is not None:
                 cast_job(job, world.dtype)
             self._view = make_view(job, world)
