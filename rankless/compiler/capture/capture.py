@@ -34,6 +34,7 @@ from rankless.compiler.guards.guards import GuardSet
 from rankless.compiler.ir.counter_operators import mark_counter_draws
 from rankless.compiler.ir.logical_program import LogicalProgram
 from rankless.compiler.ir.memory_order import make_empty
+from rankless.compiler.tracing.activation_checkpoints import trace_checkpoints
 from rankless.compiler.tracing.module_names import name_modules
 from rankless.compiler.tracing.operator_lines import record_origins
 from rankless.compiler.tracing.refused_functions import ModuleTensors
@@ -218,6 +219,7 @@ def capture(
         stack.enter_context(torch.set_grad_enabled(source.trains))
         stack.enter_context(silence_trace_loggers())
         stack.enter_context(trace_half_precision_layouts())
+        stack.enter_context(trace_checkpoints(source.modules))
         with fake:
             inputs = tuple(make_empty(item.shape, item.order, dtype=item.dtype, device=device) for item in shapes)
         with (

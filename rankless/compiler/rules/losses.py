@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from rankless.compiler.rules.pattern import make_letters, split_strategies
+from rankless.compiler.ir import ctc_operators  # noqa: F401  # registers the operators used below
+from rankless.compiler.rules.pattern import make_letters, require_rows, split_strategies
 from rankless.compiler.rules.strategy import (
     GraphBuilder,
     LocalValue,
@@ -18,6 +19,7 @@ from rankless.compiler.rules.strategy import (
 from rankless.parallel.tensor_placement import Partial, Replicate
 
 aten = torch.ops.aten
+rankless_ops = torch.ops.rankless
 NONE, MEAN, SUM = 0, 1, 2
 
 
@@ -71,9 +73,23 @@ def nll_backward_strategies(call: OperatorCall) -> Iterator[Strategy]:
     yield from split_strategies(call, f"{grads},{scores},{targets},*,*->{scores}")
 
 
+def ctc_strategies(call: OperatorCall) -> Iterator[Strategy]:
+    """Yield strategies of a CTC loss: each rank has sequences. Targets that lie one after the other are not divided."""
+    if len(logical_shape(call.inputs[1])) > 1:
+        yield from split_strategies(call, ".Z.,Z.,Z,Z->Z")
+
+
+def ctc_backward_strategies(call: OperatorCall) -> Iterator[Strategy]:
+    """Yield strategies of its gradient."""
+    if len(logical_shape(call.inputs[2])) > 1:
+        yield from split_strategies(call, "Z,.Z.,Z.,Z,Z->.Z.")
+
+
 RULES: dict[Any, ShardingRule] = {
     aten.nll_loss_forward.default: nll_strategies,
     aten.nll_loss2d_forward.default: nll_strategies,
     aten.nll_loss_backward.default: nll_backward_strategies,
     aten.nll_loss2d_backward.default: nll_backward_strategies,
+    rankless_ops.ctc_loss.default: require_rows(ctc_strategies),
+    rankless_ops.ctc_loss_backward.default: require_rows(ctc_backward_strategies),
 }

@@ -9,6 +9,7 @@ import torch.nn.functional as F  # PyTorch's customary alias
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from rankless.compiler.ir.ctc_operators import capture_ctc_loss
 from rankless.compiler.ir.custom_ops import RECURRENT_FUNCTIONS, capture_attention, capture_linear, capture_recurrent
 from rankless.compiler.ir.memory_order import find_memory_order
 
@@ -32,6 +33,8 @@ def find_replacement(function: Callable[..., Any], args: tuple[Any, ...]) -> Cal
         return capture_attention
     if function is F.embedding_bag:
         return embed_bags
+    if function is F.ctc_loss:
+        return capture_ctc_loss
     kind = getattr(function, "__name__", "")
     # A packed sequence calls the same functions with other arguments. Leave those calls to PyTorch.
     if RECURRENT_FUNCTIONS.get(kind) is function and len(args) == 9 and isinstance(args[3], bool):

@@ -1,0 +1,83 @@
+"""Activation checkpoints during capture.
+
+PyTorch's reentrant checkpoint calls `backward()` within the backward pass, which a trace cannot follow. Its other
+implementation gives the same gradients. What else differs is kept: without a tensor argument that requires a gradient,
+parameters get none.
+
+A trace has one forward pass and no second one in backward, because the program keeps what it needs. The second pass
+would also change buffers a second time, as the running statistics of batch norm. Such a checkpoint is refused.
+"""
+
+import contextlib
+import sys
+from collections.abc import Callable, Generator, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import checkpoint as checkpoints
+
+from rankless.errors import CaptureError
+from rankless.user_code import user_line
+
+
+class TraceableCheckpoint:
+    """What runs in place of `torch.utils.checkpoint.CheckpointFunction`."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        """Run a function so that its intermediate results may be computed again in backward."""
+        checkpoints.check_backward_validity(args)
+        if torch.is_grad_enabled() and any(isinstance(item, Tensor) and item.requires_grad for item in args):
+            return checkpoints.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
+        with torch.no_grad():
+            return function(*args)
+
+
+@contextlib.contextmanager
+def trace_checkpoints(modules: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Within the context, reentrant checkpoints can be traced, and those that change buffers are refused.
+
+    Args:
+        modules: The modules of the job, whose buffers count.
+    """
+    names = vars(checkpoints)
+    before = {name: names[name] for name in ("CheckpointFunction", "_checkpoint_without_reentrant_generator")}
+    run_checkpoint = before["_checkpoint_without_reentrant_generator"]
+
+    def run_and_compare(*args: Any, **kwargs: Any) -> Generator[None, None, None]:
+        values = read_buffers(modules)
+        yield from run_checkpoint(*args, **kwargs)
+        if torch.is_grad_enabled():
+            require_same_buffers(values, read_buffers(modules))
+
+    names.update(CheckpointFunction=TraceableCheckpoint, _checkpoint_without_reentrant_generator=run_and_compare)
+    try:
+        yield
+    finally:
+        names.update(before)
+
+
+def read_buffers(modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+    """Return the traced values of the buffers of modules by name: a change in place gives a buffer another one."""
+    values: dict[str, Tensor] = {}
+    for name, module in modules.items():
+        for key, buffer in module.named_buffers():
+            inner = getattr(buffer, "elem", buffer)
+            if torch._is_functional_tensor(inner):
+                torch._sync(inner)  # type: ignore[attr-defined, no-untyped-call]  # PyTorch's stubs lack it
+                values[f"{name}.{key}"] = torch._from_functional_tensor(inner)
+    return values
+
+
+def require_same_buffers(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
+    """Raise `CaptureError` if a buffer has changed."""
+    changed = [name for name, value in before.items() if after.get(name) is not value]
+    if changed:
+        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+        raise CaptureError(
+            expected="a checkpointed function that changes no buffers, as batch norm in training does",
+            found=f"buffer {changed[0]!r}{more}, which PyTorch changes twice: in forward, and again in backward",
+            fix="leave batch norm out of torch.utils.checkpoint",
+            where=user_line(sys._getframe(1)),
+        )
