@@ -1,19 +1,20 @@
-"""The states of PyTorch's default generators, on all devices."""
+"""The states of random generators: PyTorch's own on all devices, and those that a program draws from besides."""
+
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-GeneratorStates = tuple[Tensor, list[Tensor]]
-"""The state of the CPU's generator, and of each GPU's."""
+GeneratorStates = list[tuple[torch.Generator, Tensor]]
 
 
-def save_generators() -> GeneratorStates:
-    """Return the states of all default generators."""
-    return torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+def save_generators(others: Iterable[torch.Generator] = ()) -> GeneratorStates:
+    """Return the states of all default generators, and of others."""
+    on_devices = torch.cuda.default_generators if torch.cuda.is_available() else ()
+    return [(item, item.get_state()) for item in (torch.default_generator, *on_devices, *others)]
 
 
 def restore_generators(states: GeneratorStates) -> None:
-    """Set the states of all default generators."""
-    torch.set_rng_state(states[0])
-    if states[1]:
-        torch.cuda.set_rng_state_all(states[1])
+    """Set the states of generators."""
+    for generator, state in states:
+        generator.set_state(state)

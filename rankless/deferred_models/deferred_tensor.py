@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rankless.deferred_models.recording import FILLING, OVERWRITING, Operation, OperatorRecording, Reference
 from rankless.errors import DeferredError
+from rankless.parallel.default_generator import find_default_generator
 from rankless.user_code import caller_line
 
 META = torch.device("meta")
@@ -224,7 +225,7 @@ def draw(
     """Advance the generator of a random operator as it would. Return it with its state before; None if none draws."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return None
-    generator = kwargs.get("generator") or default_generator(device)
+    generator = kwargs.get("generator") or find_default_generator(device)
     state = generator.get_state()
     leaves, spec = pytree.tree_flatten((args, kwargs))
     fills = func.overloadpacket.__name__ in FILLING
@@ -240,14 +241,6 @@ def draw(
         real_args, real_kwargs = pytree.tree_unflatten(values, spec)
         func(*real_args, **real_kwargs)
     return generator, state
-
-
-def default_generator(device: torch.device) -> torch.Generator:
-    """Return the generator from which operators on a device draw."""
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        return torch.cuda.default_generators[index]
-    return torch.default_generator
 
 
 def copy_value(leaf: Any) -> Any:

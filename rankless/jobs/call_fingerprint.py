@@ -73,15 +73,19 @@ class RandomStates:
     """The random generators that a job may draw from.
 
     Args:
+        generators: Generators of the script, besides PyTorch's own.
         with_python: Include the generators of Python's `random` and of NumPy.
     """
 
-    def __init__(self, *, with_python: bool = False) -> None:
+    def __init__(self, generators: Sequence[torch.Generator] = (), *, with_python: bool = False) -> None:
+        self._generators = generators
         self._with_python = with_python
 
     def fingerprint(self) -> dict[str, int]:
         """Return a fingerprint of each generator's state, by name."""
         found = {GENERATOR: zlib.crc32(torch.default_generator.get_state().numpy().data)}
+        for number, generator in enumerate(self._generators):
+            found[f"state of generator {number} of the script"] = zlib.crc32(generator.get_state().numpy().data)
         if self._with_python:
             found["state of Python's random module"] = hash(random.getstate()[1]) % 2**64
             state = numpy.random.get_state(legacy=False)

@@ -170,7 +170,8 @@ class ProgramCache:
         """
         executable = call.known or self.capture_program(call)
         while True:
-            states = save_generators() if executable.captured.reads else None
+            captured = executable.captured
+            states = save_generators(captured.program.generators) if captured.reads else None
             try:
                 return ProgramRun(executable=executable, outputs=run(executable))
             except OtherValueRead as other:
@@ -205,7 +206,7 @@ class ProgramCache:
         executable = self._capture_fixed_sizes(call)
         if not executable.captured.reads:
             return executable
-        states = save_generators()
+        states = save_generators(executable.captured.program.generators)
         ran = self.run_checked(
             replace(call, known=executable), lambda program: run_program(program, call, self._world.mesh)
         )
@@ -272,7 +273,7 @@ class ProgramCache:
         require_same_program(captured.program, self._world.mesh)
         local = build_local_program(captured.program, call.placements, self._world.mesh, memory=self._memory)
         executable = make_executable(self._job, captured, local, number=0)
-        states = save_generators()
+        states = save_generators(captured.program.generators)
         outputs = run_program(executable, call, self._world.mesh)
         restore_generators(states)
         results = zip(outputs, local.outputs, strict=True)

@@ -189,7 +189,25 @@ READ = (
     batch_norm_of_all_batches,
     linear_systems,
 )
+
+
+def generator_before_a_value_that_is_read():
+    """A value that is not the one captured for starts the call again: the generator must not have moved."""
+    model, generator = perceptron(), torch.Generator().manual_seed(5)
+
+    def loss(features, labels):
+        noise = torch.rand(6, generator=generator, dtype=features.dtype)
+        output = model(features * noise)
+        if noise.sum() > 3:
+            output = output * 2
+        later = torch.rand(4, generator=generator, dtype=features.dtype)
+        return F.cross_entropy(output * later, labels)
+
+    return Script(function=loss, modules={"model": model}, batches=batches(count=6))
+
+
 CASES = [
+    AdversarialCase(build=generator_before_a_value_that_is_read, reads_values=True),
     *(AdversarialCase(build=build, reads_values=True) for build in READ),
     AdversarialCase(build=value_read_in_backward, refused=r"read in the backward pass"),
 ]

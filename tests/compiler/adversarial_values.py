@@ -173,16 +173,6 @@ def seed_set_inside():
     return Script(function=loss, modules={"model": model}, batches=batches())
 
 
-def generator_of_the_scripts_own():
-    model, generator = perceptron(), torch.Generator().manual_seed(5)
-
-    def loss(features, labels):
-        noise = torch.randn(features.shape, generator=generator, dtype=features.dtype)  # the line
-        return F.cross_entropy(model(features + noise), labels)
-
-    return Script(function=loss, modules={"model": model}, batches=batches())
-
-
 def autocast_inside():
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
 
@@ -314,7 +304,6 @@ CASES = [
     AdversarialCase(build=argument_changed_in_place, refused=r"tensor argument 0 is changed in place"),
     AdversarialCase(build=random_numbers_inside),
     AdversarialCase(build=seed_set_inside, refused=r"seeds torch's generator"),
-    AdversarialCase(build=generator_of_the_scripts_own, refused=r"draws from the script's own Generator"),
     AdversarialCase(build=autocast_inside, tolerance=1e-5),
     AdversarialCase(build=metrics_beside_the_loss),
     AdversarialCase(build=loss_per_sample),

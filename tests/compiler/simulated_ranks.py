@@ -13,12 +13,13 @@ from torch import Tensor, fx, nn
 
 from rankless.compiler.capture.capture import ArgumentShape, JobSource, capture
 from rankless.compiler.capture.graph_cleanup import named_tensors
-from rankless.compiler.ir.local_kernels import reduce_extremum
+from rankless.compiler.ir.local_kernels import DrawFrom, reduce_extremum
 from rankless.compiler.ir.memory_order import find_memory_order
 from rankless.compiler.lowering.lower import LocalGraph, lower
 from rankless.compiler.sharding.redistribute import Redistribution, StackingAllGather
 from rankless.compiler.sharding.sharding_propagation import ShardedProgram, propagate_shardings
 from rankless.compiler.tracing.symbolic_sizes import SymbolicSizes, compile_guards, evaluate_size
+from rankless.context.generator_states import restore_generators, save_generators
 from rankless.parallel.mesh import Mesh
 from rankless.parallel.tensor_placement import Placement, Replicate, Shard, split_lengths
 
@@ -154,11 +155,12 @@ def interpret(
             pieces, lengths = [args[0] for args, _ in arguments], arguments[0][0][1:]
             results = [call_collective(node.target, pieces, lengths, rank) for rank, node in enumerate(nodes)]
         else:
-            state = torch.get_rng_state()
+            own = nodes[0].target.generator if isinstance(nodes[0].target, DrawFrom) else None
+            states = save_generators([] if own is None else [own])
             results = []
             with torch.no_grad():
                 for node, (args, kwargs) in zip(nodes, arguments, strict=True):
-                    torch.set_rng_state(state)
+                    restore_generators(states)
                     results.append(node.target(*args, **kwargs))
         for node, known, result in zip(nodes, values, results, strict=True):
             known[node] = result

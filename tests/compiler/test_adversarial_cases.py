@@ -4,6 +4,7 @@ import inspect
 import re
 
 import adversarial_autograd
+import adversarial_generators
 import adversarial_layouts
 import adversarial_memory
 import adversarial_modules
@@ -36,6 +37,7 @@ from rankless.parallel.mesh import Mesh
 CASES = [
     *adversarial_python_state.CASES,
     *adversarial_autograd.CASES,
+    *adversarial_generators.CASES,
     *adversarial_modules.CASES,
     *adversarial_memory.CASES,
     *adversarial_layouts.CASES,

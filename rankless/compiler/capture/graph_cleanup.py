@@ -70,6 +70,8 @@ def name_inputs_and_outputs(
                 inputs[node] = program_input
         elif node.op == "get_attr":
             inputs[node] = make_constant_input(node, graph_module, tensors)
+        elif origin.generator is not None and is_random_node(node):
+            node.meta["generator"] = tensors.generators[origin.generator]
     inline_sizes(graph)
     (values,) = returned.args
     outputs = tuple(
@@ -188,13 +190,7 @@ def make_constant_input(node: fx.Node, graph_module: fx.GraphModule, tensors: Mo
     Raises `CaptureError` for a parameter whose gradient would be lost. The job may use one under `torch.no_grad()`.
     """
     constant = getattr(graph_module, str(node.target))
-    if not isinstance(constant, Tensor):
-        raise CaptureError(
-            expected="random operators that draw from torch's default generator",
-            found=f"an operator that draws from the script's own {type(constant).__name__}",
-            fix="remove generator=, or draw outside the job and pass the numbers as an argument",
-            where=", ".join(sorted({find_line(user) for user in node.users})),
-        )
+    assert isinstance(constant, Tensor), f"{node.target} is a {type(constant).__name__}"
     if tensors.is_differentiated(constant):
         users = {find_line(user) for user in node.users}
         raise CaptureError(

@@ -102,7 +102,8 @@ def bind_arguments(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 def mark_counter_draws(graph: fx.Graph) -> None:
     """Let the random operators of a captured graph draw by counter."""
     for node in graph.nodes:
-        if node.target is aten.native_dropout.default or find_reader(node.target) is not None:
+        is_drawn = node.target is aten.native_dropout.default or find_reader(node.target) is not None
+        if is_drawn and "generator" not in node.meta:
             node.meta["counter"] = True
 
 

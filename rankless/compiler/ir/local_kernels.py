@@ -4,10 +4,13 @@ Lowered programs call these plain functions on local tensors, below autograd. Th
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from rankless.parallel.default_generator import find_default_generator
 
 aten = torch.ops.aten
 
@@ -36,6 +39,32 @@ def draw_and_slice(
     shape, strides, dtype = example
     value = operator(torch.empty_strided(shape, strides, dtype=dtype, device=device), *arguments)
     return value if part is None else value.narrow(*part).clone()
+
+
+@dataclass(frozen=True, eq=False)
+class DrawFrom:
+    """A function whose random operators draw from a generator of the script, and not from PyTorch's own."""
+
+    generator: torch.Generator
+    function: Callable[..., Any]
+
+    @property
+    def __name__(self) -> str:
+        return getattr(self.function, "__name__", "draw")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the function while PyTorch's generator has the state of the script's, which then gets the new state."""
+        default = find_default_generator(self.generator.device)
+        if self.generator is default:
+            return self.function(*args, **kwargs)
+        before = default.get_state()
+        default.set_state(self.generator.get_state())
+        try:
+            result = self.function(*args, **kwargs)
+            self.generator.set_state(default.get_state())
+        finally:
+            default.set_state(before)
+        return result
 
 
 def apply_dropout(x: Tensor, mask: Tensor, probability: float) -> Tensor:

@@ -102,6 +102,8 @@ class LogicalProgram:
             else:
                 description = f"{node.target}({', '.join(map(repr, node.args))}, {node.kwargs})"
                 description += " by counter" if draws_by_counter(node) else ""
+                if "generator" in node.meta:
+                    description += f" from generator {self.generators.index(node.meta['generator'])} of the script"
             lines.append(f"{node.name} = {description} : {format_value(node)}  # {node.meta.get('line', '')}")
         lines += [f"-> {node.name} : {output.kind} {output.name}" for node, output in self.outputs]
         return "\n".join(lines)
@@ -110,6 +112,12 @@ class LogicalProgram:
     def is_random(self) -> bool:
         """Whether the program draws random numbers."""
         return any(map(is_random_node, self.graph.nodes))
+
+    @property
+    def generators(self) -> list[torch.Generator]:
+        """The generators of the script from which it draws, each once."""
+        found = [node.meta["generator"] for node in self.graph.nodes if "generator" in node.meta]
+        return list(dict.fromkeys(found))
 
     def digest(self) -> str:
         """Return the first sixteen hexadecimal digits of the SHA-256 of `text`."""

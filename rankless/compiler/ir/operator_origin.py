@@ -1,6 +1,6 @@
 """Where an operator of a program comes from: the script's line, and the module of the model that computes it.
 
-PyTorch hands one text from forward operators to those of their gradients, the stack trace. The capture writes both
+PyTorch hands one text from forward operators to those of their gradients, the stack trace. The capture writes all
 parts into this text.
 """
 
@@ -23,16 +23,20 @@ class OperatorOrigin:
 
     line: str
     module: ModuleName | None = None
+    generator: int | None = None
+    """The number of the script's generator that a random operator draws from; None for PyTorch's own."""
 
     def encode(self) -> str:
         """Return the origin as one text. `decode_origin` ignores what PyTorch adds at its end."""
         path, kind = (self.module.path, self.module.kind) if self.module is not None else ("", "")
-        return SEPARATOR.join((self.line, path, kind, ""))
+        generator = "" if self.generator is None else str(self.generator)
+        return SEPARATOR.join((self.line, path, kind, generator, ""))
 
 
 def decode_origin(text: str | None) -> OperatorOrigin:
     """Return the origin in a stack trace of the capture."""
     line, *rest = (text or "").split(SEPARATOR)
-    if len(rest) < 2 or not rest[0]:
+    if len(rest) < 3:
         return OperatorOrigin(line)
-    return OperatorOrigin(line, ModuleName(rest[0], rest[1]))
+    path, kind, generator = rest[:3]
+    return OperatorOrigin(line, ModuleName(path, kind) if path else None, int(generator) if generator else None)

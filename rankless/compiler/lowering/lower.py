@@ -86,10 +86,15 @@ class LoweringPass:
         self.results: dict[fx.Node, LocalValue] = {}
         self.draws: dict[fx.Node, CounterDraw] = {}
         self.current_node: fx.Node | None = None
+        self.generator: torch.Generator | None = None
+        """The script's generator from which the operator draws that is being lowered."""
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         """Add an operator or a Rankless function."""
-        node = self.graph.call_function(LOCAL_OPERATORS.get(target, target))
+        function = LOCAL_OPERATORS.get(target, target)
+        if self.generator is not None:
+            function = local_kernels.DrawFrom(self.generator, function)
+        node = self.graph.call_function(function)
         # Set the arguments afterwards: PyTorch warns about sizes among the arguments of a new node.
         node.args, node.kwargs = args, kwargs
         node.meta.update(self.origin)
@@ -246,9 +251,14 @@ class LoweringPass:
         self, node: fx.Node, strategy: Strategy, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> LocalValue:
         """Add the operator on local values as its strategy prescribes."""
+        self.generator = node.meta.get("generator")
         if strategy.lower is None:
-            return self.call(get_operator(node), *args, **kwargs)
-        return strategy.lower(self, make_call(node, self.sharded.placements, self.mesh.size), args, kwargs)
+            result: LocalValue = self.call(get_operator(node), *args, **kwargs)
+        else:
+            call = make_call(node, self.sharded.placements, self.mesh.size)
+            result = strategy.lower(self, call, args, kwargs)
+        self.generator = None
+        return result
 
     def redistribute(
         self, node: fx.Node, target: Placement, reason: str, *, purpose: CollectivePurpose = "input"

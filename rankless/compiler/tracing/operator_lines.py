@@ -62,7 +62,8 @@ class SourceLineMode(TorchFunctionMode):
         if refusal is not None:
             raise refusal.add_location(user_line(frame))
         line = user_line(frame)
-        origin = OperatorOrigin(line, find_module(frame, self._names))
+        generator, drawn = self._module_tensors.take_generator(kwargs)
+        origin = OperatorOrigin(line, find_module(frame, self._names), generator)
         fx_traceback.current_meta["stack_trace"] = origin.encode()
         # PyTorch queries symbolic sizes in some passes and has them cached in others.
         if not getattr(func, "__name__", "").startswith(("sym_", "_sym_")):
@@ -71,8 +72,8 @@ class SourceLineMode(TorchFunctionMode):
             return self._module_tensors.set_data(args[0], args[1], line)
         replacement = find_replacement(func, args)
         if replacement is not None:
-            return replacement(*args, **kwargs)
-        result = call_untraced(func, args, kwargs, profile)
+            return replacement(*args, **drawn)
+        result = call_untraced(func, args, drawn, profile)
         if func == GET_DATA:
             self._module_tensors.add_data(args[0], result)
         return result

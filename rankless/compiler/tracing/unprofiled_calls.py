@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy
+import torch
 
 from rankless.compiler.tracing.value_snapshots import PLAIN_TYPES
 
@@ -29,13 +30,18 @@ def may_call_user_code(argument: Any) -> bool:
 
 
 def describe_arguments(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the plain values among a call's arguments as text, and the types of all others."""
+    """Return the plain values among a call's arguments as text, generators themselves, and the types of all others.
+
+    A generator that the job makes is another one in each pass.
+    """
     parts: list[Any] = []
     for argument in arguments:
         if isinstance(argument, tuple | list):
             parts.append(describe_arguments(tuple(argument)))
         elif isinstance(argument, numpy.ndarray):
             parts.append(argument.tobytes())
+        elif isinstance(argument, torch.Generator):
+            parts.append(argument)
         else:
             parts.append(repr(argument) if isinstance(argument, PLAIN_TYPES) else type(argument).__name__)
     return tuple(parts)

@@ -36,6 +36,8 @@ class ConsistentView:
         self._programs = ProgramCache(job, world) if self._loss_weights is None else self._loss_weights.programs
         self._sync = CallSync(job, world)
         self._draws = False
+        self._generators: list[torch.Generator] = []
+        """Generators of the script from which the job has drawn."""
         require_same_kind_of_device(job, world)
 
     def run(self, arguments: FlattenedArguments) -> CallResult:
@@ -58,6 +60,7 @@ class ConsistentView:
         states = [slot.tensor() for slot in executable.slots if isinstance(slot, ModuleTensorReference)]
         sizes = executable.sizes(arguments)
         self._draws = self._draws or executable.captured.program.is_random
+        self._generators = list(dict.fromkeys([*self._generators, *executable.captured.program.generators]))
         if self._job.trains:
             self._world.mesh.check_sync_point_again()  # the other hosts have arrived, and no step is made yet
         for module, training in executable.captured.changed_modes:
@@ -94,7 +97,7 @@ class ConsistentView:
             format_call(self._job.name, self._sync.calls + 1, call.arguments),
             arguments=call.arguments,
             program=0 if call.known is None else call.known.number,
-            random_states=RandomStates() if self._draws else None,
+            random_states=RandomStates(self._generators) if self._draws else None,
             remark="" if stale_guard is None else f"{stale_guard.label} {stale_guard.describe_change()}",
         )
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
@@ -21,6 +20,7 @@ from rankless.compiler.lowering.lower import LoweringPass
 from rankless.compiler.scheduling.gradient_buckets import schedule_gradients
 from rankless.compiler.scheduling.gradient_memory import GradientMemory
 from rankless.compiler.sharding.sharding_propagation import ShardedProgram, propagate_shardings
+from rankless.context.generator_states import restore_generators, save_generators
 from rankless.context.world import World
 from rankless.jobs.arguments import FlattenedArguments, get_placements
 from rankless.jobs.definition import JobDefinition
@@ -154,9 +154,9 @@ def run_alongside(
     job: JobDefinition, world: World, arguments: FlattenedArguments, recorder: InspectedCallRecorder
 ) -> None:
     """Run the job's logical program whole on one worker and record its values, without side effects."""
-    state, cuda = torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     programs = ProgramCache(job, world)
     executable = programs.capture_exactly(programs.look_up(arguments, get_placements(arguments, world.mesh)))
+    states = save_generators(executable.captured.program.generators)
     values = []
     for slot in executable.slots:
         if isinstance(slot, int):
@@ -166,9 +166,7 @@ def run_alongside(
     # Replicate everything, so that only PyTorch's own operators run, and none of Rankless.
     sharded = propagate_shardings(executable.captured.program, (Replicate(),) * len(arguments.tensors), 1)
     add_probes(sharded, world.mesh, recorder)([value.detach() for value in values], ())
-    torch.set_rng_state(state)
-    for device, device_state in enumerate(cuda):
-        torch.cuda.set_rng_state(device_state, device)
+    restore_generators(states)
 
 
 def record_plain(job: JobDefinition, result: Any, recorder: InspectedCallRecorder) -> None:
