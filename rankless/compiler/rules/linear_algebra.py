@@ -1,4 +1,4 @@
-"""Rules for operators on batches of matrices: every batch dim can be sharded, rows and columns cannot."""
+"""Rules for operators on batches of matrices: every batch dim can be sharded, and the right-hand sides of a system."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from rankless.compiler.rules.pattern import LETTERS, split_strategies
+from rankless.compiler.rules.pattern import LETTERS, make_letters, split_strategies
 from rankless.compiler.rules.strategy import (
     GraphBuilder,
     LocalValue,
@@ -24,12 +24,9 @@ aten = torch.ops.aten
 MATRIX_DIMS: dict[Any, tuple[tuple[int, ...], tuple[int, ...]]] = {
     aten.linalg_inv_ex.default: ((2,), (2, 0)),
     aten.linalg_cholesky_ex.default: ((2,), (2, 0)),
-    aten.cholesky_solve.default: ((2, 2), (2,)),
     aten.cholesky_inverse.default: ((2,), (2,)),
-    aten.linalg_solve_triangular.default: ((2, 2), (2,)),
     aten.linalg_lu.default: ((2,), (2, 2, 2)),
     aten.linalg_lu_factor_ex.default: ((2,), (2, 1, 0)),
-    aten.linalg_lu_solve.default: ((2, 1, 2), (2,)),
     aten.lu_unpack.default: ((2, 1), (2, 2, 2)),
     aten.linalg_qr.default: ((2,), (2, 2)),
     aten.linalg_householder_product.default: ((2, 1), (2,)),
@@ -68,6 +65,35 @@ def make_batch_letters(batch: Sequence[int], most: int) -> str:
     """Return the letters of batch dims, which broadcast from the last of `most` dims."""
     offset = most - len(batch)
     return "".join("." if size == 1 else LETTERS[offset + dim] for dim, size in enumerate(batch))
+
+
+def right_side_strategies(call: OperatorCall, position: int, dim: int = -1) -> Iterator[Strategy]:
+    """Yield sharding of the right-hand sides of a system of equations, which are independent.
+
+    Args:
+        call: The operator.
+        position: Which tensor argument has the right-hand sides.
+        dim: The dim along which they lie.
+    """
+    sizes = logical_shape(call.inputs[position])
+    text = make_letters(len(sizes), [place for place in range(len(sizes)) if place != dim % len(sizes)])
+    inputs = ["*"] * len(call.slots)
+    inputs[position] = text
+    others = ["="] * (len(call.output_shapes) - 1)
+    solution = "." * (len(call.output_shapes[0]) - len(text)) + text
+    yield from split_strategies(call, ",".join(inputs) + "->" + ",".join([solution, *others]))
+
+
+def make_system_rule(inputs: Sequence[int], position: int, outputs: Sequence[int] = (2,)) -> ShardingRule:
+    """Return the rule of an operator that solves a system of equations for each matrix."""
+
+    def strategies(call: OperatorCall) -> Iterator[Strategy]:
+        yield from make_batch_strategies(call, inputs, outputs)
+        has_sides = any(described.name == "left" for described in call.operator._schema.arguments)
+        is_left = not has_sides or call.argument("left")  # otherwise the matrix stands right of the solution
+        yield from right_side_strategies(call, position, -1 if is_left else -2)
+
+    return strategies
 
 
 def make_matrix_rule(inputs: Sequence[int], outputs: Sequence[int]) -> ShardingRule:
@@ -109,6 +135,9 @@ def solve_strategies(call: OperatorCall) -> Iterator[Strategy]:
     matrices, right = (logical_shape(node) for node in call.inputs)
     sides = 1 if len(right) == 1 or right == matrices[:-1] else 2
     yield from factorizing_strategies(call, (2, sides), (sides, 2, 1, 0))
+    if sides > 1:
+        for strategy in right_side_strategies(call, 1):
+            yield replace(strategy, lower=lower_with_layout)
 
 
 def lower_with_layout(
@@ -138,6 +167,10 @@ def cross_strategies(call: OperatorCall) -> Iterator[Strategy]:
 
 RULES: dict[Any, ShardingRule] = {
     **{operator: make_matrix_rule(*dims) for operator, dims in MATRIX_DIMS.items()},
+    aten.cholesky_solve.default: make_system_rule((2, 2), 0),
+    aten.linalg_solve_triangular.default: make_system_rule((2, 2), 1),
+    aten.linalg_lu_solve.default: make_system_rule((2, 1, 2), 2),
+    aten.triangular_solve.default: make_system_rule((2, 2), 0, (2, 2)),
     aten._linalg_det.default: make_factorizing_rule((0, 2, 1)),
     aten._linalg_slogdet.default: make_factorizing_rule((0, 0, 2, 1)),
     aten._linalg_solve_ex.default: solve_strategies,

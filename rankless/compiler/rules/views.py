@@ -355,4 +355,6 @@ RULES: dict[Any, ShardingRule] = {
     aten.unbind.int: make_pattern_rule(unbind_pattern, (0,)),
     aten.split.Tensor: make_pattern_rule(chunk_pattern, (0,)),
     aten.split_with_sizes.default: make_pattern_rule(chunk_pattern, (0,)),
+    aten.unsafe_split.Tensor: make_pattern_rule(chunk_pattern, (0,)),
+    aten.unsafe_split_with_sizes.default: make_pattern_rule(chunk_pattern, (0,)),
 }
