@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._C import DispatchKey
 from torch._decomp import get_decompositions
 from torch._prims_common import suggest_memory_format
+from torch.utils import _pytree as pytree
 
 from rankless.errors import CaptureError
 
@@ -140,6 +141,32 @@ LAYOUT_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
 """Operators for which PyTorch traces other strides than those of its kernels, as their kernels compute them."""
 
 
+VIEWS_WITH_COPIES = (
+    "alias", "diagonal", "expand", "narrow", "permute", "split_with_sizes", "squeeze", "t", "transpose", "unbind",
+    "unfold", "unsqueeze", "view",
+)  # fmt: skip
+
+
+def list_view_copies() -> Iterator[tuple[Any, Callable[..., Any]]]:
+    """Yield the operators that copy a view, such as `aten.expand_copy`, and their decompositions."""
+    for name in VIEWS_WITH_COPIES:
+        view, copied = getattr(aten, name), getattr(aten, f"{name}_copy")
+        for overload in copied.overloads():
+            if not overload.endswith("out"):
+                yield getattr(copied, overload), make_view_copy_decomposition(getattr(view, overload))
+
+
+def make_view_copy_decomposition(view: Any) -> Callable[..., Any]:
+    """Return the decomposition of a copy of a view to the view, which has rules, and a copy."""
+
+    def decompose(*args: Any, **kwargs: Any) -> Any:
+        return pytree.tree_map_only(
+            Tensor, lambda item: item.clone(memory_format=torch.contiguous_format), view(*args, **kwargs)
+        )
+
+    return decompose
+
+
 def decompose_multilabel_margin_loss(x: Tensor, target: Tensor, reduction: int) -> tuple[Tensor, Tensor]:
     """Compute the loss of the targets before the first -1; PyTorch's decomposition also counts class 0 for the rest."""
     rows, labels = torch.atleast_2d(x), torch.atleast_2d(target)
@@ -237,4 +264,6 @@ def _get_autograd_key(operator: Any) -> DispatchKey:
     return composite if is_composite else DispatchKey.Autograd
 
 
-DECOMPOSITIONS: dict[Any, Callable[..., Any]] = TORCH_DECOMPOSITIONS | STATISTICS_DECOMPOSITIONS | LAYOUT_DECOMPOSITIONS
+DECOMPOSITIONS: dict[Any, Callable[..., Any]] = (
+    TORCH_DECOMPOSITIONS | STATISTICS_DECOMPOSITIONS | LAYOUT_DECOMPOSITIONS | dict(list_view_copies())
+)

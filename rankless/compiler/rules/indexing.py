@@ -266,6 +266,7 @@ RULES: dict[Any, ShardingRule] = {
     aten._unsafe_index.Tensor: index_strategies,
     aten._unsafe_index_put.default: index_put_strategies,
     aten.index_add.default: index_add_strategies,
+    aten.index_reduce.default: index_copy_strategies,
     aten.index_copy.default: index_copy_strategies,
     aten.index_fill.int_Scalar: index_fill_strategies,
     aten.index_fill.int_Tensor: index_fill_strategies,

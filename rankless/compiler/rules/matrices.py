@@ -128,9 +128,9 @@ def linear_weight_pattern(call: OperatorCall) -> str:
 
 
 def embedding_pattern(call: OperatorCall) -> str:
-    """Return the pattern of rows of a table by index; every dim of the indices can be sharded."""
+    """Return the pattern of rows of a table by index; every dim of the indices can be sharded, and the columns."""
     text = make_letters(len(logical_shape(call.inputs[1])))
-    return f"*,{text}->{text}."
+    return f".Z,{text}->{text}Z"
 
 
 def embedding_backward_strategies(call: OperatorCall) -> Iterator[Strategy]:
@@ -141,6 +141,8 @@ def embedding_backward_strategies(call: OperatorCall) -> Iterator[Strategy]:
     if not call.argument("scale_grad_by_freq"):
         text = make_letters(len(logical_shape(call.inputs[1])))
         yield from split_strategies(call, f"{text}.,{text}->..")
+    columns = "." * len(logical_shape(call.inputs[1]))
+    yield from split_strategies(call, f"{columns}Z,{columns}->.Z")
     yield from partial_sum_strategies(call, (0,))
 
 
@@ -173,6 +175,7 @@ RULES: dict[Any, ShardingRule] = {
     aten.mm.default: widen_sums(make_pattern_rule("mk,kn->mn", (0,), (1,))),
     aten.bmm.default: widen_sums(make_pattern_rule("bmk,bkn->bmn", (0,), (1,))),
     aten.mv.default: widen_sums(make_pattern_rule("mk,k->m", (0,), (1,))),
+    aten.vdot.default: widen_sums(make_pattern_rule("k,k->", (0,), (1,))),
     aten.dot.default: widen_sums(make_pattern_rule("k,k->", (0,), (1,))),
     aten.addmm.default: addmm_strategies,
     aten.baddbmm.default: baddbmm_strategies,

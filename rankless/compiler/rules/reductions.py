@@ -172,7 +172,8 @@ def lower_product(
 def along_dims_pattern(call: OperatorCall) -> str:
     """Return the pattern of an operator along some dims: these are replicated, and each output has or lacks them."""
     count = len(logical_shape(call.inputs[0]))
-    replicated_dims = get_reduced_dims(call)
+    is_flip_of_nothing = call.operator is aten.flip.default and not call.argument("dims")
+    replicated_dims = [] if is_flip_of_nothing else get_reduced_dims(call)
     text = make_letters(count, replicated_dims)
     outputs = []
     for shape in call.output_shapes:
