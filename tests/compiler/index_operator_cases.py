@@ -85,6 +85,7 @@ SPLIT_INDEXING = {
     ),
     "index add to columns": split(lambda x: x.index_add(-1, torch.tensor([0, 3, 3]), x[:, :3], alpha=2).square()),
     "index add by label": split(lambda x: x.sum(0).index_add(0, labels_of(x, 6), x[:, 1], alpha=2).square()),
+    "index reduce": split(lambda x: x.index_reduce(1, torch.tensor([0, 3, 0]), x[:, :3].square(), "amax").square()),
     "index copy and fill": split(
         lambda x: (
             x.index_copy(1, torch.tensor([0, 3]), x[:, :2] * 2).square()

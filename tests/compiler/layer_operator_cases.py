@@ -49,6 +49,19 @@ MATRICES = {
     "bmm over the batch": Case(lambda x: torch.einsum("bij,bik->ijk", x, x), (2, 3)),
     "mv": Case(lambda x: aten.mv(x, numbers(6)).square() + aten.mv(x.t(), x[:, 0]).sum()),
     "dot": Case(lambda x: torch.dot(x[:, 0], x[:, 1]).square()),
+    "dot of complex numbers": Case(
+        lambda x: torch.vdot(torch.complex(x[:, 0], x[:, 1]), torch.complex(x[:, 2], x[:, 3])).abs().square()
+    ),
+    "convolution over split channels": Case(
+        batch_second(lambda x: F.conv2d(x, numbers(4, 7, 3, 3), padding=1).square()), (2, 4, 4)
+    ),
+    "convolution with a split weight": Case(
+        lambda x: (
+            F.conv2d(numbers(2, 3, 5, 5), x, x[:, 0, 0, 0]).square() + F.conv_transpose2d(numbers(2, 7, 3, 3), x).sum()
+        ),
+        (3, 2, 2),
+    ),
+    "columns of a table": Case(batch_last(lambda x: F.embedding(torch.tensor([[0, 3], [1, 3]]), x).square()), (4,)),
     "addmm": Case(lambda x: torch.addmm(numbers(3), x, numbers(6, 3)).square()),
     "addmm over the batch": Case(lambda x: torch.addmm(numbers(6, 6), x.t(), x).square()),
     "addmm with a bias per row": Case(lambda x: torch.addmm(x[:, :1], x, numbers(6, 3)).square()),
@@ -127,6 +140,12 @@ SPLIT_NORMALIZATIONS = {
     ),
 }
 LOSSES = {
+    "CTC": Case(
+        lambda x: F.ctc_loss(
+            x.transpose(0, 1).log_softmax(2), labels_of(x, 4)[:, None].expand(-1, 2) + 1, [6] * 7, [2, 1, 2, 2, 1, 2, 2]
+        ),
+        (6, 5),
+    ),
     "mean loss": Case(lambda x: F.nll_loss(x, labels_of(x, 6))),
     "sum of losses": Case(lambda x: F.nll_loss(x, labels_of(x, 6), reduction="sum").square()),
     "loss per row": Case(lambda x: F.nll_loss(x, labels_of(x, 6), reduction="none").square()),

@@ -35,6 +35,22 @@ SPLIT_LINEAR_ALGEBRA = {
         ),
         (3, 3),
     ),
+    "triangular solve of the old API": split(lambda x: torch.triangular_solve(x, shifted(x))[0].square(), (3, 3)),
+    "right-hand sides": split(
+        batch_last(
+            lambda x: (
+                torch.cholesky_solve(x, shifted(numbers(4, 4))).square()
+                + torch.linalg.solve_ex(shifted(numbers(4, 4)), x)[0]
+                + torch.linalg.solve_triangular(numbers(4, 4).tril() + 2 * torch.eye(4), x, upper=False)
+                + torch.linalg.lu_solve(*torch.linalg.lu_factor_ex(shifted(numbers(4, 4)))[:2], x)
+            )
+        ),
+        (4,),
+    ),
+    "right-hand sides from the left": split(
+        lambda x: torch.linalg.solve_triangular(numbers(4, 4).triu() + 2 * torch.eye(4), x, upper=True, left=False),
+        (4,),
+    ),
     "determinants": split(lambda x: torch.linalg.det(x).square() + torch.linalg.slogdet(x)[1], (2, 3, 3)),
     "determinants of transposed matrices": split(
         lambda x: torch.linalg.det(x.mT) + torch.linalg.slogdet(x.mT)[1], (3, 3)

@@ -35,6 +35,20 @@ VIEWS = {
     "split by sizes": Case(
         lambda x: torch.cat([p.cos() for p in (*x.split([1, 2, 3], 1), *x.split([1, 4, 2]))][:3], 1)
     ),
+    "unsafe splits": Case(
+        lambda x: sum(
+            part.square().sum() * 2**i
+            for i, part in enumerate((*torch.unsafe_split(x, 4, 1), *torch.unsafe_split_with_sizes(x, [2, 4], 1)))
+        )
+    ),
+    "copies of views": Case(
+        lambda x: (
+            torch.t_copy(x).square().sum()
+            + torch.unfold_copy(x, 1, 2, 1).sum()
+            + torch.narrow_copy(x, 1, 1, 3).exp().sum()
+        )
+    ),
+    "zeros in place": Case(lambda x: x * 2 + x.detach().clone().zero_()),
     "stack and unbind": Case(lambda x: torch.stack(x.unbind(1), 1).square()),
 }
 SPLIT_VIEWS = {

@@ -1,6 +1,6 @@
 """Rules for products: matrices, batches of matrices, linear layers, convolutions, embeddings, recurrent layers."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -127,6 +127,37 @@ def linear_weight_pattern(call: OperatorCall) -> str:
     return f"{leading}Y,{leading}Z->YZ"
 
 
+def convolution_strategies(call: OperatorCall) -> Iterator[Strategy]:
+    """Yield sharding of a convolution on its batch and on the channels of its result, and partial sums over its own.
+
+    In half precision, where terms would be added in float32, the kernel would choose another layout in memory.
+    """
+    yield from split_strategies(call, "b*,*,*->b*")
+    if call.argument("groups") == 1:
+        result, given = get_channel_texts(call, logical_shape(call.inputs[1]))
+        yield from split_strategies(call, f"*,{result},C->.C*")
+        if call.slots[2] is None and call.node.meta["val"].dtype not in ACCUMULATED_IN:
+            yield from split_strategies(call, f".C*,{given},->{'.' * len(call.output_shapes[0])}")
+
+
+def convolution_backward_strategies(call: OperatorCall) -> Iterator[Strategy]:
+    """Yield strategies of its gradients, for the same dims."""
+    yield from make_masked_rule(lambda _: "b*,b*,*->b*,*,*")(call)
+    if call.argument("groups") == 1:
+        shapes = [logical_shape(node) for node in call.inputs]
+        result, given = get_channel_texts(call, shapes[2])
+        partial = "." * len(shapes[1])
+        yield from make_masked_rule(lambda _: f".C*,*,{result}->{partial},{result},C")(call)
+        yield from make_masked_rule(lambda _: f"*,.C*,{given}->.C*,{given},=")(call)
+
+
+def get_channel_texts(call: OperatorCall, weight: Sequence[int]) -> tuple[str, str]:
+    """Return the patterns of a weight whose channels of the result, and whose channels of the input, are sharded."""
+    rest = "." * (len(weight) - 2)
+    first, second = f"C.{rest}", f".C{rest}"
+    return (second, first) if call.argument("transposed") else (first, second)
+
+
 def embedding_pattern(call: OperatorCall) -> str:
     """Return the pattern of rows of a table by index; every dim of the indices can be sharded, and the columns."""
     text = make_letters(len(logical_shape(call.inputs[1])))
@@ -187,8 +218,8 @@ RULES: dict[Any, ShardingRule] = {
     aten._trilinear.default: widen_sums(make_pattern_rule(trilinear_pattern)),
     rankless_ops.linear.default: widen_sums(linear_strategies),
     rankless_ops.linear_weight.default: make_pattern_rule(linear_weight_pattern, (0,), (1,)),
-    aten.convolution.default: make_pattern_rule("b*,*,*->b*"),
-    aten.convolution_backward.default: make_masked_rule(lambda _: "b*,b*,*->b*,*,*"),
+    aten.convolution.default: convolution_strategies,
+    aten.convolution_backward.default: convolution_backward_strategies,
     aten.embedding.default: make_pattern_rule(embedding_pattern),
     aten.embedding_dense_backward.default: embedding_backward_strategies,
     rankless_ops.recurrent.default: recurrent_strategies,

@@ -38,6 +38,7 @@ UNTAGGED_POINTWISE = {
     aten.floor_divide.Scalar,
     aten.rsub.Tensor,
     aten.copy.default,
+    aten.zero.default,
     aten.fill.Scalar,
     aten.fill.Tensor,
     aten.complex.default,
@@ -61,6 +62,7 @@ SHAPE_ONLY = {
     aten.ones_like.default,
     aten.full_like.default,
     aten.empty_like.default,
+    aten.zero.default,
     aten.fill.Scalar,
 }
 """Operators that read no values: for a partial sum they return the final value and not a term of it."""
