@@ -6,7 +6,9 @@ with checks.
 """
 
 import importlib
+import random
 import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from rankless.errors import RanklessError
@@ -69,8 +71,17 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        return getattr(importlib.import_module("rankless.api"), name)
+        return getattr(_import_api(), name)
     raise AttributeError(f"module 'rankless' has no attribute {name!r}")
+
+
+def _import_api() -> ModuleType:
+    """Import `rankless.api`. A library that draws random numbers while it is imported must not move the script's."""
+    state = random.getstate()
+    try:
+        return importlib.import_module("rankless.api")
+    finally:
+        random.setstate(state)
 
 
 def __dir__() -> list[str]:

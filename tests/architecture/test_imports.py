@@ -114,3 +114,22 @@ def test_jobs_and_loaders_are_of_the_public_classes():
         assert isinstance(rankless.loader([1, 2], reading=reading), rankless.Loader)
     assert rankless.Job[[torch.Tensor], torch.Tensor] is not None
     assert rankless.Loader[torch.Tensor] is not None
+
+
+FIRST_USE = """
+import random
+import numpy, torch, rankless
+def states():
+    return random.getstate(), str(numpy.random.get_state()), torch.get_rng_state().tolist()
+random.seed(0)
+before = states()
+rankless.loader
+rankless.loader(torch.arange(4))
+assert states() == before
+"""
+
+
+def test_the_first_use_of_rankless_does_not_move_the_random_generators():
+    """A library that it imports draws a number from Python's `random` while it is imported."""
+    done = subprocess.run([sys.executable, "-c", FIRST_USE], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
