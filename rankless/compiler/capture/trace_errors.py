@@ -44,11 +44,6 @@ TRACE_ERRORS: tuple[tuple[str, str, str], ...] = (
         "return the tensor as a metric instead of keeping it in an attribute, a list or a closure",
     ),
     (
-        "use_reentrant=True",
-        "activation checkpointing that autograd can see through",
-        "pass use_reentrant=False to torch.utils.checkpoint.checkpoint",
-    ),
-    (
         "Cannot backprop through mirrored meta",
         "a job that returns its loss and leaves backward to Rankless",
         "remove .backward() from the job",
