@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from rankless.deferred_models.deferred_tensor import DeferredTensor, RecordingMode, pause_recording
 from rankless.deferred_models.recording import OperatorRecording
+from rankless.errors import DeferredError
+from rankless.user_code import caller_line
 
 
 class DeferredBuild:
@@ -43,7 +45,7 @@ class DeferredBuild:
             *modules: The modules. Their parameters and buffers stay the same objects, so that optimizers know them.
 
         Raises:
-            DeferredError: The values depend on a tensor that was built in another block.
+            DeferredError: An argument is no module.
 
         Example:
             >>> with rankless.deferred() as build:
@@ -52,6 +54,14 @@ class DeferredBuild:
             >>> model(torch.ones(2, 3)).shape
             torch.Size([2, 1])
         """
+        others = [type(item).__name__ for item in modules if not isinstance(item, nn.Module)]
+        if others:
+            raise DeferredError(
+                expected="modules that were built in `with rankless.deferred()`",
+                found=others[0],
+                fix="pass the model itself",
+                where=caller_line(),
+            )
         materialize(modules)
 
 

@@ -131,6 +131,28 @@ def test_a_use_that_needs_values_is_refused_with_its_line_and_a_way_out(use: str
     assert torch.isfinite(model(torch.ones(4, 3))).all()
 
 
+def test_what_is_no_module_is_refused():
+    with rankless.deferred() as build:
+        model = make_model()
+    with pytest.raises(rankless.errors.DeferredError, match="pass the model itself"):
+        build.materialize(model.state_dict())
+
+
+def test_an_error_in_the_block_ends_it():
+    with pytest.raises(KeyError), rankless.deferred():
+        raise KeyError("the script's own")
+    assert type(nn.Linear(2, 2).weight) is nn.Parameter
+
+
+def test_a_block_within_a_block():
+    with rankless.deferred() as outer:
+        one = nn.Linear(3, 3)
+        with rankless.deferred():
+            other = nn.Linear(3, 3)
+    outer.materialize(one, other)
+    assert not find_deferred([one, other])
+
+
 def test_a_state_that_is_loaded_before_the_values_are_computed_is_kept():
     given = make_model().state_dict()
     with rankless.deferred() as build:
