@@ -76,7 +76,9 @@ def __getattr__(name: str) -> Any:
 
 
 def _import_api() -> ModuleType:
-    """Import `rankless.api`. A library that draws random numbers while it is imported must not move the script's."""
+    """Return `rankless.api`. A library that draws random numbers while it is imported must not move the script's."""
+    if "rankless.api" in sys.modules:
+        return sys.modules["rankless.api"]
     state = random.getstate()
     try:
         return importlib.import_module("rankless.api")

@@ -8,11 +8,12 @@ from typing import Any
 import msgspec
 import safetensors.torch
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rankless.checkpoint.manifest import Node
 from rankless.checkpoint.random_state import capture_random_state
 from rankless.checkpoint.state_tree import TreeWriter
+from rankless.deferred_models.building import materialize
 from rankless.errors import CheckpointError
 
 EXTRA = "extra"
@@ -38,6 +39,7 @@ class Content:
 
 def gather_content(objects: Mapping[str, Any], extra: object) -> Content:
     """Return the state of the objects. Raises `CheckpointError`, which names what cannot be saved."""
+    materialize(item for item in objects.values() if isinstance(item, nn.Module))
     writer, extra_writer = TreeWriter(), TreeWriter()
     nodes = {name: writer.encode(_state(name, subject), (name,)) for name, subject in objects.items()}
     return Content(

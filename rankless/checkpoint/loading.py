@@ -42,9 +42,9 @@ def load(
     may differ from that of the save. Raises `CheckpointError` on every rank. It restores nothing unless all files are
     intact and all states fit.
     """
-    materialize(item for item in objects.values() if isinstance(item, nn.Module))
     fix = "give every rank the same files, in a shared folder or a copy on each host"
     with Agreement(mesh=mesh, doing=f"read {os.fspath(path)}", fix=fix) as agreement:
+        materialize(item for item in objects.values() if isinstance(item, nn.Module))
         folder = find_checkpoint(path)
         manifest = read_manifest(folder)
         held = _select_saved(objects, manifest, strict=strict)

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from rankless.checkpoint.background_write import CheckpointSeries, WriteTask
 from rankless.checkpoint.collective_errors import Agreement
@@ -25,7 +25,6 @@ from rankless.checkpoint.folder import UncommittedCheckpoint, resolve_target
 from rankless.checkpoint.manifest import Manifest, Node
 from rankless.checkpoint.snapshot import Snapshot, assign_tensors
 from rankless.collectives.byte_messages import all_gather_bytes, broadcast_bytes
-from rankless.deferred_models.building import materialize
 from rankless.errors import CheckpointError
 from rankless.parallel.mesh import Mesh
 from rankless.version import VERSION as RANKLESS_VERSION
@@ -68,7 +67,6 @@ class Saver:
         checkpoint at `path` is replaced at once: a crash of any rank at any point leaves the old or the new one. Raises
         `CheckpointError` on every rank; the next call of any method raises that of a background save.
         """
-        materialize(item for item in objects.values() if isinstance(item, nn.Module))
         options = options or SaveOptions()
         uncommitted = UncommittedCheckpoint(resolve_target(path))
         doing = f"save {os.fspath(path)}"

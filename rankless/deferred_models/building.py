@@ -100,8 +100,8 @@ def find_deferred(modules: Iterable[nn.Module]) -> list[DeferredTensor]:
 
 
 def list_values(module: nn.Module) -> Iterator[Any]:
-    """Yield a module's own parameters, buffers and attributes, and what lists, tuples and dicts among them hold."""
-    for value in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
+    """Yield a module's attributes, and what lists, tuples and dicts among them hold, as those of its parameters."""
+    for value in vars(module).values():
         if isinstance(value, list | tuple):
             yield from value
         elif isinstance(value, dict):
@@ -116,7 +116,7 @@ def become(tensor: DeferredTensor, value: Tensor) -> None:
     requires_grad = tensor.requires_grad and tensor.is_leaf
     real = nn.Parameter(value, requires_grad) if is_parameter else value.requires_grad_(requires_grad)
     attributes = {name: item for name, item in vars(tensor).items() if name not in ("recording", "number", "_is_param")}
-    tensor.__class__ = type(real)  # type: ignore[assignment]
+    tensor.__class__ = type(real)  # type: ignore[assignment]  # the object becomes another kind
     vars(tensor).clear()
     vars(tensor).update(attributes)
     torch._C._swap_tensor_impl(tensor, real)

@@ -9,13 +9,13 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rankless.deferred_models.recording import FILLING, OVERWRITING, Operation, OperatorRecording, Reference
+from rankless.deferred_models.recording import DRAWN_BY, OVERWRITING, Operation, OperatorRecording, Reference
 from rankless.errors import DeferredError
 from rankless.parallel.default_generator import find_default_generator
 from rankless.user_code import caller_line
 
 META = torch.device("meta")
-SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
+SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]  # the stubs have it as a tensor
 READS: tuple[Any, ...] = (Tensor.numpy, Tensor.tolist, Tensor.__array__)
 """Methods that read memory below operators."""
 
@@ -99,7 +99,7 @@ class RecordingMode(TorchDispatchMode):
     """Within this mode tensors are deferred, unless all that goes into them is there already."""
 
     def __init__(self, recording: OperatorRecording) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # PyTorch declares no types here
         self.recording = recording
 
     def __torch_dispatch__(
@@ -118,7 +118,10 @@ class RecordingMode(TorchDispatchMode):
 
 def is_scalar(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether an operator that makes a tensor from nothing makes one element, which needs no deferring."""
-    made = run_on_meta(OperatorRecording(), func, *pytree.tree_flatten((args, kwargs)))
+    try:
+        made = run_on_meta(OperatorRecording(), func, *pytree.tree_flatten((args, kwargs)))
+    except (NotImplementedError, RuntimeError):  # `record` deals with it
+        return False
     return isinstance(made, Tensor) and made.numel() <= 1
 
 
@@ -147,7 +150,7 @@ def record(recording: OperatorRecording, func: Any, args: tuple[Any, ...], kwarg
         return run_now(recording, func, leaves, spec)
     known = {id(recording.shapes[item.number]): item for item in deferred}
     results, result_spec = pytree.tree_flatten(found)
-    generator = draw(recording, func, args, kwargs, device)
+    generator = draw(recording, func, args, kwargs, found)
     numbers: list[int | None] = []
     for place, value in enumerate(results):
         if not isinstance(value, Tensor) or id(value) in known:
@@ -175,7 +178,7 @@ def record(recording: OperatorRecording, func: Any, args: tuple[Any, ...], kwarg
 
 def find_changed(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """Return the tensors that an operator changes."""
-    named = dict(zip((item.name for item in func._schema.arguments), args, strict=False)) | dict(kwargs)
+    named = name_arguments(func, args, kwargs)
     return [
         leaf
         for described in func._schema.arguments
@@ -205,7 +208,8 @@ def run_on_meta(recording: OperatorRecording, func: Any, leaves: list[Any], spec
     args, kwargs = pytree.tree_unflatten(shapes, spec)
     if any(described.name == "device" for described in func._schema.arguments):
         kwargs = {**kwargs, "device": META} | ({"pin_memory": False} if kwargs.get("pin_memory") else {})
-    kwargs.pop("generator", None)
+    if "generator" in kwargs:
+        kwargs = {**kwargs, "generator": None}
     return func(*args, **kwargs)
 
 
@@ -220,27 +224,33 @@ def run_now(recording: OperatorRecording, func: Any, leaves: list[Any], spec: py
 
 
 def draw(
-    recording: OperatorRecording, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
+    recording: OperatorRecording, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], shape: Any
 ) -> tuple[torch.Generator, Tensor] | None:
-    """Advance the generator of a random operator as it would. Return it with its state before; None if none draws."""
+    """Advance the generator of a random operator as it would. Return it with its state before; None if none draws.
+
+    `shape` is the operator's result on the meta device. Numbers that depend on no value are drawn into lent memory.
+    """
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return None
+    device = find_device([leaf for leaf in args if isinstance(leaf, DeferredTensor)], kwargs)
     generator = kwargs.get("generator") or find_default_generator(device)
     state = generator.get_state()
-    leaves, spec = pytree.tree_flatten((args, kwargs))
-    fills = func.overloadpacket.__name__ in FILLING
-    with pause_recording():
-        values = [
-            leaf
-            if not isinstance(leaf, DeferredTensor)
-            else recording.lend_memory(leaf)
-            if fills
-            else recording.evaluate([leaf.number])[0]
-            for leaf in leaves
-        ]
-        real_args, real_kwargs = pytree.tree_unflatten(values, spec)
-        func(*real_args, **real_kwargs)
+    name = func.overloadpacket.__name__
+    if name in OVERWRITING:
+        with pause_recording():
+            func(recording.lend_memory(shape, device), *args[1:], **kwargs)
+    elif name.removesuffix("_like") in DRAWN_BY:
+        with pause_recording():
+            memory = recording.lend_memory(shape, device)
+            DRAWN_BY[name.removesuffix("_like")](memory, name_arguments(func, args, kwargs), generator)
+    else:
+        run_now(recording, func, *pytree.tree_flatten((args, kwargs)))
     return generator, state
+
+
+def name_arguments(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call by their names."""
+    return dict(zip((item.name for item in func._schema.arguments), args, strict=False)) | dict(kwargs)
 
 
 def copy_value(leaf: Any) -> Any:

@@ -18,8 +18,13 @@ from torch.utils import _pytree as pytree
 
 OVERWRITING = ("uniform_", "normal_", "zero_", "fill_", "copy_", "exponential_", "random_", "log_normal_", "cauchy_")
 """Operators that change all elements of their first argument, whatever these were."""
-FILLING = ("rand_like", "randn_like", "randint_like", *OVERWRITING)
-"""Operators that use the shape of their first argument, and not its values."""
+Draw = Callable[[Tensor, Mapping[str, Any], torch.Generator], Tensor]
+DRAWN_BY: dict[str, Draw] = {
+    "rand": lambda memory, _, generator: memory.uniform_(0, 1, generator=generator),
+    "randn": lambda memory, _, generator: memory.normal_(0, 1, generator=generator),
+    "randint": lambda memory, given, generator: memory.random_(given.get("low", 0), given["high"], generator=generator),
+}
+"""How PyTorch draws the numbers of operators that make a random tensor, and of those that end in "_like"."""
 
 GeneratorState = tuple[torch.Generator, Tensor]
 
@@ -88,17 +93,17 @@ class OperatorRecording:
         for storage in operation.storages:
             self._changes.setdefault(storage, []).append(place)
 
-    def lend_memory(self, tensor: Tensor) -> Tensor:
+    def lend_memory(self, shape: Tensor, device: torch.device) -> Tensor:
         """Return memory in the shape of a tensor, for random numbers that nobody reads. The next call uses it again.
 
         New memory for each tensor would stay with the process, between the generators' states that are kept.
         """
-        size = 1 + sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        needed = max(1, size) * tensor.element_size()
-        lent = self._lent.get(tensor.device)
+        size = 1 + sum((extent - 1) * stride for extent, stride in zip(shape.shape, shape.stride(), strict=True))
+        needed = max(1, size) * shape.element_size()
+        lent = self._lent.get(device)
         if lent is None or lent.numel() < needed:
-            lent = self._lent[tensor.device] = torch.empty(needed, dtype=torch.uint8, device=tensor.device)
-        return lent[:needed].view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+            lent = self._lent[device] = torch.empty(needed, dtype=torch.uint8, device=device)
+        return lent[:needed].view(shape.dtype).as_strided(shape.shape, shape.stride())
 
     def release_memory(self) -> None:
         """Free the memory that was lent."""

@@ -1,1 +1,1 @@
-"""The mesh of workers, and the placement of a value on it."""
+"""The mesh of workers, the placement of a value on it, and the random generator of a device."""

@@ -254,7 +254,9 @@ with rankless.deferred() as build:
 build.materialize(model)
 before = peak()
 with rankless.deferred() as build:
-    model = nn.Sequential(*[nn.Linear(2000, 2000) for _ in range(40)])
+    model = nn.Sequential(*[nn.Linear(2000, 2000) for _ in range(20)])
+    model.experts = nn.ParameterList(torch.randn(2000, 2000) for _ in range(10))
+    model.noise = nn.ParameterList(torch.rand_like(item) for item in model.experts)
 print(peak() - before)
 build.materialize(model[7])
 print(peak() - before, float(model[7].weight.sum()))

@@ -38,6 +38,7 @@ from rankless.compiler.tracing.activation_checkpoints import trace_checkpoints
 from rankless.compiler.tracing.module_names import name_modules
 from rankless.compiler.tracing.operator_lines import record_origins
 from rankless.compiler.tracing.refused_functions import ModuleTensors
+from rankless.compiler.tracing.script_generators import ScriptGenerators
 from rankless.compiler.tracing.symbolic_sizes import LineTrackingShapeEnv, SymbolicSizes, specialize_on_repr
 from rankless.errors import CaptureError
 
@@ -118,6 +119,7 @@ class TraceableJobModule(nn.Module):
         self.result_spec: pytree.TreeSpec | None = None
         self.result_leaves: tuple[Any, ...] = ()
         self.module_tensors = ModuleTensors({})
+        self.generators = ScriptGenerators()
         self.reads = reads
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -132,7 +134,11 @@ class TraceableJobModule(nn.Module):
         known = self.module_tensors
         if self.reads is not None:
             self.reads.begin_pass()
-        with self.effects.trace_pass() as call_log, record_origins(known, names, call_log), specialize_on_repr():
+        with (
+            self.effects.trace_pass() as call_log,
+            record_origins(known, self.generators, names, call_log),
+            specialize_on_repr(),
+        ):
             args, kwargs = self.arguments(tensors)
             with apply_autocast_state(self.autocast):
                 try:
@@ -235,7 +241,7 @@ def capture(
             with refuse_use_of_old_data(lambda: job.module_tensors):
                 traced = trace_until_stable(stack, job, inputs)
             tensors = job.module_tensors
-            program = name_inputs_and_outputs(source.name, source.line, traced, tensors)
+            program = name_inputs_and_outputs(source.name, source.line, traced, tensors, job.generators.found)
             if reads is not None and not reads.ends_at_unknown:
                 program = name_checks(program, reads.values)
             program = clean_up(program, source.modules)

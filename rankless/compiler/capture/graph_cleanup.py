@@ -37,7 +37,11 @@ ALIAS_OPS = (aten.detach.default, aten.alias.default)
 
 
 def name_inputs_and_outputs(
-    name: str, line: str, graph_module: fx.GraphModule, tensors: ModuleTensors
+    name: str,
+    line: str,
+    graph_module: fx.GraphModule,
+    tensors: ModuleTensors,
+    generators: Sequence[torch.Generator],
 ) -> LogicalProgram:
     """Return the program in a traced graph whose placeholders and outputs carry PyTorch's descriptors.
 
@@ -71,7 +75,7 @@ def name_inputs_and_outputs(
         elif node.op == "get_attr":
             inputs[node] = make_constant_input(node, graph_module, tensors)
         elif origin.generator is not None and is_random_node(node):
-            node.meta["generator"] = tensors.generators[origin.generator]
+            node.meta["generator"] = generators[origin.generator]
     inline_sizes(graph)
     (values,) = returned.args
     outputs = tuple(
@@ -190,7 +194,13 @@ def make_constant_input(node: fx.Node, graph_module: fx.GraphModule, tensors: Mo
     Raises `CaptureError` for a parameter whose gradient would be lost. The job may use one under `torch.no_grad()`.
     """
     constant = getattr(graph_module, str(node.target))
-    assert isinstance(constant, Tensor), f"{node.target} is a {type(constant).__name__}"
+    if not isinstance(constant, Tensor):
+        raise CaptureError(
+            expected="random operators that take a generator of the script as generator=",
+            found=f"an operator with a {type(constant).__name__} at another place",
+            fix="pass it as generator=, or draw outside the job and pass the numbers as an argument",
+            where=", ".join(sorted({find_line(user) for user in node.users})),
+        )
     if tensors.is_differentiated(constant):
         users = {find_line(user) for user in node.users}
         raise CaptureError(

@@ -22,6 +22,7 @@ from rankless.parallel.tensor_placement import Partial, Replicate
 
 aten = torch.ops.aten
 ACCUMULATED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+"""The dtype in which PyTorch's kernels accumulate sums of another dtype."""
 
 
 def lower_wide_product(

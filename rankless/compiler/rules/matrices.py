@@ -128,9 +128,10 @@ def linear_weight_pattern(call: OperatorCall) -> str:
 
 
 def convolution_strategies(call: OperatorCall) -> Iterator[Strategy]:
-    """Yield sharding of a convolution on its batch and on the channels of its result, and partial sums over its own.
+    """Yield sharding of a convolution on its batch, on the channels of its result, and on those of its input.
 
-    In half precision, where terms would be added in float32, the kernel would choose another layout in memory.
+    The last gives partial sums. In half precision they would be computed in float32, and that kernel may choose another
+    memory layout, so there are none.
     """
     yield from split_strategies(call, "b*,*,*->b*")
     if call.argument("groups") == 1:

@@ -29,9 +29,6 @@ from rankless.parallel.tensor_placement import Partial, Replicate
 aten = torch.ops.aten
 
 
-"""The dtype in which PyTorch's kernels accumulate sums of another dtype."""
-
-
 def get_reduced_dims(call: OperatorCall) -> list[int]:
     """Return the dims that a reduction removes; all of them if it names none."""
     count = len(logical_shape(call.inputs[0]))

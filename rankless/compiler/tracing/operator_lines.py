@@ -13,6 +13,7 @@ from rankless.compiler.ir.operator_origin import OperatorOrigin
 from rankless.compiler.tracing.module_names import ModuleNames, find_module
 from rankless.compiler.tracing.refused_functions import GET_DATA, SET_DATA, ModuleTensors, find_refusal
 from rankless.compiler.tracing.replaced_functions import find_replacement
+from rankless.compiler.tracing.script_generators import ScriptGenerators
 from rankless.compiler.tracing.unprofiled_calls import call_untraced, describe_arguments
 from rankless.user_code import is_user_code, user_line
 
@@ -31,11 +32,14 @@ class SourceLineMode(TorchFunctionMode):
     """Write the origin of traced operators into their metadata, and keep composite operators as one node.
 
     `tensors` are the traced parameters and buffers of the job's modules. `names` has the names of the modules.
-    The mode appends every call with its plain arguments to `call_log`.
+    `generators` receives those of the script. The mode appends every call with its plain arguments to `call_log`.
     """
 
-    def __init__(self, tensors: ModuleTensors, names: ModuleNames, call_log: list[Any]) -> None:
+    def __init__(
+        self, tensors: ModuleTensors, generators: ScriptGenerators, names: ModuleNames, call_log: list[Any]
+    ) -> None:
         super().__init__()
+        self._generators = generators
         self._names = names
         self._call_log = call_log
         self._module_tensors = tensors
@@ -62,7 +66,7 @@ class SourceLineMode(TorchFunctionMode):
         if refusal is not None:
             raise refusal.add_location(user_line(frame))
         line = user_line(frame)
-        generator, drawn = self._module_tensors.take_generator(kwargs)
+        generator, drawn = self._generators.take(kwargs)
         origin = OperatorOrigin(line, find_module(frame, self._names), generator)
         fx_traceback.current_meta["stack_trace"] = origin.encode()
         # PyTorch queries symbolic sizes in some passes and has them cached in others.
@@ -80,13 +84,15 @@ class SourceLineMode(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def record_origins(tensors: ModuleTensors, names: ModuleNames, call_log: list[Any]) -> Iterator[None]:
+def record_origins(
+    tensors: ModuleTensors, generators: ScriptGenerators, names: ModuleNames, call_log: list[Any]
+) -> Iterator[None]:
     """Within the context, every traced operator carries its encoded `OperatorOrigin` as `meta["stack_trace"]`.
 
     The context appends each call, in order, to `call_log`.
     """
     before = dict(fx_traceback.current_meta)
-    with fx_traceback.preserve_node_meta(), SourceLineMode(tensors, names, call_log):
+    with fx_traceback.preserve_node_meta(), SourceLineMode(tensors, generators, names, call_log):
         yield
     fx_traceback.current_meta.clear()
     fx_traceback.current_meta.update(before)

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from rankless.errors import CaptureError
-from rankless.parallel.default_generator import find_default_generator
 
 EXPECTED_NO_VALUES = "a job that does not read the values of tensors: they have none during capture"
 FIX_NO_VALUES = "do this outside the job; return the tensor to read its values there"
@@ -66,27 +65,10 @@ class ModuleTensors:
         self._differentiated: dict[int, Tensor] = {}
         self.lines_of_set_data: dict[str, str] = {}
         """Where the job has set `.data` to another tensor, by description."""
-        self.generators: list[torch.Generator] = []
-        """The generators of the script from which its operators draw."""
 
     def describe(self, tensor: Any) -> str | None:
         """Return a description such as "parameter 'model.weight'"; None for all other objects."""
         return self._described.get(id(tensor))
-
-    def take_generator(self, kwargs: Mapping[str, Any]) -> tuple[int | None, dict[str, Any]]:
-        """Return the number of the script's generator among a call's arguments, and the arguments without it.
-
-        A trace cannot draw from it. The number is None without a generator, and for PyTorch's own.
-        """
-        given = kwargs.get("generator")
-        if not isinstance(given, torch.Generator):
-            return None, dict(kwargs)
-        others = {name: value for name, value in kwargs.items() if name != "generator"}
-        if given is find_default_generator(given.device):
-            return None, others
-        if given not in self.generators:
-            self.generators.append(given)
-        return self.generators.index(given), others
 
     def note_graph(self, loss: Tensor) -> None:
         """Note the tensors of the script, such as another model's parameters, that a loss's gradient would reach."""
