@@ -22,8 +22,8 @@ import os, time
 import torch, torch.distributed as dist
 dist.init_process_group("gloo")
 dist.all_reduce(torch.ones(4))
-{READY}
 try:
+    {READY}
     if os.environ["RANK"] == "1":
         time.sleep(600)
     while True:
@@ -100,7 +100,7 @@ def test_ctrl_c_prints_one_line_and_the_logs_have_the_tracebacks(tmp_path: Path)
     os.killpg(job.pid, signal.SIGINT)
     out, err = job.communicate(timeout=60)
     assert job.returncode == 130
-    assert out == "cleaned up\n"
+    assert out == "cleaned up\n", err
     assert len(err.splitlines()) == 5
     assert err.splitlines()[-1].startswith("rankless: ended by SIGINT")
     assert "KeyboardInterrupt" in (tmp_path / "log" / "latest" / "rank1.log").read_text()
