@@ -6,6 +6,8 @@ and the raw counts to docs/soak.md. Several files run in parallel, because tests
 fault tests, whose times are published, then run alone. The operator database, the longest file, comes last and has all
 cores; it goes on after the operators that an interrupted soak has finished, and docs/scoreboard.md gets its counts.
 docs/soak.md is written before it too, and then says that it is missing.
+
+docs/soak.json has the counts of each file as soon as it ends. Committed, it lets another machine go on with the soak.
 """
 
 import json
@@ -42,7 +44,8 @@ DATABASE = "tests/compiler/test_operator_database.py"
 DATABASE_SECONDS = 12 * 3600.0
 DATABASE_OPTIONS = ("--numprocesses", "2", "-k", "not a_few_cases")
 """The few cases that CI runs are among all cases."""
-PAGES = tuple(f"docs/{name}.md" for name in ("soak", "faults", "scoreboard"))
+COUNTS = "docs/soak.json"
+PAGES = (COUNTS, *(f"docs/{name}.md" for name in ("soak", "faults", "scoreboard")))
 """The pages that a soak writes."""
 INDEPENDENT = re.compile(rf"tests/(.*/)?test_\w+\.py|tests/support/soak\.py|{'|'.join(map(re.escape, PAGES))}")
 """Files on which no test file but themselves depends."""
@@ -106,13 +109,17 @@ def reuse(tested: str) -> tuple[str, dict[str, Counts]]:
 
     The commit is "" if there is none.
     """
-    for state in sorted(STATE.glob("*.json"), key=lambda file: file.stat().st_mtime, reverse=True):
-        command = ["git", "diff", "--name-only", state.stem, tested]
+    states = sorted(STATE.glob("*.json"), key=lambda file: file.stat().st_mtime, reverse=True)
+    candidates = [(state.stem, json.loads(state.read_text())) for state in states]
+    if (ROOT / COUNTS).exists():
+        committed = json.loads((ROOT / COUNTS).read_text())
+        candidates.append((committed["commit"], committed["files"]))
+    for earlier, results in candidates:
+        command = ["git", "diff", "--name-only", earlier, tested]
         changed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         names = changed.stdout.split()
         if changed.returncode == 0 and all(INDEPENDENT.fullmatch(name) or HELPER.fullmatch(name) for name in names):
-            results = json.loads(state.read_text())
-            return state.stem, {
+            return earlier, {
                 test: counts for test, counts in results.items() if not any(depends(test, name) for name in names)
             }
     return "", {}
@@ -173,13 +180,20 @@ def page(tested: str, results: dict[str, Counts], *, base: str = "", missing: Se
 def soak(
     names: Sequence[str], results: dict[str, Counts], state: Path, published: Mapping[str, Path], *, parallel: int
 ) -> None:
-    """Run these files, `parallel` at a time, and write each result to `state` at once."""
+    """Run these files, `parallel` at a time, and write each result to `state` and docs/soak.json at once."""
     with ThreadPoolExecutor(parallel) as pool:
         running = {pool.submit(run, ROOT / name, published): name for name in names}
         for done in as_completed(running):
             results[running[done]] = done.result()
             state.write_text(json.dumps(results, indent=1, sort_keys=True))
+            write_counts(state.stem, results)
             print(f"{running[done]}: {done.result()}", flush=True)
+
+
+def write_counts(tested: str, results: dict[str, Counts]) -> None:
+    """Write the counts of each file, a line each, with the commit that they hold for."""
+    files = ",\n".join(f" {json.dumps(name)}: {json.dumps(counts)}" for name, counts in sorted(results.items()))
+    (ROOT / COUNTS).write_text(f'{{"commit": "{tested}", "files": {{\n{files}\n}}}}\n')
 
 
 def main() -> None:

@@ -52,6 +52,20 @@ def test_results_hold_while_only_other_test_files_change(tmp_path: Path, monkeyp
     assert soak.reuse(make_commit(tmp_path, source="2")) == ("", {})
 
 
+def test_committed_counts_let_another_machine_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(soak, "ROOT", tmp_path)
+    monkeypatch.setattr(soak, "STATE", tmp_path / ".git" / "soak")
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "docs").mkdir()
+    first = make_commit(tmp_path, tests__test_x="1", tests__test_y="1", source="1")
+    passed = {"tests": 1, "failed": 0, "skipped": 0, "seconds": 1}
+    soak.write_counts(first, {"tests/test_x.py": passed, "tests/test_y.py": passed})
+    second = make_commit(tmp_path, tests__test_y="2")
+    assert soak.reuse(second) == (first, {"tests/test_x.py": passed})
+    assert soak.reuse(make_commit(tmp_path, source="2")) == ("", {})
+
+
 def test_a_changed_helper_repeats_its_folder_and_the_files_that_name_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
