@@ -33,6 +33,8 @@ class Outcome:
     mutations: dict[str, Tensor]
     sharded: ShardedProgram
     local: LocalGraph
+    largest_terms: dict[str, float]
+    """For each gradient that is a sum over the ranks, the largest entry of a rank's term."""
 
 
 def run_on_simulated_ranks(
@@ -220,11 +222,13 @@ def make_outcome(
 ) -> Outcome:
     """Return the outputs of rank 0, which equal those of all ranks, with pending gradients summed."""
     results: list[Tensor] = []
-    gradients, mutations = {}, {}
+    gradients, mutations, largest_terms = {}, {}, {}
     for index, (node, described) in enumerate(graphs[0].outputs):
         gathered = [known[graph.outputs[index][0]] for graph, known in zip(graphs, values, strict=True)]
         if node in graphs[0].pending_gradients:
             value = torch.stack(gathered).sum(0)
+            finite = [item[torch.isfinite(item)].abs().max() for item in gathered if torch.isfinite(item).any()]
+            largest_terms[described.name] = float(max(finite, default=0.0))
         else:
             value = gathered[0]
             for other in gathered[1:]:
@@ -235,7 +239,7 @@ def make_outcome(
             mutations[described.name] = value
         elif described.kind == "result":
             results.append(value)
-    return Outcome(results, gradients, mutations, sharded, graphs[0])
+    return Outcome(results, gradients, mutations, sharded, graphs[0], largest_terms)
 
 
 def assert_same_as_plain(

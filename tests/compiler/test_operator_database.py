@@ -76,3 +76,21 @@ def sample(variant: str, describe: str) -> DatabaseCase:
 )
 def test_brute_force_decides_what_can_be_split(variant, arguments, dims, expected):
     assert can_be_split(sample(variant, arguments), Split(dims)) is expected
+
+
+@pytest.mark.parametrize(
+    ("variant", "described", "kinds"),
+    [
+        ("linalg.solve_triangular", "complex128, contiguous, backward, sample 0", {"split", "gathered"}),
+        ("index_reduce.prod", "float16, contiguous, backward, sample 2", {"gathered"}),
+        ("polygamma.polygamma_n_0", "float64, contiguous, in place, sample 0", {"refused"}),
+        ("nn.functional.multi_head_attention_forward", "bfloat16, contiguous, backward, sample 0", {"split"}),
+        ("pow", "float16, contiguous, backward, sample 1", {"split"}),
+        ("pca_lowrank", "float32, contiguous, backward, sample 1", {"split"}),
+    ],
+)
+def test_cases_that_the_soak_found_are_right(variant: str, described: str, kinds: set[str]):
+    (case,) = (case for case in cases_of(variant) if str(case).startswith(f"{variant}, {described}:"))
+    found = score(variant, [case])
+    assert_right(found)
+    assert {kind for _, _, _, kind, _ in found.counts} == kinds

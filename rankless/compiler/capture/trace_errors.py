@@ -57,6 +57,11 @@ TRACE_ERRORS: tuple[tuple[str, str, str], ...] = (
         for pattern in CHANGED_OUTSIDE
     ),
     (
+        "output has alias annotations",
+        "operators that PyTorch can trace",
+        "use the operator that returns a new tensor, such as torch.polygamma for polygamma_",
+    ),
+    (
         "INTERNAL ASSERT FAILED",
         "operators that PyTorch can trace",
         "compute it with other operators, or outside the job",

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from rankless.compiler.rules.half_precision import ACCUMULATED_IN
 from rankless.compiler.rules.index_ranges import find_range_dim
 from rankless.compiler.rules.pattern import LETTERS, make_letters, make_pattern_rule, make_placement, split_strategies
 from rankless.compiler.rules.strategy import (
@@ -218,6 +219,16 @@ def index_copy_strategies(call: OperatorCall) -> Iterator[Strategy]:
         yield from split_strategies(call, f"{text},.,{text}->{text}")
 
 
+def index_reduce_strategies(call: OperatorCall) -> Iterator[Strategy]:
+    """Yield sharding on dims that are not indexed, but not of products in half precision.
+
+    PyTorch's kernel fails there for a single slice, and a rank may have just one.
+    """
+    is_half = call.node.meta["val"].dtype in ACCUMULATED_IN
+    if not (is_half and call.argument("reduce") == "prod"):
+        yield from index_copy_strategies(call)
+
+
 def index_fill_strategies(call: OperatorCall) -> Iterator[Strategy]:
     """Yield sharding on dims that are not indexed."""
     _, text = get_rows_pattern(call)
@@ -266,7 +277,7 @@ RULES: dict[Any, ShardingRule] = {
     aten._unsafe_index.Tensor: index_strategies,
     aten._unsafe_index_put.default: index_put_strategies,
     aten.index_add.default: index_add_strategies,
-    aten.index_reduce.default: index_copy_strategies,
+    aten.index_reduce.default: index_reduce_strategies,
     aten.index_copy.default: index_copy_strategies,
     aten.index_fill.int_Scalar: index_fill_strategies,
     aten.index_fill.int_Tensor: index_fill_strategies,

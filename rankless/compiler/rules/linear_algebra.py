@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import fx
 
 from rankless.compiler.rules.pattern import LETTERS, make_letters, split_strategies
 from rankless.compiler.rules.strategy import (
@@ -107,9 +108,13 @@ def make_matrix_rule(inputs: Sequence[int], outputs: Sequence[int]) -> ShardingR
 # whose rows are contiguous exactly if the logical value is contiguous. Matrices of one entry are their own transpose.
 
 
-def is_contiguous(call: OperatorCall) -> bool:
-    """Return whether the logical value of the first input lies in contiguous memory."""
-    value = call.inputs[0].meta["val"]
+# Note [solutions of conjugate matrices]: `solve_triangular` lays out its solution by columns, or by rows for a matrix
+# in columns that is only marked as conjugate. A gathered one has no such mark, so the solution is laid out afterwards.
+
+
+def is_contiguous(node: fx.Node) -> bool:
+    """Return whether the logical value of a node lies in contiguous memory."""
+    value = node.meta["val"]
     expected = 1
     for size, stride in zip(reversed(value.shape), reversed(value.strides), strict=True):
         if size_hint(size) != 1 and size_hint(stride) != expected:
@@ -144,12 +149,29 @@ def lower_with_layout(
     builder: GraphBuilder, call: OperatorCall, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> LocalValue:
     """Call the operator on matrices by rows or by columns, as the logical value decides."""
-    if is_contiguous(call):
-        matrices = builder.call(aten.contiguous.default, args[0])
-    else:
-        columns = builder.call(aten.contiguous.default, builder.call(aten.transpose.int, args[0], -2, -1))
-        matrices = builder.call(aten.transpose.int, columns, -2, -1)
+    matrices = lay_out(builder, args[0], by_rows=is_contiguous(call.inputs[0]))
     return builder.call(call.operator, matrices, *args[1:], **kwargs)
+
+
+def lower_to_layout(
+    builder: GraphBuilder, call: OperatorCall, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> LocalValue:
+    """Call the operator, and lay out its result as the logical result; see Note [solutions of conjugate matrices]."""
+    return lay_out(builder, builder.call(call.operator, *args, **kwargs), by_rows=is_contiguous(call.node))
+
+
+def lay_out(builder: GraphBuilder, matrices: Any, *, by_rows: bool) -> fx.Node:
+    """Return the matrices by rows or by columns: themselves, if they lie so."""
+    if by_rows:
+        return builder.call(aten.contiguous.default, matrices)
+    columns = builder.call(aten.contiguous.default, builder.call(aten.transpose.int, matrices, -2, -1))
+    return builder.call(aten.transpose.int, columns, -2, -1)
+
+
+def solve_triangular_strategies(call: OperatorCall) -> Iterator[Strategy]:
+    """Yield sharding on the batch dims and on the right-hand sides."""
+    for strategy in (*make_system_rule((2, 2), 1)(call), make_replicated_strategy(call)):
+        yield replace(strategy, lower=lower_to_layout)
 
 
 def cross_strategies(call: OperatorCall) -> Iterator[Strategy]:
@@ -168,7 +190,7 @@ def cross_strategies(call: OperatorCall) -> Iterator[Strategy]:
 RULES: dict[Any, ShardingRule] = {
     **{operator: make_matrix_rule(*dims) for operator, dims in MATRIX_DIMS.items()},
     aten.cholesky_solve.default: make_system_rule((2, 2), 0),
-    aten.linalg_solve_triangular.default: make_system_rule((2, 2), 1),
+    aten.linalg_solve_triangular.default: solve_triangular_strategies,
     aten.linalg_lu_solve.default: make_system_rule((2, 1, 2), 2),
     aten.triangular_solve.default: make_system_rule((2, 2), 0, (2, 2)),
     aten._linalg_det.default: make_factorizing_rule((0, 2, 1)),
