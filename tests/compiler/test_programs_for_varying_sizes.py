@@ -19,7 +19,6 @@ SIZE_DEPENDENT = {
     "view that mixes",
     "split",
     "split by sizes",
-    "pixel shuffle of the batch as channels",
     "index of rows and columns",
     "convolution over split channels",
     "convolution with a split weight",
@@ -34,6 +33,7 @@ NO_SYMBOLIC_SIZES = {
     "antialiased resizing",
     "tangent in another layout than its value",
     "gradient of a gamma draw",
+    "pixel shuffle of the batch as channels",
 }
 """Cases whose operators PyTorch cannot trace with symbolic sizes. A job captures them for each number of rows."""
 

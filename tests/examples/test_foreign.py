@@ -143,7 +143,10 @@ def test_a_script_that_spawns_prints_the_same_under_one_worker(tmp_path: Path):
 
 @pytest.mark.exhaustive  # tests/runtime/test_script_mistakes.py has a smaller script
 def test_a_script_that_spawns_under_several_workers_is_warned_about(tmp_path: Path):
-    two = run_rankless("spawn", folder=tmp_path)
+    for _ in range(3):  # plain torch in a process that the script started may abort when it ends, as under torchrun
+        two = run_rankless("spawn", folder=tmp_path)
+        if "SIGABRT" not in two.stderr:
+            break
     assert len(results(two)) == 2  # each worker's processes have found a port of their own
     warning = "the script starts processes itself, and each of the 2 workers does so; start such a script with `python`"
     assert two.stderr.count(f"spawn.py:49: {warning}") == 1

@@ -41,6 +41,12 @@ TORCH_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = get_decompositions(
         aten.addcmul,
         aten.addcdiv,
         aten.lerp,
+        # Views, flips and reads by index have rules for more dims than these.
+        aten.pixel_shuffle,
+        aten.pixel_unshuffle,
+        aten.rot90,
+        aten._unsafe_masked_index,
+        aten._unsafe_masked_index_put_accumulate,
     ]
 )
 
@@ -113,6 +119,13 @@ def make_memory_format_decomposition(operator: Any, position: int) -> Callable[.
     return decompose
 
 
+def copy_if_same_shape(x: Tensor, template: Tensor, *, memory_format: torch.memory_format | None = None) -> Any:
+    """Return a copy, in the same layout, for a shape that a tensor has: its kernel then does nothing."""
+    if memory_format is not None or x.shape != template.shape:
+        return NotImplemented
+    return x.clone(memory_format=torch.preserve_format)
+
+
 LAYOUT_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     **{
         operator: make_contiguous_decomposition(operator)
@@ -136,6 +149,7 @@ LAYOUT_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
             (aten.channel_shuffle.default, 0),
         )
     },
+    aten.resize_as.default: copy_if_same_shape,
     aten.native_dropout_backward.default: lambda grad, mask, scale: grad * mask * scale,
 }
 """Operators for which PyTorch traces other strides than those of its kernels, as their kernels compute them."""
@@ -154,6 +168,8 @@ def list_view_copies() -> Iterator[tuple[Any, Callable[..., Any]]]:
         for overload in copied.overloads():
             if not overload.endswith("out"):
                 yield getattr(copied, overload), make_view_copy_decomposition(getattr(view, overload))
+    # Its kernel takes memory in any order, as `reshape` does.
+    yield aten.view_copy.default, make_view_copy_decomposition(aten.reshape.default)
 
 
 def make_view_copy_decomposition(view: Any) -> Callable[..., Any]:

@@ -3,12 +3,20 @@
 Capture decomposes resizing into indexing.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from rankless.compiler.rules.pattern import make_letters, make_pattern_rule, require_rows
-from rankless.compiler.rules.strategy import OperatorCall, ShardingRule, logical_shape
+from rankless.compiler.rules.pattern import has_rows, make_letters, make_pattern_rule, require_rows, split_strategies
+from rankless.compiler.rules.strategy import (
+    GraphBuilder,
+    LocalValue,
+    OperatorCall,
+    ShardingRule,
+    Strategy,
+    logical_shape,
+)
 
 aten = torch.ops.aten
 
@@ -25,6 +33,32 @@ def make_spatial_pattern(dims: int) -> Any:
         return ",".join(texts) + "->" + ",".join(outputs)
 
     return pattern
+
+
+def make_average_rule(dims: int) -> ShardingRule:
+    """Return the rule of a mean of the last `dims` dims to a given size: those that keep their size can be sharded."""
+    spatial_pattern = make_spatial_pattern(dims)
+
+    def strategies(call: OperatorCall) -> Iterator[Strategy]:
+        yield from split_strategies(call, spatial_pattern(call))
+        inputs, outputs = logical_shape(call.inputs[0]), call.output_shapes[0]
+        count = len(inputs)
+        changed = [dim for dim in range(count) if dim < count - dims or inputs[dim] != outputs[dim]]
+        text = make_letters(count, changed)
+        lower = lower_to_local_size if len(call.inputs) == 1 else None
+        for strategy in split_strategies(call, ",".join([text] * len(call.inputs)) + "->" + text, lower):
+            if all(map(has_rows, strategy.inputs)):
+                yield strategy
+
+    return strategies
+
+
+def lower_to_local_size(
+    builder: GraphBuilder, call: OperatorCall, args: tuple[Any, ...], _kwargs: dict[str, Any]
+) -> LocalValue:
+    """Call a pooling operator with the size of the rank's part of the result."""
+    size = builder.output_size(0)[-len(call.argument("output_size")) :]
+    return builder.call(call.operator, args[0], size)
 
 
 RULES: dict[Any, ShardingRule] = {
@@ -44,8 +78,6 @@ RULES: dict[Any, ShardingRule] = {
             aten.max_pool2d_with_indices_backward.default,
             aten.avg_pool2d.default,
             aten.avg_pool2d_backward.default,
-            aten._adaptive_avg_pool2d.default,
-            aten._adaptive_avg_pool2d_backward.default,
             aten.adaptive_max_pool2d.default,
             aten.adaptive_max_pool2d_backward.default,
             aten.reflection_pad2d.default,
@@ -62,8 +94,6 @@ RULES: dict[Any, ShardingRule] = {
             aten.max_pool3d_with_indices_backward.default,
             aten.avg_pool3d.default,
             aten.avg_pool3d_backward.default,
-            aten._adaptive_avg_pool3d.default,
-            aten._adaptive_avg_pool3d_backward.default,
             aten.adaptive_max_pool3d.default,
             aten.adaptive_max_pool3d_backward.default,
             aten.reflection_pad3d.default,
@@ -71,9 +101,10 @@ RULES: dict[Any, ShardingRule] = {
             aten.replication_pad3d.default,
             aten.replication_pad3d_backward.default,
             aten.max_unpool3d.default,
-            # These turn groups of channels into pixels, and a shard boundary may lie inside a group.
-            aten.pixel_shuffle.default,
-            aten.pixel_unshuffle.default,
         )
     },
+    aten._adaptive_avg_pool2d.default: make_average_rule(2),
+    aten._adaptive_avg_pool2d_backward.default: make_average_rule(2),
+    aten._adaptive_avg_pool3d.default: make_average_rule(3),
+    aten._adaptive_avg_pool3d_backward.default: make_average_rule(3),
 }

@@ -255,7 +255,11 @@ RULES: dict[Any, ShardingRule] = {
         )
     },
     **dict.fromkeys(
-        (aten.flip.default, aten.roll.default, aten.rot90.default), make_pattern_rule(along_dims_pattern, (0,))
+        (
+            aten.flip.default,
+            aten.roll.default,
+        ),
+        make_pattern_rule(along_dims_pattern, (0,)),
     ),
 }
 """`dim` (or `dims`) names the replicated dims; argmax or roll without a dim replicates all."""

@@ -244,8 +244,10 @@ def select_scatter_pattern(call: OperatorCall) -> str:
 
 
 def slice_scatter_pattern(call: OperatorCall) -> str:
-    """Return the pattern of writing a range of a dim."""
-    text = make_letters(len(logical_shape(call.inputs[0])), [call.argument("dim")])
+    """Return the pattern of writing a range of a dim, which can be sharded if the range is all of it."""
+    shape = logical_shape(call.inputs[0])
+    is_whole = call.argument("step") == 1 and logical_shape(call.inputs[1]) == shape
+    text = make_letters(len(shape), [] if is_whole else [call.argument("dim")])
     return f"{text},{text}->{text}"
 
 
