@@ -19,6 +19,7 @@ from rankless.compiler.codegen.codegen import LocalProgram, build_local_program
 from rankless.compiler.guards.guards import Guard
 from rankless.compiler.ir.logical_program import LogicalProgram
 from rankless.compiler.lowering.value_check import OtherValueRead
+from rankless.compiler.probing.operator_probe import OperatorProbe
 from rankless.compiler.program_agreement import require_same_program
 from rankless.compiler.scheduling.gradient_memory import GradientMemory
 from rankless.compiler.tracing.symbolic_sizes import SymbolicSizes, compile_guards
@@ -126,6 +127,7 @@ class ProgramCache:
         self._entries: dict[Hashable, CacheEntry] = {}
         self._recapture_warner = RecaptureWarner(job, world.notify)
         self._memory = GradientMemory()
+        self._probe = OperatorProbe(world.mesh)
         self._notices = ProgramNotices(job, world.notify)
         self._recaptures: dict[str, int] = {}
         self._captures = 0
@@ -248,7 +250,8 @@ class ProgramCache:
         captured = self._capture_with_reads(call, known)
         program = self._transform(captured, call.arguments)
         require_same_program(program, self._world.mesh)
-        local = build_local_program(program, call.placements, self._world.mesh, memory=self._memory)
+        mesh, memory = self._world.mesh, self._memory
+        local = build_local_program(program, call.placements, mesh, memory=memory, probe=self._probe)
         self._report_program(local, captured)
         return self._make_executable(captured, local)
 
