@@ -282,7 +282,12 @@ def assert_same_as_plain(
         if grad is not None and by_tensor[id(item)] == name:
             assert_near(by_identity[id(item)], grad, bound, f"the gradient of {name}", floor=largest)
     for name, value in found.mutations.items():
-        assert_near(value, named_tensors(modules)[name].detach(), bound, f"buffer {name}")
+        after = named_tensors(modules)
+        beside = [item for other, item in after.items() if other.rpartition(".")[0] == name.rpartition(".")[0]]
+        # A running mean of values that have been normalized before is only rounding. The variance beside it is not.
+        sizes = [item.detach().nan_to_num().abs().max() for item in beside if item.is_floating_point() and item.numel()]
+        floor = float(max(sizes, default=0.0))
+        assert_near(value, after[name].detach(), bound, f"buffer {name}", floor)
     return found
 
 
