@@ -124,7 +124,7 @@ def list_candidates(call: OperatorCall) -> list[Candidate]:
             len(shape) + from_last if len(shape) + from_last >= 0 and shape[from_last] == size else None
             for shape in shapes
         )
-        same = tuple(item.dim if item == placement else None for item in call.current_placements)
+        same = tuple(dim if item == placement else None for item in call.current_placements)
         alone = tuple(dim if other == place else None for other in range(len(shapes)))
         for dims in (same, first, last, alone):
             if dims[place] == dim:

@@ -6,6 +6,7 @@ rows are independent if the results of the parts are parts of the whole result, 
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -104,7 +105,7 @@ class _Search:
             for place, item in enumerate(whole):
                 if item is not None:
                     pieces = [part[place] for part in parts]
-                    self._keep(place, lambda dim, p=pieces, n=lengths, w=item: is_divided(p, w, dim, n))
+                    self._keep(place, partial(is_divided, pieces, item, lengths))
         return self._is_possible()
 
     def _compare_replaced(
@@ -121,7 +122,7 @@ class _Search:
                             return False
                         continue
                     self._responds = self._responds or not same_bits(item, changed)
-                    self._keep(place, lambda dim, a=item, b=changed, r=row: same_bits(drop(a, dim, r), drop(b, dim, r)))
+                    self._keep(place, partial(is_equal_but_for, item, changed, row))
         return self._is_possible()
 
     def _keep(self, place: int, test: Callable[[int], bool]) -> None:
@@ -163,7 +164,7 @@ class _Search:
         except Exception:
             return None
         is_pure = torch.equal(torch.get_rng_state(), state) and all(map(same_bits, given, inputs))
-        is_plain = all(item is None or isinstance(item, Tensor) and item.layout == torch.strided for item in found)
+        is_plain = all(item is None or (isinstance(item, Tensor) and item.layout == torch.strided) for item in found)
         return found if is_pure and is_plain else None
 
 
@@ -178,7 +179,7 @@ def draw(value: LogicalValue, number: int, limit: int, generator: torch.Generato
     """
     if value.dtype == torch.bool:
         plain = torch.randint(0, 2, value.shape, generator=generator).bool()
-        plain = (plain, torch.ones_like(plain), torch.zeros_like(plain), ~plain)[number % len(FLOATS)]
+        plain = (plain, torch.ones_like(plain), torch.zeros_like(plain), ~plain, plain)[number % len(FLOATS)]
     elif value.dtype.is_floating_point or value.dtype.is_complex:
         plain = FLOATS[number % len(FLOATS)](value.shape, generator)
         if value.dtype.is_complex:
@@ -214,7 +215,7 @@ def draw_definite(shape: Sequence[int], generator: torch.Generator) -> Tensor:
     return (numbers + numbers.mT) / 2 + shape[-1] * torch.eye(shape[-1], dtype=torch.float64)
 
 
-FLOATS = (draw_normal, draw_positive, draw_wide, draw_definite)
+FLOATS = (draw_normal, draw_positive, draw_wide, draw_definite, draw_definite)
 """How the data sets draw their numbers."""
 
 
@@ -224,7 +225,7 @@ def copy_in_order(value: Tensor) -> Tensor:
     return value.clone(memory_format=torch.contiguous_format) if order is None else order_memory(value, order).clone()
 
 
-def is_divided(pieces: Sequence[Tensor], whole: Tensor, dim: int, lengths: Sequence[int]) -> bool:
+def is_divided(pieces: Sequence[Tensor], whole: Tensor, lengths: Sequence[int], dim: int) -> bool:
     """Return whether the pieces are the parts of the whole along a dim, up to the rounding of its dtype."""
     for piece, length in zip(pieces, lengths, strict=True):
         expected = [length if place == dim else size for place, size in enumerate(whole.shape)]
@@ -258,6 +259,11 @@ def same_bits(one: Tensor | None, other: Tensor | None) -> bool:
     if one.is_complex():
         one, other = torch.view_as_real(one), torch.view_as_real(other)
     return bool(((one == other) | ((one != one) & (other != other))).all())
+
+
+def is_equal_but_for(one: Tensor, other: Tensor, row: int, dim: int) -> bool:
+    """Return whether two tensors have the same bits in all rows but one."""
+    return same_bits(drop(one, dim, row), drop(other, dim, row))
 
 
 def drop(value: Tensor, dim: int, row: int) -> Tensor:

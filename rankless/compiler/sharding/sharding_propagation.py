@@ -53,7 +53,8 @@ def propagate_shardings(
     strategies: dict[fx.Node, Strategy] = {}
     # A redistributed value is available in both placements, and later operators may use either.
     available: dict[fx.Node, list[Placement]] = {}
-    nodes_without_rule, probed_nodes = [], []
+    nodes_without_rule: list[fx.Node] = []
+    probed_nodes: list[fx.Node] = []
     for node in program.graph.nodes:
         if node.op == "output":
             continue
@@ -105,7 +106,7 @@ def choose_strategy(
     rule = find_rule(call.operator)
     replicated_strategy = make_replicated_strategy(call)
     is_whole = all(isinstance(placement, Replicate) for placement in call.current_placements)
-    if has_sparse_value(call) or is_whole and rule is None:
+    if has_sparse_value(call) or (is_whole and rule is None):
         return replicated_strategy, is_whole
     if rule is None:
         rule = no_strategies if probe is None else probe.strategies
