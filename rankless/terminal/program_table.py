@@ -10,10 +10,11 @@ from rankless.records.gather_places import GatherPlace, describe_gather_place, l
 from rankless.records.job_programs import (
     DefinedJob,
     JobProgram,
-    ProgramCommunication,
     ProbedOperator,
+    ProgramCommunication,
     ProgramInputRecord,
     ProgramRecord,
+    ReplicatedOperator,
 )
 from rankless.records.quantities import format_decimal_bytes
 from rankless.records.repeated_layer_names import format_modules

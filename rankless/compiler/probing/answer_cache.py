@@ -8,6 +8,8 @@ from pathlib import Path
 import msgspec
 import torch
 
+from rankless.config.environment import user_cache_folder
+
 VERSION = 1
 """Of the experiment. Answers of others are not read."""
 
@@ -49,5 +51,4 @@ class AnswerCache:
 
 def default_folder() -> Path:
     """Return the folder for answers: `rankless/probes` in the user's folder for caches."""
-    root = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(root) if os.path.isabs(root) else Path("~/.cache").expanduser()) / "rankless" / "probes"
+    return user_cache_folder() / "rankless" / "probes"

@@ -225,13 +225,15 @@ def copy_in_order(value: Tensor) -> Tensor:
     return value.clone(memory_format=torch.contiguous_format) if order is None else order_memory(value, order).clone()
 
 
-def is_divided(pieces: Sequence[Tensor], whole: Tensor, lengths: Sequence[int], dim: int) -> bool:
+def is_divided(pieces: Sequence[Tensor | None], whole: Tensor, lengths: Sequence[int], dim: int) -> bool:
     """Return whether the pieces are the parts of the whole along a dim, up to the rounding of its dtype."""
+    found = []
     for piece, length in zip(pieces, lengths, strict=True):
         expected = [length if place == dim else size for place, size in enumerate(whole.shape)]
-        if list(piece.shape) != expected or piece.dtype != whole.dtype:
+        if piece is None or list(piece.shape) != expected or piece.dtype != whole.dtype:
             return False
-    return is_close(torch.cat(tuple(pieces), dim), whole)
+        found.append(piece)
+    return is_close(torch.cat(found, dim), whole)
 
 
 def is_close(found: Tensor, expected: Tensor) -> bool:
