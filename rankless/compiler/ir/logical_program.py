@@ -113,11 +113,10 @@ class LogicalProgram:
         """Whether the program draws random numbers."""
         return any(map(is_random_node, self.graph.nodes))
 
-    @property
-    def generators(self) -> list[torch.Generator]:
+    @cached_property
+    def generators(self) -> tuple[torch.Generator, ...]:
         """The generators of the script from which it draws, each once."""
-        found = [node.meta["generator"] for node in self.graph.nodes if "generator" in node.meta]
-        return list(dict.fromkeys(found))
+        return tuple(dict.fromkeys(node.meta["generator"] for node in self.graph.nodes if "generator" in node.meta))
 
     def digest(self) -> str:
         """Return the first sixteen hexadecimal digits of the SHA-256 of `text`."""
