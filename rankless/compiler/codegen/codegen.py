@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from rankless.compiler.capture.trace_errors import offer_whole_batch
 from rankless.compiler.ir.logical_program import LogicalProgram, ProgramInput, ProgramOutput
 from rankless.compiler.lowering.lower import lower
 from rankless.compiler.probing.operator_probe import OperatorProbe
@@ -159,7 +160,8 @@ def build_local_program(
         sizes: The names of varying sizes.
         probe: Probes operators without a rule. None leaves them whole. With it the call is collective.
     """
-    sharded = propagate_shardings(program, argument_placements, mesh.size, probe)
+    with offer_whole_batch():
+        sharded = propagate_shardings(program, argument_placements, mesh.size, probe)
     local = lower(sharded, mesh)
     local = schedule_gradients(local, program, mesh, memory)
     function, lines = generate_function(local.graph, sizes)

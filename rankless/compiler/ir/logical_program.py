@@ -11,6 +11,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx
 
+from rankless.compiler.ir.dense_parts import list_dense_parts
+
 InputKind = Literal["parameter", "buffer", "argument", "constant"]
 OutputKind = Literal["result", "gradient", "mutation", "check"]
 """A "check" is a value that the job's Python read; see Note [values that Python reads]."""
@@ -167,9 +169,8 @@ def hash_constant(constant: Tensor | None) -> str:
     """Return a digest of a constant's bytes, so that ranks with different constants are detected."""
     if constant is None:
         return ""
-    data = (
-        constant.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
-        if constant.dim()
-        else repr(constant.item()).encode()
-    )
-    return " " + hashlib.sha256(data).hexdigest()[:8]
+    digest = hashlib.sha256()
+    for part in list_dense_parts(constant.detach()):
+        plain = part.cpu().resolve_conj().resolve_neg().contiguous()
+        digest.update(plain.view(torch.uint8).numpy().tobytes() if plain.dim() else repr(plain.item()).encode())
+    return " " + digest.hexdigest()[:8]

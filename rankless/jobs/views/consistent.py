@@ -14,7 +14,7 @@ from rankless.compiler.tracing.symbolic_sizes import evaluate_size
 from rankless.context.world import World
 from rankless.jobs.arguments import (
     FlattenedArguments,
-    find_autograd_history,
+    find_refused_argument,
     get_placements,
 )
 from rankless.jobs.call_fingerprint import RandomStates, format_call
@@ -42,9 +42,9 @@ class ConsistentView:
 
     def run(self, arguments: FlattenedArguments) -> CallResult:
         """Return the job's whole result, the same on every rank. A train job also sets its parameters' gradients."""
-        history = find_autograd_history(self._job.function, arguments) if self._job.trains else None
-        if history is not None:
-            raise history.add_location(self._job.line)
+        refused = find_refused_argument(self._job.function, arguments, trains=self._job.trains)
+        if refused is not None:
+            raise refused.add_location(self._job.line)
         placements = get_placements(arguments, self._world.mesh)
         call = self._programs.look_up(arguments, placements)
         self._sync_call(call)
