@@ -28,7 +28,7 @@ class ModuleTensorReference:
     key: str
 
 
-class ModuleTensors:
+class ModuleTensorReferences:
     """Parameters and buffers by their names. All are read at once, because a model may have thousands."""
 
     def __init__(self, references: Iterable[ModuleTensorReference] = ()) -> None:
@@ -47,7 +47,7 @@ class InputSources:
     """Where the inputs of a program come from, in its order."""
 
     def __init__(self, slots: Sequence[ModuleTensorReference | Tensor | int]) -> None:
-        self.states = ModuleTensors(slot for slot in slots if isinstance(slot, ModuleTensorReference))
+        self.states = ModuleTensorReferences(slot for slot in slots if isinstance(slot, ModuleTensorReference))
         """Those that are parameters and buffers."""
         self.arguments = [slot for slot in slots if isinstance(slot, int)]
         """The numbers of the tensor arguments."""
@@ -75,11 +75,11 @@ class OutputTargets:
             for kind in ("result", "gradient")
         }
         self._results, self._gradients = places["result"], places["gradient"]
-        self._parameters = ModuleTensors(
+        self._parameters = ModuleTensorReferences(
             target for described, target in outputs if described.kind == "gradient" and target is not None
         )
         self._updates = [
-            (place, ModuleTensors([target]), described.renews_memory)
+            (place, ModuleTensorReferences([target]), described.renews_memory)
             for place, (described, target) in enumerate(outputs)
             if described.kind != "gradient" and target is not None
         ]

@@ -44,9 +44,7 @@ class PlainView:
         if inspector is not None and not inspector.count_call(self._job.name):
             inspector = None
         is_checked = self._is_first and self._job.captured
-        refused = (
-            find_refused_argument(self._job.function, arguments, trains=self._job.trains) if is_checked else None
-        )
+        refused = find_refused_argument(self._job.function, arguments, trains=self._job.trains) if is_checked else None
         if refused is not None:
             self._warn(refused, "")
         if not self._job.trains:
