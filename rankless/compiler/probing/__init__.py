@@ -1,1 +1,0 @@
-"""Find by experiment how an operator without a sharding rule can be split."""
