@@ -281,12 +281,11 @@ def assert_same_as_plain(
     for (name, item), grad in zip(wanted.items(), grads, strict=True):
         if grad is not None and by_tensor[id(item)] == name:
             assert_near(by_identity[id(item)], grad, bound, f"the gradient of {name}", floor=largest)
+    after = named_tensors(modules)
     for name, value in found.mutations.items():
-        after = named_tensors(modules)
-        beside = [item for other, item in after.items() if other.rpartition(".")[0] == name.rpartition(".")[0]]
-        # A running mean of values that have been normalized before is only rounding. The variance beside it is not.
-        sizes = [item.detach().nan_to_num().abs().max() for item in beside if item.is_floating_point() and item.numel()]
-        floor = float(max(sizes, default=0.0))
+        # A running mean of values that have been normalized before is only rounding: their deviation is its scale.
+        variance = after.get(name.removesuffix("running_mean") + "running_var")
+        floor = 0.0 if variance is None else float(variance.detach().nan_to_num().max().sqrt())
         assert_near(value, after[name].detach(), bound, f"buffer {name}", floor)
     return found
 

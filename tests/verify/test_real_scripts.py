@@ -35,7 +35,7 @@ def list_new_lines(plain: list[str], script: list[str]) -> list[str]:
 def require_same(name: str, workers: int, folder: Path, *options: str) -> str:
     """Verify a script against its plain one, and return the verdict."""
     command = ("verify", "-n", str(workers), "--devices", "cpu", *options, str(FOLDER / f"{name}.py"))
-    # Up to nine runs of a model, on a machine that may be busy: the limit is for commands that hang.
+    # Ten runs of a model and more, on a machine that may be busy: the limit is for commands that hang.
     with patch.object(warm_runs, "DEADLINE_SECONDS", HANG_SECONDS):
         job = rankless(*command, folder=folder)
     assert job.returncode == 0, job.stdout + job.stderr
