@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from rankless.compiler.capture.capture import ArgumentShape
+from rankless.compiler.capture.trace_errors import WHOLE_BATCH
 from rankless.compiler.ir.memory_order import find_memory_order
 from rankless.data.logical_tensor import LogicalTensor
 from rankless.errors import CaptureError
@@ -93,18 +94,35 @@ def flatten_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], device: tor
     return FlattenedArguments(tuple(tensors), spec, tuple(plain), (0,) * len(tensors))
 
 
-def find_autograd_history(function: Callable[..., Any], arguments: FlattenedArguments) -> CaptureError | None:
-    """Return the error for the first tensor whose gradient would flow out of a train job; None if there is none."""
-    position = next((index for index, tensor in enumerate(arguments.tensors) if tensor.requires_grad), None)
-    if position is None:
-        return None
+def find_refused_argument(
+    function: Callable[..., Any], arguments: FlattenedArguments, *, trains: bool
+) -> CaptureError | None:
+    """Return the error for the first tensor that no program can have as an argument; None if there is none.
+
+    A sparse tensor has no pieces. A gradient would flow out of a job that trains, and be lost.
+    """
+    for position, tensor in enumerate(arguments.tensors):
+        if tensor.layout != torch.strided:
+            return CaptureError(
+                expected="dense tensors as arguments of a job, which are split between ranks",
+                found=f"argument {name_argument(function, arguments, position)} is sparse",
+                fix=f"let the job read it from its closure, or register it as a buffer of the model; {WHOLE_BATCH}",
+            )
+        if trains and tensor.requires_grad:
+            return CaptureError(
+                expected="arguments of a train job that require no gradient: it computes gradients of its models only",
+                found=f"argument {name_argument(function, arguments, position)} requires a gradient, "
+                "which would be lost",
+                fix="compute it inside the job and pass the module that does with model=, or pass its detach()",
+            )
+    return None
+
+
+def name_argument(function: Callable[..., Any], arguments: FlattenedArguments, position: int) -> str:
+    """Return the name of a tensor argument: "images", "batch['ids']"."""
     leaves = [place for place, leaf in enumerate(arguments.plain) if leaf is TENSOR]
     name, path = find_leaf_paths(function, arguments)[leaves[position]]
-    return CaptureError(
-        expected="arguments of a train job that require no gradient: it computes gradients of its models only",
-        found=f"argument {name}{path} requires a gradient, which would be lost",
-        fix="compute it inside the job and pass the module that does with model=, or pass its detach()",
-    )
+    return name + path
 
 
 def get_shapes(arguments: FlattenedArguments) -> list[ArgumentShape]:

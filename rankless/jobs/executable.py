@@ -1,14 +1,17 @@
 """An executable: a compiled program with the sources of its inputs and the targets of its outputs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import repeat
+from operator import getitem, is_
+from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from rankless.compiler.capture.capture import CapturedJob
 from rankless.compiler.codegen.codegen import LocalProgram
-from rankless.compiler.ir.logical_program import ProgramInput
+from rankless.compiler.ir.logical_program import ProgramInput, ProgramOutput
 from rankless.compiler.tracing.recomputed_weights import RecomputedWeight, find_recomputed_weights
 from rankless.jobs.arguments import FlattenedArguments, get_local_piece
 from rankless.jobs.definition import JobDefinition
@@ -24,11 +27,81 @@ class ModuleTensorReference:
     table: Mapping[str, Tensor | None]
     key: str
 
-    def tensor(self) -> Tensor:
-        """Return the current tensor."""
-        tensor = self.table[self.key]
-        assert tensor is not None, f"{self.key} was captured and no longer exists"
-        return tensor
+
+class ModuleTensorReferences:
+    """Parameters and buffers by their names. All are read at once, because a model may have thousands."""
+
+    def __init__(self, references: Iterable[ModuleTensorReference] = ()) -> None:
+        given = list(references)
+        self._tables = [reference.table for reference in given]
+        self._keys = [reference.key for reference in given]
+
+    def read(self) -> list[Tensor]:
+        """Return the current tensors."""
+        tensors = list(map(getitem, self._tables, self._keys))
+        assert not any(map(is_, tensors, repeat(None))), "a tensor was captured and no longer exists"
+        return cast("list[Tensor]", tensors)
+
+
+class InputSources:
+    """Where the inputs of a program come from, in its order."""
+
+    def __init__(self, slots: Sequence[ModuleTensorReference | Tensor | int]) -> None:
+        self.states = ModuleTensorReferences(slot for slot in slots if isinstance(slot, ModuleTensorReference))
+        """Those that are parameters and buffers."""
+        self.arguments = [slot for slot in slots if isinstance(slot, int)]
+        """The numbers of the tensor arguments."""
+        self._constants = [slot for slot in slots if isinstance(slot, Tensor)]
+        kinds = (ModuleTensorReference, int, Tensor)  # the order in which `collect` concatenates
+        grouped = [place for kind in kinds for place, slot in enumerate(slots) if isinstance(slot, kind)]
+        self._order = sorted(range(len(slots)), key=grouped.__getitem__)
+
+    def collect(self, arguments: Sequence[Tensor]) -> list[Tensor]:
+        """Return the inputs without autograd history.
+
+        Args:
+            arguments: The tensors for `self.arguments`.
+        """
+        values = [*self.states.read(), *arguments, *self._constants]
+        return [values[place].detach() for place in self._order]
+
+
+class OutputTargets:
+    """What becomes of the outputs of a program."""
+
+    def __init__(self, outputs: Sequence[tuple[ProgramOutput, ModuleTensorReference | None]]) -> None:
+        places = {
+            kind: [place for place, (described, _) in enumerate(outputs) if described.kind == kind]
+            for kind in ("result", "gradient")
+        }
+        self._results, self._gradients = places["result"], places["gradient"]
+        self._parameters = ModuleTensorReferences(
+            target for described, target in outputs if described.kind == "gradient" and target is not None
+        )
+        self._updates = [
+            (place, ModuleTensorReferences([target]), described.renews_memory)
+            for place, (described, target) in enumerate(outputs)
+            if described.kind != "gradient" and target is not None
+        ]
+
+    def apply(self, outputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Set gradients of parameters, and new values of tensors.
+
+        Returns:
+            The job's results, and the tensors that have new values.
+        """
+        for parameter, place in zip(self._parameters.read(), self._gradients, strict=True):
+            parameter.grad = outputs[place]
+        changed = []
+        for place, target, renews_memory in self._updates:
+            (tensor,) = target.read()
+            changed.append(tensor)
+            if renews_memory:
+                tensor.data = outputs[place].clone()
+            else:
+                with torch.no_grad():
+                    tensor.copy_(outputs[place])
+        return [outputs[place] for place in self._results], changed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,10 +112,8 @@ class Executable:
     captured: CapturedJob
     number: int
     """Its number among the job's programs, in the order of capture: the same on every rank."""
-    slots: tuple[ModuleTensorReference | Tensor | int, ...]
-    """The source of each input: a module's slot, a constant, or the number of a tensor argument."""
-    targets: tuple[ModuleTensorReference | None, ...]
-    """The target of each output: the parameter of a gradient, what gets a new value, or None for a result."""
+    sources: InputSources
+    targets: OutputTargets
     parameters: tuple[nn.Parameter, ...]
     recomputed_weights: tuple[RecomputedWeight, ...]
     """See Note [recomputed weights]."""
@@ -70,13 +141,10 @@ def collect_inputs(
     executable: Executable, arguments: FlattenedArguments, placements: Sequence[Placement], mesh: Mesh
 ) -> list[Tensor]:
     """Return this rank's values of a program's inputs, without autograd history."""
-    values = []
-    for slot in executable.slots:
-        if isinstance(slot, int):
-            values.append(get_local_piece(arguments.tensors[slot], placements[slot], mesh))
-        else:
-            values.append(slot if isinstance(slot, Tensor) else slot.tensor())
-    return [value.detach() for value in values]
+    sources = executable.sources
+    return sources.collect(
+        [get_local_piece(arguments.tensors[number], placements[number], mesh) for number in sources.arguments]
+    )
 
 
 def make_executable(
@@ -92,10 +160,12 @@ def make_executable(
         local=local,
         captured=captured,
         number=number,
-        slots=tuple(find_input(job, described) for described in local.inputs),
-        targets=tuple(
-            None if described.kind in ("result", "check") else find_slot(job, described.name)
-            for described in local.outputs
+        sources=InputSources([find_input(job, described) for described in local.inputs]),
+        targets=OutputTargets(
+            [
+                (described, None if described.kind in ("result", "check") else find_slot(job, described.name))
+                for described in local.outputs
+            ]
         ),
         parameters=tuple(job.parameters()) if job.trains else (),
         recomputed_weights=tuple(

@@ -1,4 +1,4 @@
-"""The program cache of a job: it captures, compares between ranks, compiles and keeps one program per kind of call.
+"""The program cache of a job: it captures, compares between ranks, compiles and keeps a program per kind of call.
 
 The cache key holds everything that a program depends on except sizes and guarded values. One entry of the cache holds
 the programs for its shapes, and programs for varying sizes. Guards decide whether a program is still valid.
@@ -19,6 +19,7 @@ from rankless.compiler.codegen.codegen import LocalProgram, build_local_program
 from rankless.compiler.guards.guards import Guard
 from rankless.compiler.ir.logical_program import LogicalProgram
 from rankless.compiler.lowering.value_check import OtherValueRead
+from rankless.compiler.probing.operator_probe import OperatorProbe
 from rankless.compiler.program_agreement import require_same_program
 from rankless.compiler.scheduling.gradient_memory import GradientMemory
 from rankless.compiler.tracing.symbolic_sizes import SymbolicSizes, compile_guards
@@ -55,7 +56,6 @@ MAX_ENTRIES = 64
 """Largest number of entries in a cache."""
 WARN_AFTER_PROGRAMS = 4
 """Number of programs for varying sizes in one entry from which on the cache warns."""
-
 MAX_PROGRAMS = 16
 """Programs kept per entry and shapes, the most recently used."""
 WARN_AFTER_RECAPTURES = 4
@@ -126,6 +126,7 @@ class ProgramCache:
         self._entries: dict[Hashable, CacheEntry] = {}
         self._recapture_warner = RecaptureWarner(job, world.notify)
         self._memory = GradientMemory()
+        self._probe = OperatorProbe(world.mesh)
         self._notices = ProgramNotices(job, world.notify)
         self._recaptures: dict[str, int] = {}
         self._captures = 0
@@ -207,9 +208,8 @@ class ProgramCache:
         if not executable.captured.reads:
             return executable
         states = save_generators(executable.captured.program.generators)
-        ran = self.run_checked(
-            replace(call, known=executable), lambda program: run_program(program, call, self._world.mesh)
-        )
+        known = replace(call, known=executable)
+        ran = self.run_checked(known, lambda program: run_program(program, call, self._world.mesh))
         restore_generators(states)
         return ran.executable
 
@@ -241,16 +241,17 @@ class ProgramCache:
         )
 
     def _capture_fixed_sizes(self, call: CacheLookup, known: Sequence[Any] = ()) -> Executable:
-        """Capture for these sizes, compare with the other ranks, compile.
-
-        `known` has the values of the first tensors that the job's Python reads.
-        """
+        """Capture for these sizes, and the values of the first tensors that the job's Python reads; compile."""
         captured = self._capture_with_reads(call, known)
-        program = self._transform(captured, call.arguments)
-        require_same_program(program, self._world.mesh)
-        local = build_local_program(program, call.placements, self._world.mesh, memory=self._memory)
+        local = self._compile(self._transform(captured, call.arguments), call)
         self._report_program(local, captured)
         return self._make_executable(captured, local)
+
+    def _compile(self, program: LogicalProgram, call: CacheLookup) -> LocalProgram:
+        """Compare a program with those of the other ranks, and compile it. Operators without a rule are probed."""
+        mesh = self._world.mesh
+        require_same_program(program, mesh)
+        return build_local_program(program, call.placements, mesh, memory=self._memory, probe=self._probe)
 
     def _capture_with_reads(self, call: CacheLookup, known: Sequence[Any]) -> CapturedJob:
         """Capture for these sizes and for the values of this call; see Note [values that Python reads]."""
@@ -270,8 +271,7 @@ class ProgramCache:
         """Return the value of the first tensor that the job reads after the known ones, in this call."""
         reads = ValueReads(known, ends_at_unknown=True)
         captured = self._capture(call.arguments, get_shapes(call.arguments), None, reads)
-        require_same_program(captured.program, self._world.mesh)
-        local = build_local_program(captured.program, call.placements, self._world.mesh, memory=self._memory)
+        local = self._compile(captured.program, call)
         executable = make_executable(self._job, captured, local, number=0)
         states = save_generators(captured.program.generators)
         outputs = run_program(executable, call, self._world.mesh)

@@ -18,6 +18,7 @@ from rankless.records.gather_places import NOTICE_BYTES, describe_gather_place, 
 from rankless.records.job_programs import (
     DefinedJob,
     JobProgram,
+    ProbedOperator,
     ProgramCommunication,
     ProgramInputRecord,
     ProgramRecord,
@@ -53,7 +54,7 @@ class ProgramRecorder:
 
 
 class ProgramNotices:
-    """Warns once per place of a job where every rank computes on whole values what could be split.
+    """Warns once per place of a job where every rank computes on whole values, or where an experiment decided.
 
     `rankless plan` lists the same places, and the small ones too.
     """
@@ -75,6 +76,13 @@ class ProgramNotices:
                 f"{place.line}: job {self._job.name!r} runs in full on every rank: {describe_gather_place(place)} "
                 "(correct, but not faster with more workers; `rankless plan` lists all such places)"
             )
+        for item in program.probed:
+            if (item.line, item.operator, False) not in self._known:
+                self._known.add((item.line, item.operator, False))
+                self._notify(
+                    f"{item.line}: job {self._job.name!r} splits {item.operator}, for which Rankless has no rule: on "
+                    "sample data its rows were independent (`rankless verify` compares the training with one worker)"
+                )
         if self._job.trains:
             self._report_outputs(program)
 
@@ -106,6 +114,7 @@ def describe_program(job: JobDefinition, local: LocalProgram) -> JobProgram:
         inputs=tuple(describe_input(node, given, sharded.placements[node]) for node, given in logical.inputs.items()),
         moves=tuple(describe_collective(move, trains=job.trains) for move in local.collectives),
         without_rule=tuple(map(describe_operator, sharded.nodes_without_rule)),
+        probed=tuple(map(describe_probed_operator, sharded.probed_nodes)),
     )
 
 
@@ -143,6 +152,16 @@ def describe_operator(node: fx.Node) -> ReplicatedOperator:
         line=str(node.meta.get("line", "")),
         module="" if module is None else module.path,
         module_type="" if module is None else module.kind,
+    )
+
+
+def describe_probed_operator(node: fx.Node) -> ProbedOperator:
+    """Return an operator that is split as an experiment has shown to be right as plain data."""
+    module: ModuleName | None = node.meta.get("module")
+    return ProbedOperator(
+        operator=str(node.target),
+        line=str(node.meta.get("line", "")),
+        module="" if module is None else module.path,
     )
 
 

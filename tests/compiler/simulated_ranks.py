@@ -16,6 +16,7 @@ from rankless.compiler.capture.graph_cleanup import named_tensors
 from rankless.compiler.ir.local_kernels import DrawFrom, reduce_extremum
 from rankless.compiler.ir.memory_order import find_memory_order
 from rankless.compiler.lowering.lower import LocalGraph, lower
+from rankless.compiler.probing.operator_probe import OperatorProbe
 from rankless.compiler.sharding.redistribute import Redistribution, StackingAllGather
 from rankless.compiler.sharding.sharding_propagation import ShardedProgram, propagate_shardings
 from rankless.compiler.tracing.symbolic_sizes import SymbolicSizes, compile_guards, evaluate_size
@@ -57,17 +58,19 @@ def run_source_on_simulated_ranks(
     ranks: int,
     captured_at: Sequence[Tensor] | None = None,
     splits_few_rows: bool = False,
+    probe: OperatorProbe | None = None,
 ) -> Outcome:
     """Capture, shard and lower a job for `ranks` ranks, and run all of them.
 
     With `captured_at`, the program is captured for those shapes, with symbols where the arguments' shapes differ. With
-    `splits_few_rows`, fewer rows than ranks are split too, as those of a loader are, and some ranks have none.
+    `splits_few_rows`, fewer rows than ranks are split too, as those of a loader are, and some ranks have none. With
+    `probe`, operators without a rule are probed.
     """
     sizes = SymbolicSizes()
     shapes, symbols = varying_shapes(sizes, arguments if captured_at is None else captured_at, arguments)
     program = capture(source, lambda tensors: (tuple(tensors), {}), shapes, torch.device("cpu"), sizes=sizes).program
     sharded = propagate_shardings(
-        program, tuple(batch_placement(item.shape, ranks, splits_few_rows) for item in shapes), ranks
+        program, tuple(batch_placement(item.shape, ranks, splits_few_rows) for item in shapes), ranks, probe
     )
     meshes = [Mesh(rank=rank, size=ranks, device=torch.device("cpu")) for rank in range(ranks)]
     graphs = [lower(sharded, mesh) for mesh in meshes]

@@ -14,8 +14,9 @@ from support.processes import on_mesh
 from torch import Tensor, nn
 
 from rankless.context.world import World
-from rankless.jobs.arguments import flatten_arguments, get_local_piece, get_placements
+from rankless.jobs.arguments import flatten_arguments, get_placements
 from rankless.jobs.definition import JobDefinition
+from rankless.jobs.executable import collect_inputs
 from rankless.jobs.program_cache import ProgramCache
 from rankless.jobs.program_records import describe_program
 from rankless.jobs.views.consistent import ConsistentView
@@ -85,11 +86,7 @@ def compare_plan_with_traffic(mesh: Mesh, rows: int, dtype: torch.dtype) -> tupl
     placements = get_placements(arguments, mesh)
     programs = ProgramCache(job, world)
     executable = programs.capture_program(programs.look_up(arguments, placements))
-    values = [slot if isinstance(slot, Tensor | int) else slot.tensor().detach() for slot in executable.slots]
-    values = [
-        get_local_piece(arguments.tensors[item], placements[item], mesh) if isinstance(item, int) else item
-        for item in values
-    ]
+    values = collect_inputs(executable, arguments, placements, mesh)
     with count_bytes() as moved:
         executable.local(values)
     return describe_program(job, executable.local), moved

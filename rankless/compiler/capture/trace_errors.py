@@ -57,6 +57,11 @@ TRACE_ERRORS: tuple[tuple[str, str, str], ...] = (
         for pattern in CHANGED_OUTSIDE
     ),
     (
+        "do not have strides",
+        "sparse tensors in the COO layout, which PyTorch can trace",
+        "convert it outside the job, with to_sparse_coo()",
+    ),
+    (
         "output has alias annotations",
         "operators that PyTorch can trace",
         "use the operator that returns a new tensor, such as torch.polygamma for polygamma_",

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from rankless.compiler.capture.trace_errors import offer_whole_batch
 from rankless.compiler.ir.logical_program import LogicalProgram, ProgramInput, ProgramOutput
 from rankless.compiler.lowering.lower import lower
+from rankless.compiler.probing.operator_probe import OperatorProbe
 from rankless.compiler.scheduling.gradient_buckets import schedule_gradients
 from rankless.compiler.scheduling.gradient_memory import GradientMemory
 from rankless.compiler.sharding.redistribute import CollectiveRecord
@@ -146,9 +148,20 @@ def build_local_program(
     *,
     memory: GradientMemory,
     sizes: Sequence[str] = (),
+    probe: OperatorProbe | None = None,
 ) -> LocalProgram:
-    """Shard, lower and schedule a logical program for the rank of `mesh`; `sizes` names the varying sizes."""
-    sharded = propagate_shardings(program, argument_placements, mesh.size)
+    """Shard, lower and schedule a logical program for the rank of `mesh`.
+
+    Args:
+        program: The program, the same on all ranks.
+        argument_placements: The placements of its tensor arguments.
+        mesh: The ranks.
+        memory: The memory of gradients.
+        sizes: The names of varying sizes.
+        probe: Probes operators without a rule. None leaves them whole. With it the call is collective.
+    """
+    with offer_whole_batch():
+        sharded = propagate_shardings(program, argument_placements, mesh.size, probe)
     local = lower(sharded, mesh)
     local = schedule_gradients(local, program, mesh, memory)
     function, lines = generate_function(local.graph, sizes)

@@ -5,7 +5,7 @@ replicated parameters and a sharded batch (data parallelism), the result matches
 gradient and per count.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from operator import getitem
@@ -14,19 +14,21 @@ from typing import Any
 from torch import fx
 
 from rankless.compiler.ir.logical_program import LogicalProgram, LogicalValue
+from rankless.compiler.probing.operator_probe import OperatorProbe
 from rankless.compiler.rules.strategy import OperatorCall, Strategy, make_call, make_replicated_strategy
 from rankless.compiler.rules.table import REFUSED_OPERATORS, find_rule
 from rankless.compiler.sharding.redistribute import estimate_cost
 from rankless.compiler.tracing.symbolic_sizes import size_hint
 from rankless.errors import CaptureError
-from rankless.parallel.tensor_placement import Partial, Placement, Replicate
+from rankless.parallel.tensor_placement import Partial, Placement, Replicate, Shard
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardedProgram:
     """A logical program with the placement of every value and the strategy of every operator.
 
-    `nodes_without_rule` run replicated: their inputs are gathered and their outputs split again.
+    `nodes_without_rule` run replicated: their inputs are gathered and their outputs split again. `probed_nodes` have no
+    rule either, and are split as an experiment has shown to be right.
     """
 
     logical: LogicalProgram
@@ -34,20 +36,25 @@ class ShardedProgram:
     placements: Mapping[fx.Node, Placement]
     strategies: Mapping[fx.Node, Strategy]
     nodes_without_rule: tuple[fx.Node, ...]
+    probed_nodes: tuple[fx.Node, ...] = ()
 
 
 def propagate_shardings(
-    program: LogicalProgram, argument_placements: tuple[Placement, ...], mesh_size: int
+    program: LogicalProgram,
+    argument_placements: tuple[Placement, ...],
+    mesh_size: int,
+    probe: OperatorProbe | None = None,
 ) -> ShardedProgram:
     """Return placements for a mesh of `mesh_size` ranks, from those of the job's tensor arguments.
 
-    All other inputs are replicated.
+    All other inputs are replicated. Operators without a rule are probed, if there is a `probe`; that is collective.
     """
     placements: dict[fx.Node, Placement] = {}
     strategies: dict[fx.Node, Strategy] = {}
     # A redistributed value is available in both placements, and later operators may use either.
     available: dict[fx.Node, list[Placement]] = {}
-    nodes_without_rule = []
+    nodes_without_rule: list[fx.Node] = []
+    probed_nodes: list[fx.Node] = []
     for node in program.graph.nodes:
         if node.op == "output":
             continue
@@ -60,10 +67,11 @@ def propagate_shardings(
         else:
             refuse_unshardable(node)
             call = make_call(node, placements, mesh_size)
-            strategy, has_rule = choose_strategy(call, available)
+            strategy, has_rule = choose_strategy(call, available, probe)
             strategies[node] = strategy
             if not has_rule:
-                nodes_without_rule.append(node)
+                is_split = any(isinstance(item, Shard) for item in strategy.inputs)
+                (probed_nodes if is_split else nodes_without_rule).append(node)
             for value, required in zip(call.inputs, strategy.inputs, strict=True):
                 if required not in available[value]:
                     available[value].append(required)
@@ -76,6 +84,7 @@ def propagate_shardings(
         placements=placements,
         strategies=strategies,
         nodes_without_rule=tuple(nodes_without_rule),
+        probed_nodes=tuple(probed_nodes),
     )
 
 
@@ -90,14 +99,33 @@ def refuse_unshardable(node: fx.Node) -> None:
         )
 
 
-def choose_strategy(call: OperatorCall, available: Mapping[fx.Node, list[Placement]]) -> tuple[Strategy, bool]:
+def choose_strategy(
+    call: OperatorCall, available: Mapping[fx.Node, list[Placement]], probe: OperatorProbe | None
+) -> tuple[Strategy, bool]:
     """Return the strategy that sends the fewest bytes, and whether a rule covers the operator."""
     rule = find_rule(call.operator)
     replicated_strategy = make_replicated_strategy(call)
-    if rule is None or has_sparse_value(call):
-        return replicated_strategy, all(isinstance(placement, Replicate) for placement in call.current_placements)
+    is_whole = all(isinstance(placement, Replicate) for placement in call.current_placements)
+    if has_sparse_value(call) or (is_whole and rule is None):
+        return replicated_strategy, is_whole
+    if rule is None:
+        rule = no_strategies if probe is None else probe.strategies
+        return find_cheapest([*rule(call), replicated_strategy], call, available), False
+    return find_cheapest([*rule(call), replicated_strategy], call, available), True
+
+
+def no_strategies(_call: OperatorCall) -> Iterator[Strategy]:
+    """Yield nothing: the rule of an operator that nothing is known of."""
+    return iter(())
+
+
+def find_cheapest(
+    strategies: Sequence[Strategy], call: OperatorCall, available: Mapping[fx.Node, list[Placement]]
+) -> Strategy:
+    """Return the strategy that sends the fewest bytes; the last one is the replicated one."""
+    replicated_strategy = strategies[-1]
     best, best_cost = None, inf
-    for strategy in [*rule(call), replicated_strategy]:
+    for strategy in strategies:
         sent_bytes = estimate_input_cost(strategy, call, available)
         if sent_bytes > 0 and strategy is not replicated_strategy:
             # A partial sum that needs a redistribution first must still be reduced, so count that too. A partial sum
@@ -112,7 +140,7 @@ def choose_strategy(call: OperatorCall, available: Mapping[fx.Node, list[Placeme
         if sent_bytes < best_cost:
             best, best_cost = strategy, sent_bytes
     assert best is not None
-    return best, True
+    return best
 
 
 def has_sparse_value(call: OperatorCall) -> bool:

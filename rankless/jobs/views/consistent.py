@@ -14,14 +14,14 @@ from rankless.compiler.tracing.symbolic_sizes import evaluate_size
 from rankless.context.world import World
 from rankless.jobs.arguments import (
     FlattenedArguments,
-    find_autograd_history,
+    find_refused_argument,
     get_placements,
 )
 from rankless.jobs.call_fingerprint import RandomStates, format_call
 from rankless.jobs.call_loss_weights import LossWeightReader
 from rankless.jobs.call_sync import CallSync
 from rankless.jobs.definition import CallResult, JobDefinition
-from rankless.jobs.executable import Executable, ModuleTensorReference, collect_inputs
+from rankless.jobs.executable import Executable, collect_inputs
 from rankless.jobs.model_sync import require_same_kind_of_device
 from rankless.jobs.program_cache import CacheLookup, ProgramCache
 
@@ -42,9 +42,9 @@ class ConsistentView:
 
     def run(self, arguments: FlattenedArguments) -> CallResult:
         """Return the job's whole result, the same on every rank. A train job also sets its parameters' gradients."""
-        history = find_autograd_history(self._job.function, arguments) if self._job.trains else None
-        if history is not None:
-            raise history.add_location(self._job.line)
+        refused = find_refused_argument(self._job.function, arguments, trains=self._job.trains)
+        if refused is not None:
+            raise refused.add_location(self._job.line)
         placements = get_placements(arguments, self._world.mesh)
         call = self._programs.look_up(arguments, placements)
         self._sync_call(call)
@@ -57,7 +57,7 @@ class ConsistentView:
                 call, lambda program: self._run_program(program, call, inspected=inspected)
             )
         executable, outputs = ran.executable, ran.outputs
-        states = [slot.tensor() for slot in executable.slots if isinstance(slot, ModuleTensorReference)]
+        states = executable.sources.states.read()
         sizes = executable.sizes(arguments)
         self._draws = self._draws or executable.captured.program.is_random
         self._generators = list(dict.fromkeys([*self._generators, *executable.captured.program.generators]))
@@ -65,7 +65,9 @@ class ConsistentView:
             self._world.mesh.check_sync_point_again()  # the other hosts have arrived, and no step is made yet
         for module, training in executable.captured.changed_modes:
             module.training = training
-        results, changed = self._apply(executable, outputs)
+        results, changed = executable.targets.apply(outputs)
+        for weight in executable.recomputed_weights:
+            weight.refresh()
         self._sync.record_states(states, changed)
         if not self._job.trains:
             return CallResult(unflatten_result(executable.captured, results, sizes))
@@ -100,27 +102,6 @@ class ConsistentView:
             random_states=RandomStates(self._generators) if self._draws else None,
             remark="" if stale_guard is None else f"{stale_guard.label} {stale_guard.describe_change()}",
         )
-
-    def _apply(self, executable: Executable, outputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Set gradients of parameters and new values of buffers; return the job's results, and what got new values."""
-        results, changed = [], []
-        for value, described, target in zip(outputs, executable.local.outputs, executable.targets, strict=True):
-            if target is None:
-                if described.kind == "result":
-                    results.append(value)
-            elif described.kind == "gradient":
-                target.tensor().grad = value
-            else:
-                tensor = target.tensor()
-                changed.append(tensor)
-                if described.renews_memory:
-                    tensor.data = value.clone()
-                else:
-                    with torch.no_grad():
-                        tensor.copy_(value)
-        for weight in executable.recomputed_weights:
-            weight.refresh()
-        return results, changed
 
 
 def unflatten_result(captured: CapturedJob, results: Sequence[Tensor], sizes: Mapping[str, int]) -> Any:

@@ -157,15 +157,11 @@ def run_alongside(
     programs = ProgramCache(job, world)
     executable = programs.capture_exactly(programs.look_up(arguments, get_placements(arguments, world.mesh)))
     states = save_generators(executable.captured.program.generators)
-    values = []
-    for slot in executable.slots:
-        if isinstance(slot, int):
-            values.append(arguments.tensors[slot])
-        else:
-            values.append(slot if isinstance(slot, Tensor) else slot.tensor())
+    sources = executable.sources
+    values = sources.collect([arguments.tensors[number] for number in sources.arguments])
     # Replicate everything, so that only PyTorch's own operators run, and none of Rankless.
     sharded = propagate_shardings(executable.captured.program, (Replicate(),) * len(arguments.tensors), 1)
-    add_probes(sharded, world.mesh, recorder)([value.detach() for value in values], ())
+    add_probes(sharded, world.mesh, recorder)(values, ())
     restore_generators(states)
 
 
