@@ -103,7 +103,7 @@ class JobDefinition:
 
     @property
     def draws_by_counter(self) -> bool:
-        """Whether random operators draw by counter; see `rankless.compiler.ir.counter_draws`."""
+        """Whether random operators draw by counter; see `rankless.compiler.ir.counter_distributions`."""
         return self.random == "counter"
 
     @property

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
-from rankless.context.loader_passes import LoaderPass
+from rankless.context.accumulation_passes import AccumulationPass
 from rankless.context.world import World
 from rankless.errors import ConfigError, StepError
 from rankless.jobs.definition import JobDefinition
@@ -28,7 +28,7 @@ class OptimizerStepper:
         self._accumulator = GradientAccumulator()
         self._parameters: Sequence[Tensor] = ()
         self._calls = 0
-        self._pass: weakref.ref[LoaderPass] | None = None
+        self._pass: weakref.ref[AccumulationPass] | None = None
         self._calls_in_pass = 0
         if job.step_options.accumulate > 1:
             world.passes.subscribe(self)
@@ -64,7 +64,7 @@ class OptimizerStepper:
         self._step()
         return True
 
-    def on_pass_end(self, ended: LoaderPass) -> None:
+    def on_pass_end(self, ended: AccumulationPass) -> None:
         """Make the step of the last calls of a pass."""
         if self._pass is not None and self._pass() is ended:
             self._pass = None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rankless.compiler.ir import philox as philox_module
-from rankless.compiler.ir.counter_draws import draw
+from rankless.compiler.ir.counter_distributions import draw
 from rankless.compiler.ir.philox import MASK, philox
 
 CPU = torch.device("cpu")

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from rankless.context.world import World
 from rankless.jobs.arguments import flatten_arguments, get_placements
+from rankless.jobs.bound_program import collect_inputs
 from rankless.jobs.definition import JobDefinition
-from rankless.jobs.executable import collect_inputs
 from rankless.jobs.program_cache import ProgramCache
 from rankless.jobs.program_records import describe_program
 from rankless.jobs.views.consistent import ConsistentView

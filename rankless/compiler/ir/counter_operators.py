@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rankless.compiler.ir.counter_draws import draw, draw_key
+from rankless.compiler.ir.counter_distributions import draw, draw_key
 from rankless.compiler.ir.local_kernels import apply_dropout
 
 aten = torch.ops.aten
@@ -186,6 +186,6 @@ def draw_mask(
     part: tuple[int, int, int] | None,
     order: Sequence[int] | None = None,
 ) -> Tensor:
-    """Return a rank's part of the mask of the elements that dropout keeps; see `counter_draws.draw`."""
+    """Return a rank's part of the mask of the elements that dropout keeps; see `counter_distributions.draw`."""
     shape, device = value
     return draw(key, "bernoulli", (1 - probability,), (shape, torch.bool, device), part, order)

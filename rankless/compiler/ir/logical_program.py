@@ -131,7 +131,7 @@ def is_random_node(node: fx.Node) -> bool:
 
 
 def draws_by_counter(node: fx.Node) -> bool:
-    """Return whether a node draws its numbers by counter; see `rankless.compiler.ir.counter_draws`."""
+    """Return whether a node draws its numbers by counter; see `rankless.compiler.ir.counter_distributions`."""
     return bool(node.meta.get("counter"))
 
 

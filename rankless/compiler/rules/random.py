@@ -1,7 +1,7 @@
 """Rules for random operators: every rank draws the logical value in the script's order and keeps its part.
 
 The numbers therefore equal those of the plain script bit for bit, and the generators of all ranks stay equal. In a job
-that draws by counter, each rank draws only its part (see `rankless.compiler.ir.counter_draws`).
+that draws by counter, each rank draws only its part (see `rankless.compiler.ir.counter_distributions`).
 """
 
 from collections.abc import Callable, Iterator
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from rankless.compiler.ir import counter_draws, counter_operators, local_kernels
+from rankless.compiler.ir import counter_distributions, counter_operators, local_kernels
 from rankless.compiler.ir.logical_program import LogicalValue, draws_by_counter
 from rankless.compiler.ir.memory_order import find_memory_order
 from rankless.compiler.rules.strategy import GraphBuilder, LocalValue, OperatorCall, ShardingRule, Strategy
@@ -59,11 +59,11 @@ def lower_counter_draw(
     assert reader is not None, call.operator
     found = counter_operators.bind_arguments(call.operator, args, kwargs)
     drawn = reader(found, value.dtype)
-    key = builder.call(counter_draws.draw_key, value.shape)
+    key = builder.call(counter_distributions.draw_key, value.shape)
 
     def draw(placement: Placement) -> fx.Node:
         return builder.call(
-            counter_draws.draw,
+            counter_distributions.draw,
             key,
             drawn.distribution,
             drawn.parameters,

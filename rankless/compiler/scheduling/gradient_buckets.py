@@ -18,10 +18,10 @@ from rankless.compiler.ir.custom_ops import run_linear_weight
 from rankless.compiler.ir.logical_program import LogicalProgram, LogicalValue, is_fresh
 from rankless.compiler.lowering.lower import LocalGraph
 from rankless.compiler.scheduling.gradient_memory import (
+    EnsureOwnMemory,
     FlatMemory,
     GradientLayout,
     GradientMemory,
-    OwnMemory,
     find_gradient_layout,
 )
 from rankless.compiler.sharding.redistribute import CollectiveRecord, all_reduce_bytes
@@ -122,7 +122,9 @@ def schedule_gradients(local: LocalGraph, program: LogicalProgram, mesh: Mesh, m
                 known = to_reduce.get(gradient.local)
                 value = gradient.local if known is None else reduced[known.name]
                 is_shared = known is not None or uses[value] > 1 or len(value.users) > 1 or not is_fresh(value)
-                reduced[gradient.name] = local.graph.call_function(OwnMemory(gradient.layout, is_shared), (value,))
+                reduced[gradient.name] = local.graph.call_function(
+                    EnsureOwnMemory(gradient.layout, is_shared), (value,)
+                )
     outputs = tuple(
         (reduced[described.name] if described.kind == "gradient" else node, described)
         for node, described in local.outputs

@@ -17,11 +17,11 @@ from rankless.jobs.arguments import (
     find_refused_argument,
     get_placements,
 )
+from rankless.jobs.bound_program import BoundProgram, collect_inputs
 from rankless.jobs.call_fingerprint import RandomStates, format_call
 from rankless.jobs.call_loss_weights import LossWeightReader
 from rankless.jobs.call_sync import CallSync
 from rankless.jobs.definition import CallResult, JobDefinition
-from rankless.jobs.executable import Executable, collect_inputs
 from rankless.jobs.model_sync import require_same_kind_of_device
 from rankless.jobs.program_cache import CacheLookup, ProgramCache
 
@@ -56,40 +56,40 @@ class ConsistentView:
             ran = self._programs.run_checked(
                 call, lambda program: self._run_program(program, call, inspected=inspected)
             )
-        executable, outputs = ran.executable, ran.outputs
-        states = executable.sources.states.read()
-        sizes = executable.sizes(arguments)
-        self._draws = self._draws or executable.captured.program.is_random
-        self._generators = list(dict.fromkeys([*self._generators, *executable.captured.program.generators]))
+        bound, outputs = ran.bound, ran.outputs
+        states = bound.sources.states.read()
+        sizes = bound.sizes(arguments)
+        self._draws = self._draws or bound.captured.program.is_random
+        self._generators = list(dict.fromkeys([*self._generators, *bound.captured.program.generators]))
         if self._job.trains:
             self._world.mesh.check_sync_point_again()  # the other hosts have arrived, and no step is made yet
-        for module, training in executable.captured.changed_modes:
+        for module, training in bound.captured.changed_modes:
             module.training = training
-        results, changed = executable.targets.apply(outputs)
-        for weight in executable.recomputed_weights:
+        results, changed = bound.targets.apply(outputs)
+        for weight in bound.recomputed_weights:
             weight.refresh()
         self._sync.record_states(states, changed)
         if not self._job.trains:
-            return CallResult(unflatten_result(executable.captured, results, sizes))
+            return CallResult(unflatten_result(bound.captured, results, sizes))
         # Order of the outputs: the minimized loss, the script's own results, the loss weights.
         loss, *results = results
-        weights = () if self._loss_weights is None else self._loss_weights.read(executable, results)
+        weights = () if self._loss_weights is None else self._loss_weights.read(bound, results)
         return CallResult(
-            unflatten_result(executable.captured, results, sizes),
+            unflatten_result(bound.captured, results, sizes),
             loss=loss,
             weights=weights,
-            parameters=executable.parameters,
+            parameters=bound.parameters,
         )
 
-    def _run_program(self, executable: Executable, call: CacheLookup, *, inspected: bool) -> Sequence[Tensor]:
+    def _run_program(self, bound: BoundProgram, call: CacheLookup, *, inspected: bool) -> Sequence[Tensor]:
         """Run a program on this call's values and return its outputs."""
-        program: Any = executable.local
+        program: Any = bound.local
         if inspected and self._world.inspector is not None:
-            program = self._world.inspector.instrument(executable.local.sharded, self._world)
-        for parameter in executable.parameters:
+            program = self._world.inspector.instrument(bound.local.sharded, self._world)
+        for parameter in bound.parameters:
             parameter.grad = None  # before the program, which uses the memory of gradients again that nobody holds
-        values = collect_inputs(executable, call.arguments, call.placements, self._world.mesh)
-        outputs: Sequence[Tensor] = program(values, list(executable.sizes(call.arguments).values()))
+        values = collect_inputs(bound, call.arguments, call.placements, self._world.mesh)
+        outputs: Sequence[Tensor] = program(values, list(bound.sizes(call.arguments).values()))
         return outputs
 
     def _sync_call(self, call: CacheLookup) -> None:

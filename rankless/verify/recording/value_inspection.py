@@ -27,9 +27,9 @@ from rankless.jobs.definition import JobDefinition
 from rankless.jobs.program_cache import ProgramCache
 from rankless.parallel.mesh import Mesh
 from rankless.parallel.tensor_placement import Placement, Replicate
-from rankless.records.inspected_values import Role
+from rankless.records.call_values import Role
 from rankless.user_code import user_line
-from rankless.verify.recording.inspected_call_recorder import InspectedCallRecorder, gather_whole
+from rankless.verify.recording.call_values_recorder import InspectedCallRecorder, gather_whole
 
 
 class ValueInspector:
@@ -155,12 +155,12 @@ def run_alongside(
 ) -> None:
     """Run the job's logical program whole on one worker and record its values, without side effects."""
     programs = ProgramCache(job, world)
-    executable = programs.capture_exactly(programs.look_up(arguments, get_placements(arguments, world.mesh)))
-    states = save_generators(executable.captured.program.generators)
-    sources = executable.sources
+    bound = programs.capture_exactly(programs.look_up(arguments, get_placements(arguments, world.mesh)))
+    states = save_generators(bound.captured.program.generators)
+    sources = bound.sources
     values = sources.collect([arguments.tensors[number] for number in sources.arguments])
     # Replicate everything, so that only PyTorch's own operators run, and none of Rankless.
-    sharded = propagate_shardings(executable.captured.program, (Replicate(),) * len(arguments.tensors), 1)
+    sharded = propagate_shardings(bound.captured.program, (Replicate(),) * len(arguments.tensors), 1)
     add_probes(sharded, world.mesh, recorder)(values, ())
     restore_generators(states)
 

@@ -1,4 +1,4 @@
-"""An executable: a compiled program with the sources of its inputs and the targets of its outputs."""
+"""A bound program: a compiled program with the sources of its inputs and the targets of its outputs."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -105,7 +105,7 @@ class OutputTargets:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Executable:
+class BoundProgram:
     """A compiled program, what it was captured from, and where its inputs and outputs belong."""
 
     local: LocalProgram
@@ -138,25 +138,25 @@ class Executable:
 
 
 def collect_inputs(
-    executable: Executable, arguments: FlattenedArguments, placements: Sequence[Placement], mesh: Mesh
+    bound: BoundProgram, arguments: FlattenedArguments, placements: Sequence[Placement], mesh: Mesh
 ) -> list[Tensor]:
     """Return this rank's values of a program's inputs, without autograd history."""
-    sources = executable.sources
+    sources = bound.sources
     return sources.collect(
         [get_local_piece(arguments.tensors[number], placements[number], mesh) for number in sources.arguments]
     )
 
 
-def make_executable(
+def bind_program(
     job: JobDefinition,
     captured: CapturedJob,
     local: LocalProgram,
     *,
     number: int,
     varying_sizes: SizeConstraints | None = None,
-) -> Executable:
-    """Return an executable of a job's compiled program."""
-    return Executable(
+) -> BoundProgram:
+    """Return a bound program of a job's compiled program."""
+    return BoundProgram(
         local=local,
         captured=captured,
         number=number,

@@ -9,7 +9,7 @@ from rankless.compiler.sharding.redistribute import Redistribution
 from rankless.config.run_config import InspectedCall
 from rankless.parallel.mesh import Mesh
 from rankless.parallel.tensor_placement import Placement, Replicate
-from rankless.records.inspected_values import ComputedValue, Role, values_file
+from rankless.records.call_values import ComputedValue, Role, values_file
 from rankless.records.recorded_calls import encode_result
 from rankless.verify.recording.tensor_sketch import Sketcher
 
