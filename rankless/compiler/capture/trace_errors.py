@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
+from rankless.compiler.capture import compressed_layouts
 from rankless.compiler.capture.forbidden_training_calls import REFUSED_WITHOUT_CAPTURE
 from rankless.errors import CaptureError, RanklessError
 from rankless.user_code import PACKAGE_FOLDER, display_name, is_user_code
@@ -58,8 +59,8 @@ TRACE_ERRORS: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "do not have strides",
-        "sparse tensors in the COO layout, which PyTorch can trace",
-        "convert it outside the job, with to_sparse_coo()",
+        compressed_layouts.EXPECTED,
+        compressed_layouts.FIX,
     ),
     (
         "output has alias annotations",

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from rankless.compiler.capture.autocast import clear_autocast_cache, disable_autocast
 from rankless.compiler.capture.capture import extract_loss, run_compiled_functions_eagerly
+from rankless.compiler.capture.compressed_layouts import find_compressed_tensor
 from rankless.compiler.capture.forbidden_training_calls import refuse_training_calls
 from rankless.compiler.capture.untraced_changes import warn_of_refused_changes
 from rankless.compiler.ir.counter_operators import CounterRandomMode
@@ -45,6 +46,8 @@ class PlainView:
             inspector = None
         is_checked = self._is_first and self._job.captured
         refused = find_refused_argument(self._job.function, arguments, trains=self._job.trains) if is_checked else None
+        if refused is None and is_checked:
+            refused = find_compressed_tensor(self._job.function, self._job.modules)
         if refused is not None:
             self._warn(refused, "")
         if not self._job.trains:
