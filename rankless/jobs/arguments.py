@@ -15,8 +15,8 @@ from rankless.compiler.capture.trace_errors import WHOLE_BATCH
 from rankless.compiler.ir.memory_order import find_memory_order
 from rankless.data.logical_tensor import LogicalTensor
 from rankless.errors import CaptureError
-from rankless.parallel.mesh import Mesh
-from rankless.parallel.tensor_placement import Placement, Replicate, Shard, split_lengths
+from rankless.parallel.mesh import Mesh, MeshAxis
+from rankless.parallel.tensor_placement import Placement, Replicate, Shard, Sharding, split_lengths
 
 TENSOR = "tensor"
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -139,30 +139,36 @@ def get_memory_order(argument: Tensor) -> tuple[int, ...] | None:
     return find_memory_order(known.shape, known.stride())
 
 
-def get_placements(arguments: FlattenedArguments, mesh: Mesh) -> tuple[Placement, ...]:
-    """Return the placements of the tensors of a call."""
+def get_shardings(arguments: FlattenedArguments, mesh: Mesh) -> tuple[Sharding, ...]:
+    """Return the shardings of the tensors of a call: the axes with the role `data` divide the batch."""
+    pairs = zip(arguments.tensors, arguments.batch_dims, strict=True)
+    return tuple([get_sharding(tensor, dim, mesh) for tensor, dim in pairs])
+
+
+def get_sharding(argument: Tensor, batch_dim: int | None, mesh: Mesh) -> Sharding:
+    """Return the sharding of an argument.
+
+    A loader's batch keeps its own. Another tensor is split on its batch dim if that is at least as long as the axis.
+    """
     return tuple(
-        [get_placement(tensor, dim, mesh) for tensor, dim in zip(arguments.tensors, arguments.batch_dims, strict=True)]
+        [get_placement(argument, batch_dim, axis) if axis.role == "data" else Replicate() for axis in mesh.axes]
     )
 
 
-def get_placement(argument: Tensor, batch_dim: int | None, mesh: Mesh) -> Placement:
-    """Return the placement of an argument.
-
-    A loader's batch keeps its own. Another tensor is split on its batch dim if that is at least as long as the
-    mesh.
-    """
+def get_placement(argument: Tensor, batch_dim: int | None, axis: MeshAxis) -> Placement:
+    """Return the placement of an argument along an axis that divides the batch."""
     if isinstance(argument, LogicalTensor):
         return argument.placement
-    if batch_dim is None or argument.dim() <= batch_dim or argument.shape[batch_dim] < mesh.size:
+    if batch_dim is None or argument.dim() <= batch_dim or argument.shape[batch_dim] < axis.size:
         return Replicate()
-    return Shard(batch_dim, split_lengths(argument.shape[batch_dim], mesh.size))
+    return Shard(batch_dim, split_lengths(argument.shape[batch_dim], axis.size))
 
 
-def get_local_piece(argument: Tensor, placement: Placement, mesh: Mesh) -> Tensor:
+def get_local_piece(argument: Tensor, sharding: Sharding, mesh: Mesh) -> Tensor:
     """Return this rank's piece of an argument."""
     if isinstance(argument, LogicalTensor):
         return argument.local
-    if isinstance(placement, Shard):
-        return argument.narrow(placement.dim, placement.start(mesh.rank), placement.lengths[mesh.rank])
+    for axis, placement in zip(mesh.axes, sharding, strict=True):
+        if isinstance(placement, Shard):
+            argument = argument.narrow(placement.dim, placement.start(axis.rank), placement.lengths[axis.rank])
     return argument

@@ -17,7 +17,7 @@ from rankless.jobs.arguments import FlattenedArguments, get_local_piece
 from rankless.jobs.definition import JobDefinition
 from rankless.jobs.varying_sizes import SizeConstraints
 from rankless.parallel.mesh import Mesh
-from rankless.parallel.tensor_placement import Placement
+from rankless.parallel.tensor_placement import Sharding
 
 
 @dataclass(frozen=True)
@@ -138,12 +138,12 @@ class BoundProgram:
 
 
 def collect_inputs(
-    bound: BoundProgram, arguments: FlattenedArguments, placements: Sequence[Placement], mesh: Mesh
+    bound: BoundProgram, arguments: FlattenedArguments, shardings: Sequence[Sharding], mesh: Mesh
 ) -> list[Tensor]:
     """Return this rank's values of a program's inputs, without autograd history."""
     sources = bound.sources
     return sources.collect(
-        [get_local_piece(arguments.tensors[number], placements[number], mesh) for number in sources.arguments]
+        [get_local_piece(arguments.tensors[number], shardings[number], mesh) for number in sources.arguments]
     )
 
 

@@ -13,7 +13,7 @@ from rankless.compiler.ir.logical_program import LogicalProgram
 from rankless.context.world import World
 from rankless.data.logical_tensor import LogicalTensor
 from rankless.errors import CaptureError
-from rankless.jobs.arguments import FlattenedArguments, get_placements, get_shapes
+from rankless.jobs.arguments import FlattenedArguments, get_shapes, get_shardings
 from rankless.jobs.bound_program import BoundProgram
 from rankless.jobs.definition import JobDefinition
 from rankless.jobs.gradient_accumulation import LossWeight
@@ -42,7 +42,7 @@ class LossWeightReader:
     def read_call(self, arguments: FlattenedArguments) -> tuple[LossWeight, ...]:
         """Return the loss weights of a call on one device."""
         mesh = self._world.mesh
-        call = self.programs.look_up(arguments, get_placements(arguments, mesh))
+        call = self.programs.look_up(arguments, get_shardings(arguments, mesh))
         ran = self.programs.run_checked(call, lambda program: run_program(program, call, mesh))
         return self.read(ran.bound, ran.outputs)
 

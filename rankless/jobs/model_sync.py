@@ -39,7 +39,7 @@ def sync_models(job: JobDefinition, world: World, *, when: str) -> None:
     for _, tensor in sorted(named_tensors(job.modules).items()):
         with torch.no_grad():
             for part in list_dense_parts(tensor):
-                broadcast(part, mesh=world.mesh)
+                broadcast(part, among=world.mesh)
     world.notify(
         f"{job.line}: the models of job {job.name!r} differed between ranks {when} ({list_differences(different)}); "
         "all ranks now have rank 0's"

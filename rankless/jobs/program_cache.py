@@ -40,15 +40,15 @@ from rankless.jobs.varying_sizes import (
     SizeHistory,
     describe_failure,
     find_fixing_line,
-    is_even_split,
     list_namespaces,
     list_sizes,
+    list_uneven_dims,
     make_symbolic_shapes,
     remove_sizes,
-    resize_placement,
+    resize_sharding,
 )
 from rankless.parallel.mesh import Mesh
-from rankless.parallel.tensor_placement import Placement, Shard
+from rankless.parallel.tensor_placement import Shard, Sharding
 
 MAX_FAILURES = 3
 """Failed captures for varying sizes after which an entry captures for every shape."""
@@ -75,11 +75,11 @@ class CacheEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheLookup:
-    """A call with its logical shapes and placements, and the cache entry that it belongs to."""
+    """A call with its logical shapes and shardings, and the cache entry that it belongs to."""
 
     arguments: FlattenedArguments
     shapes: Shapes
-    placements: tuple[Placement, ...]
+    shardings: tuple[Sharding, ...]
     entry: CacheEntry
     known: BoundProgram | None
     """The valid program for it, if there is one."""
@@ -90,11 +90,11 @@ class CacheLookup:
         return next((bound.captured.guards.first_failing() for bound in programs), None)
 
     def varying(self) -> tuple[tuple[ArgumentDim, ...], ...]:
-        """Return the dims with varying sizes, except those that a placement splits unevenly."""
+        """Return the dims with varying sizes, except those that a sharding splits unevenly."""
         uneven = {
-            (number, placement.dim)
-            for number, (placement, shape) in enumerate(zip(self.placements, self.shapes, strict=True))
-            if isinstance(placement, Shard) and not is_even_split(placement, shape)
+            (number, dim)
+            for number, (sharding, shape) in enumerate(zip(self.shardings, self.shapes, strict=True))
+            for dim in list_uneven_dims(sharding, shape)
         }
         return tuple(group for group in self.entry.history.groups(self.shapes) if not uneven.intersection(group))
 
@@ -131,10 +131,10 @@ class ProgramCache:
         self._recaptures: dict[str, int] = {}
         self._captures = 0
 
-    def look_up(self, arguments: FlattenedArguments, placements: tuple[Placement, ...]) -> CacheLookup:
+    def look_up(self, arguments: FlattenedArguments, shardings: tuple[Sharding, ...]) -> CacheLookup:
         """Return a call with its valid program, if the cache has one."""
         shapes = tuple([tensor.shape for tensor in arguments.tensors])
-        key = self._key(arguments, placements)
+        key = self._key(arguments, shardings)
         if key not in self._entries:
             self._recapture_warner.record(arguments)
             if len(self._entries) == MAX_ENTRIES:
@@ -149,7 +149,7 @@ class ProgramCache:
             found = find_fitting(entry, shapes)
         if found is not None:
             move_to_front(known, found)
-        return CacheLookup(arguments=arguments, shapes=shapes, placements=placements, entry=entry, known=found)
+        return CacheLookup(arguments=arguments, shapes=shapes, shardings=shardings, entry=entry, known=found)
 
     def capture_program(self, call: CacheLookup) -> BoundProgram:
         """Capture a program for a call without one, on every rank, and store it."""
@@ -224,16 +224,16 @@ class ProgramCache:
                 f"{stale_guard.label} changes (correct, but slow); pass it as a tensor argument"
             )
 
-    def _key(self, arguments: FlattenedArguments, placements: tuple[Placement, ...]) -> Hashable:
-        """Return the cache key: arguments, placements, kinds of plain values, and PyTorch's global modes."""
+    def _key(self, arguments: FlattenedArguments, shardings: tuple[Sharding, ...]) -> Hashable:
+        """Return the cache key: arguments, shardings, kinds of plain values, and PyTorch's global modes."""
         return (
             arguments.cache_key(self._job.name),
             tuple(
                 [
-                    (tensor.dim(), placement.dim if isinstance(placement, Shard) else None)
-                    if is_even_split(placement, tensor.shape)
-                    else placement
-                    for tensor, placement in zip(arguments.tensors, placements, strict=True)
+                    sharding
+                    if list_uneven_dims(sharding, tensor.shape)
+                    else (tensor.dim(), *[item.dim if isinstance(item, Shard) else None for item in sharding])
+                    for tensor, sharding in zip(arguments.tensors, shardings, strict=True)
                 ]
             ),
             make_type_keys(arguments.plain),
@@ -251,7 +251,7 @@ class ProgramCache:
         """Compare a program with those of the other ranks, and compile it. Operators without a rule are probed."""
         mesh = self._world.mesh
         require_same_program(program, mesh)
-        return build_local_program(program, call.placements, mesh, memory=self._memory, probe=self._probe)
+        return build_local_program(program, call.shardings, mesh, memory=self._memory, probe=self._probe)
 
     def _capture_with_reads(self, call: CacheLookup, known: Sequence[Any]) -> CapturedJob:
         """Capture for these sizes and for the values of this call; see Note [values that Python reads]."""
@@ -288,12 +288,10 @@ class ProgramCache:
         try:
             shapes = make_symbolic_shapes(sizes, get_shapes(call.arguments), groups)
             captured = self._capture(call.arguments, shapes, sizes)
-            placements = [
-                resize_placement(item, shape.shape) for item, shape in zip(call.placements, shapes, strict=True)
-            ]
+            shardings = [resize_sharding(item, shape.shape) for item, shape in zip(call.shardings, shapes, strict=True)]
             mesh, symbols = self._world.mesh, tuple(sizes.symbols)
             program = self._transform(captured, call.arguments)
-            local = build_local_program(program, tuple(placements), mesh, memory=self._memory, sizes=symbols)
+            local = build_local_program(program, shardings, mesh, memory=self._memory, sizes=symbols)
         except Exception as error:  # user code may need a number where it gets a symbolic size
             failure = describe_failure(error, self._job.line)
         conditions = self._agree_on_guards(sizes, failure)
@@ -383,7 +381,7 @@ class ProgramCache:
 
 def run_program(bound: BoundProgram, call: CacheLookup, mesh: Mesh) -> Sequence[Tensor]:
     """Run a program on the values of a call, and return the values of its outputs."""
-    values = collect_inputs(bound, call.arguments, call.placements, mesh)
+    values = collect_inputs(bound, call.arguments, call.shardings, mesh)
     return bound.local(values, list(bound.sizes(call.arguments).values()))
 
 

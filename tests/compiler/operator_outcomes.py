@@ -19,7 +19,7 @@ from rankless.compiler.lowering.value_check import OtherValueRead
 from rankless.compiler.sharding.sharding_propagation import propagate_shardings
 from rankless.errors import CaptureError
 from rankless.parallel.mesh import Mesh
-from rankless.parallel.tensor_placement import Placement, Replicate, Shard, split_lengths
+from rankless.parallel.tensor_placement import Replicate, Shard, Sharding, split_lengths
 
 Kind = Literal["split", "gathered", "refused", "wrong", "crashed"]
 
@@ -161,12 +161,12 @@ class CapturedCase:
             self.captured = self._capture_with_reads()
 
     def _run(self, captured: CapturedJob, division: Division) -> Outcome:
-        placements: list[Placement] = [
-            Replicate() if dim is None else Shard(dim, division.lengths) for dim in division.split.dims
+        shardings: list[Sharding] = [
+            (Replicate() if dim is None else Shard(dim, division.lengths),) for dim in division.split.dims
         ]
-        sharded = propagate_shardings(captured.program, tuple(placements), division.ranks)
+        sharded = propagate_shardings(captured.program, shardings, [division.ranks])
         graphs = [lower(sharded, Mesh(rank=rank, size=division.ranks, device=CPU)) for rank in range(division.ranks)]
-        inputs = collect_inputs(graphs, self.case.tensors, placements, {"scales": self.case.scales})
+        inputs = collect_inputs(graphs, self.case.tensors, shardings, {"scales": self.case.scales})
         torch.manual_seed(SEED)
         return make_outcome(sharded, graphs, interpret(graphs, inputs, {}))
 

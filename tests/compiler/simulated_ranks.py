@@ -6,6 +6,8 @@ every rank, as in real processes.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
+from math import prod
 from typing import Any
 
 import torch
@@ -15,14 +17,15 @@ from rankless.compiler.capture.capture import ArgumentShape, JobSource, capture
 from rankless.compiler.capture.graph_cleanup import named_tensors
 from rankless.compiler.ir.local_kernels import DrawFrom, reduce_extremum
 from rankless.compiler.ir.memory_order import find_memory_order
+from rankless.compiler.ir.tensor_parts import list_parts, take_parts
 from rankless.compiler.lowering.lower import LocalGraph, lower
 from rankless.compiler.probing.operator_probe import OperatorProbe
 from rankless.compiler.sharding.redistribute import Redistribution, StackingAllGather
 from rankless.compiler.sharding.sharding_propagation import ShardedProgram, propagate_shardings
 from rankless.compiler.tracing.symbolic_sizes import SymbolicSizes, compile_guards, evaluate_size
 from rankless.context.generator_states import restore_generators, save_generators
-from rankless.parallel.mesh import Mesh
-from rankless.parallel.tensor_placement import Placement, Replicate, Shard, split_lengths
+from rankless.parallel.mesh import AxisRole, Mesh, MeshAxis
+from rankless.parallel.tensor_placement import Placement, Replicate, Shard, Sharding, split_lengths
 
 
 @dataclass(frozen=True)
@@ -69,17 +72,61 @@ def run_source_on_simulated_ranks(
     sizes = SymbolicSizes()
     shapes, symbols = varying_shapes(sizes, arguments if captured_at is None else captured_at, arguments)
     program = capture(source, lambda tensors: (tuple(tensors), {}), shapes, torch.device("cpu"), sizes=sizes).program
-    sharded = propagate_shardings(
-        program, tuple(batch_placement(item.shape, ranks, splits_few_rows) for item in shapes), ranks, probe
-    )
-    meshes = [Mesh(rank=rank, size=ranks, device=torch.device("cpu")) for rank in range(ranks)]
-    graphs = [lower(sharded, mesh) for mesh in meshes]
+    shardings = [(batch_placement(item.shape, ranks, splits_few_rows),) for item in shapes]
+    sharded = propagate_shardings(program, shardings, [ranks], probe)
+    graphs = [lower(sharded, mesh) for mesh in make_meshes([ranks])]
     if not compile_guards(sizes.guard_expressions(), len(symbols))(list(symbols.values())):
         raise GuardsFailed(sizes.guard_expressions())
-    placements = [batch_placement(item.shape, ranks, splits_few_rows) for item in arguments]
-    inputs = collect_inputs(graphs, arguments, placements, source.modules)
+    shardings = [(batch_placement(item.shape, ranks, splits_few_rows),) for item in arguments]
+    inputs = collect_inputs(graphs, arguments, shardings, source.modules)
     values = interpret(graphs, inputs, symbols)
     return make_outcome(sharded, graphs, values)
+
+
+def run_on_simulated_axes(
+    function: Callable[..., Any],
+    modules: Mapping[str, nn.Module],
+    arguments: Sequence[Tensor],
+    axis_sizes: Sequence[int],
+    shardings: Sequence[Callable[[Sequence[int]], Sharding]],
+    trains: bool = True,
+) -> Outcome:
+    """Capture, shard and lower a job for a mesh of several axes, and run all of its workers.
+
+    `shardings` has for each argument a function that returns its sharding, given a worker's ranks along the axes: where
+    two axes divide one dim, the lengths of the inner one depend on the rank along the outer one.
+    """
+    source = JobSource(name="job", function=function, modules=modules, trains=trains)
+    shapes, _ = varying_shapes(SymbolicSizes(), arguments, arguments)
+    program = capture(source, lambda tensors: (tuple(tensors), {}), shapes, torch.device("cpu")).program
+    programs, graphs = [], []
+    for mesh in make_meshes(axis_sizes):
+        ranks = [axis.rank for axis in mesh.axes]
+        programs.append(propagate_shardings(program, [sharding(ranks) for sharding in shardings], axis_sizes))
+        graphs.append(lower(programs[-1], mesh))
+    places = list(product(*map(range, axis_sizes)))
+    inputs = [
+        collect_inputs([graph], arguments, [sharding(ranks) for sharding in shardings], modules, [ranks])[0]
+        for ranks, graph in zip(places or [(rank,) for rank in range(len(graphs))], graphs, strict=True)
+    ]
+    return make_outcome(programs[0], graphs, interpret(graphs, inputs, {}))
+
+
+def make_meshes(axis_sizes: Sequence[int]) -> list[Mesh]:
+    """Return the mesh of each simulated worker, in the order of ranks: the last axis is the innermost."""
+    roles: tuple[AxisRole, ...] = ("data", "tensor", "sequence", "expert")
+    return [
+        Mesh(
+            rank=number,
+            size=prod(axis_sizes),
+            device=torch.device("cpu"),
+            axes=tuple(
+                MeshAxis(name=role, role=role, rank=rank, size=size)
+                for role, rank, size in zip(roles, ranks, axis_sizes, strict=False)
+            ),
+        )
+        for number, ranks in enumerate(product(*map(range, axis_sizes)))
+    ]
 
 
 class GuardsFailed(Exception):
@@ -112,29 +159,28 @@ def batch_placement(shape: Sequence[int], ranks: int, splits_few_rows: bool = Fa
 
 def slice_for_rank(value: Tensor, placement: Placement, rank: int) -> Tensor:
     """Return one rank's piece."""
-    if not isinstance(placement, Shard):
-        return value
-    return value.narrow(placement.dim, placement.start(rank), placement.lengths[rank]).clone()
+    return take_parts(value, list_parts((placement,), (rank,)))
 
 
 def collect_inputs(
     graphs: Sequence[LocalGraph],
     arguments: Sequence[Tensor],
-    placements: Sequence[Placement],
+    shardings: Sequence[Sharding],
     modules: Mapping[str, nn.Module],
+    places: Sequence[Sequence[int]] = (),
 ) -> list[list[Tensor]]:
     """Return every rank's inputs: its pieces of the arguments, constants, and the tensors of the modules."""
     tensors = named_tensors(modules)
     return [
         [
-            slice_for_rank(arguments[described.index], placements[described.index], rank)
+            take_parts(arguments[described.index], list_parts(shardings[described.index], ranks))
             if described.kind == "argument"
             else described.constant
             if described.constant is not None
             else tensors[described.name]
             for _, described in graph.inputs
         ]
-        for rank, graph in enumerate(graphs)
+        for ranks, graph in zip(places or [(rank,) for rank in range(len(graphs))], graphs, strict=True)
     ]
 
 
@@ -157,8 +203,7 @@ def interpret(
             for node, known in zip(nodes, values, strict=True)
         ]
         if isinstance(nodes[0].target, Redistribution | StackingAllGather):
-            pieces, lengths = [args[0] for args, _ in arguments], arguments[0][0][1:]
-            results = [call_collective(node.target, pieces, lengths, rank) for rank, node in enumerate(nodes)]
+            results = call_collectives([node.target for node in nodes], arguments)
         else:
             own = nodes[0].target.generator if isinstance(nodes[0].target, DrawFrom) else None
             states = save_generators([] if own is None else [own])
@@ -199,8 +244,31 @@ def check_layout(node: fx.Node, value: Tensor) -> None:
         return
     producers = f"{logical.target} {[item.target for item in logical.all_input_nodes]}"
     is_own = any(name in producers for name in OWN_LAYOUT)
-    node.meta["own layout"] = is_own or any(item.meta.get("own layout") for item in node.all_input_nodes)
-    assert node.meta["own layout"], f"{logical.target}: {value.stride()}, traced {shape}, {strides}"
+    # What follows from such a result has its layout too. Between the two may be nodes that redistribute it.
+    logical.meta["own layout"] = is_own or any(item.meta.get("own layout") for item in logical.all_input_nodes)
+    assert logical.meta["own layout"], f"{logical.target}: {value.stride()}, traced {shape}, {strides}"
+
+
+def call_collectives(targets: Sequence[Any], arguments: Sequence[Any]) -> list[Tensor]:
+    """Return what a collective along one axis gives to each worker.
+
+    The workers are numbered with the last axis innermost, so those along an axis are equally far apart.
+    """
+    results: list[Any] = [None] * len(targets)
+    size, step = targets[0].axis.size, count_inner_workers(targets)
+    for first in range(len(targets)):
+        if targets[first].axis.rank == 0:
+            members = [first + step * rank for rank in range(size)]
+            assert [targets[member].axis.rank for member in members] == list(range(size))
+            pieces, lengths = [arguments[member][0][0] for member in members], arguments[first][0][1:]
+            for rank, member in enumerate(members):
+                results[member] = call_collective(targets[member], pieces, lengths, rank)
+    return results
+
+
+def count_inner_workers(targets: Sequence[Any]) -> int:
+    """Return how far apart two neighbours along the axis of a collective are."""
+    return next((number for number, target in enumerate(targets) if target.axis.rank == 1), 1)
 
 
 def call_collective(
@@ -229,6 +297,7 @@ def make_outcome(
     for index, (node, described) in enumerate(graphs[0].outputs):
         gathered = [known[graph.outputs[index][0]] for graph, known in zip(graphs, values, strict=True)]
         if node in graphs[0].pending_gradients:
+            gathered = select_terms(gathered, [graph.outputs[index][0].meta["summed_along"] for graph in graphs])
             value = torch.stack(gathered).sum(0)
             finite = [item[torch.isfinite(item)].abs().max() for item in gathered if torch.isfinite(item).any()]
             largest_terms[described.name] = float(max(finite, default=0.0))
@@ -245,6 +314,15 @@ def make_outcome(
     return Outcome(results, gradients, mutations, sharded, graphs[0], largest_terms)
 
 
+def select_terms(gathered: list[Tensor], axes: Sequence[Sequence[MeshAxis]]) -> list[Tensor]:
+    """Return the terms of a sum along some axes; workers with the same rank along them have the same term."""
+    found: dict[tuple[int, ...], Tensor] = {}
+    for term, summed in zip(gathered, axes, strict=True):
+        known = found.setdefault(tuple(axis.rank for axis in summed), term)
+        torch.testing.assert_close(term, known, rtol=0, atol=0, equal_nan=True)
+    return list(found.values())
+
+
 def assert_same_as_plain(
     function: Callable[..., Any],
     modules: Mapping[str, nn.Module],
@@ -259,11 +337,28 @@ def assert_same_as_plain(
     The bound is relative to the loss, to a tensor's largest entry, or to the largest gradient of all.
     `run_on_simulated_ranks` explains `captured_at` and `splits_few_rows`.
     """
+    return assert_runs_as_plain(
+        lambda: run_on_simulated_ranks(
+            function, modules, arguments, ranks, captured_at=captured_at, splits_few_rows=splits_few_rows
+        ),
+        function,
+        modules,
+        arguments,
+        bound,
+    )
+
+
+def assert_runs_as_plain(
+    run: Callable[[], Outcome],
+    function: Callable[..., Any],
+    modules: Mapping[str, nn.Module],
+    arguments: Sequence[Tensor],
+    bound: float = 1e-12,
+) -> Outcome:
+    """Assert the same of a run of a job on simulated workers."""
     before = {name: tensor.detach().clone() for name, tensor in named_tensors(modules).items()}
     state = torch.get_rng_state()
-    found = run_on_simulated_ranks(
-        function, modules, arguments, ranks, captured_at=captured_at, splits_few_rows=splits_few_rows
-    )
+    found = run()
     state_after = torch.get_rng_state()
     for name, tensor in named_tensors(modules).items():
         assert torch.equal(tensor.detach(), before[name]), f"capture or run changed {name}"

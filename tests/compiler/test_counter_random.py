@@ -133,8 +133,8 @@ def test_numbers_depend_on_the_logical_place_and_not_on_memory(name, dtype):
 def test_each_rank_draws_only_its_elements(ranks, monkeypatch):
     drawn = []
 
-    def count(key, distribution, parameters, value, part, order=None):
-        result = draw(key, distribution, parameters, value, part, order)
+    def count(key, distribution, parameters, value, parts, order=None):
+        result = draw(key, distribution, parameters, value, parts, order)
         drawn.append(result.numel())
         return result
 

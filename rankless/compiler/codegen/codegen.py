@@ -19,7 +19,7 @@ from rankless.compiler.sharding.redistribute import CollectiveRecord
 from rankless.compiler.sharding.sharding_propagation import ShardedProgram, propagate_shardings
 from rankless.compiler.tracing.symbolic_sizes import EXPRESSION_GLOBALS, format_expression, is_symbolic
 from rankless.parallel.mesh import Mesh
-from rankless.parallel.tensor_placement import Placement
+from rankless.parallel.tensor_placement import Sharding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +143,7 @@ class CodeWriter:
 
 def build_local_program(
     program: LogicalProgram,
-    argument_placements: tuple[Placement, ...],
+    argument_shardings: Sequence[Sharding],
     mesh: Mesh,
     *,
     memory: GradientMemory,
@@ -154,16 +154,16 @@ def build_local_program(
 
     Args:
         program: The program, the same on all ranks.
-        argument_placements: The placements of its tensor arguments.
+        argument_shardings: The sharding of each of its tensor arguments.
         mesh: The ranks.
         memory: The memory of gradients.
         sizes: The names of varying sizes.
         probe: Probes operators without a rule. None leaves them whole. With it the call is collective.
     """
     with offer_whole_batch():
-        sharded = propagate_shardings(program, argument_placements, mesh.size, probe)
+        sharded = propagate_shardings(program, argument_shardings, [axis.size for axis in mesh.axes], probe)
     local = lower(sharded, mesh)
-    local = schedule_gradients(local, program, mesh, memory)
+    local = schedule_gradients(local, program, memory)
     function, lines = generate_function(local.graph, sizes)
     return LocalProgram(
         inputs=tuple(described for _, described in local.inputs),

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rankless.compiler.ir.tensor_parts import Part, take_parts
 from rankless.parallel.default_generator import find_default_generator
 
 aten = torch.ops.aten
@@ -30,7 +31,7 @@ def draw_and_slice(
     example: tuple[Sequence[int], Sequence[int], torch.dtype],
     device: torch.device,
     arguments: Sequence[Any],
-    part: tuple[int, int, int] | None,
+    parts: Sequence[Part],
 ) -> Tensor:
     """Draw a random operator for the logical value in its memory order, and return this rank's part.
 
@@ -38,7 +39,7 @@ def draw_and_slice(
     """
     shape, strides, dtype = example
     value = operator(torch.empty_strided(shape, strides, dtype=dtype, device=device), *arguments)
-    return value if part is None else value.narrow(*part).clone()
+    return take_parts(value, parts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +78,7 @@ def draw_dropout_mask(
     example: tuple[Sequence[int], Sequence[int], torch.dtype],
     device: torch.device,
     probability: float,
-    part: tuple[int, int, int] | None,
+    parts: Sequence[Part],
 ) -> Tensor:
     """Draw the mask of kept elements for the logical value, as `torch.nn.functional.dropout` does on this device."""
     shape, strides, dtype = example
@@ -89,7 +90,7 @@ def draw_dropout_mask(
         value = torch.empty_like(like, dtype=torch.bool).bernoulli_(1 - probability)
     else:
         value = aten.native_dropout.default(like, probability, True)[1]
-    return value if part is None else value.narrow(*part).clone()
+    return take_parts(value, parts)
 
 
 # Note [merged moments]: each rank computes mean and variance of its own rows. One all-gather collects them, and the

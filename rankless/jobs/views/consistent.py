@@ -15,7 +15,7 @@ from rankless.context.world import World
 from rankless.jobs.arguments import (
     FlattenedArguments,
     find_refused_argument,
-    get_placements,
+    get_shardings,
 )
 from rankless.jobs.bound_program import BoundProgram, collect_inputs
 from rankless.jobs.call_fingerprint import RandomStates, format_call
@@ -45,8 +45,8 @@ class ConsistentView:
         refused = find_refused_argument(self._job.function, arguments, trains=self._job.trains)
         if refused is not None:
             raise refused.add_location(self._job.line)
-        placements = get_placements(arguments, self._world.mesh)
-        call = self._programs.look_up(arguments, placements)
+        shardings = get_shardings(arguments, self._world.mesh)
+        call = self._programs.look_up(arguments, shardings)
         self._sync_call(call)
         inspector = self._world.inspector
         inspected = inspector is not None and inspector.count_call(self._job.name)
@@ -88,7 +88,7 @@ class ConsistentView:
             program = self._world.inspector.instrument(bound.local.sharded, self._world)
         for parameter in bound.parameters:
             parameter.grad = None  # before the program, which uses the memory of gradients again that nobody holds
-        values = collect_inputs(bound, call.arguments, call.placements, self._world.mesh)
+        values = collect_inputs(bound, call.arguments, call.shardings, self._world.mesh)
         outputs: Sequence[Tensor] = program(values, list(bound.sizes(call.arguments).values()))
         return outputs
 

@@ -122,7 +122,7 @@ class MirroredView:
             scaled_loss = loss
             if loss.dim():
                 count = all_reduce(
-                    torch.tensor(float(loss.numel()), dtype=torch.float64, device=mesh.device), mesh=mesh
+                    torch.tensor(float(loss.numel()), dtype=torch.float64, device=mesh.device), among=mesh
                 )
                 # DistributedDataParallel averages the gradients over devices.
                 scaled_loss = loss.sum() * (mesh.size / count.item())
@@ -164,7 +164,7 @@ class MirroredView:
     def _broadcast_buffers(self) -> None:
         """Broadcast rank 0's buffers."""
         for flat, restore in flatten_by_kind(self._list_buffers()):
-            broadcast(flat, mesh=self._world.mesh)
+            broadcast(flat, among=self._world.mesh)
             restore()
 
     def _list_buffers(self) -> list[Tensor]:
