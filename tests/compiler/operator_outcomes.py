@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 import torch
 from operator_database import SEED, DatabaseCase, Split, without_seeds
-from simulated_ranks import Outcome, collect_inputs, interpret, make_outcome
+from simulated_programs import interpret
+from simulated_ranks import Outcome, collect_inputs, make_outcome
 from torch import Tensor
 
 from rankless.compiler.capture.capture import ArgumentShape, CapturedJob, JobSource, capture
