@@ -196,8 +196,9 @@ def check_layout(node: fx.Node, value: Tensor) -> None:
         return
     producers = f"{logical.target} {[item.target for item in logical.all_input_nodes]}"
     is_own = any(name in producers for name in OWN_LAYOUT)
-    node.meta["own layout"] = is_own or any(item.meta.get("own layout") for item in node.all_input_nodes)
-    assert node.meta["own layout"], f"{logical.target}: {value.stride()}, traced {shape}, {strides}"
+    # What follows from such a result has its layout too. Between the two may be nodes that redistribute it.
+    logical.meta["own layout"] = is_own or any(item.meta.get("own layout") for item in logical.all_input_nodes)
+    assert logical.meta["own layout"], f"{logical.target}: {value.stride()}, traced {shape}, {strides}"
 
 
 def call_collective(
