@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 
 from rankless.compiler.capture.capture import ArgumentShape, JobSource, capture
 from rankless.compiler.capture.graph_cleanup import named_tensors
+from rankless.compiler.ir.logical_program import LogicalProgram
 from rankless.compiler.ir.memory_order import find_memory_order
 from rankless.compiler.ir.tensor_parts import list_parts, take_parts
 from rankless.compiler.lowering.lower import LocalGraph, lower
@@ -93,6 +94,17 @@ def run_on_simulated_axes(
     source = JobSource(name="job", function=function, modules=modules, trains=trains)
     shapes, _ = varying_shapes(SymbolicSizes(), arguments, arguments)
     program = capture(source, lambda tensors: (tuple(tensors), {}), shapes, torch.device("cpu")).program
+    return run_program_on_axes(program, arguments, modules, axis_sizes, shardings)
+
+
+def run_program_on_axes(
+    program: LogicalProgram,
+    arguments: Sequence[Tensor],
+    modules: Mapping[str, nn.Module],
+    axis_sizes: Sequence[int],
+    shardings: Sequence[Callable[[Sequence[int]], Sharding]],
+) -> Outcome:
+    """Shard and lower a program for a mesh of several axes, and run all of its workers."""
     programs, graphs = [], []
     for mesh in make_meshes(axis_sizes):
         ranks = [axis.rank for axis in mesh.axes]
@@ -104,6 +116,25 @@ def run_on_simulated_axes(
         for ranks, graph in zip(places or [(rank,) for rank in range(len(graphs))], graphs, strict=True)
     ]
     return make_outcome(programs[0], graphs, interpret(graphs, inputs, {}))
+
+
+def divide_evenly(
+    shape: Sequence[int], axis_sizes: Sequence[int], dims: Sequence[int | None]
+) -> Callable[[Sequence[int]], Sharding]:
+    """Return the sharding of a value by the ranks along the axes: each divides one dim, evenly if possible, or none."""
+
+    def sharding(ranks: Sequence[int]) -> Sharding:
+        sizes, found = list(shape), list[Placement]()
+        for dim, rank, count in zip(dims, ranks, axis_sizes, strict=True):
+            if dim is None:
+                found.append(Replicate())
+                continue
+            lengths = split_lengths(sizes[dim], count)
+            sizes[dim] = lengths[rank]
+            found.append(Shard(dim, lengths))
+        return tuple(found)
+
+    return sharding
 
 
 def make_meshes(axis_sizes: Sequence[int]) -> list[Mesh]:

@@ -6,30 +6,13 @@ from itertools import product
 import pytest
 import torch
 import torch.nn.functional as F
-from simulated_ranks import Outcome, assert_runs_as_plain, run_on_simulated_axes
+from simulated_ranks import Outcome, assert_runs_as_plain, divide_evenly, run_on_simulated_axes
 from torch import Tensor, nn
 
 from rankless.compiler.sharding.redistribution_steps import list_steps
-from rankless.parallel.tensor_placement import Partial, Replicate, Shard, Sharding, split_lengths
+from rankless.parallel.tensor_placement import Partial, Replicate, Shard
 
 WHOLE = Replicate()
-
-
-def divide(shape: Sequence[int], axis_sizes: Sequence[int], dims: Sequence[int | None]) -> Callable[..., Sharding]:
-    """Return the sharding of a value by the ranks along the axes: each axis divides one dim, or none."""
-
-    def sharding(ranks: Sequence[int]) -> Sharding:
-        sizes, found = list(shape), []
-        for dim, rank, count in zip(dims, ranks, axis_sizes, strict=True):
-            if dim is None:
-                found.append(WHOLE)
-                continue
-            lengths = split_lengths(sizes[dim], count)
-            sizes[dim] = lengths[rank]
-            found.append(Shard(dim, lengths))
-        return tuple(found)
-
-    return sharding
 
 
 def check(
@@ -51,7 +34,7 @@ def check(
             return scaled(first * scales[0], *others)
 
     named = {f"module{number}": module.double() for number, module in enumerate(modules)}
-    shardings = [divide(item.shape, axis_sizes, of_axes) for item, of_axes in zip(arguments, dims, strict=True)]
+    shardings = [divide_evenly(item.shape, axis_sizes, of_axes) for item, of_axes in zip(arguments, dims, strict=True)]
     return assert_runs_as_plain(
         lambda: run_on_simulated_axes(function, named, arguments, axis_sizes, shardings), function, named, arguments
     )
