@@ -9,7 +9,7 @@ from operator_database import FINE_DTYPES, VARIANTS, DatabaseCase, cases_of
 from operator_outcomes import classify, divisions_on_two_axes
 
 CASES_IN_CI = 2
-MAX_CASES = 24
+MAX_CASES = 8
 
 
 @pytest.fixture(autouse=True)
