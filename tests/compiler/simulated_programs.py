@@ -78,10 +78,21 @@ def check_layout(node: fx.Node, value: Tensor) -> None:
     if found == sorted(found, reverse=True):
         return
     producers = f"{logical.target} {[item.target for item in logical.all_input_nodes]}"
-    is_own = any(name in producers for name in OWN_LAYOUT)
-    # What follows from such a result has its layout too. Between the two may be nodes that redistribute it.
-    logical.meta["own layout"] = is_own or any(item.meta.get("own layout") for item in logical.all_input_nodes)
+    logical.meta["own layout"] = any(name in producers for name in OWN_LAYOUT) or follows_own_layout(logical)
     assert logical.meta["own layout"], f"{logical.target}: {value.stride()}, traced {shape}, {strides}"
+
+
+def follows_own_layout(logical: fx.Node) -> bool:
+    """Return whether a value is computed from one that an operator has laid out in its own way."""
+    waiting, seen = list(logical.all_input_nodes), set[fx.Node]()
+    while waiting:
+        node = waiting.pop()
+        if node.meta.get("own layout"):
+            return True
+        if node not in seen:
+            seen.add(node)
+            waiting += node.all_input_nodes
+    return False
 
 
 def call_collectives(targets: Sequence[Any], arguments: Sequence[Any]) -> list[Tensor]:
