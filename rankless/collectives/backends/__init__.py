@@ -1,0 +1,21 @@
+"""Collectives at memory speed: a `torch.distributed` process group for the processes of one host.
+
+Enters: a `torch.distributed.Store` that the processes share, and their ranks. Leaves: a process group for the functions
+of `torch.distributed`, or None where the processes cannot share memory. Decision 0029 has the reasons.
+
+The layers, from below: `futex`, `peer_liveness` and `shared_region` are the operating system's side. `signals` counts,
+waits and fails. `slots` and `message_rings` divide the memory. `shared_reductions`, `shared_movement` and
+`point_to_point` are the algorithms. `operation_queue` keeps the order. `process_group` has torch's signatures.
+"""
+
+from rankless.collectives.backends.group_registration import close_shared_memory_group, make_shared_memory_group
+from rankless.collectives.backends.platform_support import Support, is_supported
+from rankless.collectives.backends.process_group import SharedMemoryProcessGroup
+
+__all__ = [
+    "SharedMemoryProcessGroup",
+    "Support",
+    "close_shared_memory_group",
+    "is_supported",
+    "make_shared_memory_group",
+]

@@ -1,0 +1,71 @@
+"""Why a group of processes has become unusable, as one word that all its ranks read, and as an error."""
+
+import enum
+from dataclasses import dataclass
+
+from rankless.errors import CollectiveError
+
+
+class FailureKind(enum.IntEnum):
+    """What ended a group."""
+
+    ABORTED = 1
+    ENDED = 2
+    LATE = 3
+    CLOSED = 4
+    MISMATCH = 5
+    INTERRUPTED = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Membership:
+    """The place of a process in a group.
+
+    Attributes:
+        rank (int): Its rank in the group.
+        global_ranks (tuple[int, ...]): The ranks of the group as ranks of the job, for errors.
+        timeout_seconds (float): How long the ranks wait for each other.
+    """
+
+    rank: int
+    global_ranks: tuple[int, ...]
+    timeout_seconds: float
+
+    @property
+    def size(self) -> int:
+        """The number of ranks in the group."""
+        return len(self.global_ranks)
+
+
+FOUND = {
+    FailureKind.ABORTED: "rank {rank} aborted the group",
+    FailureKind.ENDED: "the process of rank {rank} has ended",
+    FailureKind.LATE: "rank {rank} did not take part within {seconds:g} s",
+    FailureKind.CLOSED: "rank {rank} has closed the group",
+    FailureKind.MISMATCH: "rank {rank} found that the calls of the ranks do not match",
+    FailureKind.INTERRUPTED: "rank {rank} left a collective because of an exception",
+}
+FIXES = {
+    FailureKind.ABORTED: "see why rank {rank} aborted",
+    FailureKind.ENDED: "see why rank {rank} ended",
+    FailureKind.LATE: "see if rank {rank} is stopped, busy, or makes other calls; a longer timeout of the group waits",
+    FailureKind.CLOSED: "close the group only after the last collective of all ranks",
+    FailureKind.MISMATCH: "make every rank call the same collectives in the same order; rank {rank} has the details",
+    FailureKind.INTERRUPTED: "see the exception on rank {rank}",
+}
+
+
+def encode_failure(kind: FailureKind, rank: int) -> int:
+    """Return the word for a failure that concerns a rank of the group. It is not 0."""
+    return int(kind) | rank << 8
+
+
+def make_error(word: int, member: Membership) -> CollectiveError:
+    """Return the error for a word of `encode_failure`."""
+    kind = FailureKind(word & 0xFF)
+    values = {"rank": member.global_ranks[word >> 8], "seconds": member.timeout_seconds}
+    return CollectiveError(
+        expected="every rank of the group to take part in its collectives",
+        found=FOUND[kind].format(**values),
+        fix=FIXES[kind].format(**values) + "; create a new group to go on",
+    )

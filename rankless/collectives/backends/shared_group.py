@@ -1,0 +1,133 @@
+"""A group of processes of one host that share memory: everything that it holds, from its opening to its closing."""
+
+import dataclasses
+import json
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from rankless.collectives.backends.control_layout import ControlLayout
+from rankless.collectives.backends.futex import Futex, find_syscall_number
+from rankless.collectives.backends.group_failure import FailureKind, Membership, encode_failure, make_error
+from rankless.collectives.backends.messages.point_to_point import PointToPoint
+from rankless.collectives.backends.messages.rings import MessageRing, RingLayout
+from rankless.collectives.backends.operation_queue import OperationQueue
+from rankless.collectives.backends.peer_liveness import PeerProcesses, ProcessIdentity
+from rankless.collectives.backends.platform_support import is_supported
+from rankless.collectives.backends.shared_movement import SharedMovement
+from rankless.collectives.backends.shared_reductions import SharedReductions
+from rankless.collectives.backends.shared_region import SharedRegion, open_shared_region
+from rankless.collectives.backends.signals import GroupSignals
+from rankless.collectives.backends.slots import Slots, count_slot_bytes
+from rankless.collectives.backends.store_exchange import StoreExchange
+from rankless.collectives.shared_memory_file import host_identity
+
+_PAGE_BYTES = 4096
+
+
+class SharedGroup:
+    """The shared memory of one group, and this process's part in it.
+
+    Args:
+        region: The group's memory.
+        exchange: Connects the ranks when they allocate more.
+        member: This process's place in the group.
+        peers: The processes of the other ranks. `close` closes them.
+    """
+
+    def __init__(self, region: SharedRegion, exchange: StoreExchange, member: Membership, peers: PeerProcesses) -> None:
+        size, layout = member.size, ControlLayout(member.size)
+        rings = RingLayout(size)
+        first_slot = _round_up(layout.byte_count)
+        first_ring = first_slot + count_slot_bytes(size)
+        self.signals = GroupSignals(
+            region.view_words(0, layout.byte_count),
+            region.address,
+            layout,
+            member=member,
+            peers=peers,
+            futex=Futex(find_syscall_number() or 0),
+        )
+        slots = Slots(region.bytes[first_slot:first_ring], self.signals)
+        ring_bytes = region.bytes[first_ring:][: rings.byte_count]
+        ring_words = region.view_words(first_ring, first_ring + rings.byte_count)
+        self.reductions = SharedReductions(slots)
+        self.movement = SharedMovement(slots)
+        self.messages = PointToPoint(
+            self.signals,
+            lambda sender, receiver: MessageRing(ring_bytes, ring_words, rings, sender=sender, receiver=receiver),
+        )
+        signals, rank = self.signals, member.rank
+        self.queue = OperationQueue("rankless-collectives", lambda: signals.end_group(FailureKind.INTERRUPTED, rank))
+        self._exchange, self._member = exchange, member
+        self._allocations = 0
+
+    def allocate(self, count: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return a tensor in memory that all ranks map. See `SharedMemoryProcessGroup.allocate`."""
+        self.signals.check()
+        self._allocations += 1
+        stride = _round_up(max(1, count * dtype.itemsize))
+        region = open_shared_region(self._exchange.derive(f"tensor {self._allocations}"), stride * self._member.size)
+        if region is None:
+            return None
+        with torch.inference_mode(False):
+            tensors = [part[: count * dtype.itemsize].view(dtype) for part in region.bytes.split(stride)]
+        return self.reductions.add_shared(tensors)
+
+    def abort(self) -> None:
+        """End the group for all ranks: their waits raise at once."""
+        self.signals.end_group(FailureKind.ABORTED, self._member.rank)
+
+    def close(self) -> None:
+        """Leave the group. Operations that are not done fail. The memory goes with the last reference to this."""
+        self.signals.close()
+        self.queue.close()
+        self.messages.close()
+
+
+def open_shared_group(store: Any, member: Membership, timeout: timedelta) -> SharedGroup | None:
+    """Open a group of processes that share memory.
+
+    Args:
+        store: A `torch.distributed.Store` of the group's ranks, with keys that no earlier group has used.
+        member: This process's place in the group.
+        timeout: How long the ranks wait for each other.
+
+    Returns:
+        The group. None on all ranks if they are not on one host, a machine does not support it, or there is no memory.
+
+    Raises:
+        CollectiveError: A rank does not call this within the timeout, or its process has ended.
+    """
+    exchange = StoreExchange(store, "shared memory", rank=member.rank, size=member.size, timeout=timeout)
+    own = {"host": host_identity(), "supported": bool(is_supported()), **dataclasses.asdict(ProcessIdentity.own())}
+    others = [json.loads(text) for text in exchange.gather("process", json.dumps(own))]
+    if not all(other["supported"] and other["host"] == own["host"] for other in others):
+        return None
+    peers = PeerProcesses(
+        {
+            rank: ProcessIdentity(other["process_id"], other["start_ticks"])
+            for rank, other in enumerate(others)
+            if rank != member.rank
+        }
+    )
+
+    def require_peers() -> None:
+        for rank in sorted(peers.find_ended()):
+            raise make_error(encode_failure(FailureKind.ENDED, rank), member)
+
+    exchange.check = require_peers
+    size = member.size
+    byte_count = _round_up(ControlLayout(size).byte_count) + count_slot_bytes(size) + RingLayout(size).byte_count
+    region = None
+    try:
+        region = open_shared_region(exchange.derive("group"), byte_count)
+    finally:
+        if region is None:
+            peers.close()
+    return None if region is None else SharedGroup(region, exchange, member, peers)
+
+
+def _round_up(byte_count: int) -> int:
+    return -(-byte_count // _PAGE_BYTES) * _PAGE_BYTES

@@ -1,0 +1,189 @@
+"""all_reduce, reduce and reduce_scatter of flat tensors in the slots of a group.
+
+Note [two shots]: every rank copies a piece of its values into its slot. When all have done so, each rank reduces its
+share of the piece over all slots, in rank order, and writes the result into its own slot. When all have done so, each
+rank copies all shares out. A rank's own share is read from its tensor, so only the other shares are copied in.
+
+Note [one shot]: for few values, and between two ranks, each rank reduces all of them: one wait instead of two.
+
+Note [shared tensors]: a tensor that a group has allocated is in its memory already. Each rank reduces its share from
+all ranks' tensors into its own tensor, then copies the other shares from their owners. A third wait keeps a rank from
+changing its tensor while others read it. If one rank passes such a tensor and another does not, all notice at the
+first wait, and make the call without it.
+"""
+
+from typing import Any
+
+import torch
+
+from rankless.collectives.backends.operation_signature import Collective, encode_signature
+from rankless.collectives.backends.reductions import Reduction
+from rankless.collectives.backends.slots import HALF_BYTES, Slots, split_rounds, split_shares
+
+ONE_SHOT_BYTES = 64 << 10
+"""The most bytes that more than two ranks reduce in one shot, all ranks' values together."""
+
+
+class SharedReductions:
+    """The reductions of one group.
+
+    All tensors are flat and contiguous. All methods raise `CollectiveError` if another rank ends, aborts, is late or
+    makes another call; the group cannot be used afterwards.
+
+    Args:
+        slots: The memory of the group.
+    """
+
+    def __init__(self, slots: Slots) -> None:
+        self._slots = slots
+        self._reductions: dict[tuple[Any, torch.dtype], Reduction] = {}
+        self._shared: dict[int, list[torch.Tensor]] = {}
+
+    def get_reduction(self, operation: Any, dtype: torch.dtype) -> Reduction:
+        """Return the reduction for a `ReduceOp` and a dtype. Raises `ConfigError` if there is none."""
+        key = (getattr(operation, "op", operation), dtype)
+        if key not in self._reductions:
+            self._reductions[key] = Reduction(operation, dtype)
+        return self._reductions[key]
+
+    def add_shared(self, tensors: list[torch.Tensor]) -> torch.Tensor:
+        """Register tensors in shared memory, one for each rank, and return this rank's."""
+        own = tensors[self._slots.rank]
+        self._shared[own.data_ptr()] = tensors
+        return own
+
+    def all_reduce(self, tensor: torch.Tensor, reduction: Reduction) -> None:
+        """Replace the values by their reduction over all ranks."""
+        shared = self._shared.get(tensor.data_ptr())
+        if shared is not None and self._all_reduce_shared(tensor, shared, reduction):
+            return
+        size = self._slots.size
+        if size == 1:
+            return
+        if size == 2 or tensor.nbytes * size <= ONE_SHOT_BYTES:
+            self._one_shot(Collective.ALL_REDUCE, tensor, reduction, root=None)
+        else:
+            self._two_shots(Collective.ALL_REDUCE, tensor, reduction, root=None)
+
+    def reduce(self, tensor: torch.Tensor, reduction: Reduction, root: int) -> None:
+        """Replace the values of rank `root` by their reduction over all ranks. Other ranks keep theirs."""
+        if self._slots.size == 1:
+            return
+        if tensor.nbytes * self._slots.size <= ONE_SHOT_BYTES:
+            self._one_shot(Collective.REDUCE, tensor, reduction, root=root)
+        else:
+            self._two_shots(Collective.REDUCE, tensor, reduction, root=root)
+
+    def reduce_scatter(self, output: torch.Tensor, inputs: list[torch.Tensor], reduction: Reduction) -> None:
+        """Reduce `inputs[r]` over all ranks for each rank r, into its `output`. The inputs may differ in length."""
+        slots, signals, rank, dtype = self._slots, self._slots.signals, self._slots.rank, output.dtype
+        width = slots.region_bytes // output.element_size()
+        signature = _sign(Collective.REDUCE_SCATTER, sum(map(len, inputs)), reduction, dtype)
+        first = True
+        for start, end in split_rounds(max(map(len, inputs)), width):
+            half = slots.begin_round((signature,) if first else ())
+            views = slots.view(half, dtype)
+            for peer, values in enumerate(inputs):
+                part = values[start:end]
+                if peer != rank and len(part):
+                    views[rank][peer * width :][: len(part)].copy_(part)
+            phase = signals.post()
+            signals.wait_for_all(phase)
+            if first:
+                self._require_same(half, signature)
+            part = inputs[rank][start:end]
+            if len(part):
+                sources = [view[rank * width :][: len(part)] for view in views]
+                sources[rank] = part
+                reduction.reduce(sources, output[start:end])
+            first = False
+
+    def _one_shot(
+        self, collective: Collective, tensor: torch.Tensor, reduction: Reduction, *, root: int | None
+    ) -> None:
+        """See note [one shot]."""
+        slots, signals, rank = self._slots, self._slots.signals, self._slots.rank
+        signature = _sign(collective, len(tensor), reduction, tensor.dtype, root)
+        most = HALF_BYTES // tensor.element_size()
+        for start, end in split_rounds(len(tensor), most):
+            half = slots.begin_round((signature, 0) if start == 0 else ())
+            piece = tensor if end - start == len(tensor) else tensor[start:end]
+            views = [view[: end - start] for view in slots.view(half, tensor.dtype)]
+            if root != rank:
+                views[rank].copy_(piece)
+            phase = signals.post()
+            if root in (None, rank):
+                signals.wait_for_all(phase)
+                if start == 0:
+                    self._require_same(half, signature)
+                    if self._has_shared_call(half):
+                        self._one_shot(collective, tensor, reduction, root=root)
+                        return
+                views[rank] = piece
+                reduction.reduce(views, piece)
+
+    def _two_shots(
+        self, collective: Collective, tensor: torch.Tensor, reduction: Reduction, *, root: int | None
+    ) -> None:
+        """See note [two shots]."""
+        slots, signals, rank = self._slots, self._slots.signals, self._slots.rank
+        signature = _sign(collective, len(tensor), reduction, tensor.dtype, root)
+        most = HALF_BYTES // tensor.element_size()
+        for start, end in split_rounds(len(tensor), most):
+            half = slots.begin_round((signature, 0) if start == 0 else ())
+            piece, views = tensor[start:end], slots.view(half, tensor.dtype)
+            shares = split_shares(len(piece), slots.size)
+            first, last = shares[rank]
+            views[rank][:first].copy_(piece[:first])
+            views[rank][last : len(piece)].copy_(piece[last:])
+            signals.wait_for_all(signals.post())
+            if start == 0:
+                self._require_same(half, signature)
+                if self._has_shared_call(half):
+                    self._two_shots(collective, tensor, reduction, root=root)
+                    return
+            sources = [view[first:last] for view in views]
+            sources[rank] = piece[first:last]
+            reduction.reduce(sources, views[rank][first:last])
+            phase = signals.post()
+            if root in (None, rank):
+                for owner in range(rank, rank + slots.size):
+                    first, last = shares[owner % slots.size]
+                    signals.wait_for(owner % slots.size, phase)
+                    piece[first:last].copy_(views[owner % slots.size][first:last])
+
+    def _all_reduce_shared(self, tensor: torch.Tensor, shared: list[torch.Tensor], reduction: Reduction) -> bool:
+        """See note [shared tensors]. Returns False if a rank passes another tensor; nothing has then been changed."""
+        slots, signals, rank = self._slots, self._slots.signals, self._slots.rank
+        if len(tensor) != len(shared[rank]) or tensor.dtype != shared[rank].dtype:
+            return False
+        signature = _sign(Collective.ALL_REDUCE, len(tensor), reduction, tensor.dtype)
+        number = list(self._shared).index(tensor.data_ptr()) + 1
+        half = slots.begin_round((signature, number))
+        signals.wait_for_all(signals.post())
+        self._require_same(half, signature)
+        if any(signals.read_table(peer, half, 1) != number for peer in range(slots.size)):
+            return False
+        shares = split_shares(len(tensor), slots.size)
+        first, last = shares[rank]
+        reduction.reduce([one[first:last] for one in shared], tensor[first:last])
+        phase = signals.post()
+        for owner in range(rank + 1, rank + slots.size):
+            first, last = shares[owner % slots.size]
+            signals.wait_for(owner % slots.size, phase)
+            tensor[first:last].copy_(shared[owner % slots.size][first:last])
+        signals.wait_for_all(signals.post())
+        return True
+
+    def _has_shared_call(self, half: int) -> bool:
+        """Whether a rank passes a tensor in shared memory while this one does not. They then both start again."""
+        signals = self._slots.signals
+        return bool(self._shared) and any(signals.read_table(peer, half, 1) for peer in range(self._slots.size))
+
+    def _require_same(self, half: int, signature: int) -> None:
+        for rank in range(self._slots.size):
+            self._slots.require_signature(half, signature, rank)
+
+
+def _sign(collective: Collective, count: int, reduction: Reduction, dtype: torch.dtype, root: int | None = None) -> int:
+    return encode_signature(collective, count=count, root=root or 0, dtype=dtype, reduction=reduction.number)

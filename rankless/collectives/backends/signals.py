@@ -1,0 +1,215 @@
+"""How the ranks of a group wait for each other: counters in shared memory, sleep, timeout, and the end of the group.
+
+Note [phases]: each rank counts the phases of all its collectives, and posts the number of the last one that it has
+reached. All ranks run the same collectives in the same order, so equal numbers mean equal phases. Waiting for a rank
+means waiting until its number is large enough.
+
+Note [sleep]: a rank that has looked often enough writes into its own sleeper word what it waits for, looks again, and
+sleeps on that word. A rank that posts looks at the sleeper words of the others. If one waits for it, it sets the word
+to 0 and wakes the sleeper. No wake is lost: either the sleeper sees the new number, or the poster sees the word, or
+the kernel sees that the word has changed. A store and a later load of another word may be swapped by the processor,
+so a lock is taken in between, which no processor moves them across.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from rankless.collectives.backends.control_layout import WORD_BYTES, ControlLayout
+from rankless.collectives.backends.futex import Futex
+from rankless.collectives.backends.group_failure import FailureKind, Membership, encode_failure, make_error
+from rankless.collectives.backends.peer_liveness import PeerProcesses
+from rankless.collectives.backends.platform_support import count_cores
+
+COLLECTIVE_CHANNEL, MESSAGE_CHANNEL = 0, 1
+SLICE_SECONDS = 0.04
+"""The longest sleep before a rank looks whether the others are alive."""
+_CHECK_SECONDS = 0.02
+SPIN_COUNT = 1500
+CROWDED_SPIN_COUNT = 20
+"""How often a rank looks before it sleeps, if there are more ranks than cores."""
+_FAILURE = 0
+
+
+class GroupSignals:
+    """What one rank tells the other ranks of its group, and what it waits for.
+
+    Args:
+        words: The control block as 64-bit words, mapped by all ranks.
+        address: The address of the first word.
+        layout: Where the words lie.
+        member: This process's place in the group.
+        peers: The processes of the other ranks. `close` closes them.
+        futex: The system call.
+    """
+
+    def __init__(
+        self,
+        words: memoryview,
+        address: int,
+        layout: ControlLayout,
+        *,
+        member: Membership,
+        peers: PeerProcesses,
+        futex: Futex,
+    ) -> None:
+        self._words, self._address = words, address
+        self._layout, self._peers, self._futex = layout, peers, futex
+        self.member, self.rank, self.size = member, member.rank, member.size
+        self._timeout_seconds = member.timeout_seconds
+        rank = member.rank
+        self.phase = 0
+        self.is_closed = False
+        others = [peer for peer in range(layout.size) if peer != rank]
+        self._posted = [(peer, layout.posted(peer)) for peer in others]
+        self._sleepers = [layout.sleeper(peer, COLLECTIVE_CHANNEL) for peer in others]
+        self._own_posted = layout.posted(rank)
+        self._spin_count = SPIN_COUNT if layout.size <= count_cores() else CROWDED_SPIN_COUNT
+        self._fence = threading.Lock()
+
+    def post(self) -> int:
+        """Tell the other ranks that this rank has reached its next phase, and return the phase's number."""
+        self.phase += 1
+        words, marker = self._words, self.rank + 1
+        words[self._own_posted] = self.phase
+        with self._fence:
+            pass
+        for sleeper in self._sleepers:
+            if words[sleeper] == marker:
+                self._wake(sleeper)
+        return self.phase
+
+    def wait_for_all(self, phase: int) -> None:
+        """Return when all ranks have posted a phase.
+
+        Raises:
+            CollectiveError: A rank has ended, closed or aborted the group, or does not post within the timeout.
+        """
+        words = self._words
+        for peer, posted in self._posted:
+            if words[posted] < phase:
+                self._wait_for_peer(peer, posted, phase)
+
+    def wait_for(self, rank: int, phase: int) -> None:
+        """Return when one rank has posted a phase. Raises as `wait_for_all`."""
+        posted = self._layout.posted(rank)
+        if rank != self.rank and self._words[posted] < phase:
+            self._wait_for_peer(rank, posted, phase)
+
+    def _wait_for_peer(self, peer: int, posted: int, phase: int) -> None:
+        words = self._words
+        for _ in range(self._spin_count):
+            if words[posted] >= phase:
+                return
+        self.sleep_until(
+            lambda: words[posted] >= phase, channel=COLLECTIVE_CHANNEL, marker=peer + 1, awaited=lambda: ({peer},)
+        )
+        words[self._layout.sleeper(self.rank, COLLECTIVE_CHANNEL)] = 0
+
+    def sleep_until(
+        self,
+        is_ready: Callable[[], bool],
+        *,
+        channel: int,
+        marker: int,
+        awaited: Callable[[], Iterable[set[int]]],
+        fails_late: bool = True,
+    ) -> None:
+        """Sleep until a condition holds that other ranks make true, and of which they then wake this rank.
+
+        Args:
+            is_ready: Whether the condition holds.
+            channel: The sleeper word to use.
+            marker: What to write into it, not 0.
+            awaited: Returns sets of ranks. Each set needs a rank that lives: if all have ended, the wait fails.
+            fails_late: Whether the group fails after its timeout. Default: True.
+
+        Raises:
+            CollectiveError: All ranks of a set have ended or closed, the group was aborted, or is late.
+        """
+        word = self._layout.sleeper(self.rank, channel)
+        start = last_check = time.monotonic()
+        while True:
+            self._words[word] = marker
+            with self._fence:
+                pass
+            if is_ready():
+                return
+            self.check()
+            remaining = self._timeout_seconds - (last_check - start) if fails_late else SLICE_SECONDS
+            self._futex.wait(self._address + word * WORD_BYTES, marker, min(SLICE_SECONDS, remaining))
+            if is_ready():
+                return
+            self.check()
+            now = time.monotonic()
+            if now - last_check >= min(_CHECK_SECONDS, remaining):
+                last_check = now
+                sets = list(awaited())
+                self._require_living(is_ready, sets)
+                if fails_late and now - start >= self._timeout_seconds and not is_ready():
+                    self.fail(FailureKind.LATE, min(min(ranks) for ranks in sets if ranks))
+
+    def _require_living(self, is_ready: Callable[[], bool], sets: Sequence[set[int]]) -> None:
+        """Fail if the condition can no longer become true, because all ranks of a set have ended or closed."""
+        ended = self._peers.find_ended()
+        closed = {rank for rank, _ in self._posted if self._words[self._layout.closed(rank)]}
+        for ranks in sets:
+            # A rank may have made the condition true before it ended.
+            if ranks and ranks <= ended | closed and not is_ready():
+                gone = min(ranks & ended or ranks)
+                self.fail(FailureKind.ENDED if gone in ended else FailureKind.CLOSED, gone)
+
+    def check(self) -> None:
+        """Raise the `CollectiveError` that says why the group cannot be used, if it cannot."""
+        if self.is_closed:
+            raise make_error(encode_failure(FailureKind.CLOSED, self.rank), self.member)
+        if word := self._words[_FAILURE]:
+            raise make_error(word, self.member)
+
+    def fail(self, kind: FailureKind, rank: int) -> None:
+        """End the group for all ranks, and raise the error that says why."""
+        self.end_group(kind, rank)
+        self.check()
+
+    def end_group(self, kind: FailureKind, rank: int) -> None:
+        """End the group for all ranks, unless it has ended: their waits raise."""
+        if not self.is_closed and not self._words[_FAILURE]:
+            self._words[_FAILURE] = encode_failure(kind, rank)
+        self._wake_everyone()
+
+    def close(self) -> None:
+        """Leave the group. Waits of this rank, and those of others for this rank, raise. Later calls do nothing."""
+        if not self.is_closed:
+            self._words[self._layout.closed(self.rank)] = 1
+            self._wake_everyone()
+            self.is_closed = True
+            self._peers.close()
+
+    def wake_receiver(self, rank: int) -> None:
+        """Wake a rank that sleeps until a message can go on."""
+        with self._fence:
+            pass
+        sleeper = self._layout.sleeper(rank, MESSAGE_CHANNEL)
+        if self._words[sleeper]:
+            self._wake(sleeper)
+
+    def write_table(self, half: int, values: Sequence[int]) -> None:
+        """Publish what this rank calls, for the phase that it posts next. Others read it with `read_table`."""
+        start = self._layout.table(self.rank, half)
+        for index, value in enumerate(values, start):
+            self._words[index] = value
+
+    def read_table(self, rank: int, half: int, index: int) -> int:
+        """Return a value that a rank has published."""
+        return int(self._words[self._layout.table(rank, half) + index])
+
+    def _wake(self, sleeper: int) -> None:
+        self._words[sleeper] = 0
+        self._futex.wake(self._address + sleeper * WORD_BYTES)
+
+    def _wake_everyone(self) -> None:
+        with self._fence:
+            pass
+        for rank in range(self.size):
+            for channel in (COLLECTIVE_CHANNEL, MESSAGE_CHANNEL):
+                self._wake(self._layout.sleeper(rank, channel))

@@ -1,0 +1,73 @@
+"""What the processes of a group tell each other through a torch `Store` before they share memory."""
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from rankless.errors import CollectiveError
+
+_FIRST_SLEEP_SECONDS = 0.0002
+_LONGEST_SLEEP_SECONDS = 0.005
+
+
+class StoreExchange:
+    """Messages of the ranks of one group under one prefix of a store.
+
+    Args:
+        store: A `torch.distributed.Store` that all ranks share.
+        prefix: Separates the keys from those of other exchanges.
+        rank: This process's rank in the group.
+        size: The number of ranks.
+        timeout: How long to wait for a message.
+        check: Called while waiting. It raises if another process has ended.
+    """
+
+    def __init__(self, store: Any, prefix: str, *, rank: int, size: int, timeout: timedelta) -> None:
+        self._store, self._prefix, self.rank, self.size = store, prefix, rank, size
+        self._timeout_seconds = timeout.total_seconds()
+        self._timeout = timeout
+        self.check: Callable[[], None] = _do_nothing
+
+    def derive(self, name: str) -> "StoreExchange":
+        """Return an exchange of the same ranks with keys of its own."""
+        derived = StoreExchange(
+            self._store, f"{self._prefix}/{name}", rank=self.rank, size=self.size, timeout=self._timeout
+        )
+        derived.check = self.check
+        return derived
+
+    def publish(self, key: str, value: str) -> None:
+        """Set this rank's value of a key. Each rank has its own."""
+        self._store.set(self._name(key, self.rank), value)
+
+    def wait_for(self, key: str, rank: int) -> str:
+        """Return a rank's value of a key, as soon as it has published one.
+
+        Raises:
+            CollectiveError: There is none within the timeout.
+        """
+        name, start, sleep_seconds = self._name(key, rank), time.monotonic(), _FIRST_SLEEP_SECONDS
+        while not self._store.check([name]):
+            self.check()
+            if time.monotonic() - start > self._timeout_seconds:
+                raise CollectiveError(
+                    expected=f"all {self.size} ranks of the group to open its shared memory",
+                    found=f"rank {rank} of the group did not within {self._timeout_seconds:g} s",
+                    fix="make every rank create the group, and see if the process is stopped or has ended",
+                )
+            time.sleep(sleep_seconds)
+            sleep_seconds = min(1.5 * sleep_seconds, _LONGEST_SLEEP_SECONDS)
+        return bytes(self._store.get(name)).decode()
+
+    def gather(self, key: str, value: str) -> list[str]:
+        """Publish a value, and return the values of all ranks. Raises as `wait_for`."""
+        self.publish(key, value)
+        return [self.wait_for(key, rank) for rank in range(self.size)]
+
+    def _name(self, key: str, rank: int) -> str:
+        return f"{self._prefix}/{key}/{rank}"
+
+
+def _do_nothing() -> None:
+    pass
