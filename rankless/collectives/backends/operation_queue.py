@@ -64,19 +64,24 @@ class SharedMemoryWork(dist.Work):
         Raises:
             CollectiveError: The operation failed, or is not done within the timeout. It then still goes on.
         """
-        drive = self._drive
-        if drive is not None:
-            seconds = timeout.total_seconds() if timeout is not None else 0.0
-            drive(self, time.monotonic() + seconds if seconds > 0 else None)
-            if not self.is_done:
-                raise CollectiveError(
-                    expected=f"the operation to be done within {seconds:g} s",
-                    found="it is not",
-                    fix="wait longer, or see which rank does not take part",
-                )
+        self._wait_until_done(timeout)
         if self._error is not None:
             raise self._error
         return True
+
+    def _wait_until_done(self, timeout: timedelta | None) -> None:
+        # Not in `wait`: the traceback of an operation's error would keep `drive`, and with it the group's memory.
+        drive = self._drive
+        if drive is None:
+            return
+        seconds = timeout.total_seconds() if timeout is not None else 0.0
+        drive(self, time.monotonic() + seconds if seconds > 0 else None)
+        if not self.is_done:
+            raise CollectiveError(
+                expected=f"the operation to be done within {seconds:g} s",
+                found="it is not",
+                fix="wait longer, or see which rank does not take part",
+            )
 
     def is_completed(self) -> bool:
         """Return whether the operation is done or has failed."""

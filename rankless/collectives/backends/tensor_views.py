@@ -56,7 +56,10 @@ def flatten(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
     if not is_plain(tensor):
         tensor = tensor.resolve_conj().resolve_neg().contiguous()
-    return tensor if tensor.dim() == 1 else tensor.view(-1)
+    if tensor.dim() != 1:
+        tensor = tensor.view(-1)
+    # A tensor of one value or none may have any stride.
+    return tensor if tensor.stride(0) == 1 else tensor.as_strided((tensor.numel(),), (1,))
 
 
 def flatten_bytes(tensor: torch.Tensor) -> torch.Tensor:
