@@ -11,21 +11,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rankless.collectives.backends.call_arguments import (
+    as_list,
+    as_only_list,
+    get_operation,
+    get_root,
+    require_count,
+    require_dense,
+    require_one_dtype,
+    require_other_rank,
+    require_values,
+    split_bytes,
+)
 from rankless.collectives.backends.group_failure import FailureKind, Membership, encode_failure, make_error
 from rankless.collectives.backends.operation_queue import SharedMemoryWork
 from rankless.collectives.backends.reductions import view_as_reducible
 from rankless.collectives.backends.shared_group import SharedGroup
-from rankless.collectives.backends.tensor_views import (
-    flatten,
-    flatten_bytes,
-    require_count,
-    require_dense,
-    require_one_dtype,
-    require_values,
-    writable,
-    write_back,
-)
-from rankless.errors import ConfigError
+from rankless.collectives.backends.tensor_views import flatten, flatten_bytes, writable, write_back
 
 BACKEND_NAME = "shared_memory"
 _ProcessGroup: Any = dist.ProcessGroup
@@ -83,12 +85,12 @@ class SharedMemoryProcessGroup(_ProcessGroup):  # type: ignore[misc]  # its base
 
     def allreduce(self, tensors: Any, opts: Any = dist.ReduceOp.SUM, timeout: Any = None) -> SharedMemoryWork:
         """Reduce the tensor over all ranks, in place."""
-        (tensor,) = _as_list(tensors)
+        (tensor,) = as_list(tensors)
         return self.allreduce_coalesced([tensor], opts)
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = dist.ReduceOp.SUM) -> SharedMemoryWork:
         """Reduce several tensors of one dtype over all ranks, each in place."""
-        shared, operation = self._open, _operation(opts)
+        shared, operation = self._open, get_operation(opts)
         require_dense(tensors)
         require_one_dtype(tensors)
         views = [view_as_reducible(tensor, operation) for tensor in tensors]
@@ -109,7 +111,7 @@ class SharedMemoryProcessGroup(_ProcessGroup):  # type: ignore[misc]  # its base
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> SharedMemoryWork:
         """Copy the tensor of the root to all ranks."""
-        shared, (tensor,), root = self._open, _as_list(tensors), _root(opts)
+        shared, (tensor,), root = self._open, as_list(tensors), get_root(opts)
         require_dense([tensor])
 
         def run() -> None:
@@ -121,7 +123,7 @@ class SharedMemoryProcessGroup(_ProcessGroup):  # type: ignore[misc]  # its base
 
     def reduce(self, tensors: Any, opts: Any = None, op: Any = dist.ReduceOp.SUM, timeout: Any = None) -> Any:
         """Reduce the tensor over all ranks, into the root's. The other ranks keep their values."""
-        shared, (tensor,), root = self._open, _as_list(tensors), _root(opts)
+        shared, (tensor,), root = self._open, as_list(tensors), get_root(opts)
         operation = getattr(opts, "reduceOp", op)
         require_dense([tensor])
         view = view_as_reducible(tensor, operation)
@@ -137,7 +139,7 @@ class SharedMemoryProcessGroup(_ProcessGroup):  # type: ignore[misc]  # its base
 
     def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> SharedMemoryWork:
         """Copy the tensor of each rank into the list of all ranks. Ranks may have tensors of different sizes."""
-        (value,), outputs = _as_list(input_tensors), _only_list(output_tensors)
+        (value,), outputs = as_list(input_tensors), as_only_list(output_tensors)
         return self._gather_into([(outputs, value)], opts)
 
     def allgather_coalesced(self, output_lists: Any, input_list: Any, opts: Any = None) -> SharedMemoryWork:
@@ -188,8 +190,8 @@ class SharedMemoryProcessGroup(_ProcessGroup):  # type: ignore[misc]  # its base
 
     def gather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> SharedMemoryWork:
         """Copy the tensor of each rank, all of one size, into the root's list."""
-        shared, (value,), root = self._open, _as_list(input_tensors), _root(opts)
-        outputs: list[Tensor] = _only_list(output_tensors) if self._member.rank == root else []
+        shared, (value,), root = self._open, as_list(input_tensors), get_root(opts)
+        outputs: list[Tensor] = as_only_list(output_tensors) if self._member.rank == root else []
         require_dense([*outputs, value])
         require_one_dtype([*outputs, value])
         if self._member.rank == root:
@@ -207,8 +209,8 @@ class SharedMemoryProcessGroup(_ProcessGroup):  # type: ignore[misc]  # its base
 
     def scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> SharedMemoryWork:
         """Copy the tensors of the root's list, all of one size, to the ranks."""
-        shared, (output,), root = self._open, _as_list(output_tensors), _root(opts)
-        inputs: list[Tensor] = _only_list(input_tensors) if self._member.rank == root else []
+        shared, (output,), root = self._open, as_list(output_tensors), get_root(opts)
+        inputs: list[Tensor] = as_only_list(input_tensors) if self._member.rank == root else []
         require_dense([*inputs, output])
         require_one_dtype([*inputs, output])
         if self._member.rank == root:
@@ -225,7 +227,7 @@ class SharedMemoryProcessGroup(_ProcessGroup):  # type: ignore[misc]  # its base
 
     def reduce_scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> SharedMemoryWork:
         """Reduce `inputs[r]` of all ranks into the output of rank r. The inputs may differ in size."""
-        (output,), inputs = _as_list(output_tensors), _only_list(input_tensors)
+        (output,), inputs = as_list(output_tensors), as_only_list(input_tensors)
         require_count(inputs, self._member.size, "inputs")
         require_values(output, inputs[self._member.rank].numel(), "the output of a reduce_scatter")
         return self._reduce_scatter([output], [inputs], opts)
@@ -247,7 +249,7 @@ class SharedMemoryProcessGroup(_ProcessGroup):  # type: ignore[misc]  # its base
         self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any
     ) -> SharedMemoryWork:
         """Make calls of reduce_scatter. The inputs of each are a tensor for each rank, or one for all."""
-        shared, operation, size = self._open, _operation(opts), self._member.size
+        shared, operation, size = self._open, get_operation(opts), self._member.size
         require_dense([*outputs, *(value for values in inputs for value in values)])
         views = [view_as_reducible(output, operation) for output in outputs]
         calls = []
@@ -298,8 +300,8 @@ class SharedMemoryProcessGroup(_ProcessGroup):  # type: ignore[misc]  # its base
         shared, size = self._open, self._member.size
         require_dense([output, input])
         require_one_dtype([output, input])
-        output_bytes = _split_bytes(output, output_split_sizes, size)
-        input_bytes = _split_bytes(input, input_split_sizes, size)
+        output_bytes = split_bytes(output, output_split_sizes, size)
+        input_bytes = split_bytes(input, input_split_sizes, size)
 
         def run() -> None:
             flat = flatten_bytes(output)
@@ -316,12 +318,12 @@ class SharedMemoryProcessGroup(_ProcessGroup):  # type: ignore[misc]  # its base
         """Begin to send a tensor to a rank of the group."""
         (tensor,) = tensors
         require_dense([tensor])
-        self._require_other(dstRank)
+        require_other_rank(dstRank, self._member)
         return self._open.messages.send(flatten_bytes(tensor), dstRank, tag)
 
     def recv(self, tensors: Sequence[Tensor], srcRank: int, tag: int = 0) -> SharedMemoryWork:
         """Begin to receive a tensor from a rank of the group."""
-        self._require_other(srcRank)
+        require_other_rank(srcRank, self._member)
         return self._receive(tensors, srcRank, tag)
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> SharedMemoryWork:
@@ -392,43 +394,3 @@ class SharedMemoryProcessGroup(_ProcessGroup):  # type: ignore[misc]  # its base
         if getattr(opts, "asyncOp", True):
             return queue.start(run, outputs)
         return queue.run(run, outputs)
-
-    def _require_other(self, rank: int) -> None:
-        if rank == self._member.rank or not 0 <= rank < self._member.size:
-            raise ConfigError(
-                expected=f"another rank of the group of {self._member.size} to send to or receive from",
-                found=f"rank {rank} of the group, called on rank {self._member.rank}",
-                fix="pass another rank of the group",
-            )
-
-
-def _as_list(tensors: Any) -> list[Tensor]:
-    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
-
-
-def _only_list(tensors: Any) -> list[Tensor]:
-    """Return the tensors of `[[…]]` or `[…]`."""
-    values = list(tensors)
-    return list(values[0]) if len(values) == 1 and not isinstance(values[0], Tensor) else values
-
-
-def _operation(opts: Any) -> Any:
-    return getattr(opts, "reduceOp", dist.ReduceOp.SUM if opts is None else opts)
-
-
-def _root(opts: Any) -> int:
-    return int(getattr(opts, "rootRank", 0 if opts is None else opts))
-
-
-def _split_bytes(tensor: Tensor, sizes: Sequence[int] | None, size: int) -> list[int]:
-    rows = tensor.shape[0] if tensor.dim() else 1
-    row_bytes = tensor.nbytes // max(1, rows)
-    splits = list(sizes) if sizes else [rows // size] * size
-    require_count(splits, size, "split sizes")
-    if sum(splits) != rows or min(splits) < 0:
-        raise ConfigError(
-            expected=f"split sizes whose sum is the {rows} rows of the tensor",
-            found=splits,
-            fix="pass one size for each rank, or none for a tensor whose rows the ranks divide evenly",
-        )
-    return [rows * row_bytes for rows in splits]

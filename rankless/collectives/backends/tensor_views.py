@@ -1,49 +1,9 @@
-"""Flat views of the tensors of a call, whatever their strides, and the checks of what a call can take."""
+"""Flat views of the tensors of a call, whatever their strides."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-
-from rankless.errors import ConfigError
-
-
-def require_dense(tensors: Iterable[torch.Tensor]) -> None:
-    """Raise a `ConfigError` unless all tensors are dense and in the memory of the CPU."""
-    for tensor in tensors:
-        if not tensor.is_cpu or tensor.layout is not torch.strided:
-            raise ConfigError(
-                expected="dense tensors on the CPU, because the group is in shared memory",
-                found=f"a tensor with layout {tensor.layout} on {tensor.device}",
-                fix="move it to the CPU and make it dense, or use another process group",
-            )
-
-
-def require_count(tensors: Sequence[object], count: int, what: str) -> None:
-    """Raise a `ConfigError` unless there are `count` of something that belongs to ranks."""
-    if len(tensors) != count:
-        raise ConfigError(
-            expected=f"{count} {what}", found=f"{len(tensors)}", fix="pass one for each rank of the group"
-        )
-
-
-def require_values(tensor: torch.Tensor, count: int, what: str) -> None:
-    """Raise a `ConfigError` unless a tensor has `count` values."""
-    if tensor.numel() != count:
-        raise ConfigError(
-            expected=f"{count} values in {what}",
-            found=f"{tensor.numel()}, of shape {tuple(tensor.shape)}",
-            fix="pass tensors whose sizes match",
-        )
-
-
-def require_one_dtype(tensors: Sequence[torch.Tensor]) -> None:
-    """Raise a `ConfigError` unless all tensors have one dtype."""
-    dtypes = {tensor.dtype for tensor in tensors}
-    if len(dtypes) > 1:
-        raise ConfigError(
-            expected="tensors of one dtype", found=sorted(map(str, dtypes)), fix="convert them to one dtype"
-        )
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

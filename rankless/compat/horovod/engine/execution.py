@@ -8,10 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rankless.collectives.backends.platform_support import has_ordered_stores
 from rankless.compat.horovod.engine.backends.adasum import adasum
 from rankless.compat.horovod.engine.backends.host_layout import HostLayout, compute_host_layout
 from rankless.compat.horovod.engine.backends.process_group import ProcessGroupBackend, open_process_group
-from rankless.compat.horovod.engine.backends.shared_memory import SharedMemoryBackend, has_ordered_stores, open_slots
+from rankless.compat.horovod.engine.backends.shared_memory import SharedMemoryBackend, open_slots
 from rankless.compat.horovod.engine.backends.store_exchange import check_all_ranks
 from rankless.compat.horovod.engine.fusion import Activity, FusionBuffer
 from rankless.compat.horovod.engine.messages import Execute, OperationResponse, RequestMetadata

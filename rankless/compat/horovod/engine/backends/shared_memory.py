@@ -14,7 +14,6 @@ Other cores see the stores of one core in order on x86 only, so other machines u
 
 import mmap
 import os
-import platform
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -168,11 +167,6 @@ def open_slots(
         with suppress(OSError):
             os.unlink(path)
     return SharedSlots(memory, ranks, index)
-
-
-def has_ordered_stores() -> bool:
-    """Whether the cores of this machine see each other's stores in order."""
-    return platform.machine().lower() in ("x86_64", "amd64")
 
 
 def _view_half(memory: mmap.mmap, start: int) -> torch.Tensor:

@@ -1,0 +1,95 @@
+"""What torch passes to the methods of a process group: its forms, and the checks of what a call can take."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rankless.collectives.backends.group_failure import Membership
+from rankless.errors import ConfigError
+
+
+def require_dense(tensors: Iterable[torch.Tensor]) -> None:
+    """Raise a `ConfigError` unless all tensors are dense and in the memory of the CPU."""
+    for tensor in tensors:
+        if not tensor.is_cpu or tensor.layout is not torch.strided:
+            raise ConfigError(
+                expected="dense tensors on the CPU, because the group is in shared memory",
+                found=f"a tensor with layout {tensor.layout} on {tensor.device}",
+                fix="move it to the CPU and make it dense, or use another process group",
+            )
+
+
+def require_count(tensors: Sequence[object], count: int, what: str) -> None:
+    """Raise a `ConfigError` unless there are `count` of something that belongs to ranks."""
+    if len(tensors) != count:
+        raise ConfigError(
+            expected=f"{count} {what}", found=f"{len(tensors)}", fix="pass one for each rank of the group"
+        )
+
+
+def require_values(tensor: torch.Tensor, count: int, what: str) -> None:
+    """Raise a `ConfigError` unless a tensor has `count` values."""
+    if tensor.numel() != count:
+        raise ConfigError(
+            expected=f"{count} values in {what}",
+            found=f"{tensor.numel()}, of shape {tuple(tensor.shape)}",
+            fix="pass tensors whose sizes match",
+        )
+
+
+def require_one_dtype(tensors: Sequence[torch.Tensor]) -> None:
+    """Raise a `ConfigError` unless all tensors have one dtype."""
+    dtypes = {tensor.dtype for tensor in tensors}
+    if len(dtypes) > 1:
+        raise ConfigError(
+            expected="tensors of one dtype", found=sorted(map(str, dtypes)), fix="convert them to one dtype"
+        )
+
+
+def require_other_rank(rank: int, member: Membership) -> None:
+    """Raise a `ConfigError` unless a rank is another one of the group."""
+    if rank == member.rank or not 0 <= rank < member.size:
+        raise ConfigError(
+            expected=f"another rank of the group of {member.size} to send to or receive from",
+            found=f"rank {rank} of the group, called on rank {member.rank}",
+            fix="pass another rank of the group",
+        )
+
+
+def as_list(tensors: Any) -> list[Tensor]:
+    """Return the tensors of `[…]`, or of one tensor."""
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+def as_only_list(tensors: Any) -> list[Tensor]:
+    """Return the tensors of `[[…]]` or `[…]`."""
+    values = list(tensors)
+    return list(values[0]) if len(values) == 1 and not isinstance(values[0], Tensor) else values
+
+
+def get_operation(opts: Any) -> Any:
+    """Return the reduction of torch's options, or of what stands in their place."""
+    return getattr(opts, "reduceOp", dist.ReduceOp.SUM if opts is None else opts)
+
+
+def get_root(opts: Any) -> int:
+    """Return the root's rank in the group from torch's options, or from what stands in their place."""
+    return int(getattr(opts, "rootRank", 0 if opts is None else opts))
+
+
+def split_bytes(tensor: Tensor, sizes: Sequence[int] | None, size: int) -> list[int]:
+    """Return how many bytes of a tensor's rows are for each rank. Raises `ConfigError` for other split sizes."""
+    rows = tensor.shape[0] if tensor.dim() else 1
+    row_bytes = tensor.nbytes // max(1, rows)
+    splits = list(sizes) if sizes else [rows // size] * size
+    require_count(splits, size, "split sizes")
+    if sum(splits) != rows or min(splits) < 0:
+        raise ConfigError(
+            expected=f"split sizes whose sum is the {rows} rows of the tensor",
+            found=splits,
+            fix="pass one size for each rank, or none for a tensor whose rows the ranks divide evenly",
+        )
+    return [rows * row_bytes for rows in splits]
