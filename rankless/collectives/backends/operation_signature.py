@@ -1,6 +1,7 @@
 """What a rank calls, as one number that ranks compare: the collective, its dtype, reduction, root and length."""
 
 import enum
+import functools
 
 import torch
 
@@ -28,6 +29,7 @@ class Collective(enum.IntEnum):
     BARRIER = 9
 
 
+@functools.lru_cache(maxsize=4096)
 def encode_signature(
     collective: Collective,
     *,

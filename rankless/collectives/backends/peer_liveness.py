@@ -2,6 +2,7 @@
 
 import os
 import select
+import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -38,6 +39,8 @@ class PeerProcesses:
         self._identities = dict(identities)
         self._ranks: dict[int, int] = {}
         self._poll = select.poll()
+        # Several threads of a rank may wait, and a poll object takes one at a time.
+        self._lock = threading.Lock()
         for rank, identity in identities.items():
             descriptor = _open_descriptor(identity) if use_descriptors else None
             if descriptor is not None:
@@ -46,16 +49,18 @@ class PeerProcesses:
 
     def find_ended(self) -> set[int]:
         """Return the ranks whose processes have ended."""
-        ended = {self._ranks[descriptor] for descriptor, _ in self._poll.poll(0)} if self._ranks else set()
-        known = set(self._ranks.values())
-        return ended | {rank for rank, one in self._identities.items() if rank not in known and not one.is_alive}
+        with self._lock:
+            ended = {self._ranks[descriptor] for descriptor, _ in self._poll.poll(0)} if self._ranks else set()
+            known = set(self._ranks.values())
+            return ended | {rank for rank, one in self._identities.items() if rank not in known and not one.is_alive}
 
     def close(self) -> None:
         """Close all descriptors. No process counts as ended afterwards."""
-        ranks, self._ranks, self._identities = self._ranks, {}, {}
-        for descriptor in ranks:
-            self._poll.unregister(descriptor)
-            os.close(descriptor)
+        with self._lock:
+            ranks, self._ranks, self._identities = self._ranks, {}, {}
+            for descriptor in ranks:
+                self._poll.unregister(descriptor)
+                os.close(descriptor)
 
 
 def _open_descriptor(identity: ProcessIdentity) -> int | None:

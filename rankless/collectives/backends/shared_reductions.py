@@ -21,7 +21,7 @@ from rankless.collectives.backends.reductions import Reduction
 from rankless.collectives.backends.slots import HALF_BYTES, Slots, split_rounds, split_shares
 
 ONE_SHOT_BYTES = 64 << 10
-"""The most bytes that more than two ranks reduce in one shot, all ranks' values together."""
+"""The most bytes that ranks always reduce in one shot, all ranks' values together."""
 
 
 class SharedReductions:
@@ -54,13 +54,14 @@ class SharedReductions:
 
     def all_reduce(self, tensor: torch.Tensor, reduction: Reduction) -> None:
         """Replace the values by their reduction over all ranks."""
-        shared = self._shared.get(tensor.data_ptr())
-        if shared is not None and self._all_reduce_shared(tensor, shared, reduction):
-            return
         size = self._slots.size
         if size == 1:
             return
-        if size == 2 or tensor.nbytes * size <= ONE_SHOT_BYTES:
+        is_small = tensor.nbytes * size <= ONE_SHOT_BYTES
+        shared = None if is_small else self._shared.get(tensor.data_ptr())
+        if shared is not None and self._all_reduce_shared(tensor, shared, reduction):
+            return
+        if is_small or size == 2:
             self._one_shot(Collective.ALL_REDUCE, tensor, reduction, root=None)
         else:
             self._two_shots(Collective.ALL_REDUCE, tensor, reduction, root=None)
@@ -108,7 +109,7 @@ class SharedReductions:
         for start, end in split_rounds(len(tensor), most):
             half = slots.begin_round((signature, 0) if start == 0 else ())
             piece = tensor if end - start == len(tensor) else tensor[start:end]
-            views = [view[: end - start] for view in slots.view(half, tensor.dtype)]
+            views = slots.cut(half, tensor.dtype, end - start)
             if root != rank:
                 views[rank].copy_(piece)
             phase = signals.post()

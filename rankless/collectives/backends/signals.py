@@ -26,8 +26,10 @@ SLICE_SECONDS = 0.04
 """The longest sleep before a rank looks whether the others are alive."""
 _CHECK_SECONDS = 0.02
 SPIN_COUNT = 1500
+"""How often a rank looks before it sleeps, at most. It looks less often after it has looked in vain."""
 CROWDED_SPIN_COUNT = 20
-"""How often a rank looks before it sleeps, if there are more ranks than cores."""
+"""The same if there are more ranks than cores, and the least."""
+_PROBE_INTERVAL = 32
 _FAILURE = 0
 
 
@@ -64,7 +66,9 @@ class GroupSignals:
         self._posted = [(peer, layout.posted(peer)) for peer in others]
         self._sleepers = [layout.sleeper(peer, COLLECTIVE_CHANNEL) for peer in others]
         self._own_posted = layout.posted(rank)
-        self._spin_count = SPIN_COUNT if layout.size <= count_cores() else CROWDED_SPIN_COUNT
+        self._longest_spin = SPIN_COUNT if layout.size <= count_cores() else CROWDED_SPIN_COUNT
+        self._spin_count = self._longest_spin
+        self._vain_spins = 0
         self._fence = threading.Lock()
 
     def post(self) -> int:
@@ -100,11 +104,19 @@ class GroupSignals:
         words = self._words
         for _ in range(self._spin_count):
             if words[posted] >= phase:
+                self._spin_count = min(2 * self._spin_count, self._longest_spin)
                 return
+        self._adapt_spin()
         self.sleep_until(
             lambda: words[posted] >= phase, channel=COLLECTIVE_CHANNEL, marker=peer + 1, awaited=lambda: ({peer},)
         )
         words[self._layout.sleeper(self.rank, COLLECTIVE_CHANNEL)] = 0
+
+    def _adapt_spin(self) -> None:
+        """Look less often next time, for the other rank may have no core; now and then try the longest spin again."""
+        self._vain_spins += 1
+        is_probe = self._vain_spins % _PROBE_INTERVAL == 0
+        self._spin_count = self._longest_spin if is_probe else max(CROWDED_SPIN_COUNT, self._spin_count // 2)
 
     def sleep_until(
         self,
@@ -181,8 +193,8 @@ class GroupSignals:
         """Leave the group. Waits of this rank, and those of others for this rank, raise. Later calls do nothing."""
         if not self.is_closed:
             self._words[self._layout.closed(self.rank)] = 1
-            self._wake_everyone()
             self.is_closed = True
+            self._wake_everyone()
             self._peers.close()
 
     def wake_receiver(self, rank: int) -> None:

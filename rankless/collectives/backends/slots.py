@@ -17,6 +17,7 @@ from rankless.errors import CollectiveError
 
 HALF_BYTES = 1 << 20
 ALIGNMENT_BYTES = 64
+_MOST_CUTS = 256
 FIX = "make every rank call the same collectives in the same order, with the same lengths, dtype, reduction and root"
 
 
@@ -38,6 +39,7 @@ class Slots:
         halves = memory.split(HALF_BYTES)
         self._halves = [[halves[2 * rank + half] for rank in range(self.size)] for half in range(2)]
         self._views = {torch.uint8: self._halves}
+        self._cuts: dict[tuple[int, torch.dtype, int], list[torch.Tensor]] = {}
         self._half = 0
         self._last_round = 0
         self.region_bytes = HALF_BYTES // self.size // ALIGNMENT_BYTES * ALIGNMENT_BYTES
@@ -67,6 +69,16 @@ class Slots:
             with torch.inference_mode(False):
                 self._views[dtype] = [[slot.view(dtype) for slot in slots] for slots in self._halves]
         return self._views[dtype][half]
+
+    def cut(self, half: int, dtype: torch.dtype, count: int) -> list[torch.Tensor]:
+        """Return the first values of a half of each rank's slot."""
+        key = (half, dtype, count)
+        if key not in self._cuts:
+            if len(self._cuts) >= _MOST_CUTS:
+                self._cuts.clear()
+            with torch.inference_mode(False):
+                self._cuts[key] = [view[:count] for view in self.view(half, dtype)]
+        return list(self._cuts[key])
 
     def require_signature(self, half: int, signature: int, rank: int) -> None:
         """Raise a `CollectiveError` on this rank, and end the group, unless a rank makes the same call as this one."""

@@ -64,6 +64,11 @@ class _Target:
     sends: deque[Transfer] = field(default_factory=deque)
     count: int = 0
 
+    @property
+    def can_move(self) -> bool:
+        """Whether a part of the first send fits into the ring. A header is never divided."""
+        return bool(self.sends) and self.ring.space >= (1 if self.count else _HEADER_BYTES)
+
 
 class LengthMismatch(ValueError):
     """A message has another length than the tensor that receives it. `rank` is the sender."""
@@ -101,7 +106,7 @@ class MessageTransfers:
     @property
     def can_move(self) -> bool:
         """Whether `move` would do something."""
-        return any(target.sends and target.ring.space for target in self._targets.values()) or any(
+        return any(target.can_move for target in self._targets.values()) or any(
             source.ring.length and self._is_read(rank) for rank, source in self._sources.items()
         )
 
@@ -170,16 +175,13 @@ class MessageTransfers:
 
     def _move_out(self, rank: int) -> bool:
         target, has_moved = self._targets[rank], False
-        while target.sends:
+        while target.can_move:
             transfer = target.sends[0]
             if target.count == 0:
-                if target.ring.space < _HEADER_BYTES:
-                    break
                 header = torch.tensor([transfer.tag, len(transfer.data)], dtype=torch.int64)
                 target.count = target.ring.write(header.view(torch.uint8))
-            written = target.ring.write(transfer.data[target.count - _HEADER_BYTES :])
-            has_moved = has_moved or written > 0 or target.count == _HEADER_BYTES
-            target.count += written
+            target.count += target.ring.write(transfer.data[target.count - _HEADER_BYTES :])
+            has_moved = True
             if target.count < _HEADER_BYTES + len(transfer.data):
                 break
             self._done.append(target.sends.popleft())
