@@ -14,6 +14,7 @@ from bench.pairs import measure
 
 PAIRS = 4
 
+rankless.init()
 torch.manual_seed(0)
 inputs, targets = random_batch("gpt")
 inputs, targets = inputs[:4], targets[:4]
