@@ -26,7 +26,7 @@ def run_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """
     if x.dim() <= MATRIX_DIMS or x.is_contiguous():
         return F.linear(x, weight, bias)
-    return F.linear(x.flatten(0, -2), weight, bias).unflatten(0, x.shape[:-1])
+    return F.linear(x.flatten(0, -2), weight, bias).view(*x.shape[:-1], weight.shape[0])
 
 
 @torch.library.custom_op("rankless::linear", mutates_args=())

@@ -9,19 +9,17 @@ import torch
 from torch import fx
 
 aten = torch.ops.aten
+PAIR = 2
 
 
 def add_in_place(graph: fx.Graph) -> None:
     """Let the sums of a local graph overwrite a term that no later operator reads."""
     order = {node: position for position, node in enumerate(graph.nodes)}
     for node in graph.nodes:
-        if (
-            node.target is not aten.add.Tensor
-            or node.kwargs
-            or not all(isinstance(item, fx.Node) for item in node.args)
-        ):
+        terms = [item for item in node.args if isinstance(item, fx.Node)]
+        if node.target is not aten.add.Tensor or node.kwargs or len(terms) != PAIR:
             continue
-        first, second = node.args
+        first, second = terms
         for term, other in ((first, second), (second, first)):
             is_last_use = all(order[user] <= order[node] for user in term.users)
             if term is not other and is_last_use and may_be_overwritten(term) and has_same_layout(term, node):
