@@ -55,15 +55,28 @@ def table(rows: list[Row]) -> Table:
         shown.add_row(
             row.name,
             row.peer,
-            f"{row.ours_seconds:.4f} s",
-            f"{row.peer_seconds:.4f} s",
-            f"{row.extra_seconds:+.4f} s",
+            format_seconds(row.ours_seconds),
+            format_seconds(row.peer_seconds),
+            format_seconds(row.extra_seconds, sign="+"),
             f"{row.ratio:.3f}",
             f"{row.spread:.3f}",
-            "" if row.aim is None else f"{row.aim:.2f}",
+            format_aim(row),
             str(row.runs),
         )
     return shown
+
+
+def format_seconds(seconds: float, *, sign: str = "") -> str:
+    """Return a time in a unit that shows its digits."""
+    unit, factor = ("s", 1) if abs(seconds) >= 0.1 else ("ms", 1e3) if abs(seconds) >= 1e-4 else ("µs", 1e6)
+    return f"{seconds * factor:{sign}.2f} {unit}"
+
+
+def format_aim(row: Row) -> str:
+    """Return the largest acceptable ratio, or the largest acceptable difference."""
+    if row.extra_aim is not None:
+        return format_seconds(row.extra_aim, sign="+")
+    return "" if row.aim is None else f"{row.aim:.2f}"
 
 
 main()

@@ -26,7 +26,7 @@ from rankless.errors import ConfigError
 from rankless.jobs.argument_annotations import PerDevice, Whole
 from rankless.jobs.definition import Optimizers, RandomSource, StepOptions
 from rankless.jobs.job import Job, Models, make_job
-from rankless.jobs.views.mirrored import LocalElement
+from rankless.jobs.views.mirrored import LocalArgument
 from rankless.launch.self_launch import ScriptHosts, relaunch, require_script
 from rankless.launch.spawn_function import Spawned
 from rankless.launch.spawn_function import spawn as spawn_workers
@@ -493,7 +493,7 @@ def local(value: Any) -> Any:
         >>> [result.shape for result in predict(rankless.local(torch.ones(4, 3)))]
         [torch.Size([4, 1])]
     """
-    return LocalElement(value)
+    return LocalArgument(value)
 
 
 def loader(

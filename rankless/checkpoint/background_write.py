@@ -6,7 +6,7 @@ from typing import Protocol
 import msgspec
 from torch import Tensor
 
-from rankless.checkpoint.files import write_manifest, write_tensors
+from rankless.checkpoint.file_io import write_manifest, write_tensors
 from rankless.checkpoint.folder import UncommittedCheckpoint, disk_errors
 from rankless.checkpoint.manifest import Manifest, SeriesPosition
 

@@ -22,7 +22,7 @@ import msgspec
 import safetensors
 
 from rankless.checkpoint.collective_errors import OtherRankFailed
-from rankless.checkpoint.files import sync
+from rankless.checkpoint.file_io import sync
 from rankless.checkpoint.manifest import MANIFEST_NAME, TENSORS_NAME, TensorFile
 from rankless.errors import CheckpointError
 

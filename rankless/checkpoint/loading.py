@@ -10,7 +10,7 @@ from torch import nn
 
 from rankless.checkpoint.collective_errors import Agreement
 from rankless.checkpoint.differences import Differences, compare_module, compare_optimizer, select_fitting
-from rankless.checkpoint.files import read_manifest, read_tensors
+from rankless.checkpoint.file_io import read_manifest, read_tensors
 from rankless.checkpoint.folder import find_checkpoint
 from rankless.checkpoint.manifest import Manifest, Node, TensorReference
 from rankless.checkpoint.manifest import Mapping as MappingNode

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple, get_args
 
 import msgspec
 
-from rankless.checkpoint.files import peek
+from rankless.checkpoint.file_io import peek
 from rankless.checkpoint.folder import UncommittedCheckpoint, find_checkpoint, remove_checkpoint
 from rankless.checkpoint.manifest import FORMAT, MANIFEST_NAME, SeriesPosition
 from rankless.errors import CheckpointError

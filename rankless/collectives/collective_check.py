@@ -42,7 +42,7 @@ NOTIFY_INTERVAL_SECONDS = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankProcess:
+class RankIdentity:
     """One rank of a collective check, as the others know it."""
 
     rank: int
@@ -58,7 +58,7 @@ class CollectiveCheck:
         self,
         *,
         index: int,
-        members: Sequence[RankProcess],
+        members: Sequence[RankIdentity],
         memory: mmap.mmap,
         path: str | None,
         notify: Callable[[str], None],
@@ -256,7 +256,7 @@ def open_collective_check(point: CheckRendezvous, *, index: int, ranks: Sequence
     with open(shared_path, "r+b") as file:
         memory = mmap.mmap(file.fileno(), memory_bytes)
     members = [
-        RankProcess(rank=rank, host=host, process_id=int(process_id))
+        RankIdentity(rank=rank, host=host, process_id=int(process_id))
         for rank, (host, process_id, _) in zip(ranks, infos, strict=True)
     ]
     return CollectiveCheck(index=index, members=members, memory=memory, path=path or None, notify=point.notify)

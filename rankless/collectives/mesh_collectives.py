@@ -1,7 +1,8 @@
-"""Collectives on tensors over a mesh: each takes this rank's part, and returns this rank's part of the result.
+"""Collectives on tensors among the workers of a mesh, or those along one of its axes.
 
-`start_all_reduce` and `broadcast` change their input; the others do not. Shards may be uneven: `lengths` holds each
-rank's number of rows along `dim`. On a mesh of one process each function is the identity.
+Each function takes this rank's part, and returns this rank's part of the result. `start_all_reduce` and `broadcast`
+change their input; the others do not. Shards may be uneven: `lengths` holds each rank's number of rows along `dim`.
+Among one process each function is the identity.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -11,37 +12,37 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rankless.parallel.mesh import Mesh
+from rankless.parallel.mesh import WorkerGroup
 
 
-def all_reduce(tensor: Tensor, *, mesh: Mesh) -> Tensor:
+def all_reduce(tensor: Tensor, *, among: WorkerGroup) -> Tensor:
     """Return the sum of all ranks' tensors on every rank."""
-    if mesh.group is None:
+    if among.group is None:
         return tensor
     result = tensor.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(result, group=mesh.group)
+    dist.all_reduce(result, group=among.group)
     return result
 
 
-def start_all_reduce(tensor: Tensor, *, mesh: Mesh) -> dist.Work | None:
+def start_all_reduce(tensor: Tensor, *, among: WorkerGroup) -> dist.Work | None:
     """Begin to sum a contiguous `tensor` over all ranks in place. Return the work to wait for, if there is any."""
-    if mesh.group is None:
+    if among.group is None:
         return None
-    work: dist.Work = dist.all_reduce(tensor, group=mesh.group, async_op=True)
+    work: dist.Work = dist.all_reduce(tensor, group=among.group, async_op=True)
     return work
 
 
-def all_gather(tensor: Tensor, *, mesh: Mesh, dim: int, lengths: Sequence[int]) -> Tensor:
+def all_gather(tensor: Tensor, *, among: WorkerGroup, dim: int, lengths: Sequence[int]) -> Tensor:
     """Return the whole tensor: the rows of all ranks along `dim`, in the order of ranks."""
-    if mesh.group is None:
+    if among.group is None:
         return tensor
     leading = tensor.movedim(dim, 0)
     longest = max(lengths)
     padded = leading.new_empty((longest, *leading.shape[1:]))
     padded[: leading.shape[0]] = leading
-    pieces = leading.new_empty((mesh.size * longest, *leading.shape[1:]))
+    pieces = leading.new_empty((among.size * longest, *leading.shape[1:]))
     # Gloo and NCCL take equal pieces only, so all are padded to the longest, and cut afterwards.
-    dist.all_gather_single(pieces, padded, group=mesh.group)
+    dist.all_gather_single(pieces, padded, group=among.group)
     if all(length == longest for length in lengths):
         whole = pieces
     else:
@@ -49,30 +50,30 @@ def all_gather(tensor: Tensor, *, mesh: Mesh, dim: int, lengths: Sequence[int]) 
     return whole.movedim(0, dim).contiguous()
 
 
-def reduce_scatter(tensor: Tensor, *, mesh: Mesh, dim: int, lengths: Sequence[int]) -> Tensor:
+def reduce_scatter(tensor: Tensor, *, among: WorkerGroup, dim: int, lengths: Sequence[int]) -> Tensor:
     """Return this rank's rows along `dim` of the sum of all ranks' tensors."""
-    summed = all_reduce(tensor, mesh=mesh)
-    return summed.narrow(dim, sum(lengths[: mesh.rank]), lengths[mesh.rank]).contiguous()
+    summed = all_reduce(tensor, among=among)
+    return summed.narrow(dim, sum(lengths[: among.rank]), lengths[among.rank]).contiguous()
 
 
 def all_to_all(
     tensor: Tensor,
     *,
-    mesh: Mesh,
+    among: WorkerGroup,
     from_dim: int,
     from_lengths: Sequence[int],
     to_dim: int,
     to_lengths: Sequence[int],
 ) -> Tensor:
     """Return this rank's rows along `to_dim` of a tensor that is split along `from_dim`."""
-    if mesh.group is None:
+    if among.group is None:
         return tensor
     parts = tensor.split(list(to_lengths), dim=to_dim)
     sent = torch.cat([part.reshape(-1) for part in parts])
     shapes = []
     for length in from_lengths:
         shape = list(tensor.shape)
-        shape[from_dim], shape[to_dim] = length, to_lengths[mesh.rank]
+        shape[from_dim], shape[to_dim] = length, to_lengths[among.rank]
         shapes.append(shape)
     sizes = [torch.Size(shape).numel() for shape in shapes]
     received = tensor.new_empty(sum(sizes))
@@ -81,34 +82,34 @@ def all_to_all(
         sent,
         output_split_sizes=sizes,
         input_split_sizes=[part.numel() for part in parts],
-        group=mesh.group,
+        group=among.group,
     )
     pieces = [piece.reshape(shape) for piece, shape in zip(received.split(sizes), shapes, strict=True)]
     return torch.cat(pieces, dim=from_dim)
 
 
-def broadcast(tensor: Tensor, *, mesh: Mesh, source: int = 0) -> None:
+def broadcast(tensor: Tensor, *, among: WorkerGroup, source: int = 0) -> None:
     """Overwrite `tensor` on every rank with that of rank `source`."""
-    if mesh.group is not None:
+    if among.group is not None:
         contiguous = tensor.detach().contiguous()
-        dist.broadcast(contiguous, group=mesh.group, group_src=source)
+        dist.broadcast(contiguous, group=among.group, group_src=source)
         tensor.detach().copy_(contiguous)
 
 
-def scatter(tensor: Tensor, *, mesh: Mesh, lengths: Sequence[int], source: int = 0) -> Tensor:
+def scatter(tensor: Tensor, *, among: WorkerGroup, lengths: Sequence[int], source: int = 0) -> Tensor:
     """Return this rank's rows, along dim 0, of rank `source`'s tensor. The others pass a tensor without rows."""
-    if mesh.group is None:
+    if among.group is None:
         return tensor
     longest = max(lengths)
     row = tensor.new_empty((longest, *tensor.shape[1:]))
     pieces = None
-    if mesh.rank == source:
+    if among.rank == source:
         # Backends take equal pieces only, as in `all_gather`.
         pieces = [row.new_zeros(row.shape) for _ in lengths]
         for piece, part in zip(pieces, tensor.split(list(lengths)), strict=True):
             piece[: part.shape[0]] = part
-    dist.scatter(row, pieces, group=mesh.group, group_src=source)
-    return row[: lengths[mesh.rank]]
+    dist.scatter(row, pieces, group=among.group, group_src=source)
+    return row[: lengths[among.rank]]
 
 
 def flatten_by_kind(tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, Callable[[], None]]]:

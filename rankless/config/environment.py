@@ -7,6 +7,7 @@ import contextlib
 import importlib
 import os
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
@@ -102,6 +103,12 @@ def user_token_file() -> str | None:
 def default_log_folder() -> str:
     """Return the folder that gets a folder for each run: RANKLESS_LOG_DIR, or "log" if it is not set."""
     return os.environ.get(LOG_FOLDER) or "log"
+
+
+def user_cache_folder() -> Path:
+    """Return the user's folder for caches, `XDG_CACHE_HOME` or ~/.cache. A relative path is ignored, as XDG says."""
+    root = os.environ.get("XDG_CACHE_HOME", "")
+    return Path(root) if os.path.isabs(root) else Path("~/.cache").expanduser()
 
 
 def user_hang_timeout() -> str | None:

@@ -1,8 +1,9 @@
 """Finds models that the script has changed outside jobs, which ranks must compare."""
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Sequence
 from functools import partial
+from operator import attrgetter
 
 from torch import Tensor
 
@@ -15,30 +16,36 @@ class ModelChangeDetector:
     """
 
     def __init__(self) -> None:
-        self._versions: dict[int, tuple[weakref.ref[Tensor], int, int]] = {}
-        """By the tensor's id: the tensor, its version, and the address of its data, which `p.data = …` changes."""
+        self._references: dict[int, weakref.ref[Tensor]] = {}
+        """By the tensor's id. A tensor that dies is forgotten, because another may get its id."""
+        self._versions: dict[int, tuple[int, int]] = {}
+        """By the tensor's id: its version, and the address of its data, which `p.data = …` changes."""
 
-    def have_changed(self, tensors: Iterable[Tensor]) -> bool:
+    def have_changed(self, tensors: Sequence[Tensor]) -> bool:
         """Return whether one of the tensors is new, or has changed since its version was recorded."""
-        for tensor in tensors:
-            known = self._versions.get(id(tensor))
-            if known is None or known[0]() is not tensor or known[1] != tensor._version or known[2] != _address(tensor):
-                return True
-        return False
+        return list(map(self._versions.get, map(id, tensors))) != _read_versions(tensors)
 
-    def record_versions(self, tensors: Iterable[Tensor]) -> None:
+    def record_versions(self, tensors: Sequence[Tensor]) -> None:
         """Record the tensors as unchanged, with their versions of now."""
-        for tensor in tensors:
-            key = id(tensor)
-            known = self._versions.get(key)
-            if known is None or known[0]() is not tensor:
-                reference = weakref.ref(tensor, partial(self._forget, key))
-                self._versions[key] = (reference, tensor._version, _address(tensor))
-            elif known[1] != tensor._version or known[2] != _address(tensor):
-                self._versions[key] = (known[0], tensor._version, _address(tensor))
+        keys = list(map(id, tensors))
+        if not self._references.keys() >= set(keys):
+            for key, tensor in zip(keys, tensors, strict=True):
+                if key not in self._references:
+                    self._references[key] = weakref.ref(tensor, partial(self._forget, key))
+        self._versions.update(zip(keys, _read_versions(tensors), strict=True))
 
     def _forget(self, key: int, _reference: weakref.ref[Tensor]) -> None:
+        self._references.pop(key, None)
         self._versions.pop(key, None)
+
+
+def _read_versions(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """Return the version of each tensor and the address of its data."""
+    try:
+        addresses = list(map(Tensor.data_ptr, tensors))
+    except RuntimeError:
+        addresses = list(map(_address, tensors))
+    return list(zip(map(_get_version, tensors), addresses, strict=True))
 
 
 def _address(tensor: Tensor) -> int:
@@ -47,3 +54,6 @@ def _address(tensor: Tensor) -> int:
         return tensor.data_ptr()
     except RuntimeError:
         return 0
+
+
+_get_version = attrgetter("_version")

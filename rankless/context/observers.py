@@ -29,7 +29,7 @@ class JobRecorder(Protocol):
         ...
 
 
-class ProgramObserver(Protocol):
+class CompiledProgramRecorder(Protocol):
     """Receives the program of each job, for `rankless plan`."""
 
     def record(self, job: Any, local: Any) -> None:

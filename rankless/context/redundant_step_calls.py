@@ -14,6 +14,8 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import repeat
+from operator import attrgetter, is_
 from types import FrameType
 from typing import Any
 from weakref import ref
@@ -30,6 +32,8 @@ INSTALLED = "rankless_leftover_calls"
 """The attribute of a patched function that holds references to the monitors that it informs, the latest first."""
 CLIPPING = {"_clip_grads_with_norm_": ("clip_norm", "max_norm"), "clip_grad_value_": ("clip_value", "clip_value")}
 """PyTorch's functions that clip gradients: the option of a job that does the same, and their variable of the limit."""
+
+_get_gradient, _get_version = attrgetter("grad"), attrgetter("_version")
 
 
 @dataclass(frozen=True)
@@ -60,12 +64,12 @@ class UsedGradients:
         cls, job: JobLabel, parameters: Iterable[Tensor], stepped: Callable[[], Iterable[Tensor]]
     ) -> "UsedGradients":
         """Return the gradients that parameters have now."""
-        pairs = [(item, item.grad) for item in parameters]
-        present = [(item, gradient) for item, gradient in pairs if gradient is not None]
-        gradients = [gradient for _, gradient in present]
-        return cls(
-            job, [item for item, _ in present], gradients, [gradient._version for gradient in gradients], stepped
-        )
+        items = list(parameters)
+        gradients = list(map(_get_gradient, items))
+        if any(map(is_, gradients, repeat(None))):
+            items = [item for item, gradient in zip(items, gradients, strict=True) if gradient is not None]
+            gradients = list(map(_get_gradient, items))
+        return cls(job, items, gradients, list(map(_get_version, gradients)), stepped)
 
     def select(self, is_kept: Callable[[Tensor, Tensor, int], bool]) -> "UsedGradients":
         """Return those for whose parameter, gradient and version the condition holds."""

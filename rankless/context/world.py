@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from rankless.context.loader_passes import LoaderPasses
+from rankless.context.accumulation_passes import LoaderPasses
 from rankless.context.model_change_detector import ModelChangeDetector
-from rankless.context.observers import CallInspector, JobRecorder, ProgramObserver
+from rankless.context.observers import CallInspector, CompiledProgramRecorder, JobRecorder
 from rankless.context.optimizer_changes import OptimizerChanges
 from rankless.context.redundant_step_calls import LeftoverCalls
 from rankless.context.step_limit import StepLimit
@@ -47,7 +47,7 @@ class World:
     """Knows which optimizers the script has changed outside jobs."""
     limit: StepLimit | None = None
     """Counts training steps, and ends the script after the last one that the run needs."""
-    programs: ProgramObserver | None = None
+    programs: CompiledProgramRecorder | None = None
     """Receives the programs of jobs, for `rankless plan` and `rankless verify`. Rank 0 only."""
     inspector: CallInspector | None = None
     """Records every value of one job call, in runs in which `rankless verify` finds the first difference."""

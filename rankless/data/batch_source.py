@@ -9,13 +9,13 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, Weigh
 
 from rankless.context.world import World
 from rankless.data.baseline_reader import PlainKeys, PlainReader, SeededSamples
+from rankless.data.batch_agreement import gather_lists, has_per_sample_lists, require_same_batch
 from rankless.data.batch_requests import ReadingDecision, RequestSampler
 from rankless.data.batches_from_first_rank import distribute_from_first_rank, sync_generators
 from rankless.data.collation import Collation, refuse_random
 from rankless.data.collation_probe import describe_function
 from rankless.data.generators import find_changed_generators, get_process_states, set_process_states
 from rankless.data.loader_position import GeneratorSnapshot, Pass, require_same_batches, set_sampler_states
-from rankless.data.logical_batches import gather_lists, has_per_sample_lists, require_same_batch
 from rankless.data.sample_order import SampleOrder
 from rankless.data.sample_reader import (
     BatchRead,

@@ -135,7 +135,7 @@ def _scatter_rows(whole: Tensor | None, row: _TensorHeader, lengths: tuple[int, 
     if whole is not None:
         plain = whole.detach().resolve_conj().resolve_neg().contiguous()
         data = plain.reshape(plain.shape[0], -1).view(torch.uint8)
-    own = scatter(data.to(mesh.device), mesh=mesh, lengths=lengths).cpu()
+    own = scatter(data.to(mesh.device), among=mesh, lengths=lengths).cpu()
     return own.view(row.dtype).reshape(lengths[mesh.rank], *row.row_shape)
 
 

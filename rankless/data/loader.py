@@ -7,10 +7,10 @@ import torch
 
 from rankless.context.once import require_not_in_once
 from rankless.context.world import World, WorldSource
+from rankless.data.batch_agreement import make_logical
 from rankless.data.batch_source import BatchSource
 from rankless.data.loader_options import LoaderOptions, Reading, check_options
 from rankless.data.loader_position import VERSION, GeneratorSnapshot, Pass, get_sampler_states, require_same_loader
-from rankless.data.logical_batches import make_logical
 from rankless.data.logical_tensor import GatherMonitor
 from rankless.data.prefetching import copy_to_device, make_copier
 from rankless.data.sample_order import SampleOrder

@@ -296,6 +296,6 @@ def _gather(local: Tensor, *, placement: Shard, mesh: Mesh) -> Tensor:
         whole = leading.new_empty((sum(placement.lengths), *row_shape))
     else:
         rows = leading.reshape(leading.shape[0], row_shape.numel()).view(torch.uint8)
-        gathered = all_gather(rows, mesh=mesh, dim=0, lengths=placement.lengths)
+        gathered = all_gather(rows, among=mesh, dim=0, lengths=placement.lengths)
         whole = gathered.view(local.dtype).reshape(-1, *row_shape)
     return whole.movedim(0, placement.dim).to(local.device)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rankless.errors import ConfigError, DataError
-from rankless.jobs.views.mirrored import LocalElement
+from rankless.jobs.views.mirrored import LocalArgument
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class TensorSpec:
 def _check_argument(name: str, value: Any, placeholder: Placeholder, one: TensorSpec) -> None:
     if isinstance(placeholder, Whole):
         _check_one(name, value, one)
-    elif isinstance(value, LocalElement):
+    elif isinstance(value, LocalArgument):
         _check_one(f"{name}, this device's own,", value.value, one)
     elif isinstance(value, list):
         for index, element in enumerate(value):

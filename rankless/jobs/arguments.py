@@ -11,11 +11,12 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from rankless.compiler.capture.capture import ArgumentShape
+from rankless.compiler.capture.trace_errors import WHOLE_BATCH
 from rankless.compiler.ir.memory_order import find_memory_order
 from rankless.data.logical_tensor import LogicalTensor
 from rankless.errors import CaptureError
-from rankless.parallel.mesh import Mesh
-from rankless.parallel.tensor_placement import Placement, Replicate, Shard, split_lengths
+from rankless.parallel.mesh import Mesh, MeshAxis
+from rankless.parallel.tensor_placement import Placement, Replicate, Shard, Sharding, split_lengths
 
 TENSOR = "tensor"
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -93,18 +94,35 @@ def flatten_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], device: tor
     return FlattenedArguments(tuple(tensors), spec, tuple(plain), (0,) * len(tensors))
 
 
-def find_autograd_history(function: Callable[..., Any], arguments: FlattenedArguments) -> CaptureError | None:
-    """Return the error for the first tensor whose gradient would flow out of a train job; None if there is none."""
-    position = next((index for index, tensor in enumerate(arguments.tensors) if tensor.requires_grad), None)
-    if position is None:
-        return None
+def find_refused_argument(
+    function: Callable[..., Any], arguments: FlattenedArguments, *, trains: bool
+) -> CaptureError | None:
+    """Return the error for the first tensor that no program can have as an argument; None if there is none.
+
+    A sparse tensor has no pieces. A gradient would flow out of a job that trains, and be lost.
+    """
+    for position, tensor in enumerate(arguments.tensors):
+        if tensor.layout != torch.strided:
+            return CaptureError(
+                expected="dense tensors as arguments of a job, which are split between ranks",
+                found=f"argument {name_argument(function, arguments, position)} is sparse",
+                fix=f"let the job read it from its closure, or register it as a buffer of the model; {WHOLE_BATCH}",
+            )
+        if trains and tensor.requires_grad:
+            return CaptureError(
+                expected="arguments of a train job that require no gradient: it computes gradients of its models only",
+                found=f"argument {name_argument(function, arguments, position)} requires a gradient, "
+                "which would be lost",
+                fix="compute it inside the job and pass the module that does with model=, or pass its detach()",
+            )
+    return None
+
+
+def name_argument(function: Callable[..., Any], arguments: FlattenedArguments, position: int) -> str:
+    """Return the name of a tensor argument: "images", "batch['ids']"."""
     leaves = [place for place, leaf in enumerate(arguments.plain) if leaf is TENSOR]
     name, path = find_leaf_paths(function, arguments)[leaves[position]]
-    return CaptureError(
-        expected="arguments of a train job that require no gradient: it computes gradients of its models only",
-        found=f"argument {name}{path} requires a gradient, which would be lost",
-        fix="compute it inside the job and pass the module that does with model=, or pass its detach()",
-    )
+    return name + path
 
 
 def get_shapes(arguments: FlattenedArguments) -> list[ArgumentShape]:
@@ -121,30 +139,36 @@ def get_memory_order(argument: Tensor) -> tuple[int, ...] | None:
     return find_memory_order(known.shape, known.stride())
 
 
-def get_placements(arguments: FlattenedArguments, mesh: Mesh) -> tuple[Placement, ...]:
-    """Return the placements of the tensors of a call."""
+def get_shardings(arguments: FlattenedArguments, mesh: Mesh) -> tuple[Sharding, ...]:
+    """Return the shardings of the tensors of a call: the axes with the role `data` divide the batch."""
+    pairs = zip(arguments.tensors, arguments.batch_dims, strict=True)
+    return tuple([get_sharding(tensor, dim, mesh) for tensor, dim in pairs])
+
+
+def get_sharding(argument: Tensor, batch_dim: int | None, mesh: Mesh) -> Sharding:
+    """Return the sharding of an argument.
+
+    A loader's batch keeps its own. Another tensor is split on its batch dim if that is at least as long as the axis.
+    """
     return tuple(
-        [get_placement(tensor, dim, mesh) for tensor, dim in zip(arguments.tensors, arguments.batch_dims, strict=True)]
+        [get_placement(argument, batch_dim, axis) if axis.role == "data" else Replicate() for axis in mesh.axes]
     )
 
 
-def get_placement(argument: Tensor, batch_dim: int | None, mesh: Mesh) -> Placement:
-    """Return the placement of an argument.
-
-    A loader's batch keeps its own. Another tensor is split on its batch dim if that is at least as long as the
-    mesh.
-    """
+def get_placement(argument: Tensor, batch_dim: int | None, axis: MeshAxis) -> Placement:
+    """Return the placement of an argument along an axis that divides the batch."""
     if isinstance(argument, LogicalTensor):
         return argument.placement
-    if batch_dim is None or argument.dim() <= batch_dim or argument.shape[batch_dim] < mesh.size:
+    if batch_dim is None or argument.dim() <= batch_dim or argument.shape[batch_dim] < axis.size:
         return Replicate()
-    return Shard(batch_dim, split_lengths(argument.shape[batch_dim], mesh.size))
+    return Shard(batch_dim, split_lengths(argument.shape[batch_dim], axis.size))
 
 
-def get_local_piece(argument: Tensor, placement: Placement, mesh: Mesh) -> Tensor:
+def get_local_piece(argument: Tensor, sharding: Sharding, mesh: Mesh) -> Tensor:
     """Return this rank's piece of an argument."""
     if isinstance(argument, LogicalTensor):
         return argument.local
-    if isinstance(placement, Shard):
-        return argument.narrow(placement.dim, placement.start(mesh.rank), placement.lengths[mesh.rank])
+    for axis, placement in zip(mesh.axes, sharding, strict=True):
+        if isinstance(placement, Shard):
+            argument = argument.narrow(placement.dim, placement.start(axis.rank), placement.lengths[axis.rank])
     return argument

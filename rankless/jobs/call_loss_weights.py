@@ -13,9 +13,9 @@ from rankless.compiler.ir.logical_program import LogicalProgram
 from rankless.context.world import World
 from rankless.data.logical_tensor import LogicalTensor
 from rankless.errors import CaptureError
-from rankless.jobs.arguments import FlattenedArguments, get_placements, get_shapes
+from rankless.jobs.arguments import FlattenedArguments, get_shapes, get_shardings
+from rankless.jobs.bound_program import BoundProgram
 from rankless.jobs.definition import JobDefinition
-from rankless.jobs.executable import Executable
 from rankless.jobs.gradient_accumulation import LossWeight
 from rankless.jobs.program_cache import ProgramCache, run_program
 from rankless.parallel.tensor_placement import Shard
@@ -42,13 +42,13 @@ class LossWeightReader:
     def read_call(self, arguments: FlattenedArguments) -> tuple[LossWeight, ...]:
         """Return the loss weights of a call on one device."""
         mesh = self._world.mesh
-        call = self.programs.look_up(arguments, get_placements(arguments, mesh))
+        call = self.programs.look_up(arguments, get_shardings(arguments, mesh))
         ran = self.programs.run_checked(call, lambda program: run_program(program, call, mesh))
-        return self.read(ran.executable, ran.outputs)
+        return self.read(ran.bound, ran.outputs)
 
-    def read(self, executable: Executable, results: Sequence[Tensor]) -> tuple[LossWeight, ...]:
+    def read(self, bound: BoundProgram, results: Sequence[Tensor]) -> tuple[LossWeight, ...]:
         """Return the loss weights among a program's results, which are the last ones."""
-        adjustments = self._offsets_and_minima[id(executable.captured)]
+        adjustments = self._offsets_and_minima[id(bound.captured)]
         totals = [float(total) for total in results[len(results) - len(adjustments) :]]
         return tuple(
             LossWeight(total, offset, minimum) for total, (offset, minimum) in zip(totals, adjustments, strict=True)

@@ -1,8 +1,8 @@
 """The definition of a job: its function, models and optimizers, before it runs anywhere."""
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, compress
 from typing import Any, Literal, get_args
 
 import torch
@@ -103,7 +103,7 @@ class JobDefinition:
 
     @property
     def draws_by_counter(self) -> bool:
-        """Whether random operators draw by counter; see `rankless.compiler.ir.counter_draws`."""
+        """Whether random operators draw by counter; see `rankless.compiler.ir.counter_distributions`."""
         return self.random == "counter"
 
     @property
@@ -142,8 +142,9 @@ class JobDefinition:
         """
         # A script clips `model.parameters()`: in another order the norm would round differently.
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        stepped = {id(item) for group in groups for item in group["params"]}
-        return [item for item in (self.parameters() if parameters is None else parameters) if id(item) in stepped]
+        stepped = set(map(id, chain.from_iterable(group["params"] for group in groups)))
+        known = self.parameters() if parameters is None else parameters
+        return list(compress(known, map(stepped.__contains__, map(id, known))))
 
     def parameter_name(self, parameter: Tensor) -> str:
         """Return a parameter's name in the script, as "model.head.weight"."""
@@ -156,7 +157,7 @@ class JobDefinition:
     def device(self, default: torch.device) -> torch.device:
         """Return the device of the first parameter or buffer, or `default` if there is none."""
         for module in self.modules.values():
-            for tensor in itertools.chain(module.parameters(), module.buffers()):
+            for tensor in chain(module.parameters(), module.buffers()):
                 return tensor.device
         return default
 

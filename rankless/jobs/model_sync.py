@@ -10,6 +10,7 @@ from rankless.collectives.byte_messages import all_gather_bytes
 from rankless.collectives.mesh_collectives import broadcast
 from rankless.compiler.capture.graph_cleanup import named_tensors
 from rankless.compiler.capture.side_effects import require_initialized
+from rankless.compiler.ir.dense_parts import list_dense_parts
 from rankless.context.optimizer_changes import list_state_entries
 from rankless.context.world import World
 from rankless.errors import ConfigError, RanksDiverged
@@ -37,7 +38,8 @@ def sync_models(job: JobDefinition, world: World, *, when: str) -> None:
         return
     for _, tensor in sorted(named_tensors(job.modules).items()):
         with torch.no_grad():
-            broadcast(tensor, mesh=world.mesh)
+            for part in list_dense_parts(tensor):
+                broadcast(part, among=world.mesh)
     world.notify(
         f"{job.line}: the models of job {job.name!r} differed between ranks {when} ({list_differences(different)}); "
         "all ranks now have rank 0's"
@@ -65,9 +67,13 @@ def find_differing_tensors(job: JobDefinition, world: World, *, with_state: bool
     names, own_digests = [], []
     state = list_state_tensors(job) if with_state else []
     for name, tensor in [*sorted(named_tensors(job.modules).items()), *state]:
-        names.append(f"{name} {tensor.dtype} {list(tensor.shape)}")
-        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-        own_digests.append(hashlib.blake2b(data, digest_size=8).digest())
+        parts = list_dense_parts(tensor.detach())
+        sizes = "".join(f" {list(part.shape)}" for part in parts if part.layout != tensor.layout)
+        names.append(f"{name} {tensor.dtype} {list(tensor.shape)}{sizes}")
+        own = hashlib.blake2b(digest_size=8)
+        for part in parts:
+            own.update(part.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        own_digests.append(own.digest())
     whole = hashlib.blake2b(msgspec.msgpack.encode([names, own_digests]), digest_size=16).digest()
     if len(set(all_gather_bytes(whole, mesh=world.mesh))) == 1:
         return {}

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
-from rankless.context.loader_passes import LoaderPass
+from rankless.context.accumulation_passes import AccumulationPass
 from rankless.context.world import World
 from rankless.errors import ConfigError, StepError
 from rankless.jobs.definition import JobDefinition
@@ -28,7 +28,7 @@ class OptimizerStepper:
         self._accumulator = GradientAccumulator()
         self._parameters: Sequence[Tensor] = ()
         self._calls = 0
-        self._pass: weakref.ref[LoaderPass] | None = None
+        self._pass: weakref.ref[AccumulationPass] | None = None
         self._calls_in_pass = 0
         if job.step_options.accumulate > 1:
             world.passes.subscribe(self)
@@ -64,7 +64,7 @@ class OptimizerStepper:
         self._step()
         return True
 
-    def on_pass_end(self, ended: LoaderPass) -> None:
+    def on_pass_end(self, ended: AccumulationPass) -> None:
         """Make the step of the last calls of a pass."""
         if self._pass is not None and self._pass() is ended:
             self._pass = None
@@ -109,20 +109,21 @@ class OptimizerStepper:
         self._accumulator = GradientAccumulator()
         optimized = self._job.optimized_parameters(self._parameters)
         with self._world.leftovers.inside_job():
-            self._clip_and_step([item for item in optimized if item.grad is not None])
+            self._clip_and_step(optimized)
         self._world.model_changes.record_versions(optimized)
         self.steps += 1
 
-    def _clip_and_step(self, parameters: Sequence[Tensor]) -> None:
+    def _clip_and_step(self, optimized: Sequence[Tensor]) -> None:
         """Measure and clip the whole gradient, then let the optimizers step."""
-        step_options = self._job.step_options
-        if step_options.clip_norm is not None:
-            self.gradient_norm = clip_grad_norm_(parameters, step_options.clip_norm).detach().clone()
-        elif step_options.gradient_norm:
-            gradients = [item.grad for item in parameters if item.grad is not None]
+        options = self._job.step_options
+        if options.clip_norm is not None:
+            with_gradient = [item for item in optimized if item.grad is not None]
+            self.gradient_norm = clip_grad_norm_(with_gradient, options.clip_norm).detach().clone()
+        elif options.gradient_norm:
+            gradients = [item.grad for item in optimized if item.grad is not None]
             self.gradient_norm = get_total_norm(gradients).detach().clone()
-        if step_options.clip_value is not None:
-            clip_grad_value_(parameters, step_options.clip_value)
+        if options.clip_value is not None:
+            clip_grad_value_(optimized, options.clip_value)
         for optimizer in self._job.optimizers:
             optimizer.step()
             if self._world.mesh.desync_detector is not None:

@@ -1,4 +1,4 @@
-"""The program cache of a job: it captures, compares between ranks, compiles and keeps one program per kind of call.
+"""The program cache of a job: it captures, compares between ranks, compiles and keeps a program per kind of call.
 
 The cache key holds everything that a program depends on except sizes and guarded values. One entry of the cache holds
 the programs for its shapes, and programs for varying sizes. Guards decide whether a program is still valid.
@@ -19,6 +19,7 @@ from rankless.compiler.codegen.codegen import LocalProgram, build_local_program
 from rankless.compiler.guards.guards import Guard
 from rankless.compiler.ir.logical_program import LogicalProgram
 from rankless.compiler.lowering.value_check import OtherValueRead
+from rankless.compiler.probing.operator_probe import OperatorProbe
 from rankless.compiler.program_agreement import require_same_program
 from rankless.compiler.scheduling.gradient_memory import GradientMemory
 from rankless.compiler.tracing.symbolic_sizes import SymbolicSizes, compile_guards
@@ -27,8 +28,8 @@ from rankless.context.generator_states import restore_generators, save_generator
 from rankless.context.world import World
 from rankless.errors import CaptureError
 from rankless.jobs.arguments import FlattenedArguments, get_shapes
+from rankless.jobs.bound_program import BoundProgram, bind_program, collect_inputs
 from rankless.jobs.definition import JobDefinition
-from rankless.jobs.executable import Executable, collect_inputs, make_executable
 from rankless.jobs.program_records import ProgramNotices
 from rankless.jobs.recapture_warning import RecaptureWarner
 from rankless.jobs.varying_sizes import (
@@ -39,15 +40,15 @@ from rankless.jobs.varying_sizes import (
     SizeHistory,
     describe_failure,
     find_fixing_line,
-    is_even_split,
     list_namespaces,
     list_sizes,
+    list_uneven_dims,
     make_symbolic_shapes,
     remove_sizes,
-    resize_placement,
+    resize_sharding,
 )
 from rankless.parallel.mesh import Mesh
-from rankless.parallel.tensor_placement import Placement, Shard
+from rankless.parallel.tensor_placement import Shard, Sharding
 
 MAX_FAILURES = 3
 """Failed captures for varying sizes after which an entry captures for every shape."""
@@ -55,7 +56,6 @@ MAX_ENTRIES = 64
 """Largest number of entries in a cache."""
 WARN_AFTER_PROGRAMS = 4
 """Number of programs for varying sizes in one entry from which on the cache warns."""
-
 MAX_PROGRAMS = 16
 """Programs kept per entry and shapes, the most recently used."""
 WARN_AFTER_RECAPTURES = 4
@@ -67,34 +67,34 @@ class CacheEntry:
     """The programs of calls that differ only in sizes."""
 
     history: SizeHistory = field(default_factory=SizeHistory)
-    by_shapes: dict[Shapes, list[Executable]] = field(default_factory=dict)
-    varying: list[Executable] = field(default_factory=list)
+    by_shapes: dict[Shapes, list[BoundProgram]] = field(default_factory=dict)
+    varying: list[BoundProgram] = field(default_factory=list)
     """Programs for varying sizes. `by_shapes` holds them too, under the shapes seen so far."""
     failures: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheLookup:
-    """A call with its logical shapes and placements, and the cache entry that it belongs to."""
+    """A call with its logical shapes and shardings, and the cache entry that it belongs to."""
 
     arguments: FlattenedArguments
     shapes: Shapes
-    placements: tuple[Placement, ...]
+    shardings: tuple[Sharding, ...]
     entry: CacheEntry
-    known: Executable | None
+    known: BoundProgram | None
     """The valid program for it, if there is one."""
 
     def stale_guard(self) -> Guard | None:
         """Return a guard that failed, so that a program for these shapes is no longer valid."""
         programs = (*self.entry.by_shapes.get(self.shapes, ()), *self.entry.varying)
-        return next((executable.captured.guards.first_failing() for executable in programs), None)
+        return next((bound.captured.guards.first_failing() for bound in programs), None)
 
     def varying(self) -> tuple[tuple[ArgumentDim, ...], ...]:
-        """Return the dims with varying sizes, except those that a placement splits unevenly."""
+        """Return the dims with varying sizes, except those that a sharding splits unevenly."""
         uneven = {
-            (number, placement.dim)
-            for number, (placement, shape) in enumerate(zip(self.placements, self.shapes, strict=True))
-            if isinstance(placement, Shard) and not is_even_split(placement, shape)
+            (number, dim)
+            for number, (sharding, shape) in enumerate(zip(self.shardings, self.shapes, strict=True))
+            for dim in list_uneven_dims(sharding, shape)
         }
         return tuple(group for group in self.entry.history.groups(self.shapes) if not uneven.intersection(group))
 
@@ -103,7 +103,7 @@ class CacheLookup:
 class ProgramRun:
     """A program that has run, and the values of its outputs."""
 
-    executable: Executable
+    bound: BoundProgram
     outputs: Sequence[Tensor]
 
 
@@ -126,14 +126,15 @@ class ProgramCache:
         self._entries: dict[Hashable, CacheEntry] = {}
         self._recapture_warner = RecaptureWarner(job, world.notify)
         self._memory = GradientMemory()
+        self._probe = OperatorProbe(world.mesh)
         self._notices = ProgramNotices(job, world.notify)
         self._recaptures: dict[str, int] = {}
         self._captures = 0
 
-    def look_up(self, arguments: FlattenedArguments, placements: tuple[Placement, ...]) -> CacheLookup:
+    def look_up(self, arguments: FlattenedArguments, shardings: tuple[Sharding, ...]) -> CacheLookup:
         """Return a call with its valid program, if the cache has one."""
         shapes = tuple([tensor.shape for tensor in arguments.tensors])
-        key = self._key(arguments, placements)
+        key = self._key(arguments, shardings)
         if key not in self._entries:
             self._recapture_warner.record(arguments)
             if len(self._entries) == MAX_ENTRIES:
@@ -142,23 +143,23 @@ class ProgramCache:
             self._entries[key] = CacheEntry()
         entry = self._entries[key]
         known = entry.by_shapes.setdefault(shapes, [])
-        found = next((executable for executable in known if executable.is_valid), None)
+        found = next((bound for bound in known if bound.is_valid), None)
         if found is None:
             entry.history.add(shapes)
             found = find_fitting(entry, shapes)
         if found is not None:
             move_to_front(known, found)
-        return CacheLookup(arguments=arguments, shapes=shapes, placements=placements, entry=entry, known=found)
+        return CacheLookup(arguments=arguments, shapes=shapes, shardings=shardings, entry=entry, known=found)
 
-    def capture_program(self, call: CacheLookup) -> Executable:
+    def capture_program(self, call: CacheLookup) -> BoundProgram:
         """Capture a program for a call without one, on every rank, and store it."""
         stale_guard = call.stale_guard()
-        executable = self._capture_varying_sizes(call) or self._capture_fixed_sizes(call)
+        bound = self._capture_varying_sizes(call) or self._capture_fixed_sizes(call)
         self._warn_of_recaptures(stale_guard)
-        move_to_front(call.entry.by_shapes[call.shapes], executable)
-        return executable
+        move_to_front(call.entry.by_shapes[call.shapes], bound)
+        return bound
 
-    def run_checked(self, call: CacheLookup, run: Callable[[Executable], Sequence[Tensor]]) -> ProgramRun:
+    def run_checked(self, call: CacheLookup, run: Callable[[BoundProgram], Sequence[Tensor]]) -> ProgramRun:
         """Run a call's program, and others until one read the values that it was captured for. Collective.
 
         See Note [values that Python reads]. A program changes nothing but the state of random generators, which is
@@ -168,26 +169,26 @@ class ProgramCache:
             call: The call, with a valid program if there is one.
             run: Runs a program and returns the values of its outputs.
         """
-        executable = call.known or self.capture_program(call)
+        bound = call.known or self.capture_program(call)
         while True:
-            captured = executable.captured
+            captured = bound.captured
             states = save_generators(captured.program.generators) if captured.reads else None
             try:
-                return ProgramRun(executable=executable, outputs=run(executable))
+                return ProgramRun(bound=bound, outputs=run(bound))
             except OtherValueRead as other:
                 position, value = other.position, other.value
             if states is not None:
                 restore_generators(states)
-            executable = self._get_program_for(call, executable, [*executable.read_values[:position], value])
+            bound = self._get_program_for(call, bound, [*bound.read_values[:position], value])
 
-    def _get_program_for(self, call: CacheLookup, executable: Executable, known: Sequence[Any]) -> Executable:
+    def _get_program_for(self, call: CacheLookup, bound: BoundProgram, known: Sequence[Any]) -> BoundProgram:
         """Return a program that was captured for other values of what the job reads first, or capture one."""
         programs = call.entry.by_shapes[call.shapes]
         for other in programs:
             if other.is_valid and is_equal(list(other.read_values[: len(known)]), list(known)):
                 move_to_front(programs, other)
                 return other
-        line = executable.captured.reads[len(known) - 1].line
+        line = bound.captured.reads[len(known) - 1].line
         count = self._recaptures[line] = self._recaptures.get(line, 0) + 1
         if count == WARN_AFTER_RECAPTURES:
             self._world.notify(
@@ -198,20 +199,19 @@ class ProgramCache:
         move_to_front(programs, captured)
         return captured
 
-    def capture_exactly(self, call: CacheLookup) -> Executable:
+    def capture_exactly(self, call: CacheLookup) -> BoundProgram:
         """Capture a program for exactly this call, without varying sizes, to inspect its values.
 
         If the job reads values of tensors, run it, so that it is the program for the values of this call.
         """
-        executable = self._capture_fixed_sizes(call)
-        if not executable.captured.reads:
-            return executable
-        states = save_generators(executable.captured.program.generators)
-        ran = self.run_checked(
-            replace(call, known=executable), lambda program: run_program(program, call, self._world.mesh)
-        )
+        bound = self._capture_fixed_sizes(call)
+        if not bound.captured.reads:
+            return bound
+        states = save_generators(bound.captured.program.generators)
+        known = replace(call, known=bound)
+        ran = self.run_checked(known, lambda program: run_program(program, call, self._world.mesh))
         restore_generators(states)
-        return ran.executable
+        return ran.bound
 
     def _warn_of_recaptures(self, stale_guard: Guard | None) -> None:
         """Warn once of a value whose changes cause many captures."""
@@ -224,33 +224,34 @@ class ProgramCache:
                 f"{stale_guard.label} changes (correct, but slow); pass it as a tensor argument"
             )
 
-    def _key(self, arguments: FlattenedArguments, placements: tuple[Placement, ...]) -> Hashable:
-        """Return the cache key: arguments, placements, kinds of plain values, and PyTorch's global modes."""
+    def _key(self, arguments: FlattenedArguments, shardings: tuple[Sharding, ...]) -> Hashable:
+        """Return the cache key: arguments, shardings, kinds of plain values, and PyTorch's global modes."""
         return (
             arguments.cache_key(self._job.name),
             tuple(
                 [
-                    (tensor.dim(), placement.dim if isinstance(placement, Shard) else None)
-                    if is_even_split(placement, tensor.shape)
-                    else placement
-                    for tensor, placement in zip(arguments.tensors, placements, strict=True)
+                    sharding
+                    if list_uneven_dims(sharding, tensor.shape)
+                    else (tensor.dim(), *[item.dim if isinstance(item, Shard) else None for item in sharding])
+                    for tensor, sharding in zip(arguments.tensors, shardings, strict=True)
                 ]
             ),
             make_type_keys(arguments.plain),
             get_torch_modes(self._job.device(self._world.mesh.device).type),
         )
 
-    def _capture_fixed_sizes(self, call: CacheLookup, known: Sequence[Any] = ()) -> Executable:
-        """Capture for these sizes, compare with the other ranks, compile.
-
-        `known` has the values of the first tensors that the job's Python reads.
-        """
+    def _capture_fixed_sizes(self, call: CacheLookup, known: Sequence[Any] = ()) -> BoundProgram:
+        """Capture for these sizes, and the values of the first tensors that the job's Python reads; compile."""
         captured = self._capture_with_reads(call, known)
-        program = self._transform(captured, call.arguments)
-        require_same_program(program, self._world.mesh)
-        local = build_local_program(program, call.placements, self._world.mesh, memory=self._memory)
+        local = self._compile(self._transform(captured, call.arguments), call)
         self._report_program(local, captured)
-        return self._make_executable(captured, local)
+        return self._bind_program(captured, local)
+
+    def _compile(self, program: LogicalProgram, call: CacheLookup) -> LocalProgram:
+        """Compare a program with those of the other ranks, and compile it. Operators without a rule are probed."""
+        mesh = self._world.mesh
+        require_same_program(program, mesh)
+        return build_local_program(program, call.shardings, mesh, memory=self._memory, probe=self._probe)
 
     def _capture_with_reads(self, call: CacheLookup, known: Sequence[Any]) -> CapturedJob:
         """Capture for these sizes and for the values of this call; see Note [values that Python reads]."""
@@ -270,16 +271,15 @@ class ProgramCache:
         """Return the value of the first tensor that the job reads after the known ones, in this call."""
         reads = ValueReads(known, ends_at_unknown=True)
         captured = self._capture(call.arguments, get_shapes(call.arguments), None, reads)
-        require_same_program(captured.program, self._world.mesh)
-        local = build_local_program(captured.program, call.placements, self._world.mesh, memory=self._memory)
-        executable = make_executable(self._job, captured, local, number=0)
+        local = self._compile(captured.program, call)
+        bound = bind_program(self._job, captured, local, number=0)
         states = save_generators(captured.program.generators)
-        outputs = run_program(executable, call, self._world.mesh)
+        outputs = run_program(bound, call, self._world.mesh)
         restore_generators(states)
         results = zip(outputs, local.outputs, strict=True)
         return next(value for value, output in results if output.kind == "result").item()
 
-    def _capture_varying_sizes(self, call: CacheLookup) -> Executable | None:
+    def _capture_varying_sizes(self, call: CacheLookup) -> BoundProgram | None:
         """Do the same with symbols for sizes that have varied; None if there are none or it fails."""
         entry, groups = call.entry, call.varying()
         if not groups or entry.failures >= MAX_FAILURES:
@@ -288,12 +288,10 @@ class ProgramCache:
         try:
             shapes = make_symbolic_shapes(sizes, get_shapes(call.arguments), groups)
             captured = self._capture(call.arguments, shapes, sizes)
-            placements = [
-                resize_placement(item, shape.shape) for item, shape in zip(call.placements, shapes, strict=True)
-            ]
+            shardings = [resize_sharding(item, shape.shape) for item, shape in zip(call.shardings, shapes, strict=True)]
             mesh, symbols = self._world.mesh, tuple(sizes.symbols)
             program = self._transform(captured, call.arguments)
-            local = build_local_program(program, tuple(placements), mesh, memory=self._memory, sizes=symbols)
+            local = build_local_program(program, shardings, mesh, memory=self._memory, sizes=symbols)
         except Exception as error:  # user code may need a number where it gets a symbolic size
             failure = describe_failure(error, self._job.line)
         conditions = self._agree_on_guards(sizes, failure)
@@ -310,8 +308,8 @@ class ProgramCache:
             fixed={dim_key: size for dim_key, size in list_sizes(call.shapes).items() if dim_key not in varied},
             holds=compile_guards(conditions, len(groups)),
         )
-        executable = self._make_executable(captured, local, varying_sizes)
-        entry.varying.append(executable)
+        bound = self._bind_program(captured, local, varying_sizes)
+        entry.varying.append(bound)
         del entry.varying[:-MAX_PROGRAMS]
         if sum(known.is_valid for known in entry.varying) == WARN_AFTER_PROGRAMS:
             line = find_fixing_line(sizes) or self._job.line
@@ -319,7 +317,7 @@ class ProgramCache:
                 f"{line}: what job {self._job.name!r} computes depends on the sizes of its arguments, so it was "
                 f"captured {WARN_AFTER_PROGRAMS} times for varying sizes, and will be captured again"
             )
-        return executable
+        return bound
 
     def _agree_on_guards(self, sizes: SymbolicSizes, failure: str) -> list[str] | None:
         """Return the guards of all ranks' programs for varying sizes, or None if a rank has no such program.
@@ -343,11 +341,11 @@ class ProgramCache:
         )
         return None
 
-    def _make_executable(
+    def _bind_program(
         self, captured: CapturedJob, local: LocalProgram, varying_sizes: SizeConstraints | None = None
-    ) -> Executable:
+    ) -> BoundProgram:
         self._captures += 1
-        return make_executable(self._job, captured, local, number=self._captures, varying_sizes=varying_sizes)
+        return bind_program(self._job, captured, local, number=self._captures, varying_sizes=varying_sizes)
 
     def _capture(
         self,
@@ -381,20 +379,20 @@ class ProgramCache:
         self._notices.report(local)
 
 
-def run_program(executable: Executable, call: CacheLookup, mesh: Mesh) -> Sequence[Tensor]:
+def run_program(bound: BoundProgram, call: CacheLookup, mesh: Mesh) -> Sequence[Tensor]:
     """Run a program on the values of a call, and return the values of its outputs."""
-    values = collect_inputs(executable, call.arguments, call.placements, mesh)
-    return executable.local(values, list(executable.sizes(call.arguments).values()))
+    values = collect_inputs(bound, call.arguments, call.shardings, mesh)
+    return bound.local(values, list(bound.sizes(call.arguments).values()))
 
 
-def find_fitting(entry: CacheEntry, shapes: Shapes) -> Executable | None:
+def find_fitting(entry: CacheEntry, shapes: Shapes) -> BoundProgram | None:
     """Return a valid program for varying sizes that fits these shapes."""
-    for executable in entry.varying:
-        if executable.varying_sizes is not None and executable.varying_sizes.fits(shapes) and executable.is_valid:
-            return executable
+    for bound in entry.varying:
+        if bound.varying_sizes is not None and bound.varying_sizes.fits(shapes) and bound.is_valid:
+            return bound
     return None
 
 
-def move_to_front(programs: list[Executable], used: Executable) -> None:
+def move_to_front(programs: list[BoundProgram], used: BoundProgram) -> None:
     """Move the used program to the front and drop the oldest, so that changing values cannot fill memory."""
     programs[:] = [used, *(other for other in programs if other is not used)][:MAX_PROGRAMS]

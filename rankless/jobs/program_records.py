@@ -1,6 +1,7 @@
 """Record the programs of a worker's jobs, for `rankless plan` and for the coverage report of `rankless verify`."""
 
 from collections.abc import Callable, Iterable
+from math import prod
 from pathlib import Path
 
 from torch import fx
@@ -13,11 +14,12 @@ from rankless.compiler.sharding.redistribute import CollectiveRecord, count_byte
 from rankless.compiler.sharding.sharding_propagation import ShardedProgram
 from rankless.compiler.tracing.symbolic_sizes import size_hint
 from rankless.jobs.definition import JobDefinition
-from rankless.parallel.tensor_placement import Placement, Replicate, Shard
+from rankless.parallel.tensor_placement import Replicate, Shard, Sharding
 from rankless.records.gather_places import NOTICE_BYTES, describe_gather_place, list_gather_places
 from rankless.records.job_programs import (
     DefinedJob,
     JobProgram,
+    ProbedOperator,
     ProgramCommunication,
     ProgramInputRecord,
     ProgramRecord,
@@ -53,7 +55,7 @@ class ProgramRecorder:
 
 
 class ProgramNotices:
-    """Warns once per place of a job where every rank computes on whole values what could be split.
+    """Warns once per place of a job where every rank computes on whole values, or where an experiment decided.
 
     `rankless plan` lists the same places, and the small ones too.
     """
@@ -75,6 +77,13 @@ class ProgramNotices:
                 f"{place.line}: job {self._job.name!r} runs in full on every rank: {describe_gather_place(place)} "
                 "(correct, but not faster with more workers; `rankless plan` lists all such places)"
             )
+        for item in program.probed:
+            if (item.line, item.operator, False) not in self._known:
+                self._known.add((item.line, item.operator, False))
+                self._notify(
+                    f"{item.line}: job {self._job.name!r} splits {item.operator}, for which Rankless has no rule: on "
+                    "sample data its rows were independent (`rankless verify` compares the training with one worker)"
+                )
         if self._job.trains:
             self._report_outputs(program)
 
@@ -99,13 +108,14 @@ def describe_program(job: JobDefinition, local: LocalProgram) -> JobProgram:
         job=job.name,
         line=job.line,
         trains=job.trains,
-        workers=sharded.mesh_size,
+        workers=prod(axis.ranks for axis in sharded.axes),
         calls_per_step=job.step_options.accumulate if job.trains else 1,
         operators=count_operators(logical),
         whole_operators=len(find_whole_operators(sharded)),
-        inputs=tuple(describe_input(node, given, sharded.placements[node]) for node, given in logical.inputs.items()),
+        inputs=tuple(describe_input(node, given, sharded.sharding(node)) for node, given in logical.inputs.items()),
         moves=tuple(describe_collective(move, trains=job.trains) for move in local.collectives),
         without_rule=tuple(map(describe_operator, sharded.nodes_without_rule)),
+        probed=tuple(map(describe_probed_operator, sharded.probed_nodes)),
     )
 
 
@@ -146,23 +156,33 @@ def describe_operator(node: fx.Node) -> ReplicatedOperator:
     )
 
 
+def describe_probed_operator(node: fx.Node) -> ProbedOperator:
+    """Return an operator that is split as an experiment has shown to be right as plain data."""
+    module: ModuleName | None = node.meta.get("module")
+    return ProbedOperator(
+        operator=str(node.target),
+        line=str(node.meta.get("line", "")),
+        module="" if module is None else module.path,
+    )
+
+
 def find_whole_operators(sharded: ShardedProgram) -> list[fx.Node]:
     """Return the operators that every rank computes in full because a sharded input of theirs was gathered.
 
     An operator whose inputs are results of such operators belongs to them, unless its outputs are sharded again.
     """
     whole: set[fx.Node] = set()
-    found = []
+    found, operators = [], set(sharded.operators)
     for node in sharded.logical.graph.nodes:
-        strategy = sharded.strategies.get(node)
-        if strategy is None:
+        if node not in operators:
             if node.op == "call_function" and whole.intersection(node.all_input_nodes):
                 whole.add(node)  # an output of an operator with several
             continue
-        if not all(isinstance(placement, Replicate) for placement in (*strategy.inputs, *strategy.outputs)):
+        given = [*sharded.input_shardings(node), *sharded.output_shardings(node)]
+        if not all(isinstance(placement, Replicate) for sharding in given for placement in sharding):
             continue
         inputs = [value for value in list_tensor_slots(node) if value is not None]
-        if any(value in whole or isinstance(sharded.placements[value], Shard) for value in inputs):
+        if any(value in whole or is_split(sharded.sharding(value)) for value in inputs):
             whole.add(node)
             found.append(node)
     return found
@@ -173,7 +193,12 @@ def count_operators(logical: LogicalProgram) -> int:
     return sum(node.op == "call_function" and "getitem" not in str(node.target) for node in logical.graph.nodes)
 
 
-def describe_input(node: fx.Node, given: ProgramInput, placement: Placement) -> ProgramInputRecord:
+def is_split(sharding: Sharding) -> bool:
+    """Return whether some axis splits a value."""
+    return any(isinstance(placement, Shard) for placement in sharding)
+
+
+def describe_input(node: fx.Node, given: ProgramInput, sharding: Sharding) -> ProgramInputRecord:
     """Return an input of a program as plain data."""
     value = node.meta["val"]
     assert isinstance(value, LogicalValue)
@@ -183,12 +208,15 @@ def describe_input(node: fx.Node, given: ProgramInput, placement: Placement) -> 
         shape=tuple(int(size_hint(size)) for size in value.shape),
         dtype=str(value.dtype).removeprefix("torch."),
         bytes=count_bytes(node),
-        placement=format_placement(placement),
+        placement=format_sharding(sharding),
     )
 
 
-def format_placement(placement: Placement) -> str:
-    """Return a placement in words."""
-    if isinstance(placement, Shard):
-        return f"dim {placement.dim} split {'+'.join(str(size_hint(length)) for length in placement.lengths)}"
-    return "whole on every worker"
+def format_sharding(sharding: Sharding) -> str:
+    """Return a sharding in words."""
+    splits = [
+        f"dim {placement.dim} split {'+'.join(str(size_hint(length)) for length in placement.lengths)}"
+        for placement in sharding
+        if isinstance(placement, Shard)
+    ]
+    return ", ".join(splits) or "whole on every worker"

@@ -11,7 +11,7 @@ from rankless.compiler.capture.capture import ArgumentShape
 from rankless.compiler.capture.trace_errors import find_user_line
 from rankless.compiler.tracing.symbolic_sizes import MIN_SYMBOLIC_SIZE, SymbolicSizes, is_symbolic
 from rankless.errors import RanklessError
-from rankless.parallel.tensor_placement import Placement, Shard, split_lengths
+from rankless.parallel.tensor_placement import Shard, Sharding, split_lengths
 
 Shapes = tuple[tuple[int, ...], ...]
 """The logical shapes of a call's tensors."""
@@ -102,18 +102,24 @@ def make_symbolic_shapes(
     return tuple(replace(item, shape=tuple(shape)) for shape, item in zip(changed, shapes, strict=True))
 
 
-def is_even_split(placement: Placement, shape: Sequence[int]) -> bool:
-    """Whether a value's shard lengths follow from its size. True for a value without shards."""
-    if not isinstance(placement, Shard):
-        return True
-    return placement.lengths == split_lengths(shape[placement.dim], len(placement.lengths))
+def list_uneven_dims(sharding: Sharding, shape: Sequence[int]) -> list[int]:
+    """Return the dims of a value whose shard lengths do not follow from its size."""
+    return [
+        placement.dim
+        for placement in sharding
+        if isinstance(placement, Shard)
+        and placement.lengths != split_lengths(shape[placement.dim], len(placement.lengths))
+    ]
 
 
-def resize_placement(placement: Placement, shape: Sequence[int]) -> Placement:
-    """Return the placement of the same value with varying sizes."""
-    if isinstance(placement, Shard) and not isinstance(shape[placement.dim], int):
-        return Shard(placement.dim, split_lengths(shape[placement.dim], len(placement.lengths)))
-    return placement
+def resize_sharding(sharding: Sharding, shape: Sequence[int]) -> Sharding:
+    """Return the sharding of the same value with varying sizes."""
+    return tuple(
+        Shard(placement.dim, split_lengths(shape[placement.dim], len(placement.lengths)))
+        if isinstance(placement, Shard) and not isinstance(shape[placement.dim], int)
+        else placement
+        for placement in sharding
+    )
 
 
 def list_namespaces(function: Callable[..., Any], modules: Mapping[str, nn.Module]) -> list[dict[str, Any]]:

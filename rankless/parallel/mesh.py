@@ -1,8 +1,13 @@
-"""The mesh: the processes of a job and the rank of this one. The runtime passes it down; nobody looks it up."""
+"""The mesh: the workers of a job, its axes, and the rank of this process. The runtime passes it down.
+
+Note [axes]: workers are arranged along named axes, as the points of a grid: with the axes `data=2, tensor=4` worker 6
+has rank 1 along `data` and rank 2 along `tensor`. What a program divides along an axis, it divides between the workers
+that have the same ranks along all other axes; they have a process group of their own.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -41,9 +46,43 @@ class SyncPointChecker(Protocol):
         ...
 
 
+AxisRole = Literal["data", "tensor", "sequence", "expert", "pipeline"]
+"""What is divided along an axis: rows of the batch, parameters, positions of a sequence, experts, or layers."""
+
+
+class WorkerGroup(Protocol):
+    """Workers that call collectives together: a mesh, or those along one axis."""
+
+    @property
+    def rank(self) -> int:
+        """The place of this process among them."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Their number."""
+        ...
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """Their process group; None for a simulated group, or one of a single process."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshAxis:
+    """The workers that differ from this one by their rank along one axis only; see Note [axes]."""
+
+    name: str
+    role: AxisRole
+    rank: int
+    size: int
+    group: dist.ProcessGroup | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """The workers of a job along one axis named "data".
+    """All workers of a job.
 
     With one process `group` is None, and Rankless calls no collective.
     """
@@ -53,6 +92,13 @@ class Mesh:
     device: torch.device
     group: dist.ProcessGroup | None = None
     desync_detector: SyncPointChecker | None = None
+    axes: tuple[MeshAxis, ...] = ()
+    """The axes, from the outermost: all workers along an axis `data` if none are given."""
+
+    def __post_init__(self) -> None:
+        if not self.axes:
+            axis = MeshAxis(name="data", role="data", rank=self.rank, size=self.size, group=self.group)
+            object.__setattr__(self, "axes", (axis,))
 
     def check_sync_point(
         self,

@@ -4,10 +4,15 @@
 flattens to 40 + 30 tokens, not 35 + 35.
 """
 
+from collections.abc import Sequence
+
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
 from torch.distributed.tensor.placement_types import Shard as TorchShard
 
-__all__ = ["Partial", "Placement", "Replicate", "Shard", "split_lengths"]
+__all__ = ["Partial", "Placement", "Replicate", "Shard", "Sharding", "compute_local_shape", "split_lengths"]
+
+Sharding = tuple[Placement, ...]
+"""One placement per axis of a mesh, from the outermost. The lengths of an axis divide what the axes before it leave."""
 
 
 def split_lengths(length: int, parts: int) -> tuple[int, ...]:
@@ -42,3 +47,18 @@ class Shard(TorchShard):
     def start(self, rank: int) -> int:
         """Return the index of the first row that `rank` holds."""
         return sum(self.lengths[:rank])
+
+
+def compute_local_shape(shape: Sequence[int], sharding: Sharding, ranks: Sequence[int]) -> list[int]:
+    """Return the shape of one worker's piece of a logical value.
+
+    Args:
+        shape: The logical shape.
+        sharding: One placement per axis.
+        ranks: The worker's rank along each axis.
+    """
+    sizes = list(shape)
+    for placement, rank in zip(sharding, ranks, strict=True):
+        if isinstance(placement, Shard):
+            sizes[placement.dim] = placement.lengths[rank]
+    return sizes

@@ -62,6 +62,14 @@ class ReplicatedOperator(msgspec.Struct, frozen=True, kw_only=True):
     module_type: str = ""
 
 
+class ProbedOperator(msgspec.Struct, frozen=True, kw_only=True):
+    """An operator without a sharding rule that workers split all the same, as an experiment has shown to be right."""
+
+    operator: str
+    line: str
+    module: str = ""
+
+
 class JobProgram(msgspec.Struct, frozen=True, kw_only=True, tag="program"):
     """A job after lowering, for one cache key. `moves` are in the order in which they start."""
 
@@ -79,6 +87,8 @@ class JobProgram(msgspec.Struct, frozen=True, kw_only=True, tag="program"):
     moves: tuple[ProgramCommunication, ...]
     without_rule: tuple[ReplicatedOperator, ...]
     """The operators without a sharding rule that would otherwise be split."""
+    probed: tuple[ProbedOperator, ...] = ()
+    """The operators without a sharding rule that are split as an experiment has shown to be right."""
 
 
 class DefinedJob(msgspec.Struct, frozen=True, kw_only=True, tag="known"):

@@ -42,8 +42,8 @@ from rankless.runtime.rendezvous.parameters import RendezvousParameters
 from rankless.runtime.rendezvous.tcp import NOTICE_AFTER_SECONDS, join_tcp_rendezvous
 from rankless.runtime.status_publisher import publish_totals
 from rankless.user_code import caller_line
+from rankless.verify.recording.call_values_recorder import InspectedCallRecorder
 from rankless.verify.recording.input_digests import InputDigests
-from rankless.verify.recording.inspected_call_recorder import InspectedCallRecorder
 from rankless.verify.recording.run_recorder import RunRecorder
 from rankless.verify.recording.script_survey import survey_script
 from rankless.verify.recording.value_inspection import ValueInspector

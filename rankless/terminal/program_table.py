@@ -10,9 +10,11 @@ from rankless.records.gather_places import GatherPlace, describe_gather_place, l
 from rankless.records.job_programs import (
     DefinedJob,
     JobProgram,
+    ProbedOperator,
     ProgramCommunication,
     ProgramInputRecord,
     ProgramRecord,
+    ReplicatedOperator,
 )
 from rankless.records.quantities import format_decimal_bytes
 from rankless.records.repeated_layer_names import format_modules
@@ -109,6 +111,8 @@ def _render_job(job: PlannedJob, width: int) -> Iterator[str]:
     for place in job.gather_places:
         yield from _wrap(f"{_shorten_line(place.line)}: {describe_gather_place(place)}", width, indent=4)
     yield from _wrap(_describe_operators_without_rule(program), width, indent=2)
+    if program.probed:
+        yield from _wrap(_describe_probed_operators(program), width, indent=2)
 
 
 def _describe_total(job: PlannedJob) -> str:
@@ -139,13 +143,23 @@ def _describe_gathers(program: JobProgram) -> str:
 
 def _describe_operators_without_rule(program: JobProgram) -> str:
     """Describe the operators that every worker computes in full because Rankless has no sharding rule."""
-    operators = [
-        f"{item.operator} ({_shorten_line(item.line)}{f', {item.module}' if item.module else ''})"
-        for item in program.without_rule
-    ]
+    operators = _list_operators(program.without_rule)
     if not operators:
         return "operators without a sharding rule: none"
     return f"operators without a sharding rule, computed in full: {len(operators)}: {', '.join(operators)}"
+
+
+def _describe_probed_operators(program: JobProgram) -> str:
+    """Describe the operators without a sharding rule that are split all the same."""
+    operators = _list_operators(program.probed)
+    return f"without a sharding rule, split as sample data showed: {len(operators)}: {', '.join(operators)}"
+
+
+def _list_operators(items: Sequence[ReplicatedOperator | ProbedOperator]) -> list[str]:
+    """Return each operator with its line and module."""
+    return [
+        f"{item.operator} ({_shorten_line(item.line)}{f', {item.module}' if item.module else ''})" for item in items
+    ]
 
 
 def _describe_inputs(kind: str, items: Sequence[ProgramInputRecord]) -> Iterator[str]:

@@ -76,6 +76,8 @@ def _list_program_gaps(programs: Sequence[JobProgram]) -> Iterator[str]:
         f"{item.operator} ({_shorten(item.line)})": None for program in programs for item in program.without_rule
     }
     yield from _format_names("operators without a sharding rule, replicated on every worker", list(without_rule))
+    probed = {f"{item.operator} ({_shorten(item.line)})": None for program in programs for item in program.probed}
+    yield from _format_names("operators without a sharding rule, split as sample data showed", list(probed))
     constants = {
         f"{program.job}: {item.dtype}{list(item.shape)}": None
         for program in programs

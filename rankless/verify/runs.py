@@ -12,7 +12,7 @@ from typing import Literal, TextIO
 
 from rankless.config.run_config import Cluster, InspectedCall, Precision, Program, RunConfig, RunObservation, RunRequest
 from rankless.config.validation import make_run_config
-from rankless.records.inspected_values import ComputedValue, read_values
+from rankless.records.call_values import ComputedValue, read_values
 from rankless.records.job_programs import ProgramRecord, read_program_records
 from rankless.verify.first_differing_value import FirstDifferingValue, find_first_value
 from rankless.verify.foreign_ranks import combine_losses

@@ -12,7 +12,7 @@ from support.processes import on_mesh
 
 import rankless
 from rankless.checkpoint import Checkpoints, Retention, SaveOptions, Saver, retention
-from rankless.checkpoint.files import peek, read_manifest
+from rankless.checkpoint.file_io import peek, read_manifest
 from rankless.checkpoint.manifest import encode_manifest
 from rankless.errors import CheckpointError
 

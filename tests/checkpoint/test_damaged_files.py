@@ -18,7 +18,7 @@ import torch
 from checkpoint.saved_objects import SOLO, Holder, save
 
 from rankless.checkpoint import load
-from rankless.checkpoint.files import MANIFEST_LIMIT_BYTES, read_manifest
+from rankless.checkpoint.file_io import MANIFEST_LIMIT_BYTES, read_manifest
 from rankless.checkpoint.manifest import Manifest, encode_manifest
 from rankless.errors import CheckpointError
 

@@ -8,7 +8,7 @@ import pytest
 from checkpoint.saved_objects import Number, loaded_number, save
 
 from rankless.checkpoint import folder
-from rankless.checkpoint.files import read_manifest
+from rankless.checkpoint.file_io import read_manifest
 from rankless.checkpoint.folder import UncommittedCheckpoint
 from rankless.checkpoint.manifest import TensorFile, encode_manifest
 from rankless.errors import CheckpointError

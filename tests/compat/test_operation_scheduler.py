@@ -13,7 +13,7 @@ from rankless.compat.horovod import context
 from rankless.compat.horovod.common.exceptions import HorovodInternalError
 from rankless.compat.horovod.engine import inline_payload
 from rankless.compat.horovod.engine.operation_scheduler import OperationScheduler
-from rankless.compat.horovod.engine.requests import OperationKind, OperationRequest, ReduceOpCode
+from rankless.compat.horovod.engine.requests import EngineRequest, OperationKind, ReduceOpCode
 from rankless.parallel.mesh import Mesh
 
 SIZES = {"is sent inline": 100, "is reduced in shared memory": 40_000, "takes several chunks": 700_001}
@@ -21,7 +21,7 @@ SIZES = {"is sent inline": 100, "is reduced in shared memory": 40_000, "takes se
 
 def begin(scheduler: OperationScheduler, tensor: torch.Tensor, name: str, **fields: object) -> int:
     handle = scheduler.new_handle()
-    one = OperationRequest(
+    one = EngineRequest(
         kind=OperationKind.ALLREDUCE, name=name, tensor=tensor, output=torch.empty_like(tensor), **fields
     )  # type: ignore[arg-type]
     scheduler.submit(handle, [one])
@@ -170,7 +170,7 @@ def test_a_small_cache_changes_nothing():
 DYING = """
 import os, sys, torch
 from rankless.compat.horovod import context
-from rankless.compat.horovod.engine.requests import OperationKind, OperationRequest
+from rankless.compat.horovod.engine.requests import OperationKind, EngineRequest
 context.init()
 scheduler, rank = context.current().scheduler, context.current().world.rank
 if rank == int(sys.argv[1]):
@@ -179,7 +179,7 @@ tensor = torch.ones(int(sys.argv[2]))
 for number in range(2):
     try:
         handle = scheduler.new_handle()
-        request = OperationRequest(kind=OperationKind.ALLREDUCE, name="a", tensor=tensor, output=tensor)
+        request = EngineRequest(kind=OperationKind.ALLREDUCE, name="a", tensor=tensor, output=tensor)
         scheduler.submit(handle, [request])
         scheduler.synchronize(handle)
     except RuntimeError as error:
@@ -234,9 +234,9 @@ def test_a_rank_that_does_not_submit_is_named_and_can_end_the_job(tmp_path: Path
 
 
 def test_only_small_tensors_on_the_cpu_are_sent_inline():
-    def one(count: int, **fields: object) -> OperationRequest:
+    def one(count: int, **fields: object) -> EngineRequest:
         tensor = torch.empty(count, dtype=torch.uint8)
-        return OperationRequest(kind=OperationKind.ALLREDUCE, tensor=tensor, **fields)  # type: ignore[arg-type]
+        return EngineRequest(kind=OperationKind.ALLREDUCE, tensor=tensor, **fields)  # type: ignore[arg-type]
 
     assert inline_payload.fits_inline([one(inline_payload.MAX_BYTES)], 2)
     assert not inline_payload.fits_inline([one(inline_payload.MAX_BYTES + 1)], 2)

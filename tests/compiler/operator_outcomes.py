@@ -1,25 +1,36 @@
 """Run a case of the operator database on simulated ranks, compare it with eager PyTorch, and classify the outcome."""
 
 import inspect
-from collections.abc import Callable, Iterator
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import Any, Literal
 
 import torch
 from operator_database import SEED, DatabaseCase, Split, without_seeds
-from simulated_ranks import Outcome, collect_inputs, interpret, make_outcome
+from simulated_programs import interpret
+from simulated_ranks import (
+    Outcome,
+    collect_inputs,
+    divide_evenly,
+    make_meshes,
+    make_outcome,
+    run_program_on_axes,
+)
 from torch import Tensor
 
 from rankless.compiler.capture.capture import ArgumentShape, CapturedJob, JobSource, capture
 from rankless.compiler.capture.value_reads import ValueNeeded, ValueReads
+from rankless.compiler.ir.logical_program import LogicalProgram
 from rankless.compiler.ir.memory_order import find_memory_order
 from rankless.compiler.lowering.lower import lower
 from rankless.compiler.lowering.value_check import OtherValueRead
 from rankless.compiler.sharding.sharding_propagation import propagate_shardings
 from rankless.errors import CaptureError
-from rankless.parallel.mesh import Mesh
-from rankless.parallel.tensor_placement import Placement, Replicate, Shard, split_lengths
+from rankless.parallel.tensor_placement import Replicate, Shard, Sharding, split_lengths
 
 Kind = Literal["split", "gathered", "refused", "wrong", "crashed"]
 
@@ -42,6 +53,8 @@ AMPLIFIED = 4.0
 """How far two computations in a coarse type may lie apart, in units of the error of one of them."""
 PERTURBED = 4
 """The number of perturbed runs that measure that error."""
+MOST_PAIRS = 6
+"""The number of divisions on two axes of a case."""
 CPU = torch.device("cpu")
 
 
@@ -77,8 +90,40 @@ class Division:
         """The number of ranks."""
         return len(self.lengths)
 
+    def run(self, program: LogicalProgram, case: DatabaseCase) -> Outcome:
+        """Run the program of every rank."""
+        shardings: list[Sharding] = [
+            (Replicate() if dim is None else Shard(dim, self.lengths),) for dim in self.split.dims
+        ]
+        sharded = propagate_shardings(program, shardings, [self.ranks])
+        graphs = [lower(sharded, mesh) for mesh in make_meshes([self.ranks])]
+        inputs = collect_inputs(graphs, case.tensors, shardings, {"scales": case.scales})
+        torch.manual_seed(SEED)
+        return make_outcome(sharded, graphs, interpret(graphs, inputs, {}))
+
     def __str__(self) -> str:
         return f"{self.split} as {list(self.lengths)}"
+
+
+@dataclass(frozen=True)
+class AxesDivision:
+    """The pieces of the workers of a mesh of two axes of two ranks: which dims each axis divides."""
+
+    splits: tuple[Split, Split]
+
+    def run(self, program: LogicalProgram, case: DatabaseCase) -> Outcome:
+        """Run the program of every worker."""
+        dims = zip(*(split.dims for split in self.splits), strict=True)
+        pairs = zip(case.tensors, dims, strict=True)
+        shardings = [divide_evenly(item.shape, (2, 2), of_axes) for item, of_axes in pairs]
+        torch.manual_seed(SEED)
+        return run_program_on_axes(program, case.tensors, {"scales": case.scales}, (2, 2), shardings)
+
+    def __str__(self) -> str:
+        return f"{self.splits[0]} and {self.splits[1]} on two axes"
+
+
+AnyDivision = Division | AxesDivision
 
 
 class NoOracle(Exception):
@@ -92,6 +137,18 @@ def divisions_of(case: DatabaseCase) -> Iterator[Division]:
         wanted = dict.fromkeys((split_lengths(size, 2), (1, size - 1), split_lengths(size, 3)))
         possible = [Division(split, tuple(lengths)) for lengths in wanted if min(lengths) > 0]
         yield from possible if case.is_thorough else [possible[(place + case.number) % len(possible)]]
+
+
+def divisions_on_two_axes(case: DatabaseCase) -> Iterator[AxesDivision]:
+    """Yield some divisions of a case on two axes, always the same ones: of all pairs of dims, a random choice."""
+    pairs = list(product(case.splits(), repeat=2))
+    chosen = random.Random(str(case)).sample(pairs, min(MOST_PAIRS, len(pairs)))
+    for pair in chosen:
+        dims = zip(*(split.dims for split in pair), strict=True)
+        counts = [Counter(dim for dim in of_axes if dim is not None) for of_axes in dims]
+        pieces = zip(case.tensors, counts, strict=True)
+        if all(item.shape[dim] >= 2**count for item, of_dims in pieces for dim, count in of_dims.items()):
+            yield AxesDivision(pair)
 
 
 @without_seeds()
@@ -149,29 +206,21 @@ class CapturedCase:
     def _compute_next_value(self) -> Any:
         captured = self._capture(ValueReads(self.known, ends_at_unknown=True))
         whole = Division(Split((None,) * len(self.case.tensors)), (1,))
-        return self._run(captured, whole).results[0].item()
+        return whole.run(captured.program, self.case).results[0].item()
 
-    def run(self, division: Division) -> Outcome:
+    def run(self, division: AnyDivision) -> Outcome:
         """Run the program of every rank, and capture again while a value differs from the one captured for."""
         while True:
             try:
-                return self._run(self.captured, division)
+                return division.run(self.captured.program, self.case)
             except OtherValueRead as other:
                 self.known = [read.value for read in self.captured.reads[: other.position]] + [other.value]
             self.captured = self._capture_with_reads()
 
-    def _run(self, captured: CapturedJob, division: Division) -> Outcome:
-        placements: list[Placement] = [
-            Replicate() if dim is None else Shard(dim, division.lengths) for dim in division.split.dims
-        ]
-        sharded = propagate_shardings(captured.program, tuple(placements), division.ranks)
-        graphs = [lower(sharded, Mesh(rank=rank, size=division.ranks, device=CPU)) for rank in range(division.ranks)]
-        inputs = collect_inputs(graphs, self.case.tensors, placements, {"scales": self.case.scales})
-        torch.manual_seed(SEED)
-        return make_outcome(sharded, graphs, interpret(graphs, inputs, {}))
 
-
-def classify(case: DatabaseCase) -> Iterator[tuple[Division | None, Result]]:
+def classify(
+    case: DatabaseCase, list_divisions: Callable[[DatabaseCase], Iterable[AnyDivision]] = divisions_of
+) -> Iterator[tuple[AnyDivision | None, Result]]:
     """Yield the result of a case for each division, or one for all if it is refused. Nothing if PyTorch fails.
 
     A crash is a result too: an exception that is not a `CaptureError` with the line of the script.
@@ -188,7 +237,7 @@ def classify(case: DatabaseCase) -> Iterator[tuple[Division | None, Result]]:
     except Exception as error:
         yield None, Result("crashed", describe_error(error))
         return
-    for division in divisions_of(case):
+    for division in list_divisions(case):
         try:
             outcome = captured.run(division)
         except CaptureError as error:

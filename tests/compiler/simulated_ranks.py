@@ -1,27 +1,26 @@
-"""Simulate N ranks in one process to test capture, sharding and lowering: all programs run node by node in lockstep.
-
-Collectives are computed from the list of all ranks' values. Random operators start from the same generator state on
-every rank, as in real processes.
-"""
+"""Simulate N ranks in one process to test capture, sharding and lowering; see `simulated_programs`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
+from math import prod
 from typing import Any
 
 import torch
+from simulated_programs import interpret
 from torch import Tensor, fx, nn
 
 from rankless.compiler.capture.capture import ArgumentShape, JobSource, capture
 from rankless.compiler.capture.graph_cleanup import named_tensors
-from rankless.compiler.ir.local_kernels import DrawFrom, reduce_extremum
+from rankless.compiler.ir.logical_program import LogicalProgram
 from rankless.compiler.ir.memory_order import find_memory_order
+from rankless.compiler.ir.tensor_parts import list_parts, take_parts
 from rankless.compiler.lowering.lower import LocalGraph, lower
-from rankless.compiler.sharding.redistribute import Redistribution, StackingAllGather
+from rankless.compiler.probing.operator_probe import OperatorProbe
 from rankless.compiler.sharding.sharding_propagation import ShardedProgram, propagate_shardings
-from rankless.compiler.tracing.symbolic_sizes import SymbolicSizes, compile_guards, evaluate_size
-from rankless.context.generator_states import restore_generators, save_generators
-from rankless.parallel.mesh import Mesh
-from rankless.parallel.tensor_placement import Placement, Replicate, Shard, split_lengths
+from rankless.compiler.tracing.symbolic_sizes import SymbolicSizes, compile_guards
+from rankless.parallel.mesh import AxisRole, Mesh, MeshAxis
+from rankless.parallel.tensor_placement import Placement, Replicate, Shard, Sharding, split_lengths
 
 
 @dataclass(frozen=True)
@@ -57,26 +56,102 @@ def run_source_on_simulated_ranks(
     ranks: int,
     captured_at: Sequence[Tensor] | None = None,
     splits_few_rows: bool = False,
+    probe: OperatorProbe | None = None,
 ) -> Outcome:
     """Capture, shard and lower a job for `ranks` ranks, and run all of them.
 
     With `captured_at`, the program is captured for those shapes, with symbols where the arguments' shapes differ. With
-    `splits_few_rows`, fewer rows than ranks are split too, as those of a loader are, and some ranks have none.
+    `splits_few_rows`, fewer rows than ranks are split too, as those of a loader are, and some ranks have none. With
+    `probe`, operators without a rule are probed.
     """
     sizes = SymbolicSizes()
     shapes, symbols = varying_shapes(sizes, arguments if captured_at is None else captured_at, arguments)
     program = capture(source, lambda tensors: (tuple(tensors), {}), shapes, torch.device("cpu"), sizes=sizes).program
-    sharded = propagate_shardings(
-        program, tuple(batch_placement(item.shape, ranks, splits_few_rows) for item in shapes), ranks
-    )
-    meshes = [Mesh(rank=rank, size=ranks, device=torch.device("cpu")) for rank in range(ranks)]
-    graphs = [lower(sharded, mesh) for mesh in meshes]
+    shardings = [(batch_placement(item.shape, ranks, splits_few_rows),) for item in shapes]
+    sharded = propagate_shardings(program, shardings, [ranks], probe)
+    graphs = [lower(sharded, mesh) for mesh in make_meshes([ranks])]
     if not compile_guards(sizes.guard_expressions(), len(symbols))(list(symbols.values())):
         raise GuardsFailed(sizes.guard_expressions())
-    placements = [batch_placement(item.shape, ranks, splits_few_rows) for item in arguments]
-    inputs = collect_inputs(graphs, arguments, placements, source.modules)
+    shardings = [(batch_placement(item.shape, ranks, splits_few_rows),) for item in arguments]
+    inputs = collect_inputs(graphs, arguments, shardings, source.modules)
     values = interpret(graphs, inputs, symbols)
     return make_outcome(sharded, graphs, values)
+
+
+def run_on_simulated_axes(
+    function: Callable[..., Any],
+    modules: Mapping[str, nn.Module],
+    arguments: Sequence[Tensor],
+    axis_sizes: Sequence[int],
+    shardings: Sequence[Callable[[Sequence[int]], Sharding]],
+    trains: bool = True,
+) -> Outcome:
+    """Capture, shard and lower a job for a mesh of several axes, and run all of its workers.
+
+    `shardings` has for each argument a function that returns its sharding, given a worker's ranks along the axes: where
+    two axes divide one dim, the lengths of the inner one depend on the rank along the outer one.
+    """
+    source = JobSource(name="job", function=function, modules=modules, trains=trains)
+    shapes, _ = varying_shapes(SymbolicSizes(), arguments, arguments)
+    program = capture(source, lambda tensors: (tuple(tensors), {}), shapes, torch.device("cpu")).program
+    return run_program_on_axes(program, arguments, modules, axis_sizes, shardings)
+
+
+def run_program_on_axes(
+    program: LogicalProgram,
+    arguments: Sequence[Tensor],
+    modules: Mapping[str, nn.Module],
+    axis_sizes: Sequence[int],
+    shardings: Sequence[Callable[[Sequence[int]], Sharding]],
+) -> Outcome:
+    """Shard and lower a program for a mesh of several axes, and run all of its workers."""
+    programs, graphs = [], []
+    for mesh in make_meshes(axis_sizes):
+        ranks = [axis.rank for axis in mesh.axes]
+        programs.append(propagate_shardings(program, [sharding(ranks) for sharding in shardings], axis_sizes))
+        graphs.append(lower(programs[-1], mesh))
+    places = list(product(*map(range, axis_sizes)))
+    inputs = [
+        collect_inputs([graph], arguments, [sharding(ranks) for sharding in shardings], modules, [ranks])[0]
+        for ranks, graph in zip(places or [(rank,) for rank in range(len(graphs))], graphs, strict=True)
+    ]
+    return make_outcome(programs[0], graphs, interpret(graphs, inputs, {}))
+
+
+def divide_evenly(
+    shape: Sequence[int], axis_sizes: Sequence[int], dims: Sequence[int | None]
+) -> Callable[[Sequence[int]], Sharding]:
+    """Return the sharding of a value by the ranks along the axes: each divides one dim, evenly if possible, or none."""
+
+    def sharding(ranks: Sequence[int]) -> Sharding:
+        sizes, found = list(shape), list[Placement]()
+        for dim, rank, count in zip(dims, ranks, axis_sizes, strict=True):
+            if dim is None:
+                found.append(Replicate())
+                continue
+            lengths = split_lengths(sizes[dim], count)
+            sizes[dim] = lengths[rank]
+            found.append(Shard(dim, lengths))
+        return tuple(found)
+
+    return sharding
+
+
+def make_meshes(axis_sizes: Sequence[int]) -> list[Mesh]:
+    """Return the mesh of each simulated worker, in the order of ranks: the last axis is the innermost."""
+    roles: tuple[AxisRole, ...] = ("data", "tensor", "sequence", "expert")
+    return [
+        Mesh(
+            rank=number,
+            size=prod(axis_sizes),
+            device=torch.device("cpu"),
+            axes=tuple(
+                MeshAxis(name=role, role=role, rank=rank, size=size)
+                for role, rank, size in zip(roles, ranks, axis_sizes, strict=False)
+            ),
+        )
+        for number, ranks in enumerate(product(*map(range, axis_sizes)))
+    ]
 
 
 class GuardsFailed(Exception):
@@ -107,126 +182,26 @@ def batch_placement(shape: Sequence[int], ranks: int, splits_few_rows: bool = Fa
     return Shard(0, split_lengths(shape[0], ranks))
 
 
-def slice_for_rank(value: Tensor, placement: Placement, rank: int) -> Tensor:
-    """Return one rank's piece."""
-    if not isinstance(placement, Shard):
-        return value
-    return value.narrow(placement.dim, placement.start(rank), placement.lengths[rank]).clone()
-
-
 def collect_inputs(
     graphs: Sequence[LocalGraph],
     arguments: Sequence[Tensor],
-    placements: Sequence[Placement],
+    shardings: Sequence[Sharding],
     modules: Mapping[str, nn.Module],
+    places: Sequence[Sequence[int]] = (),
 ) -> list[list[Tensor]]:
     """Return every rank's inputs: its pieces of the arguments, constants, and the tensors of the modules."""
     tensors = named_tensors(modules)
     return [
         [
-            slice_for_rank(arguments[described.index], placements[described.index], rank)
+            take_parts(arguments[described.index], list_parts(shardings[described.index], ranks))
             if described.kind == "argument"
             else described.constant
             if described.constant is not None
             else tensors[described.name]
             for _, described in graph.inputs
         ]
-        for rank, graph in enumerate(graphs)
+        for ranks, graph in zip(places or [(rank,) for rank in range(len(graphs))], graphs, strict=True)
     ]
-
-
-def interpret(
-    graphs: Sequence[LocalGraph], inputs: Sequence[Sequence[Tensor]], symbols: Mapping[str, int]
-) -> list[dict[fx.Node, Any]]:
-    """Run all ranks' graphs, the i-th node of each before the next."""
-    values: list[dict[fx.Node, Any]] = [
-        {node: value.detach() for (node, _), value in zip(graph.inputs, given, strict=True)}
-        for graph, given in zip(graphs, inputs, strict=True)
-    ]
-    for nodes in zip(*(graph.graph.nodes for graph in graphs), strict=True):
-        if nodes[0].op in ("placeholder", "output"):
-            continue
-        arguments = [
-            fx.node.map_aggregate(
-                (node.args, node.kwargs),
-                lambda item, known=known: known[item] if isinstance(item, fx.Node) else evaluate_size(item, symbols),
-            )
-            for node, known in zip(nodes, values, strict=True)
-        ]
-        if isinstance(nodes[0].target, Redistribution | StackingAllGather):
-            pieces, lengths = [args[0] for args, _ in arguments], arguments[0][0][1:]
-            results = [call_collective(node.target, pieces, lengths, rank) for rank, node in enumerate(nodes)]
-        else:
-            own = nodes[0].target.generator if isinstance(nodes[0].target, DrawFrom) else None
-            states = save_generators([] if own is None else [own])
-            results = []
-            with torch.no_grad():
-                for node, (args, kwargs) in zip(nodes, arguments, strict=True):
-                    restore_generators(states)
-                    results.append(node.target(*args, **kwargs))
-        for node, known, result in zip(nodes, values, results, strict=True):
-            known[node] = result
-            if isinstance(result, Tensor) and "logical" in node.meta:
-                check_layout(node, result)
-    return values
-
-
-OWN_LAYOUT = (
-    "_native_batch_norm_legit",
-    "native_batch_norm_backward",
-    "_softmax_backward_data",
-    "_log_softmax_backward_data",
-)
-"""Operators of PyTorch whose kernels lay out results in another way than a trace says, on one device too."""
-
-
-def check_layout(node: fx.Node, value: Tensor) -> None:
-    """Assert that a value that a rank has whole lies in memory as the logical value does.
-
-    A piece may lie otherwise, as that of an expanded value does: random operators draw in the logical value's order.
-    """
-    logical = node.meta["logical"]
-    shape, strides = logical.meta["val"].shape, logical.meta["val"].strides
-    overlaps = any(size != 1 and stride == 0 for size, stride in zip(shape, strides, strict=True))
-    if overlaps or 0 in value.shape or tuple(value.shape) != tuple(shape):
-        return
-    order = sorted(range(len(shape)), key=strides.__getitem__, reverse=True)
-    found = [value.stride(dim) for dim in order if shape[dim] != 1]
-    if found == sorted(found, reverse=True):
-        return
-    producers = f"{logical.target} {[item.target for item in logical.all_input_nodes]}"
-    logical.meta["own layout"] = any(name in producers for name in OWN_LAYOUT) or follows_own_layout(logical)
-    assert logical.meta["own layout"], f"{logical.target}: {value.stride()}, traced {shape}, {strides}"
-
-
-def follows_own_layout(logical: fx.Node) -> bool:
-    """Return whether a value is computed from one that an operator has laid out in its own way."""
-    waiting, seen = list(logical.all_input_nodes), set[fx.Node]()
-    while waiting:
-        node = waiting.pop()
-        if node.meta.get("own layout"):
-            return True
-        if node not in seen:
-            seen.add(node)
-            waiting += node.all_input_nodes
-    return False
-
-
-def call_collective(
-    collective: Redistribution | StackingAllGather, pieces: list[Tensor], lengths: Sequence[tuple[int, ...]], rank: int
-) -> Tensor:
-    """Return what a collective gives to one rank."""
-    if isinstance(collective, StackingAllGather):
-        return torch.stack(pieces)
-    source, target = collective.source, collective.target
-    if isinstance(source, Shard):
-        assert [piece.shape[source.dim] for piece in pieces] == list(lengths[0])
-        whole = torch.cat(pieces, dim=source.dim)
-    elif source.reduce_op == "sum":
-        whole = torch.stack(pieces).sum(0).to(pieces[0].dtype)
-    else:
-        whole = reduce_extremum(torch.stack(pieces), source.reduce_op)
-    return slice_for_rank(whole, Shard(target.dim, lengths[-1]) if isinstance(target, Shard) else target, rank)
 
 
 def make_outcome(
@@ -238,6 +213,7 @@ def make_outcome(
     for index, (node, described) in enumerate(graphs[0].outputs):
         gathered = [known[graph.outputs[index][0]] for graph, known in zip(graphs, values, strict=True)]
         if node in graphs[0].pending_gradients:
+            gathered = select_terms(gathered, [graph.outputs[index][0].meta["summed_along"] for graph in graphs])
             value = torch.stack(gathered).sum(0)
             finite = [item[torch.isfinite(item)].abs().max() for item in gathered if torch.isfinite(item).any()]
             largest_terms[described.name] = float(max(finite, default=0.0))
@@ -254,6 +230,15 @@ def make_outcome(
     return Outcome(results, gradients, mutations, sharded, graphs[0], largest_terms)
 
 
+def select_terms(gathered: list[Tensor], axes: Sequence[Sequence[MeshAxis]]) -> list[Tensor]:
+    """Return the terms of a sum along some axes; workers with the same rank along them have the same term."""
+    found: dict[tuple[int, ...], Tensor] = {}
+    for term, summed in zip(gathered, axes, strict=True):
+        known = found.setdefault(tuple(axis.rank for axis in summed), term)
+        torch.testing.assert_close(term, known, rtol=0, atol=0, equal_nan=True)
+    return list(found.values())
+
+
 def assert_same_as_plain(
     function: Callable[..., Any],
     modules: Mapping[str, nn.Module],
@@ -268,11 +253,28 @@ def assert_same_as_plain(
     The bound is relative to the loss, to a tensor's largest entry, or to the largest gradient of all.
     `run_on_simulated_ranks` explains `captured_at` and `splits_few_rows`.
     """
+    return assert_runs_as_plain(
+        lambda: run_on_simulated_ranks(
+            function, modules, arguments, ranks, captured_at=captured_at, splits_few_rows=splits_few_rows
+        ),
+        function,
+        modules,
+        arguments,
+        bound,
+    )
+
+
+def assert_runs_as_plain(
+    run: Callable[[], Outcome],
+    function: Callable[..., Any],
+    modules: Mapping[str, nn.Module],
+    arguments: Sequence[Tensor],
+    bound: float = 1e-12,
+) -> Outcome:
+    """Assert the same of a run of a job on simulated workers."""
     before = {name: tensor.detach().clone() for name, tensor in named_tensors(modules).items()}
     state = torch.get_rng_state()
-    found = run_on_simulated_ranks(
-        function, modules, arguments, ranks, captured_at=captured_at, splits_few_rows=splits_few_rows
-    )
+    found = run()
     state_after = torch.get_rng_state()
     for name, tensor in named_tensors(modules).items():
         assert torch.equal(tensor.detach(), before[name]), f"capture or run changed {name}"

@@ -11,6 +11,7 @@ import adversarial_modules
 import adversarial_parameters
 import adversarial_python_state
 import adversarial_recomputed
+import adversarial_transforms
 import adversarial_value_reads
 import adversarial_values
 import pytest
@@ -43,6 +44,7 @@ CASES = [
     *adversarial_layouts.CASES,
     *adversarial_parameters.CASES,
     *adversarial_recomputed.CASES,
+    *adversarial_transforms.CASES,
     *adversarial_values.CASES,
     *adversarial_value_reads.CASES,
 ]

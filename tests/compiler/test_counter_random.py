@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rankless.compiler.capture.capture import JobSource, run_compiled_functions_eagerly
-from rankless.compiler.ir.counter_draws import draw, draw_key
+from rankless.compiler.ir.counter_distributions import draw, draw_key
 from rankless.compiler.ir.counter_operators import CounterRandomMode, find_reader
 from rankless.compiler.rules.table import SHARDING_RULES
 
@@ -133,12 +133,12 @@ def test_numbers_depend_on_the_logical_place_and_not_on_memory(name, dtype):
 def test_each_rank_draws_only_its_elements(ranks, monkeypatch):
     drawn = []
 
-    def count(key, distribution, parameters, value, part, order=None):
-        result = draw(key, distribution, parameters, value, part, order)
+    def count(key, distribution, parameters, value, parts, order=None):
+        result = draw(key, distribution, parameters, value, parts, order)
         drawn.append(result.numel())
         return result
 
-    monkeypatch.setattr("rankless.compiler.ir.counter_draws.draw", count)
+    monkeypatch.setattr("rankless.compiler.ir.counter_distributions.draw", count)
     monkeypatch.setattr("rankless.compiler.ir.counter_operators.draw", count)
     run_on_ranks(
         lambda x: F.dropout(x, 0.5) + torch.rand_like(x) + torch.randn(*x.shape) * torch.bernoulli(ratio(x)),

@@ -63,7 +63,7 @@ def test_an_operator_is_exact_where_a_rank_has_no_rows(name):
 
 def is_sharded(outcome: Outcome, node: Any) -> bool:
     """Return whether an operator works on shards, or is lowered in a special way for them."""
-    strategy = outcome.sharded.strategies[node]
+    strategy = outcome.sharded.axes[0].strategies[node]
     placements = (*strategy.inputs, *strategy.outputs)
     return strategy.lower is not None or any(not isinstance(item, Replicate) for item in placements)
 
@@ -103,7 +103,7 @@ def test_some_case_covers_every_rule_on_shards():
     sharded_targets, replicated_targets = set(), set()
     for name in CASES:
         outcome = check_case(name, 3)
-        for node in outcome.sharded.strategies:
+        for node in outcome.sharded.operators:
             (sharded_targets if is_sharded(outcome, node) else replicated_targets).add(node.target)
     assert {operator for operator in SHARDING_RULES if operator not in sharded_targets} == CUDA_ONLY | DRAWN_REPLICATED
     assert replicated_targets >= DRAWN_REPLICATED

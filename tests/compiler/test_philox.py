@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rankless.compiler.ir import philox as philox_module
-from rankless.compiler.ir.counter_draws import draw
+from rankless.compiler.ir.counter_distributions import draw
 from rankless.compiler.ir.philox import MASK, philox
 
 CPU = torch.device("cpu")
@@ -86,12 +86,12 @@ DISTRIBUTIONS = {
 def test_a_part_has_the_bits_of_the_whole(name, shape):
     parameters, dtype = DISTRIBUTIONS[name]
     distribution = name.split()[-1]
-    whole = draw(12345, distribution, parameters, (shape, dtype, CPU), None)
+    whole = draw(12345, distribution, parameters, (shape, dtype, CPU), ())
     assert whole.shape == shape
     assert whole.dtype == dtype
     for dim, size in enumerate(shape):
         for start, length in [(0, size), (0, 0), (0, size // 2), (size // 2, size - size // 2), (size // 3, size // 4)]:
-            part = draw(12345, distribution, parameters, (shape, dtype, CPU), (dim, start, length))
+            part = draw(12345, distribution, parameters, (shape, dtype, CPU), [(dim, start, length)])
             assert part.is_contiguous()
             assert torch.equal(part, whole.narrow(dim, start, length))
 
@@ -99,14 +99,14 @@ def test_a_part_has_the_bits_of_the_whole(name, shape):
 def test_a_part_of_a_tensor_of_many_chunks_has_the_bits_of_the_whole():
     rows = 3 * philox_module.CPU_CHUNK_BLOCKS // 4
     shape = (rows, 23)
-    whole = draw(9, "normal", (0.0, 1.0), (shape, torch.float32, CPU), None)
+    whole = draw(9, "normal", (0.0, 1.0), (shape, torch.float32, CPU), ())
     for dim, start, length in [(0, 1, 7), (0, rows // 2 + 1, rows // 2 - 1), (1, 5, 11), (1, 22, 1)]:
-        part = draw(9, "normal", (0.0, 1.0), (shape, torch.float32, CPU), (dim, start, length))
+        part = draw(9, "normal", (0.0, 1.0), (shape, torch.float32, CPU), [(dim, start, length)])
         assert torch.equal(part, whole.narrow(dim, start, length))
 
 
 def draw_many(distribution: str, *parameters: float, dtype: torch.dtype = torch.float32, key: int = 77) -> Tensor:
-    return draw(key, distribution, parameters, ((COUNT,), dtype, CPU), None)
+    return draw(key, distribution, parameters, ((COUNT,), dtype, CPU), ())
 
 
 CONTINUOUS: dict[str, tuple[str, tuple[float, ...], Callable[..., float]]] = {
@@ -156,7 +156,7 @@ def test_the_rate_of_ones_is_the_probability(probability):
 
 def test_probabilities_per_element_are_those_of_the_element():
     probabilities = torch.linspace(0, 1, 5).repeat(COUNT // 5)
-    drawn = draw(3, "bernoulli", (probabilities,), ((COUNT,), torch.float32, CPU), None).view(-1, 5).mean(0)
+    drawn = draw(3, "bernoulli", (probabilities,), ((COUNT,), torch.float32, CPU), ()).view(-1, 5).mean(0)
     assert drawn[0] == 0
     assert drawn[4] == 1
     assert (drawn - torch.linspace(0, 1, 5)).abs().max() < 4 * (0.25 / (COUNT / 5)) ** 0.5
@@ -164,7 +164,7 @@ def test_probabilities_per_element_are_those_of_the_element():
 
 @pytest.mark.parametrize(("low", "high"), [(0, 10), (-7, 4), (0, 2**40)])
 def test_integers_are_equally_likely(low, high):
-    drawn = draw(5, "integers", (low, high), ((COUNT,), torch.int64, CPU), None)
+    drawn = draw(5, "integers", (low, high), ((COUNT,), torch.int64, CPU), ())
     assert low <= int(drawn.min()) <= int(drawn.max()) < high
     bins = min(high - low, 64)
     counts = torch.bincount((drawn - low) * bins // (high - low), minlength=bins)
@@ -172,7 +172,7 @@ def test_integers_are_equally_likely(low, high):
 
 
 def test_integers_of_the_whole_range_use_all_bits():
-    drawn = draw(5, "integers", (-(2**63), 2**63), ((COUNT,), torch.int64, CPU), None)
+    drawn = draw(5, "integers", (-(2**63), 2**63), ((COUNT,), torch.int64, CPU), ())
     for bit in range(64):
         ones = int(((drawn >> bit) & 1).sum())
         assert scipy.stats.binomtest(ones, COUNT, 0.5).pvalue > SMALLEST_P_VALUE / 64
@@ -188,7 +188,7 @@ def test_geometric_numbers_have_their_distribution():
 def test_bits_of_neighbours_and_of_consecutive_keys_are_independent():
     """Keys that differ in one bit, neighbouring elements, and all 32 bits of a word."""
     sampler = philox_module.Sampler(4, torch.int64, lambda words: words)
-    words = [philox_module.draw_elements(sampler, key, (COUNT,), None, CPU) for key in (1, 2, 3, 1 + 2**32, 1 + 2**62)]
+    words = [philox_module.draw_elements(sampler, key, (COUNT,), (), CPU) for key in (1, 2, 3, 1 + 2**32, 1 + 2**62)]
     limit = 5 * COUNT**-0.5
     pairs = [(words[0], other) for other in words[1:]] + [(words[0][:-lag], words[0][lag:]) for lag in (1, 2, 3, 4, 16)]
     for first, second in pairs:

@@ -116,7 +116,7 @@ def train_with_batch_dims(mesh, batch_dims, rows):
     loss = job(torch.randint(4, (5, rows)), torch.rand(5, 5).double())
     ((executable,),) = next(iter(job._view._programs._entries.values())).by_shapes.values()
     placements = {
-        given.index: str(executable.local.sharded.placements[node])
+        given.index: str(executable.local.sharded.sharding(node)[0])
         for node, given in executable.captured.program.inputs.items()
         if given.kind == "argument"
     }
@@ -205,7 +205,7 @@ def describe_variadic_placements(mesh):
     ((executable,),) = next(iter(job._view._programs._entries.values())).by_shapes.values()
     inputs = executable.captured.program.inputs
     return warnings, [
-        str(executable.local.sharded.placements[node]) for node, given in inputs.items() if given.kind == "argument"
+        str(executable.local.sharded.sharding(node)[0]) for node, given in inputs.items() if given.kind == "argument"
     ]
 
 

@@ -12,7 +12,7 @@ from rankless.context.world import World
 from rankless.errors import ConfigError
 from rankless.jobs.definition import StepOptions
 from rankless.jobs.job import make_job
-from rankless.jobs.views.mirrored import LocalElement
+from rankless.jobs.views.mirrored import LocalArgument
 from rankless.parallel.mesh import Mesh
 
 STEPS = 6
@@ -126,7 +126,7 @@ def predict_on_mesh(mesh: Mesh, own: bool) -> list[Any]:
     )
     x, y = batch(3)
     parts = list(x.chunk(2)), list(y.chunk(2))
-    found = job(LocalElement(parts[0][mesh.rank]), LocalElement(parts[1][mesh.rank])) if own else job(*parts)
+    found = job(LocalArgument(parts[0][mesh.rank]), LocalArgument(parts[1][mesh.rank])) if own else job(*parts)
     assert not any(tensor.requires_grad for tensor in found)
     return found
 

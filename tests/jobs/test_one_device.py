@@ -81,6 +81,32 @@ def test_changes_that_several_workers_make_too_are_not_warned_of():
     assert "data" not in vars(torch.Tensor)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+@pytest.mark.parametrize(
+    ("where", "name"), [("closure", "graph"), ("buffer", "model.graph")], ids=["closure", "buffer"]
+)
+def test_a_matrix_in_a_compressed_layout_is_warned_of_once(where: str, name: str):
+    notices: list[str] = []
+    world = World(mesh=Mesh.solo(), notify=notices.append, send_record=lambda _: None)
+    model, graph = nn.Linear(6, 4), torch.eye(5).to_sparse_csr()
+    if where == "buffer":
+        model.register_buffer("graph", graph)
+
+    def from_closure(features):
+        return (graph @ model(features)).square().mean()
+
+    def from_buffer(features):
+        return (model.graph @ model(features)).square().mean()
+
+    train = from_closure if where == "closure" else from_buffer
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    job = make_job(train, model=model, optimizer=optimizer, view=None, world=lambda: world)
+    for _ in range(2):
+        job(torch.ones(5, 6))
+    (notice,) = notices
+    assert f"job 'from_{where}': {name} has the layout torch.sparse_csr; this works with one worker only" in notice
+
+
 def test_a_compiled_model_in_a_job_works_on_one_device():
     world = World(mesh=Mesh.solo(), notify=pytest.fail, send_record=lambda _: None)
     model = nn.Linear(6, 4)

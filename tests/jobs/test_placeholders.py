@@ -12,7 +12,7 @@ from rankless.context.world import World
 from rankless.errors import ConfigError, DataError
 from rankless.jobs.argument_annotations import PerDevice, Whole
 from rankless.jobs.job import make_job
-from rankless.jobs.views.mirrored import LocalElement
+from rankless.jobs.views.mirrored import LocalArgument
 from rankless.parallel.mesh import Mesh
 
 IMAGES = Whole((4, None), torch.float32)
@@ -87,7 +87,7 @@ def test_a_per_device_placeholder_selects_the_mirrored_view():
     assert job.definition.view == "mirrored"
     results = job([torch.ones(2, 3), numpy.ones((1, 3), dtype="float32")])
     assert len(results) == 2
-    assert len(job(LocalElement(torch.ones(2, 3)))) == 1
+    assert len(job(LocalArgument(torch.ones(2, 3)))) == 1
     with pytest.raises(DataError, match=r"images\[1\] of shape \[any, 3\]"):
         job([torch.ones(2, 3), torch.ones(2, 4)])
     with pytest.raises(DataError, match="one element per device"):

@@ -14,7 +14,8 @@ from support.processes import on_mesh
 from torch import Tensor, nn
 
 from rankless.context.world import World
-from rankless.jobs.arguments import flatten_arguments, get_local_piece, get_placements
+from rankless.jobs.arguments import flatten_arguments, get_shardings
+from rankless.jobs.bound_program import collect_inputs
 from rankless.jobs.definition import JobDefinition
 from rankless.jobs.program_cache import ProgramCache
 from rankless.jobs.program_records import describe_program
@@ -82,14 +83,10 @@ def compare_plan_with_traffic(mesh: Mesh, rows: int, dtype: torch.dtype) -> tupl
     )
     world = World(mesh=mesh, notify=lambda _text: None, send_record=lambda _record: None)
     arguments = flatten_arguments((torch.randn(rows, 6, dtype=dtype), labels), {}, mesh.device)
-    placements = get_placements(arguments, mesh)
+    shardings = get_shardings(arguments, mesh)
     programs = ProgramCache(job, world)
-    executable = programs.capture_program(programs.look_up(arguments, placements))
-    values = [slot if isinstance(slot, Tensor | int) else slot.tensor().detach() for slot in executable.slots]
-    values = [
-        get_local_piece(arguments.tensors[item], placements[item], mesh) if isinstance(item, int) else item
-        for item in values
-    ]
+    executable = programs.capture_program(programs.look_up(arguments, shardings))
+    values = collect_inputs(executable, arguments, shardings, mesh)
     with count_bytes() as moved:
         executable.local(values)
     return describe_program(job, executable.local), moved

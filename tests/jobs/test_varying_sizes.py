@@ -14,9 +14,9 @@ from rankless.jobs.program_cache import CacheEntry, CacheLookup, ProgramCache
 from rankless.jobs.varying_sizes import (
     SizeConstraints,
     SizeHistory,
-    is_even_split,
+    list_uneven_dims,
     make_symbolic_shapes,
-    resize_placement,
+    resize_sharding,
 )
 from rankless.parallel.tensor_placement import Replicate, Shard, split_lengths
 
@@ -71,14 +71,14 @@ def test_symbolic_shard_lengths_fit_every_size_without_a_guard(parts):
 
 
 def test_uneven_shard_lengths_stay_fixed():
-    uneven = Shard(0, (5, 2))
-    assert not is_even_split(uneven, (7, 3))
-    assert is_even_split(Shard(0, (4, 3)), (7, 3))
-    assert is_even_split(Replicate(), (7, 3))
-    assert resize_placement(uneven, (7, 3)) == uneven
+    uneven = (Shard(0, (5, 2)),)
+    assert list_uneven_dims(uneven, (7, 3)) == [0]
+    assert list_uneven_dims((Shard(0, (4, 3)),), (7, 3)) == []
+    assert list_uneven_dims((Replicate(),), (7, 3)) == []
+    assert resize_sharding(uneven, (7, 3)) == uneven
     entry = CacheEntry(history=make_history(((6, 4),), ((8, 5),), ((7, 3),)))
     call = CacheLookup(
-        arguments=FlattenedArguments((), None, ()), shapes=((7, 3),), placements=(uneven,), entry=entry, known=None
+        arguments=FlattenedArguments((), None, ()), shapes=((7, 3),), shardings=(uneven,), entry=entry, known=None
     )
     assert call.varying() == (((0, 1),),)
 

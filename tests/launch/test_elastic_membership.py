@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import pytest
 
 from rankless.config.elastic import Elastic
-from rankless.launch.elastic.member import Action, SendAction, StartAction, WorkerState
+from rankless.launch.elastic.driver_actions import Action, MessageAction, StartAction, WorkerState
 from rankless.launch.elastic.membership import JOIN_TIMEOUT_SECONDS, JobMembership
 from rankless.records.elastic_messages import HostsChanged, RoundEnded, RoundStarted, WorkerDismissed, WorkerReady
 
@@ -28,7 +28,7 @@ def sent_messages(actions: Iterable[Action], kind: type) -> dict[int, object]:
     return {
         action.worker.number: action.message
         for action in actions
-        if isinstance(action, SendAction) and isinstance(action.message, kind)
+        if isinstance(action, MessageAction) and isinstance(action.message, kind)
     }
 
 
@@ -91,7 +91,7 @@ def test_a_round_starts_when_all_are_ready_and_rank_0_serves_its_store_first():
     assert membership.decide(1.0) == []
     mark_ready(membership, 2)
     (first,) = membership.decide(1.0)
-    assert isinstance(first, SendAction)
+    assert isinstance(first, MessageAction)
     assert (first.message.port, first.message.assignment.rank) == (None, 0)
     assert membership.decide(1.0) == []
     membership.mark_store_ready(0, 1, 4000)

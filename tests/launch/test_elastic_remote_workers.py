@@ -16,7 +16,7 @@ from support.jobs import wait_until
 
 from rankless.config.elastic import Elastic
 from rankless.config.run_config import AgreedJobConfig, Program, RunRequest
-from rankless.launch.elastic.member import ElasticWorker
+from rankless.launch.elastic.driver_actions import ElasticWorker
 from rankless.launch.elastic.remote_workers import RemoteWorkers
 from rankless.launch.elastic.ssh_protocol import HostTask
 from rankless.launch.rendezvous.host_facts import installed_versions

@@ -1,5 +1,6 @@
 """Write docs/scoreboard.md from the rows of the operator tests, at the end of `make soak`."""
 
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -9,7 +10,10 @@ from typing import Any
 
 Row = Mapping[str, Any]
 KINDS = ("split", "gathered", "refused", "wrong", "crashed")
-PAGE = Path(__file__).parents[2] / "docs" / "scoreboard.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "scoreboard.md"
+RULES = ("rules", "ir", "sharding", "lowering", "capture/decompositions.py")
+"""Files and folders of rankless/compiler that decide how an operator is split."""
 
 HEAD = """# Operators
 
@@ -43,6 +47,7 @@ def page(rows: Sequence[Row], tested: str) -> str:
         f"Run of {datetime.now(UTC):%Y-%m-%d} at commit {tested}: {len(rows)} variants of operators, {total} cases.",
         f"{equal} cases are equal to the last bit. Of {divisible} cases that can be split, decided by brute force, "
         f"{divisible - missed} are ({100 * (divisible - missed) / max(1, divisible):.1f} %).",
+        f"Digest of the files that decide it: {digest_rules()}.",
         "",
         *table("mode", counts, lambda key: key[3]),
         *table("dtype", counts, lambda key: key[1]),
@@ -92,6 +97,15 @@ def list_missed(rows: Sequence[Row]) -> list[str]:
         f"- `{variant}`: {', '.join(f'{reason} ({count})' for reason, count in reasons.items())}"
         for variant, reasons in missed
     ] + [""]
+
+
+def digest_rules() -> str:
+    """Return a digest of the text of all files in `RULES`."""
+    digest = hashlib.sha256()
+    for path in (ROOT / "rankless" / "compiler" / name for name in RULES):
+        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+            digest.update(f"{file.relative_to(ROOT)}\n".encode() + file.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def write_page(rows_file: Path, tested: str) -> None:

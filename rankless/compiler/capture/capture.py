@@ -21,8 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from rankless.compiler.capture.autocast import apply_autocast_state, disable_autocast, get_autocast_state
-from rankless.compiler.capture.data_changes import refuse_use_of_old_data, require_own_data
 from rankless.compiler.capture.decompositions import CORRECTED, DECOMPOSITIONS, autograd_kernels
+from rankless.compiler.capture.dot_data_assignments import refuse_use_of_old_data, require_own_data
 from rankless.compiler.capture.forbidden_training_calls import RETURN_LOSS
 from rankless.compiler.capture.global_modes_key import require_grad_enabled
 from rankless.compiler.capture.graph_cleanup import clean_up, name_checks, name_inputs_and_outputs
@@ -68,7 +68,7 @@ class JobSource:
     line: str = ""
     """Where the function is defined; errors without a more precise line use it."""
     draws_by_counter: bool = False
-    """Whether its random operators draw by counter; see `rankless.compiler.ir.counter_draws`."""
+    """Whether its random operators draw by counter; see `rankless.compiler.ir.counter_distributions`."""
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
+from rankless.compiler.capture import compressed_layouts
 from rankless.compiler.capture.forbidden_training_calls import REFUSED_WITHOUT_CAPTURE
 from rankless.errors import CaptureError, RanklessError
 from rankless.user_code import PACKAGE_FOLDER, display_name, is_user_code
@@ -55,6 +56,11 @@ TRACE_ERRORS: tuple[tuple[str, str, str], ...] = (
             "make the tensor a buffer of a module passed as model=, or change it outside the job",
         )
         for pattern in CHANGED_OUTSIDE
+    ),
+    (
+        "do not have strides",
+        compressed_layouts.EXPECTED,
+        compressed_layouts.FIX,
     ),
     (
         "output has alias annotations",

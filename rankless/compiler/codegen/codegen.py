@@ -9,15 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from rankless.compiler.capture.trace_errors import offer_whole_batch
 from rankless.compiler.ir.logical_program import LogicalProgram, ProgramInput, ProgramOutput
 from rankless.compiler.lowering.lower import lower
+from rankless.compiler.probing.operator_probe import OperatorProbe
 from rankless.compiler.scheduling.gradient_buckets import schedule_gradients
 from rankless.compiler.scheduling.gradient_memory import GradientMemory
 from rankless.compiler.sharding.redistribute import CollectiveRecord
 from rankless.compiler.sharding.sharding_propagation import ShardedProgram, propagate_shardings
 from rankless.compiler.tracing.symbolic_sizes import EXPRESSION_GLOBALS, format_expression, is_symbolic
 from rankless.parallel.mesh import Mesh
-from rankless.parallel.tensor_placement import Placement
+from rankless.parallel.tensor_placement import Sharding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,16 +143,27 @@ class CodeWriter:
 
 def build_local_program(
     program: LogicalProgram,
-    argument_placements: tuple[Placement, ...],
+    argument_shardings: Sequence[Sharding],
     mesh: Mesh,
     *,
     memory: GradientMemory,
     sizes: Sequence[str] = (),
+    probe: OperatorProbe | None = None,
 ) -> LocalProgram:
-    """Shard, lower and schedule a logical program for the rank of `mesh`; `sizes` names the varying sizes."""
-    sharded = propagate_shardings(program, argument_placements, mesh.size)
+    """Shard, lower and schedule a logical program for the rank of `mesh`.
+
+    Args:
+        program: The program, the same on all ranks.
+        argument_shardings: The sharding of each of its tensor arguments.
+        mesh: The ranks.
+        memory: The memory of gradients.
+        sizes: The names of varying sizes.
+        probe: Probes operators without a rule. None leaves them whole. With it the call is collective.
+    """
+    with offer_whole_batch():
+        sharded = propagate_shardings(program, argument_shardings, [axis.size for axis in mesh.axes], probe)
     local = lower(sharded, mesh)
-    local = schedule_gradients(local, program, mesh, memory)
+    local = schedule_gradients(local, program, memory)
     function, lines = generate_function(local.graph, sizes)
     return LocalProgram(
         inputs=tuple(described for _, described in local.inputs),

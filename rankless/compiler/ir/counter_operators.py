@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rankless.compiler.ir.counter_draws import draw, draw_key
+from rankless.compiler.ir.counter_distributions import draw, draw_key
 from rankless.compiler.ir.local_kernels import apply_dropout
+from rankless.compiler.ir.tensor_parts import Part
 
 aten = torch.ops.aten
 
@@ -138,7 +139,7 @@ class CounterRandomMode(TorchDispatchMode):
             default = torch.int64 if reader is read_integers else torch.get_default_dtype()
             dtype = default if like is None else like.dtype
         call = reader(found, dtype)
-        values = draw(draw_key(shape), call.distribution, call.parameters, (shape, dtype, device), None)
+        values = draw(draw_key(shape), call.distribution, call.parameters, (shape, dtype, device), ())
         return place_values(func, found, values)
 
 
@@ -170,7 +171,7 @@ def run_dropout(x: Tensor, probability: float, train: bool | None) -> tuple[Tens
     if train is False:
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
     mask = torch.empty_like(x, dtype=torch.bool)
-    mask.copy_(draw_mask(draw_mask_key(x.shape, probability), probability, (x.shape, x.device), None))
+    mask.copy_(draw_mask(draw_mask_key(x.shape, probability), probability, (x.shape, x.device), ()))
     return apply_dropout(x, mask, probability), mask
 
 
@@ -183,9 +184,9 @@ def draw_mask(
     key: int,
     probability: float,
     value: tuple[Sequence[int], torch.device],
-    part: tuple[int, int, int] | None,
+    parts: Sequence[Part],
     order: Sequence[int] | None = None,
 ) -> Tensor:
-    """Return a rank's part of the mask of the elements that dropout keeps; see `counter_draws.draw`."""
+    """Return a rank's part of the mask of the elements that dropout keeps; see `counter_distributions.draw`."""
     shape, device = value
-    return draw(key, "bernoulli", (1 - probability,), (shape, torch.bool, device), part, order)
+    return draw(key, "bernoulli", (1 - probability,), (shape, torch.bool, device), parts, order)

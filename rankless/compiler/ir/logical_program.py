@@ -11,6 +11,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx
 
+from rankless.compiler.ir.dense_parts import list_dense_parts
+
 InputKind = Literal["parameter", "buffer", "argument", "constant"]
 OutputKind = Literal["result", "gradient", "mutation", "check"]
 """A "check" is a value that the job's Python read; see Note [values that Python reads]."""
@@ -113,11 +115,10 @@ class LogicalProgram:
         """Whether the program draws random numbers."""
         return any(map(is_random_node, self.graph.nodes))
 
-    @property
-    def generators(self) -> list[torch.Generator]:
+    @cached_property
+    def generators(self) -> tuple[torch.Generator, ...]:
         """The generators of the script from which it draws, each once."""
-        found = [node.meta["generator"] for node in self.graph.nodes if "generator" in node.meta]
-        return list(dict.fromkeys(found))
+        return tuple(dict.fromkeys(node.meta["generator"] for node in self.graph.nodes if "generator" in node.meta))
 
     def digest(self) -> str:
         """Return the first sixteen hexadecimal digits of the SHA-256 of `text`."""
@@ -130,7 +131,7 @@ def is_random_node(node: fx.Node) -> bool:
 
 
 def draws_by_counter(node: fx.Node) -> bool:
-    """Return whether a node draws its numbers by counter; see `rankless.compiler.ir.counter_draws`."""
+    """Return whether a node draws its numbers by counter; see `rankless.compiler.ir.counter_distributions`."""
     return bool(node.meta.get("counter"))
 
 
@@ -168,9 +169,8 @@ def hash_constant(constant: Tensor | None) -> str:
     """Return a digest of a constant's bytes, so that ranks with different constants are detected."""
     if constant is None:
         return ""
-    data = (
-        constant.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
-        if constant.dim()
-        else repr(constant.item()).encode()
-    )
-    return " " + hashlib.sha256(data).hexdigest()[:8]
+    digest = hashlib.sha256()
+    for part in list_dense_parts(constant.detach()):
+        plain = part.cpu().resolve_conj().resolve_neg().contiguous()
+        digest.update(plain.view(torch.uint8).numpy().tobytes() if plain.dim() else repr(plain.item()).encode())
+    return " " + digest.hexdigest()[:8]

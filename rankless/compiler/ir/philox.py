@@ -19,6 +19,8 @@ from math import prod
 import torch
 from torch import Tensor
 
+from rankless.compiler.ir.tensor_parts import Part, take_parts
+
 MASK = 0xFFFFFFFF
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_INCREMENTS = (0x9E3779B9, 0xBB67AE85)
@@ -29,9 +31,6 @@ CPU_CHUNK_BLOCKS = 2**14
 GPU_CHUNK_BLOCKS = 2**24
 VECTOR_BLOCKS = 64
 """A chunk has a multiple of this number of blocks; see Note [equal bits]."""
-
-Part = tuple[int, int, int]
-"""A part of a logical tensor: dim, first index and length."""
 
 
 @dataclass(frozen=True)
@@ -71,17 +70,23 @@ def philox(counter: Sequence[Tensor], key: tuple[int, int]) -> tuple[Tensor, Ten
     return x0, x1.bitwise_and_(MASK), x2, x3.bitwise_and_(MASK)
 
 
-def draw_elements(sampler: Sampler, key: int, shape: Sequence[int], part: Part | None, device: torch.device) -> Tensor:
-    """Return the samples of a part of a logical tensor, contiguous; None for the whole.
+def draw_elements(
+    sampler: Sampler, key: int, shape: Sequence[int], parts: Sequence[Part], device: torch.device
+) -> Tensor:
+    """Return the samples of a part of a logical tensor, contiguous.
+
+    Of several ranges, the first decides which samples are computed; the others are cut from these.
 
     Args:
         sampler: The distribution.
         key: The key of this tensor, from 0 to 2**64 - 1.
         shape: The shape of the logical tensor.
-        part: The part to return.
+        parts: The part to return, as ranges of different dims; none for the whole.
         device: Where to compute it.
     """
-    dim, start, length = part or (0, 0, shape[0] if shape else 1)
+    if len(parts) > 1:
+        return take_parts(draw_elements(sampler, key, shape, parts[:1], device), parts[1:]).contiguous()
+    dim, start, length = parts[0] if parts else (0, 0, shape[0] if shape else 1)
     local_shape = [*shape[:dim], length, *shape[dim + 1 :]] if shape else []
     if prod(local_shape) == 0:
         return torch.empty(local_shape, dtype=sampler.dtype, device=device)
@@ -94,7 +99,7 @@ def draw_elements(sampler: Sampler, key: int, shape: Sequence[int], part: Part |
     offset = first % shared
     blocks = -(-(offset + size) // shared) if is_aligned else (size + 2 * shared - 2) // shared
     if ranges > 1 and ranges * blocks * shared >= ranges * stride:
-        return draw_elements(sampler, key, shape, None, device).narrow(dim, start, length).contiguous()
+        return draw_elements(sampler, key, shape, (), device).narrow(dim, start, length).contiguous()
     starts = torch.arange(ranges, device=device).mul_(stride).add_(first)
     numbers = starts.div(shared, rounding_mode="floor").unsqueeze(1) + torch.arange(blocks, device=device)
     drawn = draw_blocks(sampler, key, numbers.view(-1)).view(ranges, blocks * shared)

@@ -1,6 +1,6 @@
 """Lower a sharded program to one rank's program on local values, with collectives where placements differ."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import getitem
 from typing import Any
@@ -18,12 +18,13 @@ from rankless.compiler.ir.logical_program import (
     format_value,
 )
 from rankless.compiler.ir.memory_order import find_memory_order, find_repeated_dims, order_memory, repeat_memory
+from rankless.compiler.ir.tensor_parts import Part, list_parts
+from rankless.compiler.lowering.sums_in_place import add_in_place
 from rankless.compiler.lowering.value_check import ValueCheck
 from rankless.compiler.rules.random import CounterDraw, lower_counter_draw
 from rankless.compiler.rules.strategy import (
     LocalValue,
-    Strategy,
-    compute_local_shape,
+    OperatorCall,
     get_operator,
     list_tensor_slots,
     make_call,
@@ -36,10 +37,11 @@ from rankless.compiler.sharding.redistribute import (
     count_bytes,
     estimate_cost,
 )
+from rankless.compiler.sharding.redistribution_steps import list_steps, replace_placement
 from rankless.compiler.sharding.sharding_propagation import ShardedProgram
 from rankless.compiler.tracing.symbolic_sizes import size_hint
 from rankless.parallel.mesh import Mesh
-from rankless.parallel.tensor_placement import Partial, Placement, Replicate, Shard
+from rankless.parallel.tensor_placement import Partial, Replicate, Shard, Sharding, compute_local_shape
 
 aten = torch.ops.aten
 rankless_ops = torch.ops.rankless
@@ -47,7 +49,7 @@ rankless_ops = torch.ops.rankless
 LOCAL_OPERATORS: dict[Any, Callable[..., Any]] = {
     aten.view.default: aten.reshape.default,  # a gathered or reduced value may have other strides than the logical one
     aten._unsafe_view.default: aten.reshape.default,
-    rankless_ops.linear.default: aten.linear.default,
+    rankless_ops.linear.default: custom_ops.run_linear,
     rankless_ops.linear_weight.default: custom_ops.run_linear_weight,
     rankless_ops.recurrent.default: custom_ops.run_recurrent,
     rankless_ops.recurrent_backward.default: custom_ops.run_recurrent_backward,
@@ -79,13 +81,16 @@ class LoweringPass:
 
     def __init__(self, sharded: ShardedProgram, mesh: Mesh) -> None:
         self.sharded = sharded
-        self.mesh = mesh
-        self.rank = mesh.rank
+        self.axes = mesh.axes
+        self.ranks = tuple(axis.rank for axis in mesh.axes)
+        self.whole: Sharding = (Replicate(),) * len(mesh.axes)
         self.graph = fx.Graph()
-        self.values: dict[fx.Node, dict[Placement, fx.Node]] = {}
+        self.values: dict[fx.Node, dict[Sharding, fx.Node]] = {}
         self.results: dict[fx.Node, LocalValue] = {}
         self.draws: dict[fx.Node, CounterDraw] = {}
         self.current_node: fx.Node | None = None
+        self.current_axes: Sequence[int] = ()
+        """The numbers of the axes whose strategies are being lowered."""
         self.generator: torch.Generator | None = None
         """The script's generator from which the operator draws that is being lowered."""
 
@@ -110,23 +115,40 @@ class LoweringPass:
             "backward": bool(meta.get("backward")),
         }
 
+    @property
+    def rank(self) -> int:
+        """This process's rank along the axis whose strategy is being lowered."""
+        (number,) = self.current_axes
+        return self.ranks[number]
+
     def output_size(self, index: int) -> list[int]:
         """Return the local size of an output of that operator."""
         assert self.current_node is not None
         value = self.current_node.meta["val"]
         shape = tuple((value[index] if isinstance(value, tuple | list) else value).shape)
-        return compute_local_shape(shape, self.sharded.strategies[self.current_node].outputs[index], self.rank)
+        return compute_local_shape(shape, self.output_sharding(index), self.ranks)
+
+    def output_sharding(self, index: int) -> Sharding:
+        """Return the sharding of an output of that operator."""
+        assert self.current_node is not None
+        return self.sharded.output_shardings(self.current_node)[index]
+
+    def list_parts(self, sharding: Sharding) -> tuple[Part, ...]:
+        """Return this rank's part of a value, as ranges of dims."""
+        return list_parts(sharding, self.ranks)
 
     def all_reduce(self, value: fx.Node, reason: str, size: int) -> fx.Node:
-        """Add a sum over all ranks of a value of `size` bytes."""
-        target = Redistribution(self.mesh, Partial(), Replicate())
-        return self.add_collective(target, value, size, reason, purpose="operator")
+        """Add a sum of a value of `size` bytes over the ranks along the current axes."""
+        for number in self.current_axes:
+            target = Redistribution(self.axes[number], Partial(), Replicate())
+            value = self.add_collective(target, value, size, reason, purpose="operator")
+        return value
 
     def all_gather(self, value: fx.Node, reason: str, size: int) -> fx.Node:
-        """Add an all-gather of equal pieces, of `size` bytes each, along a new dim 0."""
-        return self.add_collective(
-            StackingAllGather(self.mesh), value, size * self.mesh.size, reason, purpose="operator"
-        )
+        """Add an all-gather of equal pieces, of `size` bytes each, along a new dim 0 and the current axis."""
+        (number,) = self.current_axes
+        axis = self.axes[number]
+        return self.add_collective(StackingAllGather(axis), value, size * axis.size, reason, purpose="operator")
 
     def add_collective(
         self,
@@ -163,13 +185,13 @@ class LoweringPass:
             if node in logical.inputs:
                 local = self.graph.placeholder(node.name)
                 local.meta["described"] = logical.inputs[node].name
-                self.values[node] = {self.sharded.placements[node]: local}
+                self.values[node] = {self.sharded.sharding(node): local}
                 inputs.append((local, logical.inputs[node]))
         for node in logical.graph.nodes:
             if node not in logical.inputs and node.op != "output":
                 self.lower_node(node)
             for check in checks.get(node, ()):
-                self.call(ValueCheck(check.index, check.expected), self.redistribute(node, Replicate(), check.name))
+                self.call(ValueCheck(check.index, check.expected), self.redistribute(node, self.whole, check.name))
         outputs, pending_gradients = self.lower_outputs()
         self.graph.output(tuple(node for node, _ in outputs))
         return LocalGraph(
@@ -184,14 +206,17 @@ class LoweringPass:
         outputs, pending_gradients = [], []
         for node, described in self.sharded.logical.outputs:
             self.current_node = node
-            placement = self.sharded.placements[node]
-            if described.kind == "gradient" and isinstance(placement, Partial):
-                local = self.values[node][placement]
-                if local not in pending_gradients:
-                    pending_gradients.append(local)
-            else:
-                name = described.name if described.kind == "result" else f"{described.kind} of {described.name}"
-                local = self.redistribute(node, Replicate(), name, purpose="output")
+            name = described.name if described.kind == "result" else f"{described.kind} of {described.name}"
+            target = self.whole
+            if described.kind == "gradient":
+                target = tuple(
+                    item if isinstance(item, Partial) else Replicate() for item in self.sharded.sharding(node)
+                )
+            local = self.redistribute(node, target, name, purpose="output")
+            summed = tuple(axis for axis, item in zip(self.axes, target, strict=True) if isinstance(item, Partial))
+            if summed and local not in pending_gradients:
+                pending_gradients.append(local)
+                local.meta["summed_along"] = summed
             outputs.append((local, described))
         return outputs, pending_gradients
 
@@ -205,33 +230,36 @@ class LoweringPass:
             assert local is not None, f"{source.target} has no output {index}"
             self.store(node, local, source)
             return
-        strategy = self.sharded.strategies[node]
-        slots = list_tensor_slots(node)
-        inputs = [value for value in slots if value is not None]
+        inputs = [value for value in list_tensor_slots(node) if value is not None]
         local_inputs = [
             self.redistribute(value, required, f"input of {format_operator(node.target)}")
-            for value, required in zip(inputs, strategy.inputs, strict=True)
+            for value, required in zip(inputs, self.sharded.input_shardings(node), strict=True)
         ]
         args, kwargs = replace_arguments(node, iter(local_inputs))
-        if draws_by_counter(node) and strategy.lower is None and node.target is not aten.native_dropout.default:
+        has_lowering = any(strategy.lower is not None for strategy in self.sharded.strategies(node))
+        if draws_by_counter(node) and not has_lowering and node.target is not aten.native_dropout.default:
             self.lower_counter_draw(node, args, kwargs)
             return
-        result = self.apply_strategy(node, strategy, args, kwargs)
+        result = self.apply_strategies(node, args, kwargs)
         self.results[node] = result
         if not isinstance(result, tuple):
             self.store(node, result, node)
 
     def lower_counter_draw(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Add the key of a draw by counter; each placement that is used adds the draw of this rank's part."""
-        call = make_call(node, self.sharded.placements, self.mesh.size)
-        drawn = lower_counter_draw(self, call, args, kwargs)
+        drawn = lower_counter_draw(self, self.make_call(node, 0), args, kwargs)
         self.values[node] = {}
         if drawn.is_whole:
-            self.store(node, drawn.add(Replicate()), node)
+            self.store(node, drawn.add(self.whole), node)
         else:
             self.draws[node] = drawn
 
-    def add_counter_draw(self, node: fx.Node, target: Placement) -> fx.Node:
+    def make_call(self, node: fx.Node, number: int) -> OperatorCall:
+        """Return an operator as the axis with this number divides it."""
+        axis = self.sharded.axes[number]
+        return make_call(node, axis.placements, axis.ranks)
+
+    def add_counter_draw(self, node: fx.Node, target: Sharding) -> fx.Node:
         """Add the draw of this rank's part of a value, and describe it by its operator."""
         user, self.current_node = self.current_node, node
         local = self.draws[node].add(target)
@@ -245,53 +273,67 @@ class LoweringPass:
         """Keep the local value of a logical one, and describe it by its operator."""
         local.meta.setdefault("described", f"{format_value(node)} of {format_operator(computed_by.target)}")
         local.meta.setdefault("logical", node)
-        self.values[node] = {self.sharded.placements[node]: local}
+        self.values[node] = {self.sharded.sharding(node): local}
 
-    def apply_strategy(
-        self, node: fx.Node, strategy: Strategy, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> LocalValue:
-        """Add the operator on local values as its strategy prescribes."""
+    def apply_strategies(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalValue:
+        """Add the operator on local values as its strategies prescribe; see Note [several axes]."""
         self.generator = node.meta.get("generator")
-        if strategy.lower is None:
+        lowerings = {
+            number: strategy.lower
+            for number, strategy in enumerate(self.sharded.strategies(node))
+            if strategy.lower is not None
+        }
+        if not lowerings:
             result: LocalValue = self.call(get_operator(node), *args, **kwargs)
         else:
-            call = make_call(node, self.sharded.placements, self.mesh.size)
-            result = strategy.lower(self, call, args, kwargs)
+            self.current_axes = tuple(lowerings)
+            (lower,) = set(lowerings.values())
+            result = lower(self, self.make_call(node, self.current_axes[0]), args, kwargs)
+            self.current_axes = ()
         self.generator = None
         return result
 
     def redistribute(
-        self, node: fx.Node, target: Placement, reason: str, *, purpose: CollectivePurpose = "input"
+        self, node: fx.Node, target: Sharding, reason: str, *, purpose: CollectivePurpose = "input"
     ) -> fx.Node:
-        """Return the local value in the target placement; redistribute it at most once per placement."""
+        """Return the local value in the target sharding; redistribute it at most once per sharding."""
         available = self.values[node]
         if target in available:
             return available[target]
-        if node in self.draws and (not available or not isinstance(target, Partial)):
-            if not isinstance(target, Partial):
+        adds = any(isinstance(placement, Partial) for placement in target)
+        if node in self.draws and not (available and adds):
+            if not adds:
                 return self.add_counter_draw(node, target)
-            self.add_counter_draw(node, Replicate())
+            self.add_counter_draw(node, self.whole)
         size = count_bytes(node)
-        source = min(available, key=lambda placement: estimate_cost(size, placement, target, self.mesh.size))
-        available[target] = self.add_redistribution(node, source, target, reason, purpose)
+        source = min(available, key=lambda sharding: self.estimate_cost(size, sharding, target))
+        for step in list_steps(source, target):
+            if step not in available:
+                available[step] = self.add_step(node, source, step, reason, purpose)
+            source = step
         return available[target]
 
-    def add_redistribution(
-        self, node: fx.Node, source: Placement, target: Placement, reason: str, purpose: CollectivePurpose
+    def estimate_cost(self, size: int, source: Sharding, target: Sharding) -> float:
+        """Estimate the bytes that the redistribution of a value of `size` bytes sends."""
+        triples = zip(self.axes, source, target, strict=True)
+        return sum(estimate_cost(size, before, after, axis.size) for axis, before, after in triples)
+
+    def add_step(
+        self, node: fx.Node, source: Sharding, target: Sharding, reason: str, purpose: CollectivePurpose
     ) -> fx.Node:
-        """Add the nodes that redistribute a value from one placement to another."""
-        local = self.values[node][source]
-        if isinstance(source, Replicate) and isinstance(target, Shard):
-            start, length = target.start(self.rank), target.lengths[self.rank]
-            return self.call(local_kernels.slice_dim, local, target.dim, start, length)
-        if isinstance(source, Replicate):
-            return self.call(local_kernels.keep_on_rank_zero, local, self.rank)
-        is_resize = isinstance(source, Shard) and isinstance(target, Shard) and source.dim == target.dim
-        if is_resize or (isinstance(target, Shard) and isinstance(source, Partial) and source.reduce_op != "sum"):
-            self.values[node][Replicate()] = self.add_redistribution(node, source, Replicate(), reason, purpose)
-            return self.add_redistribution(node, Replicate(), target, reason, purpose)
-        redistribution = Redistribution(self.mesh, source, target)
-        moved = self.add_collective(redistribution, local, count_bytes(node), reason, purpose=purpose)
+        """Add the nodes that change the placement of a value along one axis."""
+        ((number, before, after),) = (
+            (number, *pair) for number, pair in enumerate(zip(source, target, strict=True)) if pair[0] != pair[1]
+        )
+        local, axis = self.values[node][source], self.axes[number]
+        if isinstance(before, Replicate) and isinstance(after, Shard):
+            start, length = after.start(axis.rank), after.lengths[axis.rank]
+            return self.call(local_kernels.slice_dim, local, after.dim, start, length)
+        if isinstance(before, Replicate):
+            return self.call(local_kernels.keep_on_rank_zero, local, axis.rank)
+        shape = compute_local_shape(node.meta["val"].shape, replace_placement(source, number, Replicate()), self.ranks)
+        size = count_bytes(node, shape)
+        moved = self.add_collective(Redistribution(axis, before, after), local, size, reason, purpose=purpose)
         return self.restore_layout(moved, node.meta["val"])
 
     def restore_layout(self, moved: fx.Node, logical: LogicalValue) -> fx.Node:
@@ -327,4 +369,6 @@ def replace_argument(argument: Any, values: Any) -> Any:
 
 def lower(sharded: ShardedProgram, mesh: Mesh) -> LocalGraph:
     """Return the program of the rank of `mesh`."""
-    return LoweringPass(sharded, mesh).lower_graph()
+    local = LoweringPass(sharded, mesh).lower_graph()
+    add_in_place(local.graph)
+    return local

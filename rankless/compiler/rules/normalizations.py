@@ -22,11 +22,10 @@ from rankless.compiler.rules.strategy import (
     OperatorCall,
     ShardingRule,
     Strategy,
-    compute_local_shape,
     logical_shape,
 )
 from rankless.compiler.tracing.symbolic_sizes import size_hint
-from rankless.parallel.tensor_placement import Placement, Replicate, Shard
+from rankless.parallel.tensor_placement import Placement, Replicate, Shard, compute_local_shape
 
 aten = torch.ops.aten
 
@@ -95,12 +94,12 @@ def list_channel_shards(call: OperatorCall, count: int) -> Iterator[Shard]:
             yield placement
 
 
-def count_per_channel(call: OperatorCall, position: int, placement: Placement, mesh_size: int) -> list[int]:
+def count_per_channel(call: OperatorCall, position: int, placement: Placement) -> list[int]:
     """Return every rank's number of values per channel."""
     shape = logical_shape(call.inputs[position])
     counts = []
-    for rank in range(mesh_size):
-        sizes = compute_local_shape(shape, placement, rank)
+    for rank in range(call.ranks):
+        sizes = compute_local_shape(shape, (placement,), (rank,))
         counts.append(prod(sizes[:1] + sizes[2:]))
     return counts
 
@@ -134,7 +133,7 @@ def make_batch_norm_lowering(placement: Placement) -> Any:
         running = (args[3], args[4]) if has_running else (None, None)
         moments = builder.call(local_kernels.channel_moments, x)
         gathered = builder.all_gather(moments, "statistics of the whole batch", moments_bytes(call.inputs[0]))
-        counts = count_per_channel(call, 0, placement, call.mesh_size)
+        counts = count_per_channel(call, 0, placement)
         settings = (tuple(counts), call.argument("momentum"), call.argument("eps"))
         results = builder.call(local_kernels.batch_norm, x, (weight, bias), running, gathered, settings)
         return tuple(builder.call(getitem, results, index) for index in range(len(call.output_shapes)))
@@ -178,7 +177,7 @@ def make_batch_norm_backward_lowering(placement: Placement) -> Any:
         found = builder.call(local_kernels.batch_norm_local_gradients, grad, x, weight, mean, reciprocal)
         direct, sums = builder.call(getitem, found, 0), builder.call(getitem, found, 1)
         total = builder.all_reduce(sums, "gradients of the whole batch's statistics", moments_bytes(call.inputs[1]))
-        count = sum(count_per_channel(call, 0, placement, call.mesh_size))
+        count = sum(count_per_channel(call, 0, placement))
         by_input = builder.call(
             local_kernels.batch_norm_input_gradient, direct, x, weight, (total, mean, reciprocal), count
         )

@@ -1,7 +1,7 @@
 """Rules for random operators: every rank draws the logical value in the script's order and keeps its part.
 
 The numbers therefore equal those of the plain script bit for bit, and the generators of all ranks stay equal. In a job
-that draws by counter, each rank draws only its part (see `rankless.compiler.ir.counter_draws`).
+that draws by counter, each rank draws only its part (see `rankless.compiler.ir.counter_distributions`).
 """
 
 from collections.abc import Callable, Iterator
@@ -11,21 +11,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from rankless.compiler.ir import counter_draws, counter_operators, local_kernels
+from rankless.compiler.ir import counter_distributions, counter_operators, local_kernels
 from rankless.compiler.ir.logical_program import LogicalValue, draws_by_counter
 from rankless.compiler.ir.memory_order import find_memory_order
 from rankless.compiler.rules.strategy import GraphBuilder, LocalValue, OperatorCall, ShardingRule, Strategy
 from rankless.compiler.tracing.symbolic_sizes import size_hint
-from rankless.parallel.tensor_placement import Placement, Replicate, Shard
+from rankless.parallel.tensor_placement import Placement, Replicate, Shard, Sharding
 
 aten = torch.ops.aten
-
-
-def get_local_slice(builder: GraphBuilder, placement: Placement) -> tuple[int, int, int] | None:
-    """Return the (dim, start, length) of a rank's part, or None for a replicated value."""
-    if not isinstance(placement, Shard):
-        return None
-    return placement.dim, placement.start(builder.rank), placement.lengths[builder.rank]
 
 
 def get_memory_layout(call: OperatorCall, index: int = 0) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
@@ -38,7 +31,7 @@ def get_memory_layout(call: OperatorCall, index: int = 0) -> tuple[tuple[int, ..
 class CounterDraw:
     """A draw by counter whose key is in the program."""
 
-    add: Callable[[Placement], fx.Node]
+    add: Callable[[Sharding], fx.Node]
     """Adds the draw of this rank's part of the value."""
     is_whole: bool
     """Whether its parameters are whole tensors, so that only the whole value can be drawn."""
@@ -59,16 +52,16 @@ def lower_counter_draw(
     assert reader is not None, call.operator
     found = counter_operators.bind_arguments(call.operator, args, kwargs)
     drawn = reader(found, value.dtype)
-    key = builder.call(counter_draws.draw_key, value.shape)
+    key = builder.call(counter_distributions.draw_key, value.shape)
 
-    def draw(placement: Placement) -> fx.Node:
+    def draw(sharding: Sharding) -> fx.Node:
         return builder.call(
-            counter_draws.draw,
+            counter_distributions.draw,
             key,
             drawn.distribution,
             drawn.parameters,
             (value.shape, value.dtype, value.device),
-            get_local_slice(builder, placement),
+            builder.list_parts(sharding),
             get_logical_order(value),
         )
 
@@ -81,27 +74,24 @@ def like_strategies(call: OperatorCall) -> Iterator[Strategy]:
     local_placement: Placement = placement if isinstance(placement, Shard) else Replicate()
     if draws_by_counter(call.node) and not isinstance(placement, Shard):
         return  # what is replicated is drawn in the placement of each use
+    yield Strategy((local_placement,), (local_placement,), lower_draw)
 
-    def lower(builder: GraphBuilder, call: OperatorCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalValue:
-        if draws_by_counter(call.node):
-            return lower_counter_draw(builder, call, args, kwargs).add(local_placement)
-        device = call.inputs[0].meta["val"].device
-        arguments = tuple(args[1:])
-        if kwargs.get("dtype") is not None:
-            shape, strides, _ = get_memory_layout(call)
-            layout = (shape, strides, kwargs["dtype"])
-        else:
-            layout = get_memory_layout(call)
-        return builder.call(
-            local_kernels.draw_and_slice,
-            call.operator,
-            layout,
-            device,
-            arguments,
-            get_local_slice(builder, local_placement),
-        )
 
-    yield Strategy((local_placement,), (local_placement,), lower)
+def lower_draw(builder: GraphBuilder, call: OperatorCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalValue:
+    """Draw this rank's part of the output."""
+    if draws_by_counter(call.node):
+        return lower_counter_draw(builder, call, args, kwargs).add(builder.output_sharding(0))
+    device = call.inputs[0].meta["val"].device
+    shape, strides, dtype = get_memory_layout(call)
+    layout = (shape, strides, dtype if kwargs.get("dtype") is None else kwargs["dtype"])
+    return builder.call(
+        local_kernels.draw_and_slice,
+        call.operator,
+        layout,
+        device,
+        tuple(args[1:]),
+        builder.list_parts(builder.output_sharding(0)),
+    )
 
 
 def dropout_strategies(call: OperatorCall) -> Iterator[Strategy]:
@@ -110,22 +100,26 @@ def dropout_strategies(call: OperatorCall) -> Iterator[Strategy]:
         return
     placement = call.current_placements[0]
     local_placement: Placement = placement if isinstance(placement, Shard) else Replicate()
+    yield Strategy((local_placement,), (local_placement, local_placement), lower_dropout)
 
-    def lower(builder: GraphBuilder, call: OperatorCall, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> LocalValue:
-        device = call.inputs[0].meta["val"].device
-        probability = call.argument("p")
-        part = get_local_slice(builder, local_placement)
-        if draws_by_counter(call.node):
-            logical: LogicalValue = call.node.meta["val"][1]
-            key = builder.call(counter_operators.draw_mask_key, logical.shape, probability)
-            value = (logical.shape, logical.device)
-            order = get_logical_order(logical)
-            mask = builder.call(counter_operators.draw_mask, key, probability, value, part, order)
-        else:
-            mask = builder.call(local_kernels.draw_dropout_mask, get_memory_layout(call), device, probability, part)
-        return builder.call(local_kernels.apply_dropout, args[0], mask, probability), mask
 
-    yield Strategy((local_placement,), (local_placement, local_placement), lower)
+def lower_dropout(
+    builder: GraphBuilder, call: OperatorCall, args: tuple[Any, ...], _kwargs: dict[str, Any]
+) -> LocalValue:
+    """Draw this rank's part of the mask, and apply it."""
+    device, probability, parts = (
+        call.inputs[0].meta["val"].device,
+        call.argument("p"),
+        builder.list_parts(builder.output_sharding(0)),
+    )
+    if draws_by_counter(call.node):
+        logical: LogicalValue = call.node.meta["val"][1]
+        key = builder.call(counter_operators.draw_mask_key, logical.shape, probability)
+        value, order = (logical.shape, logical.device), get_logical_order(logical)
+        mask = builder.call(counter_operators.draw_mask, key, probability, value, parts, order)
+    else:
+        mask = builder.call(local_kernels.draw_dropout_mask, get_memory_layout(call), device, probability, parts)
+    return builder.call(local_kernels.apply_dropout, args[0], mask, probability), mask
 
 
 def probability_strategies(call: OperatorCall) -> Iterator[Strategy]:

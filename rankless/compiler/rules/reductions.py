@@ -255,10 +255,7 @@ RULES: dict[Any, ShardingRule] = {
         )
     },
     **dict.fromkeys(
-        (
-            aten.flip.default,
-            aten.roll.default,
-        ),
+        (aten.flip.default, aten.roll.default),
         make_pattern_rule(along_dims_pattern, (0,)),
     ),
 }

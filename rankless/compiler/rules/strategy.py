@@ -8,7 +8,8 @@ import torch
 from torch import fx
 
 from rankless.compiler.ir.logical_program import LogicalValue
-from rankless.parallel.tensor_placement import Placement, Replicate, Shard
+from rankless.compiler.ir.tensor_parts import Part
+from rankless.parallel.tensor_placement import Placement, Replicate, Sharding
 
 AtenOperator = torch._ops.OpOverload
 LocalValue = fx.Node | tuple[fx.Node | None, ...]
@@ -16,9 +17,16 @@ LocalValue = fx.Node | tuple[fx.Node | None, ...]
 
 
 class GraphBuilder(Protocol):
-    """What a lowering rule may do: add operators and collectives to one rank's program."""
+    """What a lowering rule may do: add operators and collectives to one rank's program.
 
-    rank: int
+    Several axes may divide a call by strategies with the same lowering. It then runs once, and its collectives run
+    along all of them. Such a function depends on no placement of one axis. One made for a placement serves one axis.
+    """
+
+    @property
+    def rank(self) -> int:
+        """This process's rank along the axis whose strategy is being lowered."""
+        ...
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         """Add an operator, or a Rankless function, on local values."""
@@ -28,8 +36,16 @@ class GraphBuilder(Protocol):
         """Return the local size of an output of the call that is being lowered."""
         ...
 
+    def output_sharding(self, index: int) -> Sharding:
+        """Return the sharding of that output."""
+        ...
+
+    def list_parts(self, sharding: Sharding) -> tuple[Part, ...]:
+        """Return this rank's part of a value with a sharding, as ranges of dims; none if it is whole."""
+        ...
+
     def all_reduce(self, value: fx.Node, reason: str, size: int) -> fx.Node:
-        """Add a sum over all ranks of a value of `size` bytes."""
+        """Add a sum over the ranks of a value of `size` bytes."""
         ...
 
     def all_gather(self, value: fx.Node, reason: str, size: int) -> fx.Node:
@@ -55,13 +71,17 @@ class Strategy:
 
 @dataclass(frozen=True)
 class OperatorCall:
-    """An operator in the logical program; `slots` are its tensor arguments in schema order."""
+    """An operator in the logical program, and how one axis divides its inputs.
+
+    `slots` are its tensor arguments in schema order. A rule knows nothing of other axes.
+    """
 
     node: fx.Node
     operator: AtenOperator
     slots: tuple[fx.Node | None, ...]
     placements: Mapping[fx.Node, Placement]
-    mesh_size: int
+    ranks: int
+    """The number of ranks along the axis."""
 
     @property
     def inputs(self) -> tuple[fx.Node, ...]:
@@ -99,9 +119,9 @@ def get_operator(node: fx.Node) -> AtenOperator:
     return node.target
 
 
-def make_call(node: fx.Node, placements: Mapping[fx.Node, Placement], mesh_size: int) -> OperatorCall:
+def make_call(node: fx.Node, placements: Mapping[fx.Node, Placement], ranks: int) -> OperatorCall:
     """Return a node of the logical program as a call to shard or lower."""
-    return OperatorCall(node, get_operator(node), list_tensor_slots(node), placements, mesh_size)
+    return OperatorCall(node, get_operator(node), list_tensor_slots(node), placements, ranks)
 
 
 def logical_shape(node: fx.Node) -> tuple[int, ...]:
@@ -127,11 +147,3 @@ def list_tensor_slots(node: fx.Node) -> tuple[fx.Node | None, ...]:
 def make_replicated_strategy(call: OperatorCall) -> Strategy:
     """Return the strategy that is always correct: every value replicated."""
     return Strategy((Replicate(),) * len(call.inputs), (Replicate(),) * len(call.output_shapes))
-
-
-def compute_local_shape(shape: tuple[int, ...], placement: Placement, rank: int) -> list[int]:
-    """Return the shape of one rank's piece of a logical value."""
-    sizes = list(shape)
-    if isinstance(placement, Shard):
-        sizes[placement.dim] = placement.lengths[rank]
-    return sizes

@@ -23,10 +23,9 @@ from rankless.compiler.rules.strategy import (
     OperatorCall,
     ShardingRule,
     Strategy,
-    compute_local_shape,
     logical_shape,
 )
-from rankless.parallel.tensor_placement import Placement, Shard
+from rankless.parallel.tensor_placement import Shard
 
 aten = torch.ops.aten
 
@@ -38,7 +37,7 @@ def reshape_strategies(call: OperatorCall) -> Iterator[Strategy]:
     if isinstance(placement, Shard):
         carried = carry_shard(logical_shape(call.inputs[0]), shape, placement)
         if carried is not None:
-            yield Strategy((placement,), (carried,), make_reshape_lowering(shape, carried))
+            yield Strategy((placement,), (carried,), lower_to_reshape)
     yield from partial_sum_strategies(call, (0,))
 
 
@@ -61,15 +60,6 @@ def carry_shard(before: tuple[int, ...], after: tuple[int, ...], placement: Shar
     if any(count % per_row for count in elements):
         return None
     return Shard(dim, tuple(count // per_row for count in elements))
-
-
-def make_reshape_lowering(shape: tuple[int, ...], placement: Placement) -> Any:
-    """Return a lowering of a view to a reshape, because a local piece may have other strides than the logical value."""
-
-    def lower(builder: GraphBuilder, _call: OperatorCall, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> LocalValue:
-        return builder.call(aten.reshape.default, args[0], compute_local_shape(shape, placement, builder.rank))
-
-    return lower
 
 
 def permute_pattern(call: OperatorCall) -> str:
@@ -317,7 +307,10 @@ def make_size_lowering(argument: int) -> Any:
 def lower_to_reshape(
     builder: GraphBuilder, _call: OperatorCall, args: tuple[Any, ...], _kwargs: dict[str, Any]
 ) -> LocalValue:
-    """Lower a squeeze to a reshape, because a piece of one row would lose its row dim too."""
+    """Lower to a reshape to the size of the local output.
+
+    A local piece may have strides of which there is no such view. A squeeze would remove the dim of a single row too.
+    """
     return builder.call(aten.reshape.default, args[0], builder.output_size(0))
 
 

@@ -18,14 +18,14 @@ from rankless.compiler.ir.custom_ops import run_linear_weight
 from rankless.compiler.ir.logical_program import LogicalProgram, LogicalValue, is_fresh
 from rankless.compiler.lowering.lower import LocalGraph
 from rankless.compiler.scheduling.gradient_memory import (
+    EnsureOwnMemory,
     FlatMemory,
     GradientLayout,
     GradientMemory,
-    OwnMemory,
     find_gradient_layout,
 )
 from rankless.compiler.sharding.redistribute import CollectiveRecord, all_reduce_bytes
-from rankless.parallel.mesh import Mesh
+from rankless.parallel.mesh import MeshAxis
 
 aten = torch.ops.aten
 
@@ -50,6 +50,12 @@ class GradientOutput:
     layout: GradientLayout
 
     @property
+    def axes(self) -> tuple[MeshAxis, ...]:
+        """The axes along which each rank has a term of it."""
+        axes: tuple[MeshAxis, ...] = self.local.meta.get("summed_along", ())
+        return axes
+
+    @property
     def bytes(self) -> int:
         """Its size."""
         return self.value.numel() * self.value.element_size()
@@ -58,8 +64,8 @@ class GradientOutput:
 class GradientBucket:
     """Gradients that are reduced together. `.grad` of the parameters are views of its memory."""
 
-    def __init__(self, mesh: Mesh, memory: FlatMemory, layouts: tuple[GradientLayout, ...]) -> None:
-        self.mesh = mesh
+    def __init__(self, axes: tuple[MeshAxis, ...], memory: FlatMemory, layouts: tuple[GradientLayout, ...]) -> None:
+        self.axes = axes
         self.memory = memory
         self.layouts = layouts
         self.gradient_views: list[Tensor] = []
@@ -81,18 +87,22 @@ class GradientBucket:
         """Copy in the gradients that were not written in place, and start to reduce all."""
         if gradients:
             torch._foreach_copy_([self.gradient_views[index] for index in indices], list(gradients))
-        self.work = start_all_reduce(self.memory.flat, mesh=self.mesh)
+        self.work = start_all_reduce(self.memory.flat, among=self.axes[0])
 
     def finish(self) -> list[Tensor]:
-        """Wait for the sums and return them."""
+        """Wait for the sums and return them. Only the sum along the first axis overlaps with computation."""
         if self.work is not None:
             self.work.wait()
             self.work = None
+        for axis in self.axes[1:]:
+            work = start_all_reduce(self.memory.flat, among=axis)
+            if work is not None:
+                work.wait()
         # Return new tensors over the same memory: an optimizer or a user may keep or detach them.
         return [view.detach() for view in self.gradient_views]
 
 
-def schedule_gradients(local: LocalGraph, program: LogicalProgram, mesh: Mesh, memory: GradientMemory) -> LocalGraph:
+def schedule_gradients(local: LocalGraph, program: LogicalProgram, memory: GradientMemory) -> LocalGraph:
     """Return the local graph of a logical program with its pending gradients reduced, each in memory of its own.
 
     See Note [memory of a gradient].
@@ -112,7 +122,7 @@ def schedule_gradients(local: LocalGraph, program: LogicalProgram, mesh: Mesh, m
     reduced: dict[str, fx.Node] = {}
     for number, group in enumerate(group_into_buckets(in_order)):
         layouts = tuple(gradient.layout for gradient in group)
-        bucket = GradientBucket(mesh, memory.get(number, layouts, group[0].value), layouts)
+        bucket = GradientBucket(group[0].axes, memory.get(number, layouts, group[0].value), layouts)
         reduced |= add_bucket(local.graph, bucket, group)
     uses = Counter(node for node, _ in local.outputs)
     output = get_output(local.graph)
@@ -122,7 +132,9 @@ def schedule_gradients(local: LocalGraph, program: LogicalProgram, mesh: Mesh, m
                 known = to_reduce.get(gradient.local)
                 value = gradient.local if known is None else reduced[known.name]
                 is_shared = known is not None or uses[value] > 1 or len(value.users) > 1 or not is_fresh(value)
-                reduced[gradient.name] = local.graph.call_function(OwnMemory(gradient.layout, is_shared), (value,))
+                reduced[gradient.name] = local.graph.call_function(
+                    EnsureOwnMemory(gradient.layout, is_shared), (value,)
+                )
     outputs = tuple(
         (reduced[described.name] if described.kind == "gradient" else node, described)
         for node, described in local.outputs
@@ -153,7 +165,7 @@ def add_bucket(graph: fx.Graph, bucket: GradientBucket, group: Sequence[Gradient
         purpose="gradient",
         value=", ".join(gradient.name for gradient in group),
         bytes=size,
-        sent_bytes=all_reduce_bytes(size, bucket.mesh.size),
+        sent_bytes=sum(all_reduce_bytes(size, axis.size) for axis in bucket.axes),
         line=str(last.meta.get("line", "")),
         reason=f"{len(group)} gradients" if len(group) > 1 else "a gradient",
         backward=True,
@@ -186,14 +198,15 @@ def try_write_in_place(graph: fx.Graph, node: fx.Node, bucket: GradientBucket, i
 
 
 def group_into_buckets(gradients: Sequence[GradientOutput]) -> list[list[GradientOutput]]:
-    """Group gradients, in the order of computation, by dtype and limited size."""
+    """Group gradients, in the order of computation, by dtype, axes and limited size."""
     groups: list[list[GradientOutput]] = []
-    filled_bytes, dtype = 0, None
+    filled_bytes, kind = 0, None
     for gradient in gradients:
         limit = FIRST_BUCKET_BYTES if len(groups) == 1 else BUCKET_BYTES
-        if not groups or dtype != gradient.value.dtype or filled_bytes + gradient.bytes > limit:
+        own_kind = gradient.value.dtype, gradient.axes
+        if not groups or kind != own_kind or filled_bytes + gradient.bytes > limit:
             groups.append([])
-            filled_bytes, dtype = 0, gradient.value.dtype
+            filled_bytes, kind = 0, own_kind
         groups[-1].append(gradient)
         filled_bytes += gradient.bytes
     return groups

@@ -85,7 +85,7 @@ class GradientMemory:
 
 
 @dataclass(frozen=True)
-class OwnMemory:
+class EnsureOwnMemory:
     """Called with a gradient that is in no bucket, returns it in its layout and in memory of its own."""
 
     layout: GradientLayout

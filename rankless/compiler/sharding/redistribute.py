@@ -1,7 +1,8 @@
-"""Redistribution of a value from one placement to another, and its cost."""
+"""Redistribution of a value from one placement to another along one axis, and its cost."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf
+from math import inf, prod
 from typing import Literal
 
 import torch
@@ -12,7 +13,7 @@ from rankless.compiler.ir import local_kernels
 from rankless.compiler.ir.operator_origin import ModuleName
 from rankless.compiler.rules.pattern import is_partial_sum
 from rankless.compiler.tracing.symbolic_sizes import size_hint
-from rankless.parallel.mesh import Mesh
+from rankless.parallel.mesh import MeshAxis
 from rankless.parallel.tensor_placement import Partial, Placement, Replicate, Shard
 
 CollectivePurpose = Literal["input", "operator", "gradient", "output"]
@@ -42,10 +43,11 @@ class CollectiveRecord:
     """Whether the collective overlaps with computation."""
 
 
-def count_bytes(node: fx.Node) -> int:
-    """Return the size of a logical value."""
+def count_bytes(node: fx.Node, shape: Sequence[int] | None = None) -> int:
+    """Return the size of a logical value, or of a piece of it with another shape."""
     value = node.meta["val"]
-    return int(size_hint(value.numel()) * value.element_size())
+    elements = prod(size_hint(size) for size in (value.shape if shape is None else shape))
+    return int(elements * value.element_size())
 
 
 def estimate_cost(size: int, source: Placement, target: Placement, ranks: int) -> float:
@@ -74,10 +76,10 @@ def all_reduce_bytes(size: int, ranks: int) -> int:
 
 
 class Redistribution:
-    """A redistribution as a node of a local program: called with a local tensor and the shard lengths."""
+    """A redistribution along one axis, as a node of a local program: called with a tensor and the shard lengths."""
 
-    def __init__(self, mesh: Mesh, source: Placement, target: Placement) -> None:
-        self.mesh = mesh
+    def __init__(self, axis: MeshAxis, source: Placement, target: Placement) -> None:
+        self.axis = axis
         self.source = source
         self.target = target
         self.__name__ = self.kind
@@ -107,7 +109,7 @@ class Redistribution:
 
         An all-gather pads pieces to the longest.
         """
-        source, target, ranks = self.source, self.target, self.mesh.size
+        source, target, ranks = self.source, self.target, self.axis.size
         if isinstance(source, Shard) and isinstance(target, Shard):
             return size * (ranks - 1) // ranks**2
         if isinstance(source, Shard):
@@ -123,35 +125,35 @@ class Redistribution:
         if isinstance(source, Shard) and isinstance(target, Shard):
             return mesh_collectives.all_to_all(
                 value,
-                mesh=self.mesh,
+                among=self.axis,
                 from_dim=source.dim,
                 from_lengths=lengths[0],
                 to_dim=target.dim,
                 to_lengths=lengths[1],
             )
         if isinstance(source, Shard):
-            return mesh_collectives.all_gather(value, mesh=self.mesh, dim=source.dim, lengths=lengths[0])
+            return mesh_collectives.all_gather(value, among=self.axis, dim=source.dim, lengths=lengths[0])
         if isinstance(target, Shard):
-            return mesh_collectives.reduce_scatter(value, mesh=self.mesh, dim=target.dim, lengths=lengths[0])
+            return mesh_collectives.reduce_scatter(value, among=self.axis, dim=target.dim, lengths=lengths[0])
         if isinstance(source, Partial) and not is_partial_sum(source):
             gathered = mesh_collectives.all_gather(
-                value.unsqueeze(0), mesh=self.mesh, dim=0, lengths=(1,) * self.mesh.size
+                value.unsqueeze(0), among=self.axis, dim=0, lengths=(1,) * self.axis.size
             )
             return local_kernels.reduce_extremum(gathered, source.reduce_op)
-        return mesh_collectives.all_reduce(value, mesh=self.mesh)
+        return mesh_collectives.all_reduce(value, among=self.axis)
 
 
 class StackingAllGather:
     """An all-gather of equal pieces along a new dim 0, as a node of a local program."""
 
-    def __init__(self, mesh: Mesh) -> None:
-        self.mesh = mesh
+    def __init__(self, axis: MeshAxis) -> None:
+        self.axis = axis
         self.__name__ = "all_gather"
 
     def sent_bytes(self, size: int) -> int:
         """Return what one worker sends for `size` bytes of all ranks together."""
-        return size * (self.mesh.size - 1) // self.mesh.size
+        return size * (self.axis.size - 1) // self.axis.size
 
     def __call__(self, value: torch.Tensor) -> torch.Tensor:
         """Gather the pieces of all ranks."""
-        return mesh_collectives.all_gather(value.unsqueeze(0), mesh=self.mesh, dim=0, lengths=(1,) * self.mesh.size)
+        return mesh_collectives.all_gather(value.unsqueeze(0), among=self.axis, dim=0, lengths=(1,) * self.axis.size)

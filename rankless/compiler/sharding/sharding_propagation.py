@@ -1,11 +1,18 @@
-"""Propagate shardings: give every value of a logical program a placement and every operator a strategy.
+"""Propagate shardings: along each axis, give every value of a program a placement and every operator a strategy.
 
 The pass is greedy, in program order: of an operator's strategies it takes the one that sends the fewest bytes. With
 replicated parameters and a sharded batch (data parallelism), the result matches an expert's program: one reduction per
 gradient and per count.
+
+Note [several axes]: the pass runs once per axis, from the outermost. Rules know one axis and logical shapes. A strategy
+without a lowering of its own is right whatever other axes do, because it runs the operator on the local values. Two
+strategies with lowerings combine only if they have the same one (see `GraphBuilder`). If an outer axis divides the same
+dim of a value, the lengths of an inner axis hold for the pieces that the outer one leaves, so no other value may get
+them. A strategy that does not combine is left out, and the inner axis may compute the operator on whole values. Choices
+do not depend on the lengths that one worker has, so all workers make the same ones.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from operator import getitem
@@ -14,40 +21,104 @@ from typing import Any
 from torch import fx
 
 from rankless.compiler.ir.logical_program import LogicalProgram, LogicalValue
+from rankless.compiler.probing.operator_probe import OperatorProbe
 from rankless.compiler.rules.strategy import OperatorCall, Strategy, make_call, make_replicated_strategy
 from rankless.compiler.rules.table import REFUSED_OPERATORS, find_rule
 from rankless.compiler.sharding.redistribute import estimate_cost
 from rankless.compiler.tracing.symbolic_sizes import size_hint
 from rankless.errors import CaptureError
-from rankless.parallel.tensor_placement import Partial, Placement, Replicate
+from rankless.parallel.tensor_placement import Partial, Placement, Replicate, Shard, Sharding
+
+
+@dataclass(frozen=True, kw_only=True)
+class AxisSharding:
+    """Along one axis, the placement of every value of a program and the strategy of every operator.
+
+    `nodes_without_rule` run replicated: their inputs are gathered and their outputs split again. `probed_nodes` have no
+    rule either, and are split as an experiment has shown to be right.
+    """
+
+    ranks: int
+    placements: Mapping[fx.Node, Placement]
+    strategies: Mapping[fx.Node, Strategy]
+    nodes_without_rule: tuple[fx.Node, ...]
+    probed_nodes: tuple[fx.Node, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardedProgram:
-    """A logical program with the placement of every value and the strategy of every operator.
-
-    `nodes_without_rule` run replicated: their inputs are gathered and their outputs split again.
-    """
+    """A logical program with the sharding of every value and the strategies of every operator, one per axis."""
 
     logical: LogicalProgram
-    mesh_size: int
-    placements: Mapping[fx.Node, Placement]
-    strategies: Mapping[fx.Node, Strategy]
-    nodes_without_rule: tuple[fx.Node, ...]
+    axes: tuple[AxisSharding, ...]
+
+    @property
+    def operators(self) -> tuple[fx.Node, ...]:
+        """The nodes that have strategies."""
+        return tuple(self.axes[0].strategies)
+
+    @property
+    def nodes_without_rule(self) -> tuple[fx.Node, ...]:
+        """Operators that run replicated along some axis because they have no rule."""
+        return tuple(dict.fromkeys(node for axis in self.axes for node in axis.nodes_without_rule))
+
+    @property
+    def probed_nodes(self) -> tuple[fx.Node, ...]:
+        """Operators without a rule that are split along some axis."""
+        return tuple(dict.fromkeys(node for axis in self.axes for node in axis.probed_nodes))
+
+    def sharding(self, node: fx.Node) -> Sharding:
+        """Return the sharding of a value."""
+        return tuple(axis.placements[node] for axis in self.axes)
+
+    def strategies(self, node: fx.Node) -> tuple[Strategy, ...]:
+        """Return the strategies of an operator."""
+        return tuple(axis.strategies[node] for axis in self.axes)
+
+    def input_shardings(self, node: fx.Node) -> list[Sharding]:
+        """Return the shardings in which an operator takes its tensor inputs."""
+        return list(zip(*(strategy.inputs for strategy in self.strategies(node)), strict=True))
+
+    def output_shardings(self, node: fx.Node) -> list[Sharding]:
+        """Return the shardings of an operator's outputs."""
+        return list(zip(*(strategy.outputs for strategy in self.strategies(node)), strict=True))
 
 
 def propagate_shardings(
-    program: LogicalProgram, argument_placements: tuple[Placement, ...], mesh_size: int
+    program: LogicalProgram,
+    argument_shardings: Sequence[Sharding],
+    axis_sizes: Sequence[int],
+    probe: OperatorProbe | None = None,
 ) -> ShardedProgram:
-    """Return placements for a mesh of `mesh_size` ranks, from those of the job's tensor arguments.
+    """Return the shardings of a program from those of the job's tensor arguments. All other inputs are replicated.
 
-    All other inputs are replicated.
+    Args:
+        program: The program.
+        argument_shardings: The sharding of each tensor argument.
+        axis_sizes: The number of ranks along each axis, from the outermost.
+        probe: Probes operators without a rule for the outermost axis; that is collective. None leaves them whole.
     """
+    axes: list[AxisSharding] = []
+    for number, ranks in enumerate(axis_sizes):
+        placements = [sharding[number] for sharding in argument_shardings]
+        axes.append(propagate_along_axis(program, placements, ranks, None if axes else probe, axes))
+    return ShardedProgram(logical=program, axes=tuple(axes))
+
+
+def propagate_along_axis(
+    program: LogicalProgram,
+    argument_placements: Sequence[Placement],
+    ranks: int,
+    probe: OperatorProbe | None,
+    outer: Sequence[AxisSharding],
+) -> AxisSharding:
+    """Return placements and strategies along one axis, given those along the axes outside it."""
     placements: dict[fx.Node, Placement] = {}
     strategies: dict[fx.Node, Strategy] = {}
     # A redistributed value is available in both placements, and later operators may use either.
     available: dict[fx.Node, list[Placement]] = {}
-    nodes_without_rule = []
+    nodes_without_rule: list[fx.Node] = []
+    probed_nodes: list[fx.Node] = []
     for node in program.graph.nodes:
         if node.op == "output":
             continue
@@ -59,23 +130,24 @@ def propagate_shardings(
             placement = strategies[source].outputs[index]
         else:
             refuse_unshardable(node)
-            call = make_call(node, placements, mesh_size)
-            strategy, has_rule = choose_strategy(call, available)
+            call = make_call(node, placements, ranks)
+            strategy, has_rule = choose_strategy(call, available, probe, outer)
             strategies[node] = strategy
             if not has_rule:
-                nodes_without_rule.append(node)
+                is_split = any(isinstance(item, Shard) for item in strategy.inputs)
+                (probed_nodes if is_split else nodes_without_rule).append(node)
             for value, required in zip(call.inputs, strategy.inputs, strict=True):
                 if required not in available[value]:
                     available[value].append(required)
             placement = strategy.outputs[0]
         placements[node] = placement
         available[node] = [placement]
-    return ShardedProgram(
-        logical=program,
-        mesh_size=mesh_size,
+    return AxisSharding(
+        ranks=ranks,
         placements=placements,
         strategies=strategies,
         nodes_without_rule=tuple(nodes_without_rule),
+        probed_nodes=tuple(probed_nodes),
     )
 
 
@@ -90,14 +162,67 @@ def refuse_unshardable(node: fx.Node) -> None:
         )
 
 
-def choose_strategy(call: OperatorCall, available: Mapping[fx.Node, list[Placement]]) -> tuple[Strategy, bool]:
-    """Return the strategy that sends the fewest bytes, and whether a rule covers the operator."""
+def choose_strategy(
+    call: OperatorCall,
+    available: Mapping[fx.Node, list[Placement]],
+    probe: OperatorProbe | None,
+    outer: Sequence[AxisSharding] = (),
+) -> tuple[Strategy, bool]:
+    """Return the strategy that sends the fewest bytes, and whether a rule covers the operator.
+
+    It combines with those along the axes in `outer`.
+    """
     rule = find_rule(call.operator)
     replicated_strategy = make_replicated_strategy(call)
-    if rule is None or has_sparse_value(call):
-        return replicated_strategy, all(isinstance(placement, Replicate) for placement in call.current_placements)
+    is_whole = all(isinstance(placement, Replicate) for placement in call.current_placements)
+    if has_sparse_value(call) or (is_whole and rule is None):
+        return replicated_strategy, is_whole
+    has_rule = rule is not None
+    if rule is None:
+        rule = no_strategies if probe is None else probe.strategies
+    strategies = [strategy for strategy in rule(call) if combines(strategy, call, outer)]
+    return find_cheapest([*strategies, replicated_strategy], call, available), has_rule
+
+
+def combines(strategy: Strategy, call: OperatorCall, outer: Sequence[AxisSharding]) -> bool:
+    """Return whether a strategy can run with those of other axes at once; see Note [several axes]."""
+    others = [axis.strategies[call.node] for axis in outer]
+    if strategy.lower is not None and not all(other.lower in (None, strategy.lower) for other in others):
+        return False
+    inputs = list(zip(strategy.inputs, *(other.inputs for other in others), strict=True))
+    outputs = list(zip(strategy.outputs, *(other.outputs for other in others), strict=True))
+    divided = [placements for placements in (*inputs, *outputs) if isinstance(placements[0], Shard)]
+    if len({tuple(divides(item, own.dim) for item in others) for own, *others in divided}) > 1:
+        return False
+    for node, current, (required, *around) in zip(call.inputs, call.current_placements, inputs, strict=True):
+        if isinstance(required, Shard) and current == required:
+            known = [axis.placements[node] for axis in outer]
+            pairs = zip(known, around, strict=True)
+            if all(
+                before == after or not (divides(before, required.dim) or divides(after, required.dim))
+                for before, after in pairs
+            ):
+                return True
+    return not divided
+
+
+def divides(placement: Placement, dim: int) -> bool:
+    """Return whether an axis divides this dim of a value."""
+    return isinstance(placement, Shard) and placement.dim == dim
+
+
+def no_strategies(_call: OperatorCall) -> Iterator[Strategy]:
+    """Yield nothing: the rule of an operator that nothing is known of."""
+    return iter(())
+
+
+def find_cheapest(
+    strategies: Sequence[Strategy], call: OperatorCall, available: Mapping[fx.Node, list[Placement]]
+) -> Strategy:
+    """Return the strategy that sends the fewest bytes; the last one is the replicated one."""
+    replicated_strategy = strategies[-1]
     best, best_cost = None, inf
-    for strategy in [*rule(call), replicated_strategy]:
+    for strategy in strategies:
         sent_bytes = estimate_input_cost(strategy, call, available)
         if sent_bytes > 0 and strategy is not replicated_strategy:
             # A partial sum that needs a redistribution first must still be reduced, so count that too. A partial sum
@@ -112,7 +237,7 @@ def choose_strategy(call: OperatorCall, available: Mapping[fx.Node, list[Placeme
         if sent_bytes < best_cost:
             best, best_cost = strategy, sent_bytes
     assert best is not None
-    return best, True
+    return best
 
 
 def has_sparse_value(call: OperatorCall) -> bool:
@@ -126,7 +251,7 @@ def estimate_input_cost(strategy: Strategy, call: OperatorCall, available: Mappi
     total = 0.0
     for value, required in zip(call.inputs, strategy.inputs, strict=True):
         size = value_bytes(value.meta["val"])
-        total += min(estimate_cost(size, placement, required, call.mesh_size) for placement in available[value])
+        total += min(estimate_cost(size, placement, required, call.ranks) for placement in available[value])
     return total
 
 

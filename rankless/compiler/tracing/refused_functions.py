@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _functorch as functorch
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from rankless.errors import CaptureError
@@ -160,7 +161,8 @@ def find_changed_outside(
     changed = args[0] if isinstance(args[0], list | tuple) else args[:1]
     for tensor in changed:
         # The trace wraps all tensors of the job: its arguments, its modules', and what it computes from them.
-        is_traced = isinstance(tensor, FunctionalTensor) or module_tensors.describe(tensor) is not None
+        is_traced = isinstance(unwrap_transforms(tensor), FunctionalTensor)
+        is_traced = is_traced or module_tensors.describe(tensor) is not None
         if isinstance(tensor, Tensor) and not is_traced:
             return CaptureError(
                 expected="a job that changes no tensors but buffers of its modules",
@@ -169,6 +171,13 @@ def find_changed_outside(
                 "tensor after the call",
             )
     return None
+
+
+def unwrap_transforms(value: Any) -> Any:
+    """Return the tensor within the wrappers of the transforms of `torch.func`; anything else as it is."""
+    while isinstance(value, Tensor) and functorch.is_functorch_wrapped_tensor(value):
+        value = functorch.get_unwrapped(value)
+    return value
 
 
 def refuse_set_data(described: str | None) -> CaptureError:

@@ -25,8 +25,8 @@ def find_replacement(function: Callable[..., Any], args: tuple[Any, ...]) -> Cal
     """
     if function is torch.Tensor.bernoulli_:
         return draw_bernoulli
-    if forward_ad._current_level >= 0:
-        return None  # Rankless's operators have no forward-mode formula
+    if forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None:
+        return None  # Rankless's operators have no formula for forward mode, nor for the transforms of torch.func
     if function is F.linear:
         return capture_linear
     if function is F.multi_head_attention_forward:

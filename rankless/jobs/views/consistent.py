@@ -14,14 +14,14 @@ from rankless.compiler.tracing.symbolic_sizes import evaluate_size
 from rankless.context.world import World
 from rankless.jobs.arguments import (
     FlattenedArguments,
-    find_autograd_history,
-    get_placements,
+    find_refused_argument,
+    get_shardings,
 )
+from rankless.jobs.bound_program import BoundProgram, collect_inputs
 from rankless.jobs.call_fingerprint import RandomStates, format_call
 from rankless.jobs.call_loss_weights import LossWeightReader
 from rankless.jobs.call_sync import CallSync
 from rankless.jobs.definition import CallResult, JobDefinition
-from rankless.jobs.executable import Executable, ModuleTensorReference, collect_inputs
 from rankless.jobs.model_sync import require_same_kind_of_device
 from rankless.jobs.program_cache import CacheLookup, ProgramCache
 
@@ -42,11 +42,11 @@ class ConsistentView:
 
     def run(self, arguments: FlattenedArguments) -> CallResult:
         """Return the job's whole result, the same on every rank. A train job also sets its parameters' gradients."""
-        history = find_autograd_history(self._job.function, arguments) if self._job.trains else None
-        if history is not None:
-            raise history.add_location(self._job.line)
-        placements = get_placements(arguments, self._world.mesh)
-        call = self._programs.look_up(arguments, placements)
+        refused = find_refused_argument(self._job.function, arguments, trains=self._job.trains)
+        if refused is not None:
+            raise refused.add_location(self._job.line)
+        shardings = get_shardings(arguments, self._world.mesh)
+        call = self._programs.look_up(arguments, shardings)
         self._sync_call(call)
         inspector = self._world.inspector
         inspected = inspector is not None and inspector.count_call(self._job.name)
@@ -56,38 +56,40 @@ class ConsistentView:
             ran = self._programs.run_checked(
                 call, lambda program: self._run_program(program, call, inspected=inspected)
             )
-        executable, outputs = ran.executable, ran.outputs
-        states = [slot.tensor() for slot in executable.slots if isinstance(slot, ModuleTensorReference)]
-        sizes = executable.sizes(arguments)
-        self._draws = self._draws or executable.captured.program.is_random
-        self._generators = list(dict.fromkeys([*self._generators, *executable.captured.program.generators]))
+        bound, outputs = ran.bound, ran.outputs
+        states = bound.sources.states.read()
+        sizes = bound.sizes(arguments)
+        self._draws = self._draws or bound.captured.program.is_random
+        self._generators = list(dict.fromkeys([*self._generators, *bound.captured.program.generators]))
         if self._job.trains:
             self._world.mesh.check_sync_point_again()  # the other hosts have arrived, and no step is made yet
-        for module, training in executable.captured.changed_modes:
+        for module, training in bound.captured.changed_modes:
             module.training = training
-        results, changed = self._apply(executable, outputs)
+        results, changed = bound.targets.apply(outputs)
+        for weight in bound.recomputed_weights:
+            weight.refresh()
         self._sync.record_states(states, changed)
         if not self._job.trains:
-            return CallResult(unflatten_result(executable.captured, results, sizes))
+            return CallResult(unflatten_result(bound.captured, results, sizes))
         # Order of the outputs: the minimized loss, the script's own results, the loss weights.
         loss, *results = results
-        weights = () if self._loss_weights is None else self._loss_weights.read(executable, results)
+        weights = () if self._loss_weights is None else self._loss_weights.read(bound, results)
         return CallResult(
-            unflatten_result(executable.captured, results, sizes),
+            unflatten_result(bound.captured, results, sizes),
             loss=loss,
             weights=weights,
-            parameters=executable.parameters,
+            parameters=bound.parameters,
         )
 
-    def _run_program(self, executable: Executable, call: CacheLookup, *, inspected: bool) -> Sequence[Tensor]:
+    def _run_program(self, bound: BoundProgram, call: CacheLookup, *, inspected: bool) -> Sequence[Tensor]:
         """Run a program on this call's values and return its outputs."""
-        program: Any = executable.local
+        program: Any = bound.local
         if inspected and self._world.inspector is not None:
-            program = self._world.inspector.instrument(executable.local.sharded, self._world)
-        for parameter in executable.parameters:
+            program = self._world.inspector.instrument(bound.local.sharded, self._world)
+        for parameter in bound.parameters:
             parameter.grad = None  # before the program, which uses the memory of gradients again that nobody holds
-        values = collect_inputs(executable, call.arguments, call.placements, self._world.mesh)
-        outputs: Sequence[Tensor] = program(values, list(executable.sizes(call.arguments).values()))
+        values = collect_inputs(bound, call.arguments, call.shardings, self._world.mesh)
+        outputs: Sequence[Tensor] = program(values, list(bound.sizes(call.arguments).values()))
         return outputs
 
     def _sync_call(self, call: CacheLookup) -> None:
@@ -100,27 +102,6 @@ class ConsistentView:
             random_states=RandomStates(self._generators) if self._draws else None,
             remark="" if stale_guard is None else f"{stale_guard.label} {stale_guard.describe_change()}",
         )
-
-    def _apply(self, executable: Executable, outputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Set gradients of parameters and new values of buffers; return the job's results, and what got new values."""
-        results, changed = [], []
-        for value, described, target in zip(outputs, executable.local.outputs, executable.targets, strict=True):
-            if target is None:
-                if described.kind == "result":
-                    results.append(value)
-            elif described.kind == "gradient":
-                target.tensor().grad = value
-            else:
-                tensor = target.tensor()
-                changed.append(tensor)
-                if described.renews_memory:
-                    tensor.data = value.clone()
-                else:
-                    with torch.no_grad():
-                        tensor.copy_(value)
-        for weight in executable.recomputed_weights:
-            weight.refresh()
-        return results, changed
 
 
 def unflatten_result(captured: CapturedJob, results: Sequence[Tensor], sizes: Mapping[str, int]) -> Any:

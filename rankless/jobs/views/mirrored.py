@@ -35,16 +35,16 @@ from rankless.jobs.model_sync import require_same_kind_of_device
 
 
 @dataclass(frozen=True)
-class LocalElement:
+class LocalArgument:
     """The result of `rankless.local`: this worker's element of an argument."""
 
     value: Any
 
 
 pytree.register_pytree_node(
-    LocalElement,
+    LocalArgument,
     lambda item: ([item.value], None),
-    lambda values, _context: LocalElement(next(iter(values))),
+    lambda values, _context: LocalArgument(next(iter(values))),
     serialized_type_name="rankless.Local",
 )
 
@@ -122,7 +122,7 @@ class MirroredView:
             scaled_loss = loss
             if loss.dim():
                 count = all_reduce(
-                    torch.tensor(float(loss.numel()), dtype=torch.float64, device=mesh.device), mesh=mesh
+                    torch.tensor(float(loss.numel()), dtype=torch.float64, device=mesh.device), among=mesh
                 )
                 # DistributedDataParallel averages the gradients over devices.
                 scaled_loss = loss.sum() * (mesh.size / count.item())
@@ -164,7 +164,7 @@ class MirroredView:
     def _broadcast_buffers(self) -> None:
         """Broadcast rank 0's buffers."""
         for flat, restore in flatten_by_kind(self._list_buffers()):
-            broadcast(flat, mesh=self._world.mesh)
+            broadcast(flat, among=self._world.mesh)
             restore()
 
     def _list_buffers(self) -> list[Tensor]:
@@ -210,7 +210,7 @@ def count_elements(job: JobDefinition, args: Any, kwargs: Any, size: int) -> int
             fix="pass rankless.world_size() elements, or rankless.local(x) for this device's own element",
             where=job.line,
         )
-    if any(isinstance(value, LocalElement) for value in [*args, *kwargs.values()]) or not lengths:
+    if any(isinstance(value, LocalArgument) for value in [*args, *kwargs.values()]) or not lengths:
         return size
     return lengths[0]
 
@@ -224,7 +224,7 @@ def select_elements(values: Any, index: int) -> Any:
 
 def select_element(value: Any, index: int) -> Any:
     """Return a device's element of one argument."""
-    if isinstance(value, LocalElement):
+    if isinstance(value, LocalArgument):
         return value.value
     return value[index] if isinstance(value, list) else value
 

@@ -13,13 +13,14 @@ from torch.utils import _pytree as pytree
 
 from rankless.compiler.capture.autocast import clear_autocast_cache, disable_autocast
 from rankless.compiler.capture.capture import extract_loss, run_compiled_functions_eagerly
+from rankless.compiler.capture.compressed_layouts import find_compressed_tensor
 from rankless.compiler.capture.forbidden_training_calls import refuse_training_calls
 from rankless.compiler.capture.untraced_changes import warn_of_refused_changes
 from rankless.compiler.ir.counter_operators import CounterRandomMode
 from rankless.compiler.tracing.refused_functions import ModuleTensors
 from rankless.context.world import World
 from rankless.errors import CaptureError
-from rankless.jobs.arguments import FlattenedArguments, find_autograd_history
+from rankless.jobs.arguments import FlattenedArguments, find_refused_argument
 from rankless.jobs.call_loss_weights import LossWeightReader
 from rankless.jobs.definition import CallResult, JobDefinition, detach_leaf
 from rankless.jobs.perturbation import perturb_gradients, perturbed_parameters
@@ -43,6 +44,12 @@ class PlainView:
         inspector = self._world.inspector
         if inspector is not None and not inspector.count_call(self._job.name):
             inspector = None
+        is_checked = self._is_first and self._job.captured
+        refused = find_refused_argument(self._job.function, arguments, trains=self._job.trains) if is_checked else None
+        if refused is None and is_checked:
+            refused = find_compressed_tensor(self._job.function, self._job.modules)
+        if refused is not None:
+            self._warn(refused, "")
         if not self._job.trains:
             if inspector is not None and self._job.captured:
                 inspector.run_alongside(self._job, self._world, arguments)
@@ -51,11 +58,6 @@ class PlainView:
             if inspector is not None:
                 inspector.record_plain(self._job, result)
             return CallResult(pytree.tree_map(detach_leaf, result))
-        history = (
-            find_autograd_history(self._job.function, arguments) if self._is_first and self._job.captured else None
-        )
-        if history is not None:
-            self._warn(history, "")
         # Before the job, because the job may change buffers that its loss weights depend on.
         weights = () if self._loss_weights is None else self._loss_weights.read_call(arguments)
         parameters = self._job.parameters()

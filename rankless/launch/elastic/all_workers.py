@@ -11,8 +11,8 @@ from rankless.config.elastic import Elastic
 from rankless.config.environment import exported_variables, loopback_name, user_interfaces
 from rankless.config.hosts import interface_of, is_here
 from rankless.config.run_config import AgreedJobConfig, RunConfig
+from rankless.launch.elastic.driver_actions import ElasticWorker
 from rankless.launch.elastic.local_workers import LocalWorkers
-from rankless.launch.elastic.member import ElasticWorker
 from rankless.launch.elastic.membership import RoundState
 from rankless.launch.elastic.remote_workers import RemoteWorkers
 from rankless.launch.elastic.ssh_protocol import HostTask

@@ -12,7 +12,7 @@ from rankless.config.run_config import AgreedJobConfig, RunConfig
 from rankless.config.validation import choose_backend
 from rankless.launch.elastic.all_workers import LOOPBACK_ADDRESS, AllWorkers, LaunchContext
 from rankless.launch.elastic.discovery import DiscoveredHosts, FixedHosts
-from rankless.launch.elastic.member import Action, KillAction, StartAction
+from rankless.launch.elastic.driver_actions import Action, KillAction, StartAction
 from rankless.launch.elastic.membership import JobFailure, JobMembership
 from rankless.launch.elastic.stalled_rounds import StalledRoundDetector
 from rankless.launch.log_files import make_run_folder, make_run_id

@@ -20,7 +20,14 @@ from dataclasses import dataclass, field
 
 from rankless.config.elastic import Elastic
 from rankless.launch.elastic.blacklist import Blacklist
-from rankless.launch.elastic.member import Action, ElasticWorker, KillAction, SendAction, StartAction, WorkerState
+from rankless.launch.elastic.driver_actions import (
+    Action,
+    ElasticWorker,
+    KillAction,
+    MessageAction,
+    StartAction,
+    WorkerState,
+)
 from rankless.launch.elastic.rank_assignment import assign_round_ranks
 from rankless.records.elastic_messages import (
     HostsChanged,
@@ -205,7 +212,7 @@ class JobMembership:
         for worker in self._live_workers():
             if worker.state is WorkerState.READY and not worker.may_join and worker not in chosen:
                 worker.state, worker.expected_since = WorkerState.DISMISSED, now
-                yield SendAction(worker, WorkerDismissed())
+                yield MessageAction(worker, WorkerDismissed())
 
     def _start_round(self, now: float) -> None:
         """Start the next round if it is time. See Note [which workers a round waits for]."""
@@ -244,7 +251,7 @@ class JobMembership:
         worker.state = WorkerState.IN_ROUND
         worker.last_round, worker.last_rank = current.number, assignment.rank
         message = RoundStarted(round=current.number, assignment=assignment, port=port, must_sync=current.must_sync)
-        self._outbox.append(SendAction(worker, message))
+        self._outbox.append(MessageAction(worker, message))
 
     def _leave_round(self, leaver: ElasticWorker, now: float) -> None:
         """End the round if the leaver is a member, and inform the members that know of the round.
@@ -259,7 +266,7 @@ class JobMembership:
             is_informed = worker.state is WorkerState.IN_ROUND and worker.last_round == current.number
             if is_informed and worker is not leaver:
                 worker.expected_since = now
-                self._outbox.append(SendAction(worker, RoundEnded(round=current.number)))
+                self._outbox.append(MessageAction(worker, RoundEnded(round=current.number)))
 
     def _announce_changes(self, current: RoundState, now: float) -> Iterator[Action]:
         """Inform the members once if some of them are removed, or other workers wait to join."""
@@ -277,7 +284,7 @@ class JobMembership:
         if (removed, added) != current.announced and not current.waiting_for_store:
             current.announced = (removed, added)
             for worker in members:
-                yield SendAction(worker, HostsChanged(round=current.number, removed=removed, added=added))
+                yield MessageAction(worker, HostsChanged(round=current.number, removed=removed, added=added))
 
     def _make_kills(self, now: float) -> Iterator[Action]:
         """Kill late workers. See Note [which workers are killed]."""

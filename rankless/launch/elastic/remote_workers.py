@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 
 from rankless.config.elastic import Elastic
-from rankless.launch.elastic.member import ElasticWorker
+from rankless.launch.elastic.driver_actions import ElasticWorker
 from rankless.launch.elastic.ssh_protocol import (
     HEARTBEAT_SECONDS,
     HEARTBEAT_TIMEOUT_SECONDS,

@@ -82,7 +82,7 @@ class PortOpened(msgspec.Struct, frozen=True, kw_only=True, tag="port_opened"):
     port: int
 
 
-class TryPorts(msgspec.Struct, frozen=True, kw_only=True, tag="try_ports"):
+class ConnectToPorts(msgspec.Struct, frozen=True, kw_only=True, tag="try_ports"):
     """The receiver connects to all of these at once."""
 
     targets: tuple[ConnectionTarget, ...]
@@ -154,7 +154,7 @@ ControlMessage = (
     | JoinProgress
     | OpenPort
     | PortOpened
-    | TryPorts
+    | ConnectToPorts
     | PortsTried
     | WorkerRecords
     | Heartbeat

@@ -23,12 +23,12 @@ from rankless.launch.rendezvous.control_server import ControlServer, HostDisconn
 from rankless.launch.rendezvous.leader import RendezvousInterrupted
 from rankless.launch.rendezvous.link_test import SECRET_BYTES, connect_all, start_listener, stop_listener
 from rankless.launch.rendezvous.messages import (
+    ConnectToPorts,
     ControlMessage,
     JoinRefused,
     OpenPort,
     PortOpened,
     PortsTried,
-    TryPorts,
 )
 from rankless.launch.signals import Interrupts
 from rankless.records.connection_attempts import ConnectionAttempt, ConnectionTarget
@@ -63,7 +63,7 @@ class PortTester:
 
     def receive(self, message: ControlMessage) -> PortOpened | None:
         """Carry out a request of host 0, and return what to answer at once. Ignore other messages."""
-        if isinstance(message, TryPorts):
+        if isinstance(message, ConnectToPorts):
             self._attempts = self._pool.submit(
                 connect_all, message.targets, self._secret, timeout_seconds=CONNECT_TIMEOUT_SECONDS
             )
@@ -163,8 +163,8 @@ class _Conversation:
         if self._tester.listen(test.address, test.master_port):
             fixed.append(ConnectionTarget(host_index=0, address=test.address, port=test.master_port))
         for host in sorted(opened.keys() - {0}):
-            self._server.send(host, TryPorts(targets=(*_choose_targets(host, opened), *fixed)))
-        self._tester.receive(TryPorts(targets=_choose_targets(0, opened)))
+            self._server.send(host, ConnectToPorts(targets=(*_choose_targets(host, opened), *fixed)))
+        self._tester.receive(ConnectToPorts(targets=_choose_targets(0, opened)))
         answers = self._receive(PortsTried, opened.keys())
         return {host: answer.attempts for host, answer in answers.items()}
 

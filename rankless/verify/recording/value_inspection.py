@@ -22,14 +22,14 @@ from rankless.compiler.scheduling.gradient_memory import GradientMemory
 from rankless.compiler.sharding.sharding_propagation import ShardedProgram, propagate_shardings
 from rankless.context.generator_states import restore_generators, save_generators
 from rankless.context.world import World
-from rankless.jobs.arguments import FlattenedArguments, get_placements
+from rankless.jobs.arguments import FlattenedArguments, get_shardings
 from rankless.jobs.definition import JobDefinition
 from rankless.jobs.program_cache import ProgramCache
 from rankless.parallel.mesh import Mesh
-from rankless.parallel.tensor_placement import Placement, Replicate
-from rankless.records.inspected_values import Role
+from rankless.parallel.tensor_placement import Replicate, Sharding
+from rankless.records.call_values import Role
 from rankless.user_code import user_line
-from rankless.verify.recording.inspected_call_recorder import InspectedCallRecorder, gather_whole
+from rankless.verify.recording.call_values_recorder import InspectedCallRecorder, gather_whole
 
 
 class ValueInspector:
@@ -63,7 +63,7 @@ class ValueProbe:
 
     recorder: InspectedCallRecorder
     mesh: Mesh
-    placement: Placement
+    sharding: Sharding
     role: Role
     name: str
     operator: str
@@ -78,7 +78,7 @@ class ValueProbe:
             self.recorder.record(
                 self.role,
                 self.name,
-                gather_whole(local, self.placement, self.mesh),
+                gather_whole(local, self.sharding, self.mesh),
                 operator=self.operator,
                 line=self.line,
                 inputs=self.inputs,
@@ -93,14 +93,14 @@ def add_probes(
     lowering = LoweringPass(sharded, mesh)
     graph = lowering.lower_graph()
     values = choose_local_values(lowering)
-    local = schedule_gradients(graph, logical, mesh, GradientMemory())
+    local = schedule_gradients(graph, logical, GradientMemory())
     call_line = user_line(sys._getframe(1))
-    for node, placement, value in values:
+    for node, sharding, value in values:
         is_input = node in logical.inputs
         tap = ValueProbe(
             recorder=recorder,
             mesh=mesh,
-            placement=placement,
+            sharding=sharding,
             role="input" if is_input else "value",
             name=format_value_name(node, logical),
             operator="" if is_input else format_operator_name(node),
@@ -136,17 +136,17 @@ def add_probes(
     return run
 
 
-def choose_local_values(lowering: LoweringPass) -> list[tuple[fx.Node, Placement, fx.Node]]:
-    """Return each logical value, its placement, and the local value.
+def choose_local_values(lowering: LoweringPass) -> list[tuple[fx.Node, Sharding, fx.Node]]:
+    """Return each logical value, its sharding, and the local value.
 
-    A draw by counter may be there in the placements of its uses only.
+    A draw by counter may be there in the shardings of its uses only.
     """
     chosen = []
     for node, found in lowering.values.items():
-        placement = lowering.sharded.placements[node]
+        sharding = lowering.sharded.sharding(node)
         if found:
-            placement = placement if placement in found else next(iter(found))
-            chosen.append((node, placement, found[placement]))
+            sharding = sharding if sharding in found else next(iter(found))
+            chosen.append((node, sharding, found[sharding]))
     return chosen
 
 
@@ -155,17 +155,13 @@ def run_alongside(
 ) -> None:
     """Run the job's logical program whole on one worker and record its values, without side effects."""
     programs = ProgramCache(job, world)
-    executable = programs.capture_exactly(programs.look_up(arguments, get_placements(arguments, world.mesh)))
-    states = save_generators(executable.captured.program.generators)
-    values = []
-    for slot in executable.slots:
-        if isinstance(slot, int):
-            values.append(arguments.tensors[slot])
-        else:
-            values.append(slot if isinstance(slot, Tensor) else slot.tensor())
+    bound = programs.capture_exactly(programs.look_up(arguments, get_shardings(arguments, world.mesh)))
+    states = save_generators(bound.captured.program.generators)
+    sources = bound.sources
+    values = sources.collect([arguments.tensors[number] for number in sources.arguments])
     # Replicate everything, so that only PyTorch's own operators run, and none of Rankless.
-    sharded = propagate_shardings(executable.captured.program, (Replicate(),) * len(arguments.tensors), 1)
-    add_probes(sharded, world.mesh, recorder)([value.detach() for value in values], ())
+    sharded = propagate_shardings(bound.captured.program, [(Replicate(),)] * len(arguments.tensors), [1])
+    add_probes(sharded, world.mesh, recorder)(values, ())
     restore_generators(states)
 
 

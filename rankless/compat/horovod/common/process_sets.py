@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rankless.compat.horovod import context
-from rankless.compat.horovod.engine.requests import OperationKind, OperationRequest
+from rankless.compat.horovod.engine.requests import EngineRequest, OperationKind
 
 NOT_RANKS = "ProcessSet should be initialized with a list of process ranks or an mpi4py Comm object"
 NO_MPI = (
@@ -131,7 +131,7 @@ def register(process_set: ProcessSet) -> None:
     size = context.current().world.size
     if not process_set.ranks or not all(0 <= rank < size for rank in process_set.ranks):
         raise _refused(ValueError(f"A process set needs ranks from 0 to {size - 1}; found {process_set.ranks}."))
-    _run_on_all_ranks(OperationRequest(kind=OperationKind.ADD_SET, ranks=tuple(process_set.ranks)))
+    _run_on_all_ranks(EngineRequest(kind=OperationKind.ADD_SET, ranks=tuple(process_set.ranks)))
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
@@ -151,7 +151,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
         return False
     if not context.current().settings.dynamic_process_sets:
         raise ValueError(NEEDS_DYNAMIC.format("removing"))
-    _run_on_all_ranks(OperationRequest(kind=OperationKind.REMOVE_SET, set_id=set_id))
+    _run_on_all_ranks(EngineRequest(kind=OperationKind.REMOVE_SET, set_id=set_id))
     return True
 
 
@@ -166,7 +166,7 @@ def _refused(error: ValueError) -> ValueError:
     return error
 
 
-def _run_on_all_ranks(request: OperationRequest) -> Any:
+def _run_on_all_ranks(request: EngineRequest) -> Any:
     scheduler = context.current().scheduler
     handle = scheduler.new_handle()
     scheduler.submit(handle, [request])

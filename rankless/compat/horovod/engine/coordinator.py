@@ -20,11 +20,11 @@ from dataclasses import dataclass, field
 from math import prod
 
 from rankless.compat.horovod.engine.consistency_check import find_mismatch
+from rankless.compat.horovod.engine.coordinator_table import SubmittedOperation, SubmittedOperations
 from rankless.compat.horovod.engine.deadlock import find_deadlock, format_deadlock
 from rankless.compat.horovod.engine.messages import RequestMetadata
 from rankless.compat.horovod.engine.requests import UNNAMED_PREFIX
 from rankless.compat.horovod.engine.scheduled_batch import ScheduledBatch, ScheduledOperation
-from rankless.compat.horovod.engine.submissions import SubmittedOperation, SubmittedOperations
 from rankless.compat.horovod.engine.timeline import Timeline
 
 Combine = Callable[[RequestMetadata, Sequence[bytes], int], bytes]

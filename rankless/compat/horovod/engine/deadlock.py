@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from rankless.collectives.call_signature import format_ranks
-from rankless.compat.horovod.engine.submissions import SubmittedOperation
+from rankless.compat.horovod.engine.coordinator_table import SubmittedOperation
 from rankless.errors import CollectiveError
 
 Waits = Mapping[int, Sequence[tuple[SubmittedOperation, Sequence[int]]]]

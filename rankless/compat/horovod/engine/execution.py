@@ -15,7 +15,7 @@ from rankless.compat.horovod.engine.backends.shared_memory import SharedMemoryBa
 from rankless.compat.horovod.engine.backends.store_exchange import check_all_ranks
 from rankless.compat.horovod.engine.fusion import Activity, FusionBuffer
 from rankless.compat.horovod.engine.messages import Execute, OperationResponse, RequestMetadata
-from rankless.compat.horovod.engine.requests import OperationKind, OperationRequest, ReduceOpCode
+from rankless.compat.horovod.engine.requests import EngineRequest, OperationKind, ReduceOpCode
 from rankless.compat.horovod.engine.scaling import DTYPES, ScaledReduction
 from rankless.compat.horovod.exceptions import HorovodInternalError
 
@@ -47,7 +47,7 @@ class OperationExecutor:
         self._shared_memory: dict[int, SharedMemoryBackend | None] = {}
         self._fusion = FusionBuffer(context.activity)
 
-    def run(self, execute: Execute, members: Sequence[int], requests: Mapping[str, OperationRequest]) -> dict[str, Any]:
+    def run(self, execute: Execute, members: Sequence[int], requests: Mapping[str, EngineRequest]) -> dict[str, Any]:
         """Execute a batch and return the results by key. Raises HorovodInternalError if it fails."""
         keys = [item.key for item in execute.items]
         pairs = [(item, requests.get(item.key) or self._make_zero_request(item)) for item in execute.items]
@@ -78,13 +78,13 @@ class OperationExecutor:
         for key in [key for key in self._groups if key[0] == set_id]:
             del self._groups[key]  # without abort: other ranks may still execute the set's last operation
 
-    def _make_zero_request(self, item: OperationResponse) -> OperationRequest:
+    def _make_zero_request(self, item: OperationResponse) -> EngineRequest:
         """Return the request with which a rank that has joined takes part."""
         request = item.request
         assert isinstance(request, RequestMetadata)
         device = "cuda" if request.device == "cuda" else "cpu"
         zeros = torch.zeros(request.shape, dtype=DTYPES[request.dtype], device=device)
-        return OperationRequest(
+        return EngineRequest(
             kind=OperationKind(request.kind),
             tensor=zeros,
             output=zeros,
@@ -93,9 +93,7 @@ class OperationExecutor:
             postscale=request.postscale,
         )
 
-    def _allreduce(
-        self, set_id: int, members: Sequence[int], requests: Mapping[str, OperationRequest]
-    ) -> dict[str, Any]:
+    def _allreduce(self, set_id: int, members: Sequence[int], requests: Mapping[str, EngineRequest]) -> dict[str, Any]:
         keys, first = list(requests), next(iter(requests.values()))
         results = {key: one.output for key, one in requests.items()}
         pairs = [(one.tensor, one.output) for one in requests.values()]
@@ -159,9 +157,7 @@ class OperationExecutor:
             rows = own if group is None else group.allgather(own, [1] * size)
             output.detach().copy_(reduction.finish(adasum(list(rows))).reshape(output.shape))
 
-    def _run_single(
-        self, set_id: int, members: Sequence[int], item: OperationResponse, request: OperationRequest
-    ) -> Any:
+    def _run_single(self, set_id: int, members: Sequence[int], item: OperationResponse, request: EngineRequest) -> Any:
         """Execute an operation that cannot be fused, and return its result."""
         tensor = request.tensor
         assert tensor is not None
@@ -184,12 +180,12 @@ class OperationExecutor:
             group.broadcast(output, members.index(request.root))
             return request.output
 
-    def _reducescatter(self, set_id: int, members: Sequence[int], key: str, request: OperationRequest) -> torch.Tensor:
+    def _reducescatter(self, set_id: int, members: Sequence[int], key: str, request: EngineRequest) -> torch.Tensor:
         """Reduce the whole tensor, and return this rank's rows. The first ranks get one row more if it is uneven."""
         assert request.tensor is not None
         index = members.index(self._context.rank)
         total = torch.empty_like(request.tensor.detach())
-        allreduce = OperationRequest(
+        allreduce = EngineRequest(
             kind=OperationKind.ALLREDUCE,
             tensor=request.tensor,
             output=total,
@@ -251,16 +247,16 @@ class OperationExecutor:
         return SharedMemoryBackend(slots, check=check, timeout_seconds=seconds, cross_host=cross_host)
 
 
-def _split_by_dtype(keys: Sequence[str], requests: Sequence[OperationRequest]) -> list[dict[str, OperationRequest]]:
+def _split_by_dtype(keys: Sequence[str], requests: Sequence[EngineRequest]) -> list[dict[str, EngineRequest]]:
     """Divide a batch into parts that fit into one buffer each: a group may have tensors of several dtypes."""
-    parts: dict[Any, dict[str, OperationRequest]] = {}
+    parts: dict[Any, dict[str, EngineRequest]] = {}
     for key, request in zip(keys, requests, strict=True):
         kind = None if request.tensor is None else (request.tensor.dtype, request.tensor.device.type)
         parts.setdefault(kind, {})[key] = request
     return list(parts.values())
 
 
-def _run_on_single_rank(request: OperationRequest, tensor: torch.Tensor) -> Any:
+def _run_on_single_rank(request: EngineRequest, tensor: torch.Tensor) -> Any:
     if request.kind is OperationKind.ALLGATHER:
         return tensor.clone() if tensor.dim() else tensor.reshape(1).clone()
     if request.kind is OperationKind.ALLTOALL:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from rankless.compat.horovod.engine.messages import RequestMetadata
-from rankless.compat.horovod.engine.requests import OperationKind, OperationRequest, ReduceOpCode
+from rankless.compat.horovod.engine.requests import EngineRequest, OperationKind, ReduceOpCode
 from rankless.compat.horovod.engine.scaling import DTYPES, ScaledReduction
 
 MAX_BYTES = 1 << 16
@@ -13,7 +13,7 @@ MAX_TOTAL_BYTES = 1 << 18
 """How many bytes rank 0 receives from all ranks, and sends to them, for one operation at most."""
 
 
-def fits_inline(requests: Sequence[OperationRequest], size: int) -> bool:
+def fits_inline(requests: Sequence[EngineRequest], size: int) -> bool:
     """Whether the values of these requests are sent inline: one request outside a group, or all of a group."""
     if size == 1 or any(not _can_be_inline(request) for request in requests):
         return False
@@ -21,7 +21,7 @@ def fits_inline(requests: Sequence[OperationRequest], size: int) -> bool:
     return count <= min(MAX_BYTES, MAX_TOTAL_BYTES // size)
 
 
-def _can_be_inline(request: OperationRequest) -> bool:
+def _can_be_inline(request: EngineRequest) -> bool:
     return (
         request.kind is OperationKind.ALLREDUCE
         and request.allow_inline

@@ -32,8 +32,8 @@ from rankless.compat.horovod.engine.progress_loop import ProgressLoop
 from rankless.compat.horovod.engine.rendezvous import ConnectedRanks
 from rankless.compat.horovod.engine.requests import (
     UNNAMED_PREFIX,
+    EngineRequest,
     OperationKind,
-    OperationRequest,
     make_metadata,
     parse_operation_kind,
 )
@@ -116,7 +116,7 @@ class OperationScheduler:
             count = self._unnamed_counts[set_id] = self._unnamed_counts.get(set_id, 0) + 1
             return f"{UNNAMED_PREFIX}{self._join_count}.{count}" if self._join_count else f"{UNNAMED_PREFIX}{count}"
 
-    def submit(self, handle: int, requests: Sequence[OperationRequest]) -> None:
+    def submit(self, handle: int, requests: Sequence[EngineRequest]) -> None:
         """Submit requests under one handle.
 
         Raises ValueError if one of their names is in use, and HorovodInternalError after the shutdown.
@@ -272,7 +272,7 @@ class OperationScheduler:
         return True
 
     def _execute(
-        self, execute: Execute, requests: Mapping[str, OperationRequest], operations: Sequence[PendingOperation]
+        self, execute: Execute, requests: Mapping[str, EngineRequest], operations: Sequence[PendingOperation]
     ) -> dict[str, Any]:
         events = [operation.event for operation in operations if operation.event is not None]
         for event in events:

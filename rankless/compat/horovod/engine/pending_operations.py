@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from rankless.compat.horovod.engine.messages import Execute
-from rankless.compat.horovod.engine.requests import OperationKind, OperationRequest
+from rankless.compat.horovod.engine.requests import EngineRequest, OperationKind
 
 DUPLICATE = (
     "Requested to allreduce, allgather, or broadcast a tensor with the same name as another tensor that is currently "
@@ -26,7 +26,7 @@ DUPLICATE = (
 class PendingOperation:
     """The requests that were submitted under one handle."""
 
-    requests: tuple[OperationRequest, ...]
+    requests: tuple[EngineRequest, ...]
     results: dict[str, Any] = field(default_factory=dict)
     error: Exception | None = None
     is_fetched: bool = False
@@ -51,7 +51,7 @@ class PendingRequest:
     """One request without a result."""
 
     operation: PendingOperation
-    request: OperationRequest
+    request: EngineRequest
 
 
 OperationId = tuple[int, str]
@@ -72,7 +72,7 @@ class PendingOperations:
         self._finished: dict[OperationId, tuple[float, PendingOperation]] = {}
         """Requests whose result arrived a short time ago and was not fetched, with its time, in that order."""
 
-    def add(self, handle: int, requests: Sequence[OperationRequest]) -> PendingOperation:
+    def add(self, handle: int, requests: Sequence[EngineRequest]) -> PendingOperation:
         """Add requests under a handle. Raises ValueError if a name is being processed already."""
         ids = [get_operation_id(request) for request in requests]
         if self._finished:
@@ -139,7 +139,7 @@ class PendingOperations:
             del self._finished[operation_id]
 
 
-def get_operation_id(request: OperationRequest) -> OperationId:
+def get_operation_id(request: EngineRequest) -> OperationId:
     """Return the id that the request has on all ranks."""
     if request.kind is OperationKind.BARRIER:
         return request.set_id, "barrier"
@@ -163,7 +163,7 @@ def get_ready_events(execute: Execute, operations: Sequence[PendingOperation]) -
     }
 
 
-def record_event(requests: Sequence[OperationRequest]) -> torch.cuda.Event | None:
+def record_event(requests: Sequence[EngineRequest]) -> torch.cuda.Event | None:
     """Return an event after which the tensors on a GPU are ready, or None if none is there."""
     if any(one.tensor is not None and one.tensor.is_cuda for one in requests):
         event: torch.cuda.Event = torch.cuda.current_stream().record_event()

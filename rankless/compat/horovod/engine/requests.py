@@ -39,7 +39,7 @@ class ReduceOpCode(IntEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OperationRequest:
+class EngineRequest:
     """One operation on at most one tensor. Which fields matter depends on `kind`."""
 
     kind: OperationKind
@@ -77,7 +77,7 @@ def parse_operation_kind(key: str) -> OperationKind:
     return OperationKind(key.partition(".")[0].removeprefix(GROUPED_PREFIX))
 
 
-def make_metadata(request: OperationRequest, key: str, is_inline: bool) -> RequestMetadata:
+def make_metadata(request: EngineRequest, key: str, is_inline: bool) -> RequestMetadata:
     """Return the request as the coordinator receives it. `key` is unique among those of the process set."""
     tensor = request.tensor
     return RequestMetadata(

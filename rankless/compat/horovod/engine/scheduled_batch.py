@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from rankless.compat.horovod.engine.coordinator_table import SubmittedOperation
 from rankless.compat.horovod.engine.messages import Execute, OperationResponse, RequestMetadata
-from rankless.compat.horovod.engine.submissions import SubmittedOperation
 
 
 @dataclass(frozen=True)

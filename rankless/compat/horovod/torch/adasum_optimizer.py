@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from rankless.compat.horovod import context
-from rankless.compat.horovod.engine.requests import OperationKind, OperationRequest, ReduceOpCode
+from rankless.compat.horovod.engine.requests import EngineRequest, OperationKind, ReduceOpCode
 from rankless.compat.horovod.torch.backward_passes import BackwardPasses
 from rankless.compat.horovod.torch.compression import Compressor
 from rankless.compat.horovod.torch.operations.checks import validate_tensor
@@ -43,7 +43,7 @@ class AdasumReduction:
             buffer = validate_tensor(compressed)
             name = self._names[parameter]
             requests.append(
-                OperationRequest(
+                EngineRequest(
                     kind=OperationKind.ALLREDUCE, name=name, tensor=buffer, output=buffer, reduction=ReduceOpCode.ADASUM
                 )
             )

@@ -19,7 +19,7 @@ from torch.autograd import Variable
 
 from rankless.compat.horovod import context
 from rankless.compat.horovod.engine.operation_scheduler import OperationScheduler
-from rankless.compat.horovod.engine.requests import OperationKind, OperationRequest
+from rankless.compat.horovod.engine.requests import EngineRequest, OperationKind
 from rankless.compat.horovod.exceptions import HorovodInternalError
 from rankless.compat.horovod.torch.backward_passes import BackwardPasses
 from rankless.compat.horovod.torch.compression import Compressor
@@ -161,7 +161,7 @@ class GradientReduction:
             return
         set_id = self._set_id()
         sent: list[SentGradient] = []
-        requests: list[OperationRequest] = []
+        requests: list[EngineRequest] = []
         for parameter in batch:
             if parameter.grad is not None and parameter.grad.is_sparse:
                 self._sparse_dims[parameter] = parameter.grad.sparse_dim()
@@ -172,7 +172,7 @@ class GradientReduction:
             sent.append(sent_gradient)
             name = self._names[parameter]
             requests.append(
-                OperationRequest(kind=OperationKind.ALLREDUCE, name=name, set_id=set_id, **self._fields(sent_gradient))
+                EngineRequest(kind=OperationKind.ALLREDUCE, name=name, set_id=set_id, **self._fields(sent_gradient))
             )
         if requests:
             self._submit(requests, sent)
@@ -207,7 +207,7 @@ class GradientReduction:
             **self._rule.reduction.fields,
         }
 
-    def _submit(self, requests: list[OperationRequest], sent: list[SentGradient]) -> None:
+    def _submit(self, requests: list[EngineRequest], sent: list[SentGradient]) -> None:
         scheduler = context.current().scheduler
         handle = scheduler.new_handle()
         try:

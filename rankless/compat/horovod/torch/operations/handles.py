@@ -8,11 +8,11 @@ import torch
 
 from rankless.compat.horovod import context
 from rankless.compat.horovod.common.process_sets import ProcessSet
-from rankless.compat.horovod.engine.requests import GROUPED_PREFIX, OperationKind, OperationRequest
+from rankless.compat.horovod.engine.requests import GROUPED_PREFIX, EngineRequest, OperationKind
 from rankless.compat.horovod.torch.operations.checks import resolve_set_id
 
 Fields = dict[str, Any]
-"""The fields of an `OperationRequest` besides kind, name and process set."""
+"""The fields of an `EngineRequest` besides kind, name and process set."""
 
 
 class GroupHandle(int):
@@ -22,15 +22,15 @@ class GroupHandle(int):
 def submit(kind: OperationKind, name: str | None, process_set: ProcessSet, fields: Callable[[], Fields]) -> int:
     """Submit one operation and return its handle.
 
-    `fields` returns those of an `OperationRequest`. If it raises, the operation fails on the other ranks, too. An
+    `fields` returns those of an `EngineRequest`. If it raises, the operation fails on the other ranks, too. An
     operation without a name gets a number as its name.
     """
     scheduler = context.current().scheduler
     set_id = resolve_set_id(process_set, kind)
     name = name or scheduler.new_name(set_id)
     handle = scheduler.new_handle()
-    with _refusal(set_id, [OperationRequest(kind=kind, name=name).key]):
-        request = OperationRequest(kind=kind, name=name, set_id=set_id, **fields())
+    with _refusal(set_id, [EngineRequest(kind=kind, name=name).key]):
+        request = EngineRequest(kind=kind, name=name, set_id=set_id, **fields())
     scheduler.submit(handle, [request])
     return handle
 
@@ -40,7 +40,7 @@ def submit_group(
 ) -> GroupHandle:
     """Submit a group of operations, which are executed together, and return their handle.
 
-    Each of `members` returns the fields of an `OperationRequest`. If one raises, the group fails on the other ranks.
+    Each of `members` returns the fields of an `EngineRequest`. If one raises, the group fails on the other ranks.
     """
     if not members:
         raise ValueError(f"A grouped {kind.value} needs at least one tensor.")
@@ -64,16 +64,12 @@ def _refusal(set_id: int, keys: Sequence[str]) -> Iterator[None]:
         raise
 
 
-def make_group_requests(
-    kind: OperationKind, name: str, set_id: int, members: Sequence[Fields]
-) -> list[OperationRequest]:
+def make_group_requests(kind: OperationKind, name: str, set_id: int, members: Sequence[Fields]) -> list[EngineRequest]:
     """Return the requests of a group. Their keys are `grouped_….name_1of3`, `…_2of3`, `…_3of3`."""
     size = len(members)
     group = f"{GROUPED_PREFIX}{kind.value}.{name}"
     return [
-        OperationRequest(
-            kind=kind, name=f"{name}_{index}of{size}", set_id=set_id, group=group, group_size=size, **fields
-        )
+        EngineRequest(kind=kind, name=f"{name}_{index}of{size}", set_id=set_id, group=group, group_size=size, **fields)
         for index, fields in enumerate(members, 1)
     ]
 

@@ -26,7 +26,7 @@ class ReductionRule:
 
     @property
     def fields(self) -> dict[str, float]:
-        """The fields of an `OperationRequest`."""
+        """The fields of an `EngineRequest`."""
         return {"reduction": self.reduction, "prescale": self.prescale, "postscale": self.postscale}
 
 

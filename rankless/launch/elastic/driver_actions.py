@@ -65,7 +65,7 @@ class StartAction:
 
 
 @dataclass(frozen=True)
-class SendAction:
+class MessageAction:
     """Send a message to a worker."""
 
     worker: ElasticWorker
@@ -81,4 +81,4 @@ class KillAction:
     """For example "did not call hvd.init for 30 s"."""
 
 
-Action = StartAction | SendAction | KillAction
+Action = StartAction | MessageAction | KillAction

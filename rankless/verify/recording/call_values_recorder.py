@@ -8,8 +8,8 @@ from torch import Tensor
 from rankless.compiler.sharding.redistribute import Redistribution
 from rankless.config.run_config import InspectedCall
 from rankless.parallel.mesh import Mesh
-from rankless.parallel.tensor_placement import Placement, Replicate
-from rankless.records.inspected_values import ComputedValue, Role, values_file
+from rankless.parallel.tensor_placement import Replicate, Sharding
+from rankless.records.call_values import ComputedValue, Role, values_file
 from rankless.records.recorded_calls import encode_result
 from rankless.verify.recording.tensor_sketch import Sketcher
 
@@ -41,11 +41,12 @@ class InspectedCallRecorder:
         self._stream.flush()
 
 
-def gather_whole(local: Tensor, placement: Placement, mesh: Mesh) -> Tensor:
+def gather_whole(local: Tensor, sharding: Sharding, mesh: Mesh) -> Tensor:
     """Return a value gathered from all ranks' pieces; a replicated value stays as this rank has it."""
-    if isinstance(placement, Replicate) or mesh.size == 1:
-        return local
-    gather = Redistribution(mesh, placement, Replicate())
-    # Not every backend gathers booleans.
-    sent = local.to(torch.uint8) if local.dtype == torch.bool else local
-    return gather(sent, *gather.lengths).to(local.dtype)
+    for axis, placement in reversed(list(zip(mesh.axes, sharding, strict=True))):
+        if not isinstance(placement, Replicate) and axis.size > 1:
+            gather = Redistribution(axis, placement, Replicate())
+            # Not every backend gathers booleans.
+            sent = local.to(torch.uint8) if local.dtype == torch.bool else local
+            local = gather(sent, *gather.lengths).to(local.dtype)
+    return local

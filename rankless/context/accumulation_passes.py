@@ -14,7 +14,7 @@ from typing import Protocol
 class AccumulatingJob(Protocol):
     """A job that may hold calls without a step."""
 
-    def on_pass_end(self, ended: "LoaderPass") -> None:
+    def on_pass_end(self, ended: "AccumulationPass") -> None:
         """Make the step, if the held calls belong to this pass."""
         ...
 
@@ -23,7 +23,7 @@ class AccumulatingJob(Protocol):
         ...
 
 
-class LoaderPass:
+class AccumulationPass:
     """One pass over a loader: the number of the current batch, of a number of batches (None if unknown)."""
 
     def __init__(self, *, number: int, batches: int | None) -> None:
@@ -43,26 +43,26 @@ class LoaderPasses:
     def __init__(self) -> None:
         self._started = 0
         # A loop that the script leaves early drops its generator and with it the pass. Only living passes matter.
-        self._living: weakref.WeakSet[LoaderPass] = weakref.WeakSet()
+        self._living: weakref.WeakSet[AccumulationPass] = weakref.WeakSet()
         self._jobs: weakref.WeakSet[AccumulatingJob] = weakref.WeakSet()
 
-    def begin(self, *, batches: int | None) -> LoaderPass:
+    def begin(self, *, batches: int | None) -> AccumulationPass:
         """Start a pass over a loader of so many batches."""
         self._started += 1
-        return LoaderPass(number=self._started, batches=batches)
+        return AccumulationPass(number=self._started, batches=batches)
 
-    def start_batch(self, current: LoaderPass) -> None:
+    def start_batch(self, current: AccumulationPass) -> None:
         """Note that the loader is about to yield the next batch of this pass."""
         current.batch += 1
         self._living.add(current)
 
-    def end(self, ended: LoaderPass) -> None:
+    def end(self, ended: AccumulationPass) -> None:
         """End a pass that has yielded all its batches: jobs that hold calls of it make their step."""
         self._living.discard(ended)
         for job in list(self._jobs):
             job.on_pass_end(ended)
 
-    def current_pass(self) -> LoaderPass | None:
+    def current_pass(self) -> AccumulationPass | None:
         """Return the pass in which the script is: of several the one that started first, None without a loader."""
         return min(self._living, key=lambda item: item.number, default=None)
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from rankless.compiler.ir.memory_order import order_memory
-from rankless.compiler.ir.philox import Part, Sampler, draw_elements
+from rankless.compiler.ir.philox import Sampler, draw_elements
+from rankless.compiler.ir.tensor_parts import Part
 
 Words = Sequence[Tensor]
 Parameters = Sequence[Any]
@@ -41,7 +42,7 @@ def draw(
     distribution: str,
     parameters: Parameters,
     value: tuple[Sequence[int], torch.dtype, torch.device],
-    part: Part | None,
+    parts: Sequence[Part],
     order: Sequence[int] | None = None,
 ) -> Tensor:
     """Return a rank's part of a random logical tensor.
@@ -51,16 +52,16 @@ def draw(
         distribution: A name in `DISTRIBUTIONS`.
         parameters: The parameters of the distribution. A tensor has the shape of the part, or broadcasts to it.
         value: Shape, dtype and device of the logical tensor.
-        part: The part; None for the whole.
+        parts: The part, as ranges of different dims; none for the whole.
         order: The order of the dims in memory; None for contiguous memory.
     """
     shape, dtype, device = value
     if dtype.is_complex:
-        real = draw_complex_parts(key, distribution, parameters, value, part)
+        real = draw_complex_parts(key, distribution, parameters, value, parts)
         drawn = torch.view_as_complex(real)
     else:
         drawn = DISTRIBUTIONS[distribution](
-            lambda sampler: draw_elements(sampler, key, shape, part, device), dtype, *parameters
+            lambda sampler: draw_elements(sampler, key, shape, parts, device), dtype, *parameters
         )
     return drawn if order is None else order_memory(drawn, order)
 
@@ -70,7 +71,7 @@ def draw_complex_parts(
     distribution: str,
     parameters: Parameters,
     value: tuple[Sequence[int], torch.dtype, torch.device],
-    part: Part | None,
+    parts: Sequence[Part],
 ) -> Tensor:
     """Return real and imaginary parts, along a last dim of size 2, as PyTorch defines them."""
     shape, dtype, device = value
@@ -79,7 +80,7 @@ def draw_complex_parts(
         parameters = (mean, deviation / math.sqrt(2))
     elif distribution != "uniform":
         raise RuntimeError(f"{distribution} is not defined for {dtype}")
-    return draw(key, distribution, parameters, ((*shape, 2), REAL_DTYPES[dtype], device), part)
+    return draw(key, distribution, parameters, ((*shape, 2), REAL_DTYPES[dtype], device), parts)
 
 
 Draw = Callable[[Sampler], Tensor]

@@ -1,0 +1,34 @@
+"""Parts of a logical tensor: ranges of some of its dims."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from rankless.parallel.tensor_placement import Shard, Sharding
+
+Part = tuple[int, int, int]
+"""A range of one dim: the dim, the first index and the length."""
+
+
+def list_parts(sharding: Sharding, ranks: Sequence[int]) -> tuple[Part, ...]:
+    """Return one worker's part of a value as ranges of different dims; none if it has the whole.
+
+    Args:
+        sharding: One placement per axis. If several divide one dim, each divides what the one before it leaves.
+        ranks: The worker's rank along each axis.
+    """
+    found: dict[int, tuple[int, int]] = {}
+    for placement, rank in zip(sharding, ranks, strict=True):
+        if isinstance(placement, Shard):
+            start, _ = found.get(placement.dim, (0, 0))
+            found[placement.dim] = (start + placement.start(rank), placement.lengths[rank])
+    return tuple((dim, start, length) for dim, (start, length) in found.items())
+
+
+def take_parts(value: Tensor, parts: Sequence[Part]) -> Tensor:
+    """Return these ranges of a whole value in memory of their own; the value itself if there are none."""
+    if not parts:
+        return value
+    for part in parts:
+        value = value.narrow(*part)
+    return value.clone()

@@ -1,0 +1,186 @@
+"""Strategies for operators without a sharding rule, found by experiment; see decision 0027.
+
+Rank 0 runs the experiment in a forked child on its CPU, and tells the other ranks. Programs are compared before, so
+all ranks ask the same questions in the same order.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor, fx
+
+from rankless.collectives.byte_messages import broadcast_bytes
+from rankless.compiler.ir.logical_program import LogicalValue
+from rankless.compiler.probing.answer_cache import AnswerCache, ProbeAnswer, default_folder
+from rankless.compiler.probing.child_process import run_in_child
+from rankless.compiler.probing.row_independence import Dims, find_output_dims
+from rankless.compiler.rules.strategy import OperatorCall, Strategy
+from rankless.parallel.mesh import Mesh
+from rankless.parallel.tensor_placement import Placement, Replicate, Shard
+
+SECONDS = 10.0
+"""Time limit for an experiment."""
+MAX_BYTES = 1 << 28
+"""Of all arguments and results. The experiment with larger ones would take too long."""
+LASTING_NAMESPACES = ("aten", "prims")
+"""Operators that stay the same as long as PyTorch's version does. Only their answers are kept on disk: the code of
+others may change between two runs."""
+NOT_PROBED_NAMESPACES = ("rankless", "c10d", "_c10d_functional", "c10d_functional", "symm_mem")
+"""Ours, and collectives."""
+PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.layout, torch.memory_format)
+"""Types of arguments that an experiment can pass on."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to divide the arguments of a call."""
+
+    dims: Dims
+    lengths: tuple[int, ...]
+
+
+class OperatorProbe:
+    """Probes operators, and keeps the answers."""
+
+    def __init__(self, mesh: Mesh, cache: AnswerCache | None = None) -> None:
+        self._mesh = mesh
+        self._cache = AnswerCache(default_folder()) if cache is None else cache
+        self._answers: dict[str, ProbeAnswer] = {}
+
+    def strategies(self, call: OperatorCall) -> Iterator[Strategy]:
+        """Yield the strategy that an experiment shows to be right, if there is one. Collective."""
+        candidates = list_candidates(call) if is_probed(call) else []
+        if not candidates:
+            return
+        question = describe_question(call, candidates)
+        if question not in self._answers:
+            own = self._answer(question, call, candidates) if self._mesh.rank == 0 else ProbeAnswer()
+            data = broadcast_bytes(msgspec.json.encode(own), mesh=self._mesh)
+            self._answers[question] = msgspec.json.decode(data, type=ProbeAnswer)
+        answer = self._answers[question]
+        if answer.candidate is None:
+            return
+        chosen = candidates[answer.candidate]
+        yield Strategy(
+            tuple(make_placement(dim, chosen.lengths) for dim in chosen.dims),
+            tuple(make_placement(dim, chosen.lengths) for dim in answer.outputs),
+        )
+
+    def _answer(self, question: str, call: OperatorCall, candidates: Sequence[Candidate]) -> ProbeAnswer:
+        lasts = call.operator.namespace in LASTING_NAMESPACES
+        known = self._cache.load(question) if lasts else None
+        if known is not None and is_fitting(known, candidates, call):
+            return known
+        data = run_in_child(partial(experiment, call, candidates), SECONDS)
+        if data is None:
+            return ProbeAnswer()  # it crashed or took too long, which another time it may not
+        answer = msgspec.json.decode(data, type=ProbeAnswer)
+        if lasts:
+            self._cache.save(question, answer)
+        return answer
+
+
+def is_probed(call: OperatorCall) -> bool:
+    """Return whether an experiment with an operator can tell anything."""
+    operator = call.operator
+    if operator.namespace in NOT_PROBED_NAMESPACES or operator._schema.is_mutable:
+        return False
+    if torch.Tag.nondeterministic_seeded in operator.tags:
+        return False
+    outputs = call.node.meta["val"]
+    values = [*[node.meta["val"] for node in call.inputs], *(outputs if isinstance(outputs, tuple) else (outputs,))]
+    if not all(value is None or isinstance(value, LogicalValue) for value in values):
+        return False
+    tensors = [value for value in values if value is not None]
+    if any(value.is_sparse or not all(type(size) is int for size in value.shape) for value in tensors):
+        return False
+    if sum(value.numel() * value.element_size() for value in tensors) > MAX_BYTES:
+        return False
+    leaves: list[Any] = []
+    fx.map_arg((call.node.args, call.node.kwargs), leaves.append)
+    plain = torch.utils._pytree.tree_leaves((call.node.args, call.node.kwargs))
+    return all(isinstance(item, (fx.Node, *PLAIN)) for item in plain) and set(leaves) == set(call.inputs)
+
+
+def list_candidates(call: OperatorCall) -> list[Candidate]:
+    """Return the divisions of the arguments that are likely, from the placements that they have.
+
+    With one tensor divided, others of equal size along the same dim are divided too, or along the dim that broadcasting
+    pairs with it; or they stay whole.
+    """
+    found: dict[Candidate, None] = {}
+    shapes = [tuple(node.meta["val"].shape) for node in call.inputs]
+    for place, placement in enumerate(call.current_placements):
+        if not isinstance(placement, Shard) or not all(type(length) is int for length in placement.lengths):
+            continue
+        dim, lengths = placement.dim, tuple(placement.lengths)
+        from_last, size = dim - len(shapes[place]), shapes[place][dim]
+        first = tuple(dim if dim < len(shape) and shape[dim] == size else None for shape in shapes)
+        last = tuple(
+            len(shape) + from_last if len(shape) + from_last >= 0 and shape[from_last] == size else None
+            for shape in shapes
+        )
+        same = tuple(dim if item == placement else None for item in call.current_placements)
+        alone = tuple(dim if other == place else None for other in range(len(shapes)))
+        for dims in (same, first, last, alone):
+            if dims[place] == dim:
+                found[Candidate(dims, lengths)] = None
+    return list(found)
+
+
+def describe_question(call: OperatorCall, candidates: Sequence[Candidate]) -> str:
+    """Return the operator, its arguments without their numbers, and the candidates as one text."""
+
+    def describe(node: fx.Node) -> str:
+        value = node.meta["val"]
+        return f"<{value.dtype} {tuple(value.shape)} {tuple(value.strides)}>"
+
+    given = fx.map_arg((call.node.args, call.node.kwargs), describe)
+    same = [call.inputs.index(node) for node in call.inputs]  # one tensor may be passed twice
+    divided = [(item.dims, item.lengths) for item in candidates]
+    return f"{call.operator} {given!r} {same} {divided}"
+
+
+def experiment(call: OperatorCall, candidates: Sequence[Candidate]) -> bytes:
+    """Return the answer for the first candidate that is right, as JSON. It runs in the child."""
+    nodes = list(dict.fromkeys(call.inputs))
+
+    def run(tensors: Sequence[Tensor]) -> Any:
+        known = dict(zip(nodes, tensors, strict=True))
+        args, kwargs = fx.map_arg((call.node.args, call.node.kwargs), known.__getitem__)
+        return call.operator(*args, **kwargs)
+
+    values = [node.meta["val"] for node in nodes]
+    with torch.no_grad():
+        for place, candidate in enumerate(candidates):
+            by_node: dict[fx.Node, set[int | None]] = {}
+            for node, dim in zip(call.inputs, candidate.dims, strict=True):
+                by_node.setdefault(node, set()).add(dim)
+            if any(len(dims) > 1 for dims in by_node.values()):
+                continue  # one tensor, whole here and divided there
+            dims = tuple(next(iter(by_node[node])) for node in nodes)
+            outputs = find_output_dims(run, values, dims, candidate.lengths)
+            if outputs is not None:
+                return msgspec.json.encode(ProbeAnswer(place, outputs))
+    return msgspec.json.encode(ProbeAnswer())
+
+
+def is_fitting(answer: ProbeAnswer, candidates: Sequence[Candidate], call: OperatorCall) -> bool:
+    """Return whether an answer from disk can be one to this question."""
+    if answer.candidate is None:
+        return True
+    shapes = call.output_shapes
+    return (
+        0 <= answer.candidate < len(candidates)
+        and len(answer.outputs) == len(shapes)
+        and all(dim is None or 0 <= dim < len(shape) for dim, shape in zip(answer.outputs, shapes, strict=True))
+    )
+
+
+def make_placement(dim: int | None, lengths: tuple[int, ...]) -> Placement:
+    """Return the placement of a value that is divided along a dim, or whole."""
+    return Replicate() if dim is None else Shard(dim, lengths)

@@ -1,0 +1,192 @@
+"""A bound program: a compiled program with the sources of its inputs and the targets of its outputs."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import repeat
+from operator import getitem, is_
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from rankless.compiler.capture.capture import CapturedJob
+from rankless.compiler.codegen.codegen import LocalProgram
+from rankless.compiler.ir.logical_program import ProgramInput, ProgramOutput
+from rankless.compiler.tracing.recomputed_weights import RecomputedWeight, find_recomputed_weights
+from rankless.jobs.arguments import FlattenedArguments, get_local_piece
+from rankless.jobs.definition import JobDefinition
+from rankless.jobs.varying_sizes import SizeConstraints
+from rankless.parallel.mesh import Mesh
+from rankless.parallel.tensor_placement import Sharding
+
+
+@dataclass(frozen=True)
+class ModuleTensorReference:
+    """The name of a parameter or buffer in its module. Each run reads the tensor that has this name then."""
+
+    table: Mapping[str, Tensor | None]
+    key: str
+
+
+class ModuleTensorReferences:
+    """Parameters and buffers by their names. All are read at once, because a model may have thousands."""
+
+    def __init__(self, references: Iterable[ModuleTensorReference] = ()) -> None:
+        given = list(references)
+        self._tables = [reference.table for reference in given]
+        self._keys = [reference.key for reference in given]
+
+    def read(self) -> list[Tensor]:
+        """Return the current tensors."""
+        tensors = list(map(getitem, self._tables, self._keys))
+        assert not any(map(is_, tensors, repeat(None))), "a tensor was captured and no longer exists"
+        return cast("list[Tensor]", tensors)
+
+
+class InputSources:
+    """Where the inputs of a program come from, in its order."""
+
+    def __init__(self, slots: Sequence[ModuleTensorReference | Tensor | int]) -> None:
+        self.states = ModuleTensorReferences(slot for slot in slots if isinstance(slot, ModuleTensorReference))
+        """Those that are parameters and buffers."""
+        self.arguments = [slot for slot in slots if isinstance(slot, int)]
+        """The numbers of the tensor arguments."""
+        self._constants = [slot for slot in slots if isinstance(slot, Tensor)]
+        kinds = (ModuleTensorReference, int, Tensor)  # the order in which `collect` concatenates
+        grouped = [place for kind in kinds for place, slot in enumerate(slots) if isinstance(slot, kind)]
+        self._order = sorted(range(len(slots)), key=grouped.__getitem__)
+
+    def collect(self, arguments: Sequence[Tensor]) -> list[Tensor]:
+        """Return the inputs without autograd history.
+
+        Args:
+            arguments: The tensors for `self.arguments`.
+        """
+        values = [*self.states.read(), *arguments, *self._constants]
+        return [values[place].detach() for place in self._order]
+
+
+class OutputTargets:
+    """What becomes of the outputs of a program."""
+
+    def __init__(self, outputs: Sequence[tuple[ProgramOutput, ModuleTensorReference | None]]) -> None:
+        places = {
+            kind: [place for place, (described, _) in enumerate(outputs) if described.kind == kind]
+            for kind in ("result", "gradient")
+        }
+        self._results, self._gradients = places["result"], places["gradient"]
+        self._parameters = ModuleTensorReferences(
+            target for described, target in outputs if described.kind == "gradient" and target is not None
+        )
+        self._updates = [
+            (place, ModuleTensorReferences([target]), described.renews_memory)
+            for place, (described, target) in enumerate(outputs)
+            if described.kind != "gradient" and target is not None
+        ]
+
+    def apply(self, outputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Set gradients of parameters, and new values of tensors.
+
+        Returns:
+            The job's results, and the tensors that have new values.
+        """
+        for parameter, place in zip(self._parameters.read(), self._gradients, strict=True):
+            parameter.grad = outputs[place]
+        changed = []
+        for place, target, renews_memory in self._updates:
+            (tensor,) = target.read()
+            changed.append(tensor)
+            if renews_memory:
+                tensor.data = outputs[place].clone()
+            else:
+                with torch.no_grad():
+                    tensor.copy_(outputs[place])
+        return [outputs[place] for place in self._results], changed
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoundProgram:
+    """A compiled program, what it was captured from, and where its inputs and outputs belong."""
+
+    local: LocalProgram
+    captured: CapturedJob
+    number: int
+    """Its number among the job's programs, in the order of capture: the same on every rank."""
+    sources: InputSources
+    targets: OutputTargets
+    parameters: tuple[nn.Parameter, ...]
+    recomputed_weights: tuple[RecomputedWeight, ...]
+    """See Note [recomputed weights]."""
+    varying_sizes: SizeConstraints | None
+    """For which other sizes of arguments it is valid; None if only for those it was captured with."""
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether every Python value that the capture read is unchanged."""
+        return self.captured.guards.all_hold()
+
+    @property
+    def read_values(self) -> tuple[Any, ...]:
+        """What the job's Python read of tensors when it was captured."""
+        return tuple(read.value for read in self.captured.reads)
+
+    def sizes(self, arguments: FlattenedArguments) -> dict[str, int]:
+        """Return the varying sizes of this call by symbol."""
+        if self.varying_sizes is None:
+            return {}
+        return self.varying_sizes.sizes([tensor.shape for tensor in arguments.tensors])
+
+
+def collect_inputs(
+    bound: BoundProgram, arguments: FlattenedArguments, shardings: Sequence[Sharding], mesh: Mesh
+) -> list[Tensor]:
+    """Return this rank's values of a program's inputs, without autograd history."""
+    sources = bound.sources
+    return sources.collect(
+        [get_local_piece(arguments.tensors[number], shardings[number], mesh) for number in sources.arguments]
+    )
+
+
+def bind_program(
+    job: JobDefinition,
+    captured: CapturedJob,
+    local: LocalProgram,
+    *,
+    number: int,
+    varying_sizes: SizeConstraints | None = None,
+) -> BoundProgram:
+    """Return a bound program of a job's compiled program."""
+    return BoundProgram(
+        local=local,
+        captured=captured,
+        number=number,
+        sources=InputSources([find_input(job, described) for described in local.inputs]),
+        targets=OutputTargets(
+            [
+                (described, None if described.kind in ("result", "check") else find_slot(job, described.name))
+                for described in local.outputs
+            ]
+        ),
+        parameters=tuple(job.parameters()) if job.trains else (),
+        recomputed_weights=tuple(
+            find_recomputed_weights(item for module in job.modules.values() for item in module.modules())
+        ),
+        varying_sizes=varying_sizes,
+    )
+
+
+def find_input(job: JobDefinition, described: ProgramInput) -> ModuleTensorReference | Tensor | int:
+    """Return where each call finds an input's value."""
+    if described.kind == "argument":
+        return described.index
+    if described.constant is not None:
+        return described.constant
+    return find_slot(job, described.name)
+
+
+def find_slot(job: JobDefinition, full_name: str) -> ModuleTensorReference:
+    """Return the slot of a name such as "model.layer.weight"."""
+    name, _, path = full_name.partition(".")
+    owner, _, key = path.rpartition(".")
+    module = job.modules[name].get_submodule(owner)
+    return ModuleTensorReference(module._parameters if key in module._parameters else module._buffers, key)

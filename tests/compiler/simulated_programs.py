@@ -1,0 +1,139 @@
+"""Run the programs of all workers of a mesh in one process, each node on all before the next.
+
+Collectives are computed from the list of all workers' values. Random operators start from the same generator state on
+every worker, as in real processes.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from rankless.compiler.ir.local_kernels import DrawFrom, reduce_extremum
+from rankless.compiler.ir.tensor_parts import list_parts, take_parts
+from rankless.compiler.lowering.lower import LocalGraph
+from rankless.compiler.sharding.redistribute import Redistribution, StackingAllGather
+from rankless.compiler.tracing.symbolic_sizes import evaluate_size
+from rankless.context.generator_states import restore_generators, save_generators
+from rankless.parallel.tensor_placement import Placement, Shard
+
+
+def interpret(
+    graphs: Sequence[LocalGraph], inputs: Sequence[Sequence[Tensor]], symbols: Mapping[str, int]
+) -> list[dict[fx.Node, Any]]:
+    """Run all ranks' graphs, the i-th node of each before the next."""
+    values: list[dict[fx.Node, Any]] = [
+        {node: value.detach() for (node, _), value in zip(graph.inputs, given, strict=True)}
+        for graph, given in zip(graphs, inputs, strict=True)
+    ]
+    for nodes in zip(*(graph.graph.nodes for graph in graphs), strict=True):
+        if nodes[0].op in ("placeholder", "output"):
+            continue
+        arguments = [
+            fx.node.map_aggregate(
+                (node.args, node.kwargs),
+                lambda item, known=known: known[item] if isinstance(item, fx.Node) else evaluate_size(item, symbols),
+            )
+            for node, known in zip(nodes, values, strict=True)
+        ]
+        if isinstance(nodes[0].target, Redistribution | StackingAllGather):
+            results = call_collectives([node.target for node in nodes], arguments)
+        else:
+            own = nodes[0].target.generator if isinstance(nodes[0].target, DrawFrom) else None
+            states = save_generators([] if own is None else [own])
+            results = []
+            with torch.no_grad():
+                for node, (args, kwargs) in zip(nodes, arguments, strict=True):
+                    restore_generators(states)
+                    results.append(node.target(*args, **kwargs))
+        for node, known, result in zip(nodes, values, results, strict=True):
+            known[node] = result
+            if isinstance(result, Tensor) and "logical" in node.meta:
+                check_layout(node, result)
+    return values
+
+
+OWN_LAYOUT = (
+    "_native_batch_norm_legit",
+    "native_batch_norm_backward",
+    "_softmax_backward_data",
+    "_log_softmax_backward_data",
+)
+"""Operators of PyTorch whose kernels lay out results in another way than a trace says, on one device too."""
+
+
+def check_layout(node: fx.Node, value: Tensor) -> None:
+    """Assert that a value that a rank has whole lies in memory as the logical value does.
+
+    A piece may lie otherwise, as that of an expanded value does: random operators draw in the logical value's order.
+    """
+    logical = node.meta["logical"]
+    shape, strides = logical.meta["val"].shape, logical.meta["val"].strides
+    overlaps = any(size != 1 and stride == 0 for size, stride in zip(shape, strides, strict=True))
+    if overlaps or 0 in value.shape or tuple(value.shape) != tuple(shape):
+        return
+    order = sorted(range(len(shape)), key=strides.__getitem__, reverse=True)
+    found = [value.stride(dim) for dim in order if shape[dim] != 1]
+    if found == sorted(found, reverse=True):
+        return
+    producers = f"{logical.target} {[item.target for item in logical.all_input_nodes]}"
+    logical.meta["own layout"] = any(name in producers for name in OWN_LAYOUT) or follows_own_layout(logical)
+    assert logical.meta["own layout"], f"{logical.target}: {value.stride()}, traced {shape}, {strides}"
+
+
+def follows_own_layout(logical: fx.Node) -> bool:
+    """Return whether a value is computed from one that an operator has laid out in its own way."""
+    waiting, seen = list(logical.all_input_nodes), set[fx.Node]()
+    while waiting:
+        node = waiting.pop()
+        if node.meta.get("own layout"):
+            return True
+        if node not in seen:
+            seen.add(node)
+            waiting += node.all_input_nodes
+    return False
+
+
+def call_collectives(targets: Sequence[Any], arguments: Sequence[Any]) -> list[Tensor]:
+    """Return what a collective along one axis gives to each worker.
+
+    The workers are numbered with the last axis innermost, so those along an axis are equally far apart.
+    """
+    results: list[Any] = [None] * len(targets)
+    size, step = targets[0].axis.size, count_inner_workers(targets)
+    for first in range(len(targets)):
+        if targets[first].axis.rank == 0:
+            members = [first + step * rank for rank in range(size)]
+            assert [targets[member].axis.rank for member in members] == list(range(size))
+            pieces, lengths = [arguments[member][0][0] for member in members], arguments[first][0][1:]
+            for rank, member in enumerate(members):
+                results[member] = call_collective(targets[member], pieces, lengths, rank)
+    return results
+
+
+def count_inner_workers(targets: Sequence[Any]) -> int:
+    """Return how far apart two neighbours along the axis of a collective are."""
+    return next((number for number, target in enumerate(targets) if target.axis.rank == 1), 1)
+
+
+def call_collective(
+    collective: Redistribution | StackingAllGather, pieces: list[Tensor], lengths: Sequence[tuple[int, ...]], rank: int
+) -> Tensor:
+    """Return what a collective gives to one rank."""
+    if isinstance(collective, StackingAllGather):
+        return torch.stack(pieces)
+    source, target = collective.source, collective.target
+    if isinstance(source, Shard):
+        assert [piece.shape[source.dim] for piece in pieces] == list(lengths[0])
+        whole = torch.cat(pieces, dim=source.dim)
+    elif source.reduce_op == "sum":
+        whole = torch.stack(pieces).sum(0).to(pieces[0].dtype)
+    else:
+        whole = reduce_extremum(torch.stack(pieces), source.reduce_op)
+    return slice_for_rank(whole, Shard(target.dim, lengths[-1]) if isinstance(target, Shard) else target, rank)
+
+
+def slice_for_rank(value: Tensor, placement: Placement, rank: int) -> Tensor:
+    """Return one rank's piece."""
+    return take_parts(value, list_parts((placement,), (rank,)))
