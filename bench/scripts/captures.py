@@ -1,5 +1,6 @@
 """Measures first calls of new jobs and of newly compiled training steps alternately, on equal models."""
 
+import argparse
 import json
 import time
 from collections.abc import Callable
@@ -12,8 +13,12 @@ import rankless
 from bench.models import GPT, loss_of, random_batch
 from bench.pairs import measure
 
-PAIRS = 4
+parser = argparse.ArgumentParser()
+parser.add_argument("--pairs", type=int, default=4)
+parser.add_argument("--layers", type=int, default=12)
+arguments = parser.parse_args()
 
+rankless.init()
 torch.manual_seed(0)
 inputs, targets = random_batch("gpt")
 inputs, targets = inputs[:4], targets[:4]
@@ -27,7 +32,7 @@ def seconds_of(call: Callable[[], object]) -> float:
 
 
 def job_seconds() -> float:
-    model = GPT(layers=12)
+    model = GPT(layers=arguments.layers)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
     @rankless.job(model=model, optimizer=optimizer)
@@ -38,7 +43,7 @@ def job_seconds() -> float:
 
 
 def compiled_seconds() -> float:
-    model = GPT(layers=12)
+    model = GPT(layers=arguments.layers)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     torch._dynamo.reset()
 
@@ -53,6 +58,6 @@ def compiled_seconds() -> float:
     return seconds_of(step)
 
 
-times = measure(job_seconds, compiled_seconds, pairs=PAIRS)  # the warm-up of both imports lazily
+times = measure(job_seconds, compiled_seconds, pairs=arguments.pairs)  # the warm-up of both imports lazily
 if rankless.rank() == 0:
     Path("times.json").write_text(json.dumps(times))

@@ -110,6 +110,14 @@ def test_checks_are_timed_as_a_part_of_the_step(check: str, tmp_path: Path):
 
 
 @pytest.mark.slow
+def test_captures_of_both_sides_are_timed(tmp_path: Path):
+    run(rankless_run(2, "captures.py", "--pairs", "1", "--layers", "1"), folder=tmp_path)
+    ((ours, peer),) = json.loads((tmp_path / "times.json").read_text())
+    assert ours > 0
+    assert peer > 0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("operation", ["all_reduce", pytest.param("all_gather_single", marks=pytest.mark.exhaustive)])
 def test_collectives_of_both_sides_are_timed(operation: str, tmp_path: Path):
     command = rankless_run(2, "collectives.py", operation, "4096", "--pairs", "1", "--calls", "2")

@@ -54,7 +54,7 @@ def inject(name: str) -> None:
 
 def dropped_gradient_reduction(counter: StepCounter) -> None:
     start = gradient_buckets.start_all_reduce
-    gradient_buckets.start_all_reduce = lambda flat, mesh: None if counter.is_late else start(flat, mesh=mesh)
+    gradient_buckets.start_all_reduce = lambda flat, among: None if counter.is_late else start(flat, among=among)
 
 
 def gradient_scaled_by_workers(counter: StepCounter) -> None:

@@ -19,6 +19,7 @@ from rankless.compiler.ir.logical_program import (
 )
 from rankless.compiler.ir.memory_order import find_memory_order, find_repeated_dims, order_memory, repeat_memory
 from rankless.compiler.ir.tensor_parts import Part, list_parts
+from rankless.compiler.lowering.sums_in_place import add_in_place
 from rankless.compiler.lowering.value_check import ValueCheck
 from rankless.compiler.rules.random import CounterDraw, lower_counter_draw
 from rankless.compiler.rules.strategy import (
@@ -48,7 +49,7 @@ rankless_ops = torch.ops.rankless
 LOCAL_OPERATORS: dict[Any, Callable[..., Any]] = {
     aten.view.default: aten.reshape.default,  # a gathered or reduced value may have other strides than the logical one
     aten._unsafe_view.default: aten.reshape.default,
-    rankless_ops.linear.default: aten.linear.default,
+    rankless_ops.linear.default: custom_ops.run_linear,
     rankless_ops.linear_weight.default: custom_ops.run_linear_weight,
     rankless_ops.recurrent.default: custom_ops.run_recurrent,
     rankless_ops.recurrent_backward.default: custom_ops.run_recurrent_backward,
@@ -368,4 +369,6 @@ def replace_argument(argument: Any, values: Any) -> Any:
 
 def lower(sharded: ShardedProgram, mesh: Mesh) -> LocalGraph:
     """Return the program of the rank of `mesh`."""
-    return LoweringPass(sharded, mesh).lower_graph()
+    local = LoweringPass(sharded, mesh).lower_graph()
+    add_in_place(local.graph)
+    return local
