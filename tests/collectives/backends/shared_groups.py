@@ -56,16 +56,19 @@ def shared_group(
 def list_open() -> list[str]:
     """Return what this process holds for shared memory groups: descriptors, mappings, sockets and threads."""
     gc.collect()
-    held = []
+    held, own_sockets = [], set()
     for name in os.listdir("/proc/self/fd"):
         try:
             target = os.readlink(f"/proc/self/fd/{name}")
         except FileNotFoundError:
             continue  # the descriptor of the listing itself
         held += [target] if "rankless-" in target or "pidfd" in target else []
+        if target.startswith("socket:["):
+            own_sockets.add(target.removeprefix("socket:[").removesuffix("]"))
     maps = Path("/proc/self/maps").read_text().splitlines()
     held += [line.split(maxsplit=5)[-1] for line in maps if "rankless-" in line]
     sockets = Path("/proc/net/unix").read_text().splitlines()
-    held += [line.split()[-1] for line in sockets if "@rankless-" in line]
+    # The file lists the sockets of all processes. Its seventh column is the inode.
+    held += [line.split()[-1] for line in sockets if "@rankless-" in line and line.split()[6] in own_sockets]
     held += [thread.name for thread in threading.enumerate() if thread.name.startswith("rankless-")]
     return sorted(held)
