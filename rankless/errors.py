@@ -118,10 +118,11 @@ class RanksDiverged(RanklessError):
     """
 
 
-class CollectiveError(RanklessError):
-    """Raised if the ranks' calls of a function of `rankless.collectives` do not match, or if a rank does not call it.
+class CollectiveError(RanklessError, RuntimeError):
+    """Raised if the ranks' calls of a collective do not match, or if a rank does not take part in it.
 
-    It has the attributes of `RanklessError`.
+    It has the attributes of `RanklessError`. It is a `RuntimeError` too, like the errors of PyTorch's own process
+    groups, so scripts that handle those also handle this one.
     """
 
 

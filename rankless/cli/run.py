@@ -6,6 +6,7 @@ import sys
 from rankless.cli.host_options import LOG_FOLDER_HELP, add_host_options, make_cluster
 from rankless.cli.json_output import add_json_option, make_json_header, read_json_destination
 from rankless.cli.program_options import add_program_options, find_misplaced_count, read_program
+from rankless.config.backends import BACKENDS
 from rankless.config.environment import default_log_folder
 from rankless.config.run_config import RunConfig, RunRequest
 from rankless.config.validation import make_run_config
@@ -26,6 +27,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-n", dest="workers", type=int, metavar="N", help="Workers on each host. Default: 1.")
     parser.add_argument(
         "--devices", metavar="0,1|cpu", help="GPUs to use, or cpu. Default: GPUs if the host has any, else cpu."
+    )
+    parser.add_argument(
+        "--backend",
+        choices=BACKENDS,
+        help="Backend of the default process group. Default: RANKLESS_BACKEND, else shared_memory for workers on the "
+        "CPU of one host, nccl for workers with a GPU each, and gloo for others.",
     )
     parser.add_argument("--threads", type=int, metavar="K", help="CPU threads per worker. Default: cores / workers.")
     parser.add_argument(
@@ -102,6 +109,7 @@ def _make_config(arguments: argparse.Namespace) -> RunConfig:
         RunRequest(
             worker_count=1 if arguments.workers is None else arguments.workers,
             devices=arguments.devices,
+            backend=arguments.backend,
             threads=arguments.threads,
             seed=arguments.seed,
             log_folder=arguments.log_dir,

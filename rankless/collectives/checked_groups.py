@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import default_pg_timeout
 
+from rankless.collectives.backends import SharedMemoryProcessGroup
 from rankless.collectives.call_signature import Call
 from rankless.collectives.checked_collectives import CollectiveQueue, Issue, PendingWork
 from rankless.collectives.collective_check import CheckRendezvous, open_collective_check
@@ -142,6 +143,8 @@ def _make_group_queues(group: dist.ProcessGroup) -> GroupQueues:
 
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta:
+    if isinstance(group, SharedMemoryProcessGroup):
+        return group.timeout
     device = torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu")
     try:
         timeout = group._get_backend(device).options._timeout

@@ -24,6 +24,7 @@ WORKER_PLAN = "RANKLESS_WORKER_PLAN"
 LOG_FOLDER = "RANKLESS_LOG_DIR"
 TOKEN_FILE = "RANKLESS_TOKEN_FILE"
 HANG_TIMEOUT = "RANKLESS_HANG_TIMEOUT"
+BACKEND = "RANKLESS_BACKEND"
 PORT_TEST = "RANKLESS_PORT_TEST"
 PRELOAD = "RANKLESS_PRELOAD"
 HOROVOD = "RANKLESS_HOROVOD"
@@ -114,6 +115,11 @@ def user_cache_folder() -> Path:
 def user_hang_timeout() -> str | None:
     """Return RANKLESS_HANG_TIMEOUT, for commands without such an option, as `torchrun`; None if it is not set."""
     return os.environ.get(HANG_TIMEOUT) or None
+
+
+def user_backend() -> str | None:
+    """Return RANKLESS_BACKEND, the backend of the default process group; None if it is not set."""
+    return os.environ.get(BACKEND) or None
 
 
 def user_preload() -> str:

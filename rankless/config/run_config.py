@@ -14,6 +14,8 @@ ShowChoice = Literal["first", "all"]
 AgentOutput = Literal["quiet", "table", "summary"]
 """What the agent prints of a run that succeeds: nothing, the table of workers, or that and a line at the end."""
 Precision = Literal["float64"]
+Backend = Literal["gloo", "nccl", "shared_memory"]
+"""A backend of `torch.distributed`."""
 UNKNOWN_HOST = -1
 AgentStart = Literal["ssh", "manual", "script"]
 
@@ -90,7 +92,7 @@ class AgreedJobConfig(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None
     workers: tuple[int, ...]
     """The number of workers on each host."""
-    backend: Literal["gloo", "nccl"]
+    backend: Backend
     master_address: str
     master_port: int
     store_address: str
@@ -124,6 +126,8 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
     worker_count: int
     devices: str | None = None
     """"cpu", or GPU numbers as "0,1"; None gives each worker a GPU if the host has any, else the CPU."""
+    backend: str | None = None
+    """The backend of the default process group; None leaves it to RANKLESS_BACKEND, else to the devices."""
     threads: int | None = None
     """Threads per worker; None divides the cores evenly."""
     seed: int | None = None
@@ -164,6 +168,8 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     worker_count: int
     devices: tuple[str, ...]
     """One torch device name per worker, as "cpu" or "cuda:0"; two workers may share one."""
+    backend: Backend | None = None
+    """The backend that the user requests for the default process group; None leaves the choice to the devices."""
     threads_per_worker: int
     log_folder: str
     """The folder that gets a new folder for each run."""

@@ -5,8 +5,8 @@ import importlib.util
 import os
 import secrets
 import shutil
-from typing import Literal
 
+from rankless.config.backends import check_backend, read_requested_backend
 from rankless.config.elastic import check_elastic
 from rankless.config.environment import user_hang_timeout, user_preload, user_threads, user_visible_devices
 from rankless.config.run_config import Program, RunConfig, RunRequest
@@ -34,12 +34,15 @@ def make_run_config(program: Program, request: RunRequest) -> RunConfig:
     if seed is not None and not 0 <= seed < 2**63:
         raise ConfigError(expected="a seed from 0 to 2**63 - 1", found=seed, fix="choose another --seed")
     check_program(program)
+    devices, backend = choose_devices(request.devices, worker_count=count), read_requested_backend(request.backend)
+    check_backend(backend, devices, host_count=1 if cluster is None else len(cluster.hosts))
     # Processes of other programs seed themselves. A program that names Rankless expects one seed for all ranks.
     has_separate_seeds = request.recording is None and (request.separate_seeds or not names_rankless(program))
     return RunConfig(
         program=program,
         worker_count=count,
-        devices=choose_devices(request.devices, worker_count=count),
+        devices=devices,
+        backend=backend,
         threads_per_worker=threads or user_threads() or max(1, core_count() // count),
         log_folder=request.log_folder,
         show=request.show,
@@ -152,12 +155,6 @@ def choose_devices(requested: str | None, *, worker_count: int) -> tuple[str, ..
             fix="use --devices cpu" if not present else f"use --devices with numbers below {present}",
         )
     return tuple(f"cuda:{int(numbers[rank % len(numbers)])}" for rank in range(worker_count))
-
-
-def choose_backend(devices: tuple[str, ...]) -> Literal["gloo", "nccl"]:
-    """Return NCCL if every worker has its own GPU, else Gloo, because NCCL refuses two workers on one GPU."""
-    on_gpus = all(device.startswith("cuda") for device in devices)
-    return "nccl" if on_gpus and len(set(devices)) == len(devices) else "gloo"
 
 
 def count_gpus() -> int:

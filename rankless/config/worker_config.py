@@ -1,10 +1,8 @@
 """The configuration of a host's processes: of each worker, of the workers' parent, and of a fork server."""
 
-from typing import Literal
-
 import msgspec
 
-from rankless.config.run_config import Precision, Program, RunObservation
+from rankless.config.run_config import Backend, Precision, Program, RunObservation
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -16,7 +14,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     local_world_size: int
     device: str
     threads: int
-    backend: Literal["gloo", "nccl"]
+    backend: Backend
     master_address: str
     master_port: int
     run_id: str

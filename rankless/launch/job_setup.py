@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import msgspec
 
 from rankless.config import environment
+from rankless.config.backends import choose_backend
 from rankless.config.hosts import addresses_of, interface_of, interface_towards, is_loopback, own_addresses
 from rankless.config.run_config import AgreedJobConfig, Cluster, RunConfig
-from rankless.config.validation import choose_backend
 from rankless.errors import ConfigError, JoinError
 from rankless.launch.doctor.preflight import run_preflight
 from rankless.launch.log_files import make_run_id
@@ -251,12 +251,11 @@ def _make_start(
     config: RunConfig, devices: Sequence[Sequence[str]], *, store: socket.socket, reserved: socket.socket
 ) -> AgreedJobConfig:
     address = str(store.getsockname()[0])
-    backends = {choose_backend(tuple(host_devices)) for host_devices in devices}
     return AgreedJobConfig(
         run_id=make_run_id(config),
         seed=config.seed,
         workers=tuple(map(len, devices)),
-        backend="nccl" if backends == {"nccl"} else "gloo",
+        backend=choose_backend(devices, config.backend).name,
         master_address=config.master_address if config.cluster is None else address,
         master_port=reserved.getsockname()[1],
         store_address=address,

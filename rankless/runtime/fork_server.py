@@ -44,6 +44,7 @@ from rankless.runtime.process_tree import (
     set_parent_death_signal,
     thread_count,
 )
+from rankless.runtime.shared_group_shutdown import end_shared_groups
 from rankless.runtime.subprocess_command import python_command
 from rankless.runtime.worker import WorkerProcess, start_forked_worker
 from rankless.terminal import process_title
@@ -232,6 +233,7 @@ class ForkServer:
             return
         if CUT in commands:
             cut_connections(self._workers, hosts=self._config.other_hosts)
+            end_shared_groups(self._workers)
         for number in decode_signals(commands):
             for process_id in list(self._workers):
                 send_signal(process_id, number)

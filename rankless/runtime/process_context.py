@@ -1,7 +1,4 @@
-"""The context of a process that has joined its world: mesh, process group, and the channel for records.
-
-No other module makes process groups.
-"""
+"""The context of a process that has joined its world: mesh, process group, and the channel for records."""
 
 import atexit
 import os
@@ -21,6 +18,7 @@ from rankless.collectives.byte_messages import all_gather_bytes
 from rankless.collectives.desync_detection import DesyncDetector
 from rankless.config import environment
 from rankless.config.distributed_variables import TorchrunWorker
+from rankless.config.run_config import Backend
 from rankless.config.worker_config import WorkerConfig
 from rankless.context.step_limit import StepLimit
 from rankless.context.training_progress import ProgressMeter
@@ -30,16 +28,16 @@ from rankless.jobs.program_records import ProgramRecorder
 from rankless.parallel.mesh import Mesh
 from rankless.records.channel import send_record
 from rankless.records.events import AnyRecord, Notice
+from rankless.runtime.process_groups import make_world_group
 from rankless.runtime.rendezvous.file import join_file_rendezvous
 from rankless.runtime.rendezvous.job_rendezvous import (
     JOIN_TIMEOUT_SECONDS,
-    STORE_TIMEOUT,
     RendezvousInfo,
     parameters_from_torchrun,
     print_notice,
 )
 from rankless.runtime.rendezvous.parameters import RendezvousParameters
-from rankless.runtime.rendezvous.tcp import NOTICE_AFTER_SECONDS, join_tcp_rendezvous
+from rankless.runtime.rendezvous.tcp import join_tcp_rendezvous
 from rankless.runtime.status_publisher import publish_totals
 from rankless.user_code import caller_line
 from rankless.verify.recording.call_values_recorder import InspectedCallRecorder
@@ -47,11 +45,6 @@ from rankless.verify.recording.input_digests import InputDigests
 from rankless.verify.recording.run_recorder import RunRecorder
 from rankless.verify.recording.script_survey import survey_script
 from rankless.verify.recording.value_inspection import ValueInspector
-
-JOINED_KEY = "rankless/joined"
-"""The store's counter of the ranks that have made the group."""
-CONFIRMED_KEY = "rankless/confirmed"
-"""The store's counter of the ranks that know that all have made it."""
 
 RecordObserver = Callable[[AnyRecord], None]
 """Receives the records of a process."""
@@ -232,7 +225,9 @@ def _join_as_worker(config: WorkerConfig, find_info: Callable[[], RendezvousInfo
     end_group = None
     if config.world_size > 1 and not dist.is_initialized():
         store = join_tcp_rendezvous(_rejoin_parameters(config), print_notice).store if again else find_info().store
-        end_group = _make_group(config.backend, device, store=store, rank=config.rank, world_size=config.world_size)
+        end_group = make_world_group(
+            config.backend, device, store=store, rank=config.rank, world_size=config.world_size
+        )
     descriptor = config.records_descriptor
 
     def observer(record: AnyRecord) -> None:
@@ -262,7 +257,7 @@ def _join_with_parameters(
     device, backend = _select_device(local_rank)
     if rendezvous.is_on_one_host:
         environment.prefer_loopback()
-    end_group = _make_group(
+    end_group = make_world_group(
         backend, device, store=rendezvous.store, rank=parameters.rank, world_size=parameters.world_size
     )
     return _make_context_without_agent(device, local_rank, make_observer, end_group)
@@ -274,51 +269,8 @@ def _join_with_store(info: RendezvousInfo, make_observer: Callable[[], RecordObs
     device, backend = _select_device(local_rank)
     join_count = info.store.add(f"rankless/times/{info.rank}", 1)
     store = dist.PrefixStore(f"rankless/group/{join_count}", info.store)  # type: ignore[attr-defined]  # not in the stubs
-    end_group = _make_group(backend, device, store=store, rank=info.rank, world_size=info.size)
+    end_group = make_world_group(backend, device, store=store, rank=info.rank, world_size=info.size)
     return _make_context_without_agent(device, local_rank, make_observer, end_group)
-
-
-def _make_group(backend: str, device: torch.device, *, store: Any, rank: int, world_size: int) -> Callable[[], None]:
-    """Make the process group of the world, and return the function that destroys it.
-
-    Returns only after all ranks have made the group: a rank whose script ends at once would otherwise be gone while
-    others still connect to it. Rank 0, whose process serves the store, destroys the group only after all ranks know
-    that. Raises JoinError if some ranks have not made the group within STORE_TIMEOUT.
-    """
-    bound = device if backend == "nccl" else None
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, device_id=bound)
-    store.add(JOINED_KEY, 1)
-    joined = _wait_for_count(store, JOINED_KEY, world_size)
-    if joined < world_size:
-        raise JoinError(
-            expected=f"all {world_size} ranks to make their process group within {STORE_TIMEOUT.total_seconds():g} s",
-            found=f"{joined} that have",
-            fix="read the logs of the other ranks: one hangs or has ended while it joins",
-        )
-    store.add(CONFIRMED_KEY, 1)
-
-    def end() -> None:
-        if rank == 0:
-            _wait_for_count(store, CONFIRMED_KEY, world_size)
-        dist.destroy_process_group()
-
-    return end
-
-
-def _wait_for_count(store: Any, key: str, world_size: int) -> int:
-    """Wait until the counter has reached `world_size`, for at most STORE_TIMEOUT, and return the counter."""
-    start = notified = time.monotonic()
-    interval_seconds = 0.001
-    while (count := int(store.add(key, 0))) < world_size:
-        now = time.monotonic()
-        if now - start > STORE_TIMEOUT.total_seconds():
-            break
-        if now - notified > NOTICE_AFTER_SECONDS:
-            notified = now
-            print_notice(f"{count} of {world_size} ranks have joined; waiting for the others")
-        time.sleep(interval_seconds)
-        interval_seconds = min(2 * interval_seconds, 0.02)
-    return count
 
 
 def _join_existing(torchrun: TorchrunWorker | None, make_observer: Callable[[], RecordObserver]) -> ProcessContext:
@@ -345,11 +297,11 @@ def _make_context_without_agent(
     return context
 
 
-def _select_device(local_rank: int) -> tuple[torch.device, str]:
-    """Return the GPU of this number and NCCL, or the CPU and Gloo if there is no such GPU."""
+def _select_device(local_rank: int) -> tuple[torch.device, Backend]:
+    """Return the GPU of this number and NCCL, or the CPU and shared memory if there is no such GPU."""
     number = 0 if environment.has_own_gpu() else local_rank
     own_gpu = torch.cuda.is_available() and number < torch.cuda.device_count()
-    return _use_device(f"cuda:{number}" if own_gpu else "cpu"), "nccl" if own_gpu else "gloo"
+    return _use_device(f"cuda:{number}" if own_gpu else "cpu"), "nccl" if own_gpu else "shared_memory"
 
 
 def _rejoin_parameters(config: WorkerConfig) -> RendezvousParameters:

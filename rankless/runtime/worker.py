@@ -182,6 +182,10 @@ class WorkerProcess:
         )
         if self._config.observation.is_reference or self._config.observation.is_foreign:
             importlib.import_module("rankless.runtime.reference_worker").record_reference_run(self._config)
+        if self._config.backend == "shared_memory" and self._config.rounds_descriptor is None:
+            importlib.import_module("rankless.runtime.hooks.default_group").use_shared_memory(
+                self._config, self._notify
+            )
         if self._file_writes is not None:
             self._file_writes.patch_torch_save(importlib.import_module("torch.serialization"))
         if self._config.rank == 0:

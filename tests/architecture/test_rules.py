@@ -23,6 +23,7 @@ IMPORTED_LATE = {
     "rankless/runtime/fork_server.py": "preloads what the workers will import",
     "rankless/runtime/hooks/at_start/sitecustomize.py": "runs in every Python below a worker, and must cost nothing",
     "rankless/runtime/hooks/import_aliases.py": "imports the module behind an alias when a script asks for it",
+    "rankless/runtime/hooks/default_group.py": "only a script that makes a process group needs what makes one",
     "rankless/runtime/preload.py": "imports the modules that the user names",
     "rankless/runtime/rendezvous/job_rendezvous.py": "only processes of Horovod's own launcher need its protocol",
     "rankless/runtime/worker.py": "a worker imports torch and numpy when the script does",

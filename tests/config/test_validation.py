@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from rankless.config import validation
+from rankless.config.backends import choose_backend
 from rankless.config.run_config import Program, RunRequest
 from rankless.errors import ConfigError
 
@@ -35,9 +36,8 @@ def test_two_workers_on_one_gpu_use_gloo_and_one_on_each_use_nccl(monkeypatch: p
     with_gpus(4, monkeypatch)
     shared = validation.choose_devices("1,3", worker_count=3)
     assert shared == ("cuda:1", "cuda:3", "cuda:1")
-    assert validation.choose_backend(shared) == "gloo"
-    assert validation.choose_backend(validation.choose_devices("1,3", worker_count=2)) == "nccl"
-    assert validation.choose_backend(("cpu", "cpu")) == "gloo"
+    assert choose_backend([shared]).name == "gloo"
+    assert choose_backend([validation.choose_devices("1,3", worker_count=2)]).name == "nccl"
 
 
 @pytest.mark.parametrize("wish", ["0,4", "7", "x", "", "cpu,0"])

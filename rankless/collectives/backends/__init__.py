@@ -6,16 +6,19 @@ of `torch.distributed`, or None where the processes cannot share memory. Decisio
 The layers, from below: `futex`, `peer_liveness` and `shared_region` are the operating system's side. `signals` counts,
 waits and fails. `slots` and `message_rings` divide the memory. `shared_reductions`, `shared_movement` and
 `point_to_point` are the algorithms. `operation_queue` keeps the order. `process_group` has torch's signatures.
+`group_registration` makes it known to torch.
 """
 
-from rankless.collectives.backends.group_registration import close_shared_memory_group, make_shared_memory_group
-from rankless.collectives.backends.platform_support import Support, is_supported
+from rankless.collectives.backends.group_registration import (
+    close_shared_memory_group,
+    make_shared_memory_group,
+    register_backend,
+)
 from rankless.collectives.backends.process_group import SharedMemoryProcessGroup
 
 __all__ = [
     "SharedMemoryProcessGroup",
-    "Support",
     "close_shared_memory_group",
-    "is_supported",
     "make_shared_memory_group",
+    "register_backend",
 ]

@@ -1,6 +1,7 @@
 """What torch passes to the methods of a process group: its forms, and the checks of what a call can take."""
 
 from collections.abc import Iterable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -78,6 +79,13 @@ def get_operation(opts: Any) -> Any:
 def get_root(opts: Any) -> int:
     """Return the root's rank in the group from torch's options, or from what stands in their place."""
     return int(getattr(opts, "rootRank", 0 if opts is None else opts))
+
+
+def get_timeout_seconds(opts: Any, timeout: Any = None) -> float | None:
+    """Return how long a call may wait, from its argument or torch's options; None for the group's timeout."""
+    given = timeout if timeout is not None else getattr(opts, "timeout", None)
+    # Unset options have a negative time.
+    return given.total_seconds() if isinstance(given, timedelta) and given > timedelta() else None
 
 
 def split_bytes(tensor: Tensor, sizes: Sequence[int] | None, size: int) -> list[int]:

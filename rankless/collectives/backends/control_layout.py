@@ -1,13 +1,14 @@
 """Where the words of a group's control block lie. The block is at the start of the group's shared memory.
 
-The block starts with the word that ends the group. A part for each rank follows. Words of different writers are on
-different cache lines, two lines apart because processors fetch lines in pairs.
+The block starts with the word that ends the group, and a mark. A part for each rank follows. Words of different
+writers are on different cache lines, two lines apart because processors fetch lines in pairs.
 """
 
 from dataclasses import dataclass
 
+from rankless.records.group_failures import WORD_BYTES
+
 LINE_WORDS = 16
-WORD_BYTES = 8
 CHANNELS = 2
 """Collectives sleep on one word of their rank, messages from one rank to another on a second."""
 

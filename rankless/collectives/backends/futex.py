@@ -1,26 +1,11 @@
 """Sleeping on a 32-bit word of shared memory until another process changes it: Linux's futex, called through ctypes."""
 
 import ctypes
-import platform
 from typing import Any
 
 _WAIT, _WAKE, _EVERY_WAITER = 0, 1, 0x7FFFFFFF
-_SYSCALL_NUMBERS = {
-    "x86_64": 202,
-    "amd64": 202,
-    "aarch64": 98,
-    "arm64": 98,
-    "riscv64": 98,
-    "ppc64le": 221,
-    "s390x": 238,
-}
 _NANOSECONDS = 1_000_000_000
 _WORDS = ctypes.c_long * 2  # struct timespec
-
-
-def find_syscall_number() -> int | None:
-    """Return the number of the system call `futex` on this machine; None if it is not known, or not Linux."""
-    return _SYSCALL_NUMBERS.get(platform.machine().lower()) if platform.system() == "Linux" else None
 
 
 class Futex:

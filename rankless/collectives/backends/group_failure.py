@@ -1,20 +1,9 @@
-"""Why a group of processes has become unusable, as one word that all its ranks read, and as an error."""
+"""Why a group of processes has become unusable, as an error."""
 
-import enum
 from dataclasses import dataclass
 
 from rankless.errors import CollectiveError
-
-
-class FailureKind(enum.IntEnum):
-    """What ended a group."""
-
-    ABORTED = 1
-    ENDED = 2
-    LATE = 3
-    CLOSED = 4
-    MISMATCH = 5
-    INTERRUPTED = 6
+from rankless.records.group_failures import FailureKind, decode_failure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +33,7 @@ FOUND = {
     FailureKind.CLOSED: "rank {rank} has closed the group",
     FailureKind.MISMATCH: "rank {rank} found that the calls of the ranks do not match",
     FailureKind.INTERRUPTED: "rank {rank} left a collective because of an exception",
+    FailureKind.RUN_ENDED: "the launcher ends the run, and has ended the group",
 }
 FIXES = {
     FailureKind.ABORTED: "see why rank {rank} aborted",
@@ -52,18 +42,14 @@ FIXES = {
     FailureKind.CLOSED: "close the group only after the last collective of all ranks",
     FailureKind.MISMATCH: "make every rank call the same collectives in the same order; rank {rank} has the details",
     FailureKind.INTERRUPTED: "see the exception on rank {rank}",
+    FailureKind.RUN_ENDED: "see in the launcher's report why the run ends",
 }
-
-
-def encode_failure(kind: FailureKind, rank: int) -> int:
-    """Return the word for a failure that concerns a rank of the group. It is not 0."""
-    return int(kind) | rank << 8
 
 
 def make_error(word: int, member: Membership) -> CollectiveError:
     """Return the error for a word of `encode_failure`."""
-    kind = FailureKind(word & 0xFF)
-    values = {"rank": member.global_ranks[word >> 8], "seconds": member.timeout_seconds}
+    kind, rank, seconds = decode_failure(word)
+    values = {"rank": member.global_ranks[rank], "seconds": seconds}
     return CollectiveError(
         expected="every rank of the group to take part in its collectives",
         found=FOUND[kind].format(**values),

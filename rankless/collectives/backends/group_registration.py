@@ -1,16 +1,45 @@
-"""Making a shared memory group, so that the functions of `torch.distributed` accept it, and closing it."""
+"""Registers shared memory groups with `torch.distributed`, and makes and closes groups of a script's own."""
 
 import uuid
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import _unregister_process_group
 
 from rankless.collectives.backends.group_failure import Membership
 from rankless.collectives.backends.process_group import BACKEND_NAME, SharedMemoryProcessGroup
-from rankless.collectives.backends.shared_group import open_shared_group
+from rankless.collectives.backends.shared_group import SharedGroup, open_shared_group
+
+
+def register_backend() -> None:
+    """Let `init_process_group`, `new_group` and device meshes make groups of the backend "shared_memory".
+
+    A group that then cannot have shared memory, for example because its ranks are on several hosts, is one of Gloo. If
+    the default group is in shared memory, new groups are too unless they name another backend.
+
+    Example:
+        >>> register_backend()
+        >>> torch.distributed.is_backend_available("shared_memory")
+        True
+    """
+    if BACKEND_NAME not in dist.Backend.backend_list:
+        dist.Backend.register_backend(BACKEND_NAME, _make_registered_group, extended_api=True, devices=["cpu"])
+
+
+def _make_registered_group(options: Any, shared: SharedGroup | None) -> Any:
+    """Return the group that torch then registers. `shared` is its memory if it has been opened before."""
+    size, rank = options.group_size, options.group_rank
+    # The default group has no list of ranks.
+    global_ranks = tuple(options.global_ranks_in_group) or tuple(range(size))
+    member = Membership(rank=rank, global_ranks=global_ranks, timeout_seconds=options.timeout.total_seconds())
+    opened = shared if isinstance(shared, SharedGroup) else open_shared_group(options.store, member, options.timeout)
+    if isinstance(opened, SharedGroup):
+        return SharedMemoryProcessGroup(options.store, member, opened, options.group_id)
+    gloo: Any = dist.ProcessGroupGloo
+    return gloo(options.store, rank, size, options.timeout)
 
 
 def make_shared_memory_group(
@@ -43,7 +72,7 @@ def make_shared_memory_group(
     if rank == 0:
         store.set("group name", f"{BACKEND_NAME} {uuid.uuid4().hex}")
     shared = open_shared_group(store, member, timeout)
-    if shared is None:
+    if not isinstance(shared, SharedGroup):
         return None
     name = bytes(store.get("group name")).decode()
     group = SharedMemoryProcessGroup(store, member, shared, name)

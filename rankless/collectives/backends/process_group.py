@@ -4,7 +4,9 @@
 checks its arguments, and then runs as an operation of the group's queue: in order with all others.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import nullcontext
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -16,18 +18,28 @@ from rankless.collectives.backends.call_arguments import (
     as_only_list,
     get_operation,
     get_root,
+    get_timeout_seconds,
     require_count,
     require_dense,
-    require_one_dtype,
     require_other_rank,
-    require_values,
-    split_bytes,
 )
-from rankless.collectives.backends.group_failure import FailureKind, Membership, encode_failure, make_error
+from rankless.collectives.backends.group_failure import Membership, make_error
+from rankless.collectives.backends.movement_calls import (
+    prepare_all_gather,
+    prepare_all_gather_single,
+    prepare_all_to_all,
+    prepare_all_to_all_single,
+    prepare_barrier,
+    prepare_broadcast,
+    prepare_gather,
+    prepare_scatter,
+)
 from rankless.collectives.backends.operation_queue import SharedMemoryWork
-from rankless.collectives.backends.reductions import view_as_reducible
+from rankless.collectives.backends.prepared_call import PreparedCall
+from rankless.collectives.backends.reduction_calls import prepare_all_reduce, prepare_reduce, prepare_reduce_scatter
 from rankless.collectives.backends.shared_group import SharedGroup
-from rankless.collectives.backends.tensor_views import flatten, flatten_bytes, writable, write_back
+from rankless.collectives.backends.tensor_views import flatten_bytes, writable, write_back
+from rankless.records.group_failures import FailureKind, encode_failure
 
 BACKEND_NAME = "shared_memory"
 _ProcessGroup: Any = dist.ProcessGroup
@@ -72,6 +84,11 @@ class SharedMemoryProcessGroup(_ProcessGroup):  # type: ignore[misc]  # its base
         """
         return self._open.allocate(count, dtype)
 
+    @property
+    def timeout(self) -> timedelta:
+        """How long the ranks wait for each other, unless a call says otherwise."""
+        return timedelta(seconds=self._member.timeout_seconds)
+
     def abort(self) -> None:
         """End the group on all ranks. All waits raise `CollectiveError` at once."""
         if self._shared is not None:
@@ -86,204 +103,95 @@ class SharedMemoryProcessGroup(_ProcessGroup):  # type: ignore[misc]  # its base
     def allreduce(self, tensors: Any, opts: Any = dist.ReduceOp.SUM, timeout: Any = None) -> SharedMemoryWork:
         """Reduce the tensor over all ranks, in place."""
         (tensor,) = as_list(tensors)
-        return self.allreduce_coalesced([tensor], opts)
+        return self.allreduce_coalesced([tensor], opts, timeout)
 
-    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = dist.ReduceOp.SUM) -> SharedMemoryWork:
+    def allreduce_coalesced(
+        self, tensors: Sequence[Tensor], opts: Any = dist.ReduceOp.SUM, timeout: Any = None
+    ) -> SharedMemoryWork:
         """Reduce several tensors of one dtype over all ranks, each in place."""
-        shared, operation = self._open, get_operation(opts)
-        require_dense(tensors)
-        require_one_dtype(tensors)
-        views = [view_as_reducible(tensor, operation) for tensor in tensors]
-        reduction = shared.reductions.get_reduction(operation, views[0].dtype)
-
-        def run() -> None:
-            if len(views) == 1:
-                flat = flatten(views[0])
-                shared.reductions.all_reduce(flat, reduction)
-                write_back(views[0], flat)
-                return
-            flat = torch.cat([flatten(view) for view in views])
-            shared.reductions.all_reduce(flat, reduction)
-            for view, part in zip(views, flat.split([view.numel() for view in views]), strict=True):
-                view.detach().copy_(part.view(view.shape))
-
-        return self._execute(run, views, list(tensors), opts)
+        return self._execute(prepare_all_reduce(self._open.reductions, tensors, get_operation(opts)), opts, timeout)
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> SharedMemoryWork:
         """Copy the tensor of the root to all ranks."""
-        shared, (tensor,), root = self._open, as_list(tensors), get_root(opts)
-        require_dense([tensor])
-
-        def run() -> None:
-            flat = flatten_bytes(tensor)
-            shared.movement.broadcast(flat, root)
-            write_back(tensor, flat)
-
-        return self._execute(run, [tensor], [tensor], opts)
+        (tensor,) = as_list(tensors)
+        return self._execute(prepare_broadcast(self._open.movement, tensor, get_root(opts)), opts, timeout)
 
     def reduce(self, tensors: Any, opts: Any = None, op: Any = dist.ReduceOp.SUM, timeout: Any = None) -> Any:
         """Reduce the tensor over all ranks, into the root's. The other ranks keep their values."""
-        shared, (tensor,), root = self._open, as_list(tensors), get_root(opts)
-        operation = getattr(opts, "reduceOp", op)
-        require_dense([tensor])
-        view = view_as_reducible(tensor, operation)
-        reduction = shared.reductions.get_reduction(operation, view.dtype)
+        (tensor,), operation = as_list(tensors), getattr(opts, "reduceOp", op)
+        return self._execute(prepare_reduce(self._open.reductions, tensor, operation, get_root(opts)), opts, timeout)
 
-        def run() -> None:
-            flat = flatten(view)
-            shared.reductions.reduce(flat, reduction, root)
-            if self._member.rank == root:
-                write_back(view, flat)
-
-        return self._execute(run, [view], [tensor], opts)
-
-    def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> SharedMemoryWork:
+    def allgather(
+        self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None
+    ) -> SharedMemoryWork:
         """Copy the tensor of each rank into the list of all ranks. Ranks may have tensors of different sizes."""
         (value,), outputs = as_list(input_tensors), as_only_list(output_tensors)
-        return self._gather_into([(outputs, value)], opts)
+        return self._execute(prepare_all_gather(self._open.movement, [(outputs, value)]), opts, timeout)
 
     def allgather_coalesced(self, output_lists: Any, input_list: Any, opts: Any = None) -> SharedMemoryWork:
         """Make several calls of `allgather`. `output_lists[i]` gets what the ranks pass as `input_list[i]`."""
         require_count(output_lists, len(input_list), "lists of outputs")
-        return self._gather_into(list(zip(output_lists, input_list, strict=True)), opts)
+        calls = list(zip(output_lists, input_list, strict=True))
+        return self._execute(prepare_all_gather(self._open.movement, calls), opts)
 
-    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> SharedMemoryWork:
+    def all_gather_single(
+        self, output: Tensor, input: Tensor, opts: Any = None, timeout: Any = None
+    ) -> SharedMemoryWork:
         """Copy the tensors of all ranks, all of one size, one after the other into the output."""
-        return self.all_gather_single_coalesced([output], [input], opts)
+        return self._execute(prepare_all_gather_single(self._open.movement, [output], [input]), opts, timeout)
 
     def all_gather_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> SharedMemoryWork:
         """Make several calls of `all_gather_single`."""
-        shared, size = self._open, self._member.size
-        require_count(outputs, len(inputs), "outputs")
-        require_dense([*outputs, *inputs])
-        for output, value in zip(outputs, inputs, strict=True):
-            require_one_dtype([output, value])
-            require_values(output, size * value.numel(), "the output of an all_gather")
+        return self._execute(prepare_all_gather_single(self._open.movement, outputs, inputs), opts)
 
-        def run() -> None:
-            for output, value in zip(outputs, inputs, strict=True):
-                flat, flat_value = flatten_bytes(output), flatten_bytes(value)
-                if len(flat):
-                    shared.movement.all_gather(flat_value, flat.split(len(flat_value)))
-                write_back(output, flat)
-
-        return self._execute(run, outputs, list(outputs), opts)
-
-    def _gather_into(self, calls: Sequence[tuple[Sequence[Tensor], Tensor]], opts: Any) -> SharedMemoryWork:
-        shared, written = self._open, [output for outputs, _ in calls for output in outputs]
-        for outputs, value in calls:
-            require_count(outputs, self._member.size, "outputs")
-            require_dense([*outputs, value])
-            require_one_dtype([*outputs, value])
-            require_values(outputs[self._member.rank], value.numel(), "this rank's output of an all_gather")
-
-        def run() -> None:
-            for outputs, value in calls:
-                flats = [flatten_bytes(output) for output in outputs]
-                shared.movement.all_gather(flatten_bytes(value), flats)
-                for output, flat in zip(outputs, flats, strict=True):
-                    write_back(output, flat)
-
-        return self._execute(run, written, [list(calls[0][0])] if len(calls) == 1 else written, opts)
-
-    def gather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> SharedMemoryWork:
+    def gather(
+        self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None
+    ) -> SharedMemoryWork:
         """Copy the tensor of each rank, all of one size, into the root's list."""
-        shared, (value,), root = self._open, as_list(input_tensors), get_root(opts)
+        (value,), root = as_list(input_tensors), get_root(opts)
         outputs: list[Tensor] = as_only_list(output_tensors) if self._member.rank == root else []
-        require_dense([*outputs, value])
-        require_one_dtype([*outputs, value])
-        if self._member.rank == root:
-            require_count(outputs, self._member.size, "outputs")
-            for output in outputs:
-                require_values(output, value.numel(), "the outputs of a gather")
+        return self._execute(prepare_gather(self._open.movement, outputs, value, root), opts, timeout)
 
-        def run() -> None:
-            flats = [flatten_bytes(output) for output in outputs]
-            shared.movement.gather(flatten_bytes(value), flats or None, root)
-            for output, flat in zip(outputs, flats, strict=True):
-                write_back(output, flat)
-
-        return self._execute(run, outputs, [outputs], opts)
-
-    def scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> SharedMemoryWork:
+    def scatter(
+        self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None
+    ) -> SharedMemoryWork:
         """Copy the tensors of the root's list, all of one size, to the ranks."""
-        shared, (output,), root = self._open, as_list(output_tensors), get_root(opts)
+        (output,), root = as_list(output_tensors), get_root(opts)
         inputs: list[Tensor] = as_only_list(input_tensors) if self._member.rank == root else []
-        require_dense([*inputs, output])
-        require_one_dtype([*inputs, output])
-        if self._member.rank == root:
-            require_count(inputs, self._member.size, "inputs")
-            for value in inputs:
-                require_values(value, output.numel(), "the inputs of a scatter")
+        return self._execute(prepare_scatter(self._open.movement, output, inputs, root), opts, timeout)
 
-        def run() -> None:
-            flat, values = flatten_bytes(output), [flatten_bytes(value) for value in inputs]
-            shared.movement.scatter(flat, values or None, root)
-            write_back(output, flat)
-
-        return self._execute(run, [output], [output], opts)
-
-    def reduce_scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> SharedMemoryWork:
+    def reduce_scatter(
+        self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None
+    ) -> SharedMemoryWork:
         """Reduce `inputs[r]` of all ranks into the output of rank r. The inputs may differ in size."""
-        (output,), inputs = as_list(output_tensors), as_only_list(input_tensors)
+        outputs, inputs = as_list(output_tensors), as_only_list(input_tensors)
         require_count(inputs, self._member.size, "inputs")
-        require_values(output, inputs[self._member.rank].numel(), "the output of a reduce_scatter")
-        return self._reduce_scatter([output], [inputs], opts)
+        call = prepare_reduce_scatter(self._open.reductions, outputs, [inputs], get_operation(opts))
+        return self._execute(call, opts, timeout)
 
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> SharedMemoryWork:
+    def reduce_scatter_single(
+        self, output: Tensor, input: Tensor, opts: Any = None, timeout: Any = None
+    ) -> SharedMemoryWork:
         """Reduce the input over all ranks, and put the piece of this rank into the output."""
-        return self.reduce_scatter_single_coalesced([output], [input], opts)
+        call = prepare_reduce_scatter(self._open.reductions, [output], [[input]], get_operation(opts))
+        return self._execute(call, opts, timeout)
 
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> SharedMemoryWork:
         """Make several calls of `reduce_scatter_single`."""
         require_count(outputs, len(inputs), "outputs")
-        for output, value in zip(outputs, inputs, strict=True):
-            require_values(value, self._member.size * output.numel(), "the input of a reduce_scatter")
-        return self._reduce_scatter(outputs, [[value] for value in inputs], opts)
+        single = [[value] for value in inputs]
+        return self._execute(prepare_reduce_scatter(self._open.reductions, outputs, single, get_operation(opts)), opts)
 
-    def _reduce_scatter(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any
+    def alltoall(
+        self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None
     ) -> SharedMemoryWork:
-        """Make calls of reduce_scatter. The inputs of each are a tensor for each rank, or one for all."""
-        shared, operation, size = self._open, get_operation(opts), self._member.size
-        require_dense([*outputs, *(value for values in inputs for value in values)])
-        views = [view_as_reducible(output, operation) for output in outputs]
-        calls = []
-        for view, values in zip(views, inputs, strict=True):
-            parts = [view_as_reducible(value, operation) for value in values]
-            require_one_dtype([view, *parts])
-            calls.append((view, parts, shared.reductions.get_reduction(operation, view.dtype)))
-
-        def run() -> None:
-            for view, parts, reduction in calls:
-                flat, values = flatten(view), [flatten(part) for part in parts]
-                if len(values) == 1 and size > 1:
-                    values = list(values[0].split(max(1, len(flat)))) if len(flat) else [flat] * size
-                shared.reductions.reduce_scatter(flat, values, reduction)
-                write_back(view, flat)
-
-        return self._execute(run, views, list(outputs), opts)
-
-    def alltoall(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> SharedMemoryWork:
         """Copy `inputs[j]` of rank i to `outputs[i]` of rank j. Sizes may differ."""
-        shared, outputs, inputs = self._open, list(output_tensors), list(input_tensors)
-        require_count(outputs, self._member.size, "outputs")
-        require_count(inputs, self._member.size, "inputs")
-        require_dense([*outputs, *inputs])
-        require_one_dtype([*outputs, *inputs])
-        require_values(outputs[self._member.rank], inputs[self._member.rank].numel(), "what a rank sends to itself")
-
-        def run() -> None:
-            flats = [flatten_bytes(output) for output in outputs]
-            shared.movement.all_to_all(flats, [flatten_bytes(value) for value in inputs])
-            for output, flat in zip(outputs, flats, strict=True):
-                write_back(output, flat)
-
-        return self._execute(run, outputs, outputs, opts)
+        call = prepare_all_to_all(self._open.movement, list(output_tensors), list(input_tensors))
+        return self._execute(call, opts, timeout)
 
     def all_to_all_single(
         self,
@@ -292,27 +200,22 @@ class SharedMemoryProcessGroup(_ProcessGroup):  # type: ignore[misc]  # its base
         output_split_sizes: Sequence[int] | None = None,
         input_split_sizes: Sequence[int] | None = None,
         opts: Any = None,
+        timeout: Any = None,
     ) -> SharedMemoryWork:
         """Copy rows of the input to all ranks, and theirs to rows of the output.
 
         The sizes are the rows for and from each rank; without them all ranks get equally many.
         """
-        shared, size = self._open, self._member.size
-        require_dense([output, input])
-        require_one_dtype([output, input])
-        output_bytes = split_bytes(output, output_split_sizes, size)
-        input_bytes = split_bytes(input, input_split_sizes, size)
-
-        def run() -> None:
-            flat = flatten_bytes(output)
-            shared.movement.all_to_all(flat.split(output_bytes), flatten_bytes(input).split(input_bytes))
-            write_back(output, flat)
-
-        return self._execute(run, [output], [output], opts)
+        call = prepare_all_to_all_single(self._open.movement, output, input, output_split_sizes, input_split_sizes)
+        return self._execute(call, opts, timeout)
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> SharedMemoryWork:
         """Wait for all ranks."""
-        return self._execute(self._open.movement.barrier, [], [], opts)
+        return self._execute(prepare_barrier(self._open.movement), opts, timeout)
+
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        """Wait for all ranks. The error names a rank that does not call this within the timeout."""
+        self._execute(prepare_barrier(self._open.movement), None, timeout).wait()
 
     def send(self, tensors: Sequence[Tensor], dstRank: int, tag: int = 0) -> SharedMemoryWork:
         """Begin to send a tensor to a rank of the group."""
@@ -378,19 +281,18 @@ class SharedMemoryProcessGroup(_ProcessGroup):  # type: ignore[misc]  # its base
         self._shared.signals.check()
         return self._shared
 
-    def _execute(
-        self, run: Callable[[], None], written: Sequence[Tensor], outputs: list[Any], opts: Any
-    ) -> SharedMemoryWork:
-        """Run an operation now, or queue it if the call is asynchronous."""
-        queue = self._open.queue
-        if any(tensor.is_inference() for tensor in written):
-            operation = run
+    def _execute(self, call: PreparedCall, opts: Any, timeout: Any = None) -> SharedMemoryWork:
+        """Run a call now, or queue it if it is asynchronous."""
+        shared, run = self._open, call.run
+        seconds = get_timeout_seconds(opts, timeout)
+        if seconds is not None or any(tensor.is_inference() for tensor in call.written):
+            limit = nullcontext() if seconds is None else shared.signals.limit_waits(seconds)
 
-            def run_writable() -> None:
-                with writable(written):
-                    operation()
+            def run_limited() -> None:
+                with limit, writable(call.written):
+                    call.run()
 
-            run = run_writable
+            run = run_limited
         if getattr(opts, "asyncOp", True):
-            return queue.start(run, outputs)
-        return queue.run(run, outputs)
+            return shared.queue.start(run, call.outputs)
+        return shared.queue.run(run, call.outputs)

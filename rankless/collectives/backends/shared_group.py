@@ -8,13 +8,12 @@ from typing import Any
 import torch
 
 from rankless.collectives.backends.control_layout import ControlLayout
-from rankless.collectives.backends.futex import Futex, find_syscall_number
-from rankless.collectives.backends.group_failure import FailureKind, Membership, encode_failure, make_error
+from rankless.collectives.backends.futex import Futex
+from rankless.collectives.backends.group_failure import Membership, make_error
 from rankless.collectives.backends.messages.point_to_point import PointToPoint
 from rankless.collectives.backends.messages.rings import MessageRing, RingLayout
 from rankless.collectives.backends.operation_queue import OperationQueue
 from rankless.collectives.backends.peer_liveness import PeerProcesses, ProcessIdentity
-from rankless.collectives.backends.platform_support import is_supported
 from rankless.collectives.backends.shared_movement import SharedMovement
 from rankless.collectives.backends.shared_reductions import SharedReductions
 from rankless.collectives.backends.shared_region import SharedRegion, open_shared_region
@@ -22,8 +21,12 @@ from rankless.collectives.backends.signals import GroupSignals
 from rankless.collectives.backends.slots import Slots, count_slot_bytes
 from rankless.collectives.backends.store_exchange import StoreExchange
 from rankless.collectives.shared_memory_file import host_identity
+from rankless.config.shared_memory_support import Support, find_futex_number, is_supported
+from rankless.records.group_failures import FailureKind, encode_failure
 
 _PAGE_BYTES = 4096
+SEVERAL_HOSTS = Support("the ranks are on several hosts")
+NO_MEMORY = Support("there is no memory that all ranks can map (no anonymous files, and /dev/shm is small or absent)")
 
 
 class SharedGroup:
@@ -47,7 +50,7 @@ class SharedGroup:
             layout,
             member=member,
             peers=peers,
-            futex=Futex(find_syscall_number() or 0),
+            futex=Futex(find_futex_number() or 0),
         )
         slots = Slots(region.bytes[first_slot:first_ring], self.signals)
         ring_bytes = region.bytes[first_ring:][: rings.byte_count]
@@ -80,31 +83,47 @@ class SharedGroup:
         self.signals.end_group(FailureKind.ABORTED, self._member.rank)
 
     def close(self) -> None:
-        """Leave the group. Operations that are not done fail. The memory goes with the last reference to this."""
+        """Leave the group. Operations that are not done fail. The memory goes with the last reference to this.
+
+        In a forked process this does nothing: the threads and locks of the group are the parent's.
+        """
+        if self.signals.is_forked:
+            return
         self.signals.close()
         self.queue.close()
         self.messages.close()
 
 
-def open_shared_group(store: Any, member: Membership, timeout: timedelta) -> SharedGroup | None:
+def open_shared_group(
+    store: Any, member: Membership, timeout: timedelta, *, objection: str = ""
+) -> SharedGroup | Support:
     """Open a group of processes that share memory.
 
     Args:
         store: A `torch.distributed.Store` of the group's ranks, with keys that no earlier group has used.
         member: This process's place in the group.
         timeout: How long the ranks wait for each other.
+        objection: Why this rank does not want such a group. Default: none.
 
     Returns:
-        The group. None on all ranks if they are not on one host, a machine does not support it, or there is no memory.
+        The group. On all ranks, why there is none, if they are on several hosts, a rank objects, a machine does not
+        support it, or there is no memory.
 
     Raises:
         CollectiveError: A rank does not call this within the timeout, or its process has ended.
     """
     exchange = StoreExchange(store, "shared memory", rank=member.rank, size=member.size, timeout=timeout)
-    own = {"host": host_identity(), "supported": bool(is_supported()), **dataclasses.asdict(ProcessIdentity.own())}
+    own = {
+        "host": host_identity(),
+        "objection": objection or is_supported().reason,
+        **dataclasses.asdict(ProcessIdentity.own()),
+    }
     others = [json.loads(text) for text in exchange.gather("process", json.dumps(own))]
-    if not all(other["supported"] and other["host"] == own["host"] for other in others):
-        return None
+    if any(other["host"] != own["host"] for other in others):
+        return SEVERAL_HOSTS
+    for rank, other in enumerate(others):
+        if other["objection"]:
+            return Support(f"rank {member.global_ranks[rank]}: {other['objection']}")
     peers = PeerProcesses(
         {
             rank: ProcessIdentity(other["process_id"], other["start_ticks"])
@@ -126,7 +145,7 @@ def open_shared_group(store: Any, member: Membership, timeout: timedelta) -> Sha
     finally:
         if region is None:
             peers.close()
-    return None if region is None else SharedGroup(region, exchange, member, peers)
+    return NO_MEMORY if region is None else SharedGroup(region, exchange, member, peers)
 
 
 def _round_up(byte_count: int) -> int:

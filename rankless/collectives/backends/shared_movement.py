@@ -23,6 +23,7 @@ class SharedMovement:
 
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
+        self.rank, self.size = slots.rank, slots.size
 
     def barrier(self) -> None:
         """Return when all ranks have called this."""

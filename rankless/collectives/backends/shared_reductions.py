@@ -36,6 +36,7 @@ class SharedReductions:
 
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
+        self.rank, self.size = slots.rank, slots.size
         self._reductions: dict[tuple[Any, torch.dtype], Reduction] = {}
         self._shared: dict[int, list[torch.Tensor]] = {}
 

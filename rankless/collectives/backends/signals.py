@@ -11,18 +11,29 @@ the kernel sees that the word has changed. A store and a later load of another w
 so a lock is taken in between, which no processor moves them across.
 """
 
+import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
-from rankless.collectives.backends.control_layout import WORD_BYTES, ControlLayout
+from rankless.collectives.backends.control_layout import ControlLayout
 from rankless.collectives.backends.futex import Futex
-from rankless.collectives.backends.group_failure import FailureKind, Membership, encode_failure, make_error
+from rankless.collectives.backends.group_failure import Membership, make_error
 from rankless.collectives.backends.peer_liveness import PeerProcesses
-from rankless.collectives.backends.platform_support import count_cores
+from rankless.config.validation import core_count
+from rankless.errors import CollectiveError
+from rankless.records.group_failures import (
+    FAILURE_OFFSET,
+    GROUP_MARK,
+    MARK_OFFSET,
+    WORD_BYTES,
+    FailureKind,
+    encode_failure,
+)
 
 COLLECTIVE_CHANNEL, MESSAGE_CHANNEL = 0, 1
-SLICE_SECONDS = 0.04
+SLICE_SECONDS = 0.05
 """The longest sleep before a rank looks whether the others are alive."""
 _CHECK_SECONDS = 0.02
 SPIN_COUNT = 1500
@@ -30,7 +41,7 @@ SPIN_COUNT = 1500
 CROWDED_SPIN_COUNT = 20
 """The same if there are more ranks than cores, and the least."""
 _PROBE_INTERVAL = 32
-_FAILURE = 0
+_FAILURE = FAILURE_OFFSET // WORD_BYTES
 
 
 class GroupSignals:
@@ -58,7 +69,8 @@ class GroupSignals:
         self._words, self._address = words, address
         self._layout, self._peers, self._futex = layout, peers, futex
         self.member, self.rank, self.size = member, member.rank, member.size
-        self._timeout_seconds = member.timeout_seconds
+        self._limit_seconds = member.timeout_seconds
+        self._process_id = os.getpid()
         rank = member.rank
         self.phase = 0
         self.is_closed = False
@@ -66,10 +78,11 @@ class GroupSignals:
         self._posted = [(peer, layout.posted(peer)) for peer in others]
         self._sleepers = [layout.sleeper(peer, COLLECTIVE_CHANNEL) for peer in others]
         self._own_posted = layout.posted(rank)
-        self._longest_spin = SPIN_COUNT if layout.size <= count_cores() else CROWDED_SPIN_COUNT
+        self._longest_spin = SPIN_COUNT if layout.size <= core_count() else CROWDED_SPIN_COUNT
         self._spin_count = self._longest_spin
         self._vain_spins = 0
         self._fence = threading.Lock()
+        words[MARK_OFFSET // WORD_BYTES] = GROUP_MARK
 
     def post(self) -> int:
         """Tell the other ranks that this rank has reached its next phase, and return the phase's number."""
@@ -140,6 +153,7 @@ class GroupSignals:
             CollectiveError: All ranks of a set have ended or closed, the group was aborted, or is late.
         """
         word = self._layout.sleeper(self.rank, channel)
+        limit_seconds = self._limit_seconds if channel == COLLECTIVE_CHANNEL else self.member.timeout_seconds
         start = last_check = time.monotonic()
         while True:
             self._words[word] = marker
@@ -148,7 +162,7 @@ class GroupSignals:
             if is_ready():
                 return
             self.check()
-            remaining = self._timeout_seconds - (last_check - start) if fails_late else SLICE_SECONDS
+            remaining = limit_seconds - (last_check - start) if fails_late else SLICE_SECONDS
             self._futex.wait(self._address + word * WORD_BYTES, marker, min(SLICE_SECONDS, remaining))
             if is_ready():
                 return
@@ -158,8 +172,8 @@ class GroupSignals:
                 last_check = now
                 sets = list(awaited())
                 self._require_living(is_ready, sets)
-                if fails_late and now - start >= self._timeout_seconds and not is_ready():
-                    self.fail(FailureKind.LATE, min(min(ranks) for ranks in sets if ranks))
+                if fails_late and now - start >= limit_seconds and not is_ready():
+                    self.fail(FailureKind.LATE, min(min(ranks) for ranks in sets if ranks), limit_seconds)
 
     def _require_living(self, is_ready: Callable[[], bool], sets: Sequence[set[int]]) -> None:
         """Fail if the condition can no longer become true, because all ranks of a set have ended or closed."""
@@ -173,21 +187,43 @@ class GroupSignals:
 
     def check(self) -> None:
         """Raise the `CollectiveError` that says why the group cannot be used, if it cannot."""
+        if self.is_forked:
+            raise CollectiveError(
+                expected="collectives only in the process that has joined the group",
+                found="a call in a process that it has forked",
+                fix="make the call in the parent process, or create a group of the new processes",
+            )
         if self.is_closed:
             raise make_error(encode_failure(FailureKind.CLOSED, self.rank), self.member)
         if word := self._words[_FAILURE]:
             raise make_error(word, self.member)
 
-    def fail(self, kind: FailureKind, rank: int) -> None:
-        """End the group for all ranks, and raise the error that says why."""
-        self.end_group(kind, rank)
+    @property
+    def is_forked(self) -> bool:
+        """Whether this is a process that the group's rank has forked. It must not touch the shared memory."""
+        return os.getpid() != self._process_id
+
+    def fail(self, kind: FailureKind, rank: int, seconds: float = 0.0) -> None:
+        """End the group for all ranks, and raise the error that says why. `seconds` is as in `encode_failure`."""
+        self.end_group(kind, rank, seconds)
         self.check()
 
-    def end_group(self, kind: FailureKind, rank: int) -> None:
+    def end_group(self, kind: FailureKind, rank: int, seconds: float = 0.0) -> None:
         """End the group for all ranks, unless it has ended: their waits raise."""
+        if self.is_forked:
+            return
         if not self.is_closed and not self._words[_FAILURE]:
-            self._words[_FAILURE] = encode_failure(kind, rank)
+            self._words[_FAILURE] = encode_failure(kind, rank, seconds)
         self._wake_everyone()
+
+    @contextmanager
+    def limit_waits(self, seconds: float) -> Iterator[None]:
+        """Within the context, collectives wait at most so long for other ranks, instead of the group's timeout."""
+        usual, self._limit_seconds = self._limit_seconds, seconds
+        try:
+            yield
+        finally:
+            self._limit_seconds = usual
 
     def close(self) -> None:
         """Leave the group. Waits of this rank, and those of others for this rank, raise. Later calls do nothing."""

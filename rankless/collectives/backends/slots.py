@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from rankless.collectives.backends.group_failure import FailureKind
 from rankless.collectives.backends.operation_signature import describe_signature
 from rankless.collectives.backends.signals import GroupSignals
 from rankless.errors import CollectiveError
+from rankless.records.group_failures import FailureKind
 
 HALF_BYTES = 1 << 20
 ALIGNMENT_BYTES = 64

@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from rankless.config.backends import choose_backend
 from rankless.config.elastic import Elastic
 from rankless.config.run_config import AgreedJobConfig, RunConfig
-from rankless.config.validation import choose_backend
 from rankless.launch.elastic.all_workers import LOOPBACK_ADDRESS, AllWorkers, LaunchContext
 from rankless.launch.elastic.discovery import DiscoveredHosts, FixedHosts
 from rankless.launch.elastic.driver_actions import Action, KillAction, StartAction
@@ -290,7 +290,7 @@ def _make_agreed_job_config(config: RunConfig) -> AgreedJobConfig:
         run_id=make_run_id(config),
         seed=config.seed,
         workers=(config.worker_count,),
-        backend=choose_backend(config.devices),
+        backend=choose_backend([config.devices], config.backend).name,
         master_address=LOOPBACK_ADDRESS,
         master_port=0,
         store_address=LOOPBACK_ADDRESS,

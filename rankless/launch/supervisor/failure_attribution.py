@@ -46,6 +46,8 @@ _LOST_CONNECTION = re.compile(
     r"Connection (closed by peer|reset by peer|refused)|Broken pipe|Connection was likely closed"
     r"|remote process exited or there was a network error|Socket Timeout|failed to recv, got 0 bytes"
     r"|rank \d+ (raised|failed)\b|Horovod has been shut down"
+    r"|the process of rank \d+ has ended|rank \d+ (aborted|has closed) the group|the launcher ends the run"
+    r"|rank \d+ left a collective because of an exception|rank \d+ found that the calls of the ranks do not match"
 )
 
 MAX_SHOWN_CHARS = 400

@@ -27,7 +27,9 @@ _RENDEZVOUS = (
     "torch/distributed/elastic/rendezvous/",
     "torch/distributed/elastic/utils/store.py",
 )
-_OWN_RENDEZVOUS = ("runtime/rendezvous/", "compat/horovod/engine/rendezvous")
+_OWN_RENDEZVOUS = ("runtime/rendezvous/", "runtime/hooks/default_group", "compat/horovod/engine/rendezvous")
+_BACKENDS = "collectives/backends/"
+"""The process groups in shared memory. A call of torch.distributed, or of Rankless, lies around their frames."""
 _RENDEZVOUS_CALLS = ("init_process_group", "new_group")
 _GPU_CALLS = (".item(", ".tolist(", ".cpu(", ".numpy(", "synchronize(", ".to(")
 """In a line of the script: calls in which the CPU waits for the GPU, and so for the ranks that the GPU waits for."""
@@ -37,12 +39,15 @@ _WAITING_MODULES = (
     "compat/horovod/engine/",
     "runtime/rendezvous/",
     "runtime/process_context.py",
+    "runtime/process_groups.py",
+    "runtime/hooks/default_group.py",
 )
 _MODULE_LABELS = {
     "jobs/job.py": "a job's call",
     "data/loader.py": "a loader",
     "data/logical_tensor.py": "an operation on a logical batch",
     "runtime/current_context.py": "the rendezvous at the start",
+    "runtime/hooks/default_group.py": "init_process_group",
     "runtime/worker.py": "the end of the script",
     "compat/horovod/context.py": "hvd.init",
     "compat/horovod/common/basics.py": "hvd.init",
@@ -148,6 +153,10 @@ def _without_bootstrap(stack: Sequence[Frame]) -> list[Frame]:
 
 def _find_collective(inner: Sequence[Frame]) -> str:
     """Return the collective that library frames, innermost first, are in; empty for none."""
+    outside = [frame for frame in inner if not _is_in_backend(frame)]
+    if inner and not outside:  # the script calls the group, or waits for its work
+        return "wait()" if inner[-1].function == "wait" else inner[-1].function
+    inner = outside
     files = [frame.file.replace(os.sep, "/") for frame in inner]
     if any(file.endswith(_DDP) for file in files):
         starts = any(frame.function == "__init__" for frame, file in zip(inner, files, strict=True) if _DDP in file)
@@ -180,6 +189,11 @@ def _is_rendezvous(inner: Sequence[Frame]) -> bool:
         or (file.startswith(PACKAGE_FOLDER) and _package_path(file).startswith(_OWN_RENDEZVOUS))
         for frame, file in zip(inner, files, strict=True)
     )
+
+
+def _is_in_backend(frame: Frame) -> bool:
+    file = frame.file.replace(os.sep, "/")
+    return file.startswith(PACKAGE_FOLDER) and _package_path(file).startswith(_BACKENDS)
 
 
 def _package_path(file: str) -> str:

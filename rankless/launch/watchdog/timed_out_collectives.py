@@ -12,8 +12,11 @@ from rankless.launch.watchdog.stack_classifier import classify_stack
 from rankless.launch.watchdog.stacks import Frame
 from rankless.records.events import Raised, RankStatus
 
-_TIMED_OUT = re.compile(r"(?:Timed out waiting|[Ww]ait timeout after) (\d+) ?ms")
-"""The messages of Gloo and of the TCP store."""
+_TIMED_OUT = re.compile(
+    r"(?:Timed out waiting|[Ww]ait timeout after) (?P<milliseconds>\d+) ?ms"
+    r"|rank \d+ did not take part within (?P<seconds>[\d.e+]+) s"
+)
+"""The messages of Gloo, of the TCP store, and of groups in shared memory."""
 _TRACEBACK_HEADER = "Traceback (most recent call last):"
 _FRAME = re.compile(r'^ +File "(.*)", line (\d+), in (.*)$', re.MULTILINE)
 
@@ -32,7 +35,7 @@ def parse_timeout(record: Raised) -> RankStatus | None:
         rank=record.rank,
         time_ns=record.time_ns,
         state="waits",
-        idle_seconds=int(found[1]) / 1000,
+        idle_seconds=int(found["milliseconds"]) / 1000 if found["milliseconds"] else float(found["seconds"]),
         doing=location.collective,
         line=location.line,
         text=location.text,

@@ -97,7 +97,7 @@ class FleetrunProfile(LauncherProfile):
             "PADDLE_NNODES": str(worker.host_count),
             "PADDLE_JOB_ID": self.settings.job_id or worker.run_id,
             "PADDLE_PORT": port,
-            "PADDLE_DISTRI_BACKEND": worker.backend,
+            "PADDLE_DISTRI_BACKEND": "nccl" if worker.backend == "nccl" else "gloo",
             "POD_IP": address.strip("[]"),
             "TRAINING_ROLE": "TRAINER",
             "FLAGS_selected_gpus": self.settings.selected(worker.local_rank),

@@ -50,6 +50,8 @@ class Operation:
     is_asynchronous: bool
     waits_for_all: bool
     seed: int
+    tag: int = 2
+    """Of messages from any rank. Two operations with the same tag could receive each other's messages."""
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -286,8 +288,10 @@ def _start_send_any(operation: Operation, rank: int, size: int, layout: str) -> 
 
     def call(group: Any) -> list[Any]:
         if rank != root:
-            return [dist.isend(lay_out(make_input(operation, rank), layout), group=group, group_dst=root, tag=7)]
-        works = [dist.irecv(tensor, group=group, tag=7) for tensor in into]
+            return [
+                dist.isend(lay_out(make_input(operation, rank), layout), group=group, group_dst=root, tag=operation.tag)
+            ]
+        works = [dist.irecv(tensor, group=group, tag=operation.tag) for tensor in into]
         for work, tensor in zip(works, expected, strict=True):
             work.wait()
             tensor.copy_(make_input(operation, work._source_rank()))

@@ -11,10 +11,11 @@ import torch
 from collectives.backends.shared_groups import list_open, new_store
 from support.processes import Pool, on_mesh
 
-from rankless.collectives.backends import make_shared_memory_group, platform_support, shared_group, shared_region
+from rankless.collectives.backends import make_shared_memory_group, shared_group, shared_region
 from rankless.collectives.backends.peer_liveness import PeerProcesses, ProcessIdentity
 from rankless.collectives.backends.shared_region import WAYS, open_shared_region
 from rankless.collectives.backends.store_exchange import StoreExchange
+from rankless.config import shared_memory_support
 from rankless.errors import CollectiveError
 from rankless.parallel.mesh import Mesh
 
@@ -65,7 +66,7 @@ def make_group_with(mesh: Mesh, name: str, odd_rank: int) -> bool:
     """Make a group where one rank is on another host, or has another machine, or rank 0 has no memory."""
     replaced = {
         "host": (shared_group, "host_identity", lambda: "another host"),
-        "machine": (platform_support, "has_ordered_stores", lambda: False),
+        "machine": (shared_memory_support, "has_ordered_stores", lambda: False),
         "memory": (shared_region, "_create", lambda *_: (None, "")),
     }
     module, function, value = replaced[name]
@@ -87,12 +88,12 @@ def test_a_group_that_cannot_share_memory_is_none_on_all_ranks(name: str):
 
 
 def test_a_machine_that_swaps_stores_is_not_supported_and_says_why(monkeypatch: pytest.MonkeyPatch):
-    assert platform_support.is_supported()
+    assert shared_memory_support.is_supported()
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
-    assert not platform_support.is_supported()
-    assert "aarch64" in platform_support.is_supported().reason
+    assert not shared_memory_support.is_supported()
+    assert "aarch64" in shared_memory_support.is_supported().reason
     monkeypatch.setattr("platform.system", lambda: "Darwin")
-    assert "Darwin" in platform_support.is_supported().reason
+    assert "Darwin" in shared_memory_support.is_supported().reason
 
 
 def make_group_alone(mesh: Mesh) -> str:
@@ -146,4 +147,4 @@ def test_an_ended_process_is_found_with_and_without_pidfds(use_descriptors: bool
 
 
 def test_the_futex_of_this_machine_is_known():
-    assert torch.cuda.is_available() or platform_support.find_syscall_number() is not None
+    assert torch.cuda.is_available() or shared_memory_support.find_futex_number() is not None

@@ -1,5 +1,6 @@
 """Random operations on shared memory groups give what one process computes, and what Gloo gives in the same workers."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -35,7 +36,8 @@ def run_operations(mesh: Mesh, program: list[Operation], ranks: list[int]) -> in
     with shared_group(mesh, ranks) as group:
         if group is not None:
             rank, size, started = ranks.index(mesh.rank), len(ranks), []
-            for operation in program:
+            for number, operation in enumerate(program):
+                operation = replace(operation, tag=2 + number)
                 started.append(start(operation, group, rank, size, operation.layout))
                 if operation.waits_for_all:
                     while started:

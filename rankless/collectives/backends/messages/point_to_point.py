@@ -11,12 +11,12 @@ from typing import TypeVar
 
 import torch
 
-from rankless.collectives.backends.group_failure import FailureKind
 from rankless.collectives.backends.messages.rings import MessageRing
 from rankless.collectives.backends.messages.transfers import LengthMismatch, MessageTransfers, Transfer
 from rankless.collectives.backends.operation_queue import SharedMemoryWork
 from rankless.collectives.backends.signals import MESSAGE_CHANNEL, GroupSignals
 from rankless.errors import CollectiveError
+from rankless.records.group_failures import FailureKind
 
 Result = TypeVar("Result")
 

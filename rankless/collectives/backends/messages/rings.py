@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rankless.collectives.backends.control_layout import WORD_BYTES
+from rankless.records.group_failures import WORD_BYTES
 
 _COUNTER_BYTES = 128
 _ALL_RINGS_BYTES = 4 << 20

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rankless.collectives.backends.platform_support import has_ordered_stores
 from rankless.compat.horovod.engine.backends.adasum import adasum
 from rankless.compat.horovod.engine.backends.host_layout import HostLayout, compute_host_layout
 from rankless.compat.horovod.engine.backends.process_group import ProcessGroupBackend, open_process_group
@@ -19,6 +18,7 @@ from rankless.compat.horovod.engine.messages import Execute, OperationResponse, 
 from rankless.compat.horovod.engine.requests import EngineRequest, OperationKind, ReduceOpCode
 from rankless.compat.horovod.engine.scaling import DTYPES, ScaledReduction
 from rankless.compat.horovod.exceptions import HorovodInternalError
+from rankless.config.shared_memory_support import has_ordered_stores
 
 EXECUTION_ERRORS = (AssertionError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError)
 

@@ -1,0 +1,90 @@
+"""Which backend of `torch.distributed` the default process group of a run has, and why."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import get_args
+
+from rankless.config.environment import user_backend
+from rankless.config.run_config import Backend
+from rankless.config.shared_memory_support import is_supported
+from rankless.errors import ConfigError
+
+BACKENDS: tuple[Backend, ...] = get_args(Backend)
+
+
+@dataclass(frozen=True)
+class BackendChoice:
+    """A backend, and why a run uses it."""
+
+    name: Backend
+    reason: str
+
+
+def choose_backend(devices_of_hosts: Sequence[Sequence[str]], requested: Backend | None = None) -> BackendChoice:
+    """Return the backend of a run.
+
+    Args:
+        devices_of_hosts: For each host, the torch device of each of its workers.
+        requested: What the user has requested. Default: the fastest backend that the devices allow.
+    """
+    if requested is not None:
+        return BackendChoice(requested, "--backend or RANKLESS_BACKEND requests it")
+    on_cpu = [not device.startswith("cuda") for devices in devices_of_hosts for device in devices]
+    if not any(on_cpu):
+        # NCCL refuses two workers on one GPU.
+        if all(len(set(devices)) == len(devices) for devices in devices_of_hosts):
+            return BackendChoice("nccl", "every worker has a GPU of its own")
+        return BackendChoice("gloo", "workers share a GPU, which NCCL refuses")
+    if not all(on_cpu):
+        return BackendChoice("gloo", "some workers are on the CPU and some on a GPU")
+    if len(devices_of_hosts) > 1:
+        return BackendChoice("gloo", "the workers are on the CPU of several hosts")
+    support = is_supported()
+    if not support:
+        return BackendChoice("gloo", f"no shared memory: {support.reason}")
+    return BackendChoice("shared_memory", "all workers are on the CPU of one host")
+
+
+def read_requested_backend(option: str | None) -> Backend | None:
+    """Return the backend that an option requests, else RANKLESS_BACKEND; None if neither does.
+
+    Raises:
+        ConfigError: There is no such backend.
+    """
+    given = option if option is not None else user_backend()
+    if given is None:
+        return None
+    for backend in BACKENDS:
+        if given == backend:
+            return backend
+    raise ConfigError(
+        expected=f"a backend: {', '.join(BACKENDS)}",
+        found=given if option is not None else f"RANKLESS_BACKEND={given}",
+        fix="correct it, or omit it: Rankless then chooses the fastest one",
+    )
+
+
+def check_backend(requested: Backend | None, devices: Sequence[str], *, host_count: int) -> None:
+    """Raise a `ConfigError` if a requested backend cannot connect workers on these devices of this host."""
+    on_cpu = any(not device.startswith("cuda") for device in devices)
+    if requested == "nccl" and (on_cpu or len(set(devices)) < len(devices)):
+        raise ConfigError(
+            expected="a GPU for each worker, which NCCL needs",
+            found=f"workers on {', '.join(devices)}",
+            fix="omit --backend nccl (RANKLESS_BACKEND), or change -n or --devices",
+        )
+    if requested != "shared_memory":
+        return
+    found = ""
+    if not on_cpu:
+        found = f"workers on {', '.join(devices)}"
+    elif host_count > 1:
+        found = f"{host_count} hosts"
+    elif not (support := is_supported()):
+        found = support.reason
+    if found:
+        raise ConfigError(
+            expected="workers on the CPU of one host, which can share memory",
+            found=found,
+            fix="omit --backend shared_memory (RANKLESS_BACKEND)",
+        )

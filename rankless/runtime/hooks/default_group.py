@@ -1,0 +1,90 @@
+"""Gives a script that makes its own Gloo group one in shared memory, where that is safe.
+
+It is safe if all ranks of the run are in the group, on the CPU of one host, and the script asks for nothing that only
+Gloo has. The decision follows from the run and the call, so all ranks make the same one. A script that relies on the
+name of the backend, or runs with TORCH_DISTRIBUTED_DEBUG=DETAIL, keeps Gloo by `--backend gloo` or by itself.
+"""
+
+import functools
+import importlib
+import inspect
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as groups
+
+from rankless.config.worker_config import WorkerConfig
+
+_CPU_BACKENDS = (None, "gloo", "cpu:gloo")
+
+
+def use_shared_memory(config: WorkerConfig, notify: Callable[[str], None]) -> None:
+    """Replace `init_process_group`, and `monitored_barrier`, which PyTorch restricts to Gloo.
+
+    Args:
+        config: This worker.
+        notify: Called on rank 0 with the reason if there is no shared memory.
+    """
+    init, monitored_barrier = groups.init_process_group, groups.monitored_barrier
+    signature = inspect.signature(init)
+
+    @functools.wraps(init)
+    def init_process_group(*args: Any, **kwargs: Any) -> None:
+        call = signature.bind(*args, **kwargs)
+        call.apply_defaults()
+        if not _is_safe(call.arguments, config):
+            init(*args, **kwargs)
+            return
+        given = call.arguments
+        timeout = given["timeout"] or groups.default_pg_timeout
+        # Imported here: a script that makes no group needs none of this.
+        process_groups = importlib.import_module("rankless.runtime.process_groups")
+        request = process_groups.GroupRequest(
+            store=_find_store(given, timeout), rank=config.rank, size=config.world_size, timeout=timeout
+        )
+        process_groups.init_shared_memory_group(request, notify=notify, init=init)
+
+    @functools.wraps(monitored_barrier)
+    def barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
+        found: Any = dist.group.WORLD if group is None else group
+        if isinstance(found, dist.ProcessGroup) and dist.get_backend(found) == "shared_memory":
+            return found.monitored_barrier(timeout, wait_all_ranks)  # type: ignore[attr-defined]  # our class has it
+        return monitored_barrier(group, timeout, wait_all_ranks)
+
+    for module in (groups, dist):
+        _replace(module, init_process_group, barrier)
+
+
+def _is_safe(given: dict[str, Any], config: WorkerConfig) -> bool:
+    backend = given["backend"]
+    return (
+        os.getpid() == config.process_id
+        and (backend.lower() if isinstance(backend, str) else backend) in _CPU_BACKENDS
+        and given["rank"] in (-1, config.rank)
+        and given["world_size"] in (-1, config.world_size)
+        and not dist.is_initialized()
+        and given["pg_options"] is None
+        and given["device_id"] is None
+        and given.get("_ranks") is None
+        and not torch.cuda.is_available()
+        and dist.get_debug_level() != dist.DebugLevel.DETAIL  # type: ignore[attr-defined]  # public, missing in the stubs
+    )
+
+
+def _find_store(given: dict[str, Any], timeout: timedelta) -> Any:
+    """Return the store that the call names, as `init_process_group` finds it."""
+    if given["store"] is not None:
+        return given["store"]
+    method = given["init_method"] or "env://"
+    store, _, _ = next(dist.rendezvous(method, given["rank"], given["world_size"], timeout=timeout))  # type: ignore[attr-defined]  # public, missing in the stubs
+    store.set_timeout(timeout)
+    return dist.PrefixStore("default_pg", store)  # type: ignore[attr-defined]  # public, missing in the stubs
+
+
+def _replace(module: Any, init_process_group: Callable[..., None], monitored_barrier: Callable[..., Any]) -> None:
+    module.init_process_group = init_process_group
+    module.monitored_barrier = monitored_barrier
