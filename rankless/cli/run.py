@@ -44,6 +44,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="first",
         help="Workers whose output to show: the first or all. Default: first.",
     )
+    _add_start_options(parser)
+    add_host_options(parser)
+    add_program_options(parser)
+
+
+def _add_start_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say how workers start, how they end, and what is shown."""
     parser.add_argument("--log-dir", default=default_log_folder(), metavar="DIR", help=LOG_FOLDER_HELP)
     add_json_option(parser, "the summary of the run")
     parser.add_argument(
@@ -76,8 +83,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="Show only the output of the script and, if the run fails, why: no table, progress line or summary.",
     )
-    add_host_options(parser)
-    add_program_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -64,7 +64,7 @@ def read_requested_backend(option: str | None) -> Backend | None:
     )
 
 
-def check_backend(requested: Backend | None, devices: Sequence[str], *, host_count: int) -> None:
+def require_usable_backend(requested: Backend | None, devices: Sequence[str], *, host_count: int) -> None:
     """Raise a `ConfigError` if a requested backend cannot connect workers on these devices of this host."""
     on_cpu = any(not device.startswith("cuda") for device in devices)
     if requested == "nccl" and (on_cpu or len(set(devices)) < len(devices)):

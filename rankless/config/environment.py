@@ -34,18 +34,8 @@ FUNCTION_KEY = "RANKLESS_FUNCTION_KEY"
 _CUDA_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 _TITLE_WITHOUT_ENVIRONMENT = "SPT_NOENV"
 _CARRIED = (
-    "RANKLESS_",
-    "PYTHON",
-    "TORCH",
-    "PYTORCH_",
-    "NCCL_",
-    "GLOO_",
-    "OMP_",
-    "MKL_",
-    "OPENBLAS_",
-    "CUDA_DEVICE",
-    "HF_",
-    "HOROVOD_",
+    *("RANKLESS_", "PYTHON", "TORCH", "PYTORCH_", "NCCL_", "GLOO_", "OMP_", "MKL_", "OPENBLAS_"),
+    *("CUDA_DEVICE", "HF_", "HOROVOD_"),
 )
 _HOST_SPECIFIC = ("HOME", "USER", "LOGNAME", "SHELL", "PWD", "OLDPWD", "HOSTNAME", "TMPDIR", "DISPLAY", "_")
 _LOGIN_SPECIFIC = ("SSH_", "XDG_", "DBUS_", "BASH_FUNC_")
@@ -143,7 +133,7 @@ def _switched_on(name: str) -> Iterator[None]:
 
 
 def wants_port_test() -> bool:
-    """Whether the hosts of a job try the ports of the ranks before the start: not with RANKLESS_PORT_TEST=0."""
+    """Whether hosts try the ports of the ranks before the start: not with RANKLESS_PORT_TEST=0."""
     return os.environ.get(PORT_TEST) != "0"
 
 

@@ -6,6 +6,8 @@ import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
 
+GROUP_BYTES_PER_RANK = 4 << 20
+"""A group takes at most so much memory for each of its ranks."""
 _FUTEX_NUMBERS = {
     "x86_64": 202,
     "amd64": 202,

@@ -6,7 +6,8 @@ import os
 import secrets
 import shutil
 
-from rankless.config.backends import check_backend, read_requested_backend
+from rankless.config.backends import read_requested_backend, require_usable_backend
+from rankless.config.cores import core_count
 from rankless.config.elastic import check_elastic
 from rankless.config.environment import user_hang_timeout, user_preload, user_threads, user_visible_devices
 from rankless.config.run_config import Program, RunConfig, RunRequest
@@ -35,7 +36,7 @@ def make_run_config(program: Program, request: RunRequest) -> RunConfig:
         raise ConfigError(expected="a seed from 0 to 2**63 - 1", found=seed, fix="choose another --seed")
     check_program(program)
     devices, backend = choose_devices(request.devices, worker_count=count), read_requested_backend(request.backend)
-    check_backend(backend, devices, host_count=1 if cluster is None else len(cluster.hosts))
+    require_usable_backend(backend, devices, host_count=1 if cluster is None else len(cluster.hosts))
     # Processes of other programs seed themselves. A program that names Rankless expects one seed for all ranks.
     has_separate_seeds = request.recording is None and (request.separate_seeds or not names_rankless(program))
     return RunConfig(
@@ -162,12 +163,6 @@ def count_gpus() -> int:
     files = glob.glob("/dev/nvidia[0-9]*")
     visible = user_visible_devices()
     return len(files) if visible is None else min(len(files), len(visible))
-
-
-def core_count() -> int:
-    """Return the number of cores that this process may use."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def _module_may_exist(name: str, folder: str | None = None) -> bool:

@@ -29,7 +29,6 @@ from rankless.config.script_source import names_rankless, names_word
 from rankless.config.worker_config import HostConfig, WorkerLaunch
 from rankless.records.channel import send_record
 from rankless.records.events import Exited, Notice, Started
-from rankless.runtime.connection_shutdown import cut_connections
 from rankless.runtime.fast_exit import FastExit
 from rankless.runtime.fork_server_protocol import CUT, KILL, decode_signals, receive_worker_launch
 from rankless.runtime.hooks.import_aliases import ALIASES, is_alias_active
@@ -44,7 +43,8 @@ from rankless.runtime.process_tree import (
     set_parent_death_signal,
     thread_count,
 )
-from rankless.runtime.shared_group_shutdown import end_shared_groups
+from rankless.runtime.shutdown.connections import cut_connections
+from rankless.runtime.shutdown.shared_groups import end_shared_groups
 from rankless.runtime.subprocess_command import python_command
 from rankless.runtime.worker import WorkerProcess, start_forked_worker
 from rankless.terminal import process_title
@@ -65,6 +65,8 @@ JOB_MODULES = (
 )
 """The further modules that the first job call needs. The fork server imports them for programs that use Rankless."""
 
+GROUP_MODULES = ("rankless.runtime.hooks.default_group", "rankless.runtime.rendezvous.process_group")
+
 Cores = set[int] | None
 
 
@@ -74,7 +76,7 @@ def main(fast_exit: FastExit) -> Callable[[], None] | None:
     process_title.show_fork_server(config.program)
     cores = prepare_process()
     warm = config.warm and preload_modules(
-        with_jobs=names_rankless(config.program), more=_alias_modules(config.program)
+        with_jobs=names_rankless(config.program), more=(*_alias_modules(config.program), *_group_modules(config))
     )
     if config.warm and not warm:
         _notify(config, "the workers start as plain processes, because torch is not installed or has started threads")
@@ -106,6 +108,12 @@ def preload_modules(*, with_jobs: bool, more: tuple[str, ...] = ()) -> bool:
             if name == "torch":
                 return False
     return thread_count() == 1
+
+
+def _group_modules(config: HostConfig) -> tuple[str, ...]:
+    """Return what to preload for workers that make their process group in shared memory."""
+    wants = any(each.config.backend == "shared_memory" and each.config.world_size > 1 for each in config.workers)
+    return GROUP_MODULES if wants else ()
 
 
 def _alias_modules(program: Program) -> tuple[str, ...]:

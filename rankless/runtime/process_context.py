@@ -28,7 +28,6 @@ from rankless.jobs.program_records import ProgramRecorder
 from rankless.parallel.mesh import Mesh
 from rankless.records.channel import send_record
 from rankless.records.events import AnyRecord, Notice
-from rankless.runtime.process_groups import make_world_group
 from rankless.runtime.rendezvous.file import join_file_rendezvous
 from rankless.runtime.rendezvous.job_rendezvous import (
     JOIN_TIMEOUT_SECONDS,
@@ -37,6 +36,7 @@ from rankless.runtime.rendezvous.job_rendezvous import (
     print_notice,
 )
 from rankless.runtime.rendezvous.parameters import RendezvousParameters
+from rankless.runtime.rendezvous.process_group import make_world_group
 from rankless.runtime.rendezvous.tcp import join_tcp_rendezvous
 from rankless.runtime.status_publisher import publish_totals
 from rankless.user_code import caller_line

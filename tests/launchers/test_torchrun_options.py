@@ -10,6 +10,7 @@ from torch.distributed.run import get_args_parser
 
 from rankless.cli import CommandParser, launch, main, torchrun
 from rankless.config import validation
+from rankless.config.cores import core_count
 from rankless.config.launcher_spec import decode_settings
 from rankless.config.run_config import UNKNOWN_HOST, Program
 from rankless.errors import ConfigError
@@ -217,7 +218,7 @@ def test_threads_are_torchruns(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     many = validation.make_run_config(SCRIPT, torchrun_request(parse("--nproc-per-node", "2", "main.py"), SCRIPT))
     one = validation.make_run_config(SCRIPT, torchrun_request(parse("main.py"), SCRIPT))
-    assert (many.threads_per_worker, one.threads_per_worker) == (1, validation.core_count())
+    assert (many.threads_per_worker, one.threads_per_worker) == (1, core_count())
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     many = validation.make_run_config(SCRIPT, torchrun_request(parse("--nproc-per-node", "2", "main.py"), SCRIPT))
     assert many.threads_per_worker == 5

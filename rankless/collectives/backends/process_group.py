@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rankless.collectives.backends.call_arguments import (
+from rankless.collectives.backends.calls.call_arguments import (
     as_list,
     as_only_list,
     get_operation,
@@ -23,8 +23,7 @@ from rankless.collectives.backends.call_arguments import (
     require_dense,
     require_other_rank,
 )
-from rankless.collectives.backends.group_failure import Membership, make_error
-from rankless.collectives.backends.movement_calls import (
+from rankless.collectives.backends.calls.movement_calls import (
     prepare_all_gather,
     prepare_all_gather_single,
     prepare_all_to_all,
@@ -34,11 +33,16 @@ from rankless.collectives.backends.movement_calls import (
     prepare_gather,
     prepare_scatter,
 )
+from rankless.collectives.backends.calls.prepared_call import PreparedCall
+from rankless.collectives.backends.calls.reduction_calls import (
+    prepare_all_reduce,
+    prepare_reduce,
+    prepare_reduce_scatter,
+)
+from rankless.collectives.backends.calls.tensor_views import flatten_bytes, writable, write_back
+from rankless.collectives.backends.group_failure import Membership, make_error
 from rankless.collectives.backends.operation_queue import SharedMemoryWork
-from rankless.collectives.backends.prepared_call import PreparedCall
-from rankless.collectives.backends.reduction_calls import prepare_all_reduce, prepare_reduce, prepare_reduce_scatter
 from rankless.collectives.backends.shared_group import SharedGroup
-from rankless.collectives.backends.tensor_views import flatten_bytes, writable, write_back
 from rankless.records.group_failures import FailureKind, encode_failure
 
 BACKEND_NAME = "shared_memory"

@@ -2,24 +2,25 @@
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 
-from rankless.collectives.backends.control_layout import ControlLayout
-from rankless.collectives.backends.futex import Futex
 from rankless.collectives.backends.group_failure import Membership, make_error
+from rankless.collectives.backends.memory.control_layout import ControlLayout
+from rankless.collectives.backends.memory.futex import Futex
+from rankless.collectives.backends.memory.peer_liveness import PeerProcesses, ProcessIdentity
+from rankless.collectives.backends.memory.shared_region import SharedRegion, open_shared_region
+from rankless.collectives.backends.memory.store_exchange import StoreExchange
 from rankless.collectives.backends.messages.point_to_point import PointToPoint
 from rankless.collectives.backends.messages.rings import MessageRing, RingLayout
 from rankless.collectives.backends.operation_queue import OperationQueue
-from rankless.collectives.backends.peer_liveness import PeerProcesses, ProcessIdentity
 from rankless.collectives.backends.shared_movement import SharedMovement
 from rankless.collectives.backends.shared_reductions import SharedReductions
-from rankless.collectives.backends.shared_region import SharedRegion, open_shared_region
 from rankless.collectives.backends.signals import GroupSignals
 from rankless.collectives.backends.slots import Slots, count_slot_bytes
-from rankless.collectives.backends.store_exchange import StoreExchange
 from rankless.collectives.shared_memory_file import host_identity
 from rankless.config.shared_memory_support import Support, find_futex_number, is_supported
 from rankless.records.group_failures import FailureKind, encode_failure
@@ -118,19 +119,21 @@ def open_shared_group(
         "objection": objection or is_supported().reason,
         **dataclasses.asdict(ProcessIdentity.own()),
     }
-    others = [json.loads(text) for text in exchange.gather("process", json.dumps(own))]
+    others: list[dict[str, Any]] = [json.loads(text) for text in exchange.gather("process", json.dumps(own))]
     if any(other["host"] != own["host"] for other in others):
         return SEVERAL_HOSTS
     for rank, other in enumerate(others):
         if other["objection"]:
             return Support(f"rank {member.global_ranks[rank]}: {other['objection']}")
-    peers = PeerProcesses(
-        {
-            rank: ProcessIdentity(other["process_id"], other["start_ticks"])
-            for rank, other in enumerate(others)
-            if rank != member.rank
-        }
-    )
+    identities = [ProcessIdentity(other["process_id"], other["start_ticks"]) for other in others]
+    return _open_memory(exchange, member, identities)
+
+
+def _open_memory(
+    exchange: StoreExchange, member: Membership, identities: Sequence[ProcessIdentity]
+) -> SharedGroup | Support:
+    """Open the memory of a group, given the processes of all ranks."""
+    peers = PeerProcesses({rank: one for rank, one in enumerate(identities) if rank != member.rank})
 
     def require_peers() -> None:
         for rank in sorted(peers.find_ended()):

@@ -17,11 +17,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-from rankless.collectives.backends.control_layout import ControlLayout
-from rankless.collectives.backends.futex import Futex
 from rankless.collectives.backends.group_failure import Membership, make_error
-from rankless.collectives.backends.peer_liveness import PeerProcesses
-from rankless.config.validation import core_count
+from rankless.collectives.backends.memory.control_layout import ControlLayout
+from rankless.collectives.backends.memory.futex import Futex
+from rankless.collectives.backends.memory.peer_liveness import PeerProcesses
+from rankless.config.cores import core_count
 from rankless.errors import CollectiveError
 from rankless.records.group_failures import (
     FAILURE_OFFSET,

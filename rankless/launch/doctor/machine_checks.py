@@ -9,7 +9,11 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]  # it has no stubs
 
-from rankless.config.validation import core_count
+from rankless.config.backends import choose_backend, read_requested_backend, require_usable_backend
+from rankless.config.cores import core_count
+from rankless.config.shared_memory_support import GROUP_BYTES_PER_RANK, can_reserve
+from rankless.config.validation import choose_devices
+from rankless.errors import ConfigError
 from rankless.launch.doctor.probe_protocol import CheckHost
 from rankless.records.check_results import CheckResult, make_failure, make_pass, make_warning
 from rankless.records.quantities import format_bytes
@@ -44,6 +48,23 @@ def check_shared_memory() -> CheckResult:
         if whole < RECOMMENDED_SHARED_BYTES
         else make_pass(check_name, seen)
     )
+
+
+def check_backend(request: CheckHost) -> CheckResult:
+    """Report which backend a job's default process group would have, and why."""
+    check_name = "backend"
+    devices = choose_devices(None, worker_count=request.workers)
+    try:
+        requested = read_requested_backend(None)
+        require_usable_backend(requested, devices, host_count=2 if request.has_several else 1)
+    except ConfigError as error:
+        return make_failure(check_name, str(error.found), error.fix)
+    hosts = [devices, devices] if request.has_several else [devices]
+    choice = choose_backend(hosts, requested)
+    if choice.name == "shared_memory" and not can_reserve(request.workers * GROUP_BYTES_PER_RANK):
+        fix = f"allow memfd_create, or make {SHARED_MEMORY} larger: as root mount -o remount,size=8G {SHARED_MEMORY}"
+        return make_warning(check_name, "gloo: the workers cannot reserve memory to share", fix)
+    return make_pass(check_name, f"{choice.name}: {choice.reason}")
 
 
 def check_open_files() -> CheckResult:

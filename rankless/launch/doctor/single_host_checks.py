@@ -78,7 +78,12 @@ def _port_checks(request: CheckHost) -> list[Check]:
 def _machine_checks(request: CheckHost) -> list[Check]:
     own = [
         partial(check, request)
-        for check in (machine_checks.check_memory, machine_checks.check_cores, machine_checks.check_disk)
+        for check in (
+            machine_checks.check_backend,
+            machine_checks.check_memory,
+            machine_checks.check_cores,
+            machine_checks.check_disk,
+        )
     ]
     limits = [
         machine_checks.check_shared_memory,

@@ -2,7 +2,7 @@
 
 Note [signal and shutdown]: the supervisor asks workers to end with a signal. A rank that waits in a collective for
 another rank cannot react to it. After half of the grace period the supervisor therefore shuts down the connections
-between ranks (`runtime.connection_shutdown`), and signal handlers and `finally` blocks have the other half. If a host
+between ranks (`runtime.shutdown`), and signal handlers and `finally` blocks have the other half. If a host
 is lost, the order is reversed: connections to its ranks would be silent for minutes. The supervisor shuts them down
 first, and scripts raise `RuntimeError`, as if a rank on their own host had died. The signal follows after half of the
 grace period, because it ends a script without a handler at once.

@@ -39,7 +39,6 @@ _WAITING_MODULES = (
     "compat/horovod/engine/",
     "runtime/rendezvous/",
     "runtime/process_context.py",
-    "runtime/process_groups.py",
     "runtime/hooks/default_group.py",
 )
 _MODULE_LABELS = {

@@ -5,6 +5,7 @@ import signal
 import string
 from collections.abc import Iterator, Sequence
 
+from rankless.config.cores import core_count
 from rankless.config.environment import (
     default_log_folder,
     snapshot,
@@ -13,7 +14,7 @@ from rankless.config.environment import (
     whole_number,
 )
 from rankless.config.run_config import Program, ProgramKind, RunRequest
-from rankless.config.validation import core_count, count_gpus
+from rankless.config.validation import count_gpus
 from rankless.errors import ConfigError
 from rankless.launch.worker_output import Source
 from rankless.launchers.torchrun.hosts import make_cluster, make_hosts

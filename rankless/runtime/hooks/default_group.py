@@ -42,7 +42,7 @@ def use_shared_memory(config: WorkerConfig, notify: Callable[[str], None]) -> No
         given = call.arguments
         timeout = given["timeout"] or groups.default_pg_timeout
         # Imported here: a script that makes no group needs none of this.
-        process_groups = importlib.import_module("rankless.runtime.process_groups")
+        process_groups = importlib.import_module("rankless.runtime.rendezvous.process_group")
         request = process_groups.GroupRequest(
             store=_find_store(given, timeout), rank=config.rank, size=config.world_size, timeout=timeout
         )

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rankless.collectives.backends.call_arguments import require_dense, require_one_dtype, require_values
-from rankless.collectives.backends.prepared_call import PreparedCall
+from rankless.collectives.backends.calls.call_arguments import require_dense, require_one_dtype, require_values
+from rankless.collectives.backends.calls.prepared_call import PreparedCall
+from rankless.collectives.backends.calls.tensor_views import flatten, write_back
 from rankless.collectives.backends.reductions import view_as_reducible
 from rankless.collectives.backends.shared_reductions import SharedReductions
-from rankless.collectives.backends.tensor_views import flatten, write_back
 
 
 def prepare_all_reduce(reductions: SharedReductions, tensors: Sequence[Tensor], operation: Any) -> PreparedCall:

@@ -5,16 +5,16 @@ from typing import Any
 
 from torch import Tensor
 
-from rankless.collectives.backends.call_arguments import (
+from rankless.collectives.backends.calls.call_arguments import (
     require_count,
     require_dense,
     require_one_dtype,
     require_values,
     split_bytes,
 )
-from rankless.collectives.backends.prepared_call import PreparedCall
+from rankless.collectives.backends.calls.prepared_call import PreparedCall
+from rankless.collectives.backends.calls.tensor_views import flatten_bytes, write_back
 from rankless.collectives.backends.shared_movement import SharedMovement
-from rankless.collectives.backends.tensor_views import flatten_bytes, write_back
 
 
 def prepare_broadcast(movement: SharedMovement, tensor: Tensor, root: int) -> PreparedCall:

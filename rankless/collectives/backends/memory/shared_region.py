@@ -17,7 +17,7 @@ from typing import Literal
 
 import torch
 
-from rankless.collectives.backends.store_exchange import StoreExchange
+from rankless.collectives.backends.memory.store_exchange import StoreExchange
 from rankless.collectives.shared_memory_file import create_shared_file, host_identity
 
 Way = Literal["proc", "socket", "file"]
