@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 GROUP_BYTES_PER_RANK = 4 << 20
-"""A group takes at most so much memory for each of its ranks."""
+"""A group of up to 64 ranks takes at most so much memory for each of them."""
 _FUTEX_NUMBERS = {
     "x86_64": 202,
     "amd64": 202,

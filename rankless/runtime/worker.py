@@ -184,7 +184,7 @@ class WorkerProcess:
             importlib.import_module("rankless.runtime.reference_worker").record_reference_run(self._config)
         if self._config.backend == "shared_memory" and self._config.rounds_descriptor is None:
             importlib.import_module("rankless.runtime.hooks.default_group").use_shared_memory(
-                self._config, self._notify
+                self._config.rank, self._config.world_size, self._notify
             )
         if self._file_writes is not None:
             self._file_writes.patch_torch_save(importlib.import_module("torch.serialization"))

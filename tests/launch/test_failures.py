@@ -51,20 +51,18 @@ PLAIN_IN_CI = {"raises", "is killed"}
 
 def cases() -> Iterator[Any]:
     for kind in ROOT_CAUSES:
-        yield pytest.param(kind, True, id=f"{kind}-warm")
+        yield pytest.param(kind, [], id=f"{kind}-warm")
+        yield pytest.param(kind, ["--backend", "gloo"], id=f"{kind}-gloo")
         marks = [] if kind in PLAIN_IN_CI else [pytest.mark.exhaustive]
-        yield pytest.param(kind, False, id=f"{kind}-plain", marks=marks)
+        yield pytest.param(kind, ["--no-warm"], id=f"{kind}-plain", marks=marks)
 
 
-@pytest.mark.ci_sample(4)
-@pytest.mark.parametrize(("kind", "warm"), list(cases()))
-def test_the_root_cause_is_named_although_other_ranks_fail_too(kind: str, warm: bool, tmp_path: Path) -> None:
+@pytest.mark.ci_sample(6)
+@pytest.mark.parametrize(("kind", "options"), list(cases()))
+def test_the_root_cause_is_named_although_other_ranks_fail_too(kind: str, options: list[str], tmp_path: Path) -> None:
     action, code, words = ROOT_CAUSES[kind]
     script = GROUP + f"if rank == 1:\n    time.sleep(0.1)\n    {action}\ntrain()\n"
-    if warm:
-        job = run_script(script, "-n", "2", folder=tmp_path)
-    else:
-        job = run_script(script, "-n", "2", "--no-warm", folder=tmp_path)
+    job = run_script(script, "-n", "2", *options, folder=tmp_path)
     assert f"rank 1 {words}" in job.stderr
     assert job.returncode == code
     assert "rank1.log" in job.stderr.partition("rank 1 ")[2]

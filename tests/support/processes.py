@@ -71,7 +71,9 @@ def _discard(key: tuple[int, str]) -> None:
 def fork_server_context() -> ForkServerContext:
     """Return a context whose fork server imports torch once for all processes, and has no threads when it forks."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed.tensor", "numpy"])
+    context.set_forkserver_preload(
+        ["torch", "torch._dynamo", "torch.distributed.tensor", "numpy", "rankless.collectives"]
+    )
     return context
 
 

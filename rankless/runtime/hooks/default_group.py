@@ -17,18 +17,18 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as groups
 
-from rankless.config.worker_config import WorkerConfig
-
 _CPU_BACKENDS = (None, "gloo", "cpu:gloo")
 
 
-def use_shared_memory(config: WorkerConfig, notify: Callable[[str], None]) -> None:
+def use_shared_memory(rank: int, world_size: int, notify: Callable[[str], None]) -> None:
     """Replace `init_process_group`, and `monitored_barrier`, which PyTorch restricts to Gloo.
 
     Args:
-        config: This worker.
+        rank: The rank of this process.
+        world_size: The number of ranks, all of which call this.
         notify: Called on rank 0 with the reason if there is no shared memory.
     """
+    process_id = os.getpid()
     init, monitored_barrier = groups.init_process_group, groups.monitored_barrier
     signature = inspect.signature(init)
 
@@ -36,7 +36,7 @@ def use_shared_memory(config: WorkerConfig, notify: Callable[[str], None]) -> No
     def init_process_group(*args: Any, **kwargs: Any) -> None:
         call = signature.bind(*args, **kwargs)
         call.apply_defaults()
-        if not _is_safe(call.arguments, config):
+        if os.getpid() != process_id or not _is_safe(call.arguments, rank, world_size):
             init(*args, **kwargs)
             return
         given = call.arguments
@@ -44,7 +44,7 @@ def use_shared_memory(config: WorkerConfig, notify: Callable[[str], None]) -> No
         # Imported here: a script that makes no group needs none of this.
         process_groups = importlib.import_module("rankless.runtime.rendezvous.process_group")
         request = process_groups.GroupRequest(
-            store=_find_store(given, timeout), rank=config.rank, size=config.world_size, timeout=timeout
+            store=_find_store(given, timeout), rank=rank, size=world_size, timeout=timeout
         )
         process_groups.init_shared_memory_group(request, notify=notify, init=init)
 
@@ -59,13 +59,12 @@ def use_shared_memory(config: WorkerConfig, notify: Callable[[str], None]) -> No
         _replace(module, init_process_group, barrier)
 
 
-def _is_safe(given: dict[str, Any], config: WorkerConfig) -> bool:
+def _is_safe(given: dict[str, Any], rank: int, world_size: int) -> bool:
     backend = given["backend"]
     return (
-        os.getpid() == config.process_id
-        and (backend.lower() if isinstance(backend, str) else backend) in _CPU_BACKENDS
-        and given["rank"] in (-1, config.rank)
-        and given["world_size"] in (-1, config.world_size)
+        (backend.lower() if isinstance(backend, str) else backend) in _CPU_BACKENDS
+        and given["rank"] in (-1, rank)
+        and given["world_size"] in (-1, world_size)
         and not dist.is_initialized()
         and given["pg_options"] is None
         and given["device_id"] is None

@@ -1,0 +1,79 @@
+"""Measures collectives of the default group in shared memory and of a Gloo group alternately, in the same workers.
+
+The peer "bound" does what each rank of a group of two must at least do with its memory: copy its values to where the
+other rank reads them, and add both ranks' values. It does so in pieces of the same size, and waits for nobody.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+PIECE_BYTES = 1 << 20
+
+parser = argparse.ArgumentParser()
+parser.add_argument("operation", choices=["all_reduce", "all_reduce_allocated", "all_gather_single", "broadcast"])
+parser.add_argument("bytes", type=int)
+parser.add_argument("peer", choices=["gloo", "bound"])
+parser.add_argument("--pairs", type=int, default=15)
+parser.add_argument("--calls", type=int, default=100)
+arguments = parser.parse_args()
+
+dist.init_process_group()
+world = dist.group.WORLD
+assert dist.get_backend() == "shared_memory", "the ranks share no memory"
+gloo = dist.new_group(backend="gloo")
+count = arguments.bytes // 4
+tensor = torch.ones(count).zero_()  # sums of zeros stay zeros
+own = world.allocate(count, torch.float32) if arguments.operation == "all_reduce_allocated" else tensor
+whole = torch.ones(count * dist.get_world_size()) if arguments.operation == "all_gather_single" else tensor
+calls: dict[str, Callable[[torch.Tensor, object], object]] = {
+    "all_reduce": lambda values, group: dist.all_reduce(values, group=group),
+    "all_reduce_allocated": lambda values, group: dist.all_reduce(values, group=group),
+    "all_gather_single": lambda values, group: dist.all_gather_single(whole, values, group=group),
+    "broadcast": lambda values, group: dist.broadcast(values, 0, group=group),
+}
+copied, other = (torch.ones(PIECE_BYTES // 4).zero_() for _ in range(2))
+
+
+def touch_memory() -> None:
+    for piece in tensor.split(PIECE_BYTES // 4):
+        copied[: len(piece)].copy_(piece)
+        torch.add(piece, other[: len(piece)], out=piece)
+
+
+def ours() -> None:
+    calls[arguments.operation](own, world)
+
+
+def peer() -> None:
+    if arguments.peer == "gloo":
+        calls[arguments.operation](tensor, gloo)
+    else:
+        touch_memory()
+
+
+def seconds_of(call: Callable[[], object]) -> float:
+    dist.barrier()
+    start = time.perf_counter()
+    for _ in range(arguments.calls):
+        call()
+    return (time.perf_counter() - start) / arguments.calls
+
+
+seconds_of(ours), seconds_of(peer)
+times = []
+for number in range(arguments.pairs):
+    if number % 2 == 0:
+        first = seconds_of(ours)
+        times.append((first, seconds_of(peer)))
+    else:
+        first = seconds_of(peer)
+        times.append((seconds_of(ours), first))
+if dist.get_rank() == 0:
+    Path("times.json").write_text(json.dumps(times))
+dist.destroy_process_group()
