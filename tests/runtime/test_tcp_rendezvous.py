@@ -33,8 +33,10 @@ for number in range(rounds):
 
 
 def start(folder: Path, *arguments: object) -> WarmProcess:
-    (folder / "join.py").write_text(JOIN)
-    return WarmProcess(folder / "join.py", *arguments)
+    script = folder / "join.py"
+    if not script.exists():  # a process that has just started may read it now
+        script.write_text(JOIN)
+    return WarmProcess(script, *arguments)
 
 
 def free_port() -> int:
