@@ -13,10 +13,10 @@ BIN = Path(sys.executable).parent
 LIMIT_SECONDS = 300.0
 
 
-def rankless_run(workers: int, script: str, *arguments: str) -> list[str]:
+def rankless_run(workers: int, script: str, *arguments: str, backend: str = "shared_memory") -> list[str]:
     """Return the command line that runs a script of the benchmarks under `rankless run`."""
     command = [str(BIN / "rankless"), "run", "-n", str(workers), "--no-progress", "--devices", "cpu"]
-    return [*command, str(SCRIPTS / script), *arguments]
+    return [*command, "--backend", backend, str(SCRIPTS / script), *arguments]
 
 
 def torchrun(workers: int, script: str, *arguments: str) -> list[str]:

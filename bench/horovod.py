@@ -29,6 +29,6 @@ def rows() -> Iterator[Row]:
 
 def _measure_times(script: str, *arguments: str) -> list[tuple[float, float]]:
     with tempfile.TemporaryDirectory() as folder:
-        run(rankless_run(2, script, *arguments), threads=1, folder=folder)
+        run(rankless_run(2, script, *arguments, backend="gloo"), threads=1, folder=folder)
         times: list[tuple[float, float]] = json.loads((Path(folder) / "times.json").read_text())
         return times

@@ -118,6 +118,17 @@ def test_captures_of_both_sides_are_timed(tmp_path: Path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("peer", ["gloo", "bound"])
+@pytest.mark.parametrize("operation", ["all_reduce", "all_reduce_allocated", "all_gather_single", "broadcast"])
+def test_collectives_in_shared_memory_and_their_peers_are_timed(operation: str, peer: str, tmp_path: Path):
+    words = (operation, "40960", peer, "--pairs", "1", "--calls", "2")
+    run(rankless_run(2, "shared_memory_collectives.py", *words), folder=tmp_path)
+    ((ours, theirs),) = json.loads((tmp_path / "times.json").read_text())
+    assert ours > 0
+    assert theirs > 0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("operation", ["all_reduce", pytest.param("all_gather_single", marks=pytest.mark.exhaustive)])
 def test_collectives_of_both_sides_are_timed(operation: str, tmp_path: Path):
     command = rankless_run(2, "collectives.py", operation, "4096", "--pairs", "1", "--calls", "2")

@@ -19,9 +19,12 @@ import torch
 from rankless.collectives.backends.operation_signature import Collective, encode_signature
 from rankless.collectives.backends.reductions import Reduction
 from rankless.collectives.backends.slots import HALF_BYTES, Slots, split_rounds, split_shares
+from rankless.collectives.backends.small_reductions import SmallReduction
 
 ONE_SHOT_BYTES = 64 << 10
 """The most bytes that ranks always reduce in one shot, all ranks' values together."""
+_MOST_SMALL = 256
+"""So many lengths of small tensors are remembered."""
 
 
 class SharedReductions:
@@ -39,6 +42,7 @@ class SharedReductions:
         self.rank, self.size = slots.rank, slots.size
         self._reductions: dict[tuple[Any, torch.dtype], Reduction] = {}
         self._shared: dict[int, list[torch.Tensor]] = {}
+        self._small: dict[tuple[int, torch.dtype, int], SmallReduction] = {}
 
     def get_reduction(self, operation: Any, dtype: torch.dtype) -> Reduction:
         """Return the reduction for a `ReduceOp` and a dtype. Raises `ConfigError` if there is none."""
@@ -58,14 +62,25 @@ class SharedReductions:
         size = self._slots.size
         if size == 1:
             return
-        is_small = tensor.nbytes * size <= ONE_SHOT_BYTES
-        shared = None if is_small else self._shared.get(tensor.data_ptr())
+        if tensor.nbytes * size <= ONE_SHOT_BYTES and len(tensor):
+            self._get_small(tensor, reduction).run(tensor)
+            return
+        shared = self._shared.get(tensor.data_ptr()) if len(tensor) else None
         if shared is not None and self._all_reduce_shared(tensor, shared, reduction):
             return
-        if is_small or size == 2:
+        if size == 2:
             self._one_shot(Collective.ALL_REDUCE, tensor, reduction, root=None)
         else:
             self._two_shots(Collective.ALL_REDUCE, tensor, reduction, root=None)
+
+    def _get_small(self, tensor: torch.Tensor, reduction: Reduction) -> SmallReduction:
+        key = (len(tensor), tensor.dtype, reduction.number)
+        found = self._small.get(key)
+        if found is None:
+            if len(self._small) >= _MOST_SMALL:
+                self._small.clear()
+            found = self._small[key] = SmallReduction(self._slots, reduction, len(tensor), tensor.dtype)
+        return found
 
     def reduce(self, tensor: torch.Tensor, reduction: Reduction, root: int) -> None:
         """Replace the values of rank `root` by their reduction over all ranks. Other ranks keep theirs."""

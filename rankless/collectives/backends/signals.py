@@ -66,8 +66,8 @@ class GroupSignals:
         peers: PeerProcesses,
         futex: Futex,
     ) -> None:
-        self._words, self._address = words, address
-        self._layout, self._peers, self._futex = layout, peers, futex
+        self.words, self.layout = words, layout
+        self._address, self._peers, self._futex = address, peers, futex
         self.member, self.rank, self.size = member, member.rank, member.size
         self._limit_seconds = member.timeout_seconds
         self._process_id = os.getpid()
@@ -87,7 +87,7 @@ class GroupSignals:
     def post(self) -> int:
         """Tell the other ranks that this rank has reached its next phase, and return the phase's number."""
         self.phase += 1
-        words, marker = self._words, self.rank + 1
+        words, marker = self.words, self.rank + 1
         words[self._own_posted] = self.phase
         with self._fence:
             pass
@@ -102,19 +102,19 @@ class GroupSignals:
         Raises:
             CollectiveError: A rank has ended, closed or aborted the group, or does not post within the timeout.
         """
-        words = self._words
+        words = self.words
         for peer, posted in self._posted:
             if words[posted] < phase:
                 self._wait_for_peer(peer, posted, phase)
 
     def wait_for(self, rank: int, phase: int) -> None:
         """Return when one rank has posted a phase. Raises as `wait_for_all`."""
-        posted = self._layout.posted(rank)
-        if rank != self.rank and self._words[posted] < phase:
+        posted = self.layout.posted(rank)
+        if rank != self.rank and self.words[posted] < phase:
             self._wait_for_peer(rank, posted, phase)
 
     def _wait_for_peer(self, peer: int, posted: int, phase: int) -> None:
-        words = self._words
+        words = self.words
         for _ in range(self._spin_count):
             if words[posted] >= phase:
                 self._spin_count = min(2 * self._spin_count, self._longest_spin)
@@ -123,7 +123,7 @@ class GroupSignals:
         self.sleep_until(
             lambda: words[posted] >= phase, channel=COLLECTIVE_CHANNEL, marker=peer + 1, awaited=lambda: ({peer},)
         )
-        words[self._layout.sleeper(self.rank, COLLECTIVE_CHANNEL)] = 0
+        words[self.layout.sleeper(self.rank, COLLECTIVE_CHANNEL)] = 0
 
     def _adapt_spin(self) -> None:
         """Look less often next time, for the other rank may have no core; now and then try the longest spin again."""
@@ -152,11 +152,11 @@ class GroupSignals:
         Raises:
             CollectiveError: All ranks of a set have ended or closed, the group was aborted, or is late.
         """
-        word = self._layout.sleeper(self.rank, channel)
+        word = self.layout.sleeper(self.rank, channel)
         limit_seconds = self._limit_seconds if channel == COLLECTIVE_CHANNEL else self.member.timeout_seconds
         start = last_check = time.monotonic()
         while True:
-            self._words[word] = marker
+            self.words[word] = marker
             with self._fence:
                 pass
             if is_ready():
@@ -178,7 +178,7 @@ class GroupSignals:
     def _require_living(self, is_ready: Callable[[], bool], sets: Sequence[set[int]]) -> None:
         """Fail if the condition can no longer become true, because all ranks of a set have ended or closed."""
         ended = self._peers.find_ended()
-        closed = {rank for rank, _ in self._posted if self._words[self._layout.closed(rank)]}
+        closed = {rank for rank, _ in self._posted if self.words[self.layout.closed(rank)]}
         for ranks in sets:
             # A rank may have made the condition true before it ended.
             if ranks and ranks <= ended | closed and not is_ready():
@@ -195,7 +195,7 @@ class GroupSignals:
             )
         if self.is_closed:
             raise make_error(encode_failure(FailureKind.CLOSED, self.rank), self.member)
-        if word := self._words[_FAILURE]:
+        if word := self.words[_FAILURE]:
             raise make_error(word, self.member)
 
     @property
@@ -212,8 +212,8 @@ class GroupSignals:
         """End the group for all ranks, unless it has ended: their waits raise."""
         if self.is_forked:
             return
-        if not self.is_closed and not self._words[_FAILURE]:
-            self._words[_FAILURE] = encode_failure(kind, rank, seconds)
+        if not self.is_closed and not self.words[_FAILURE]:
+            self.words[_FAILURE] = encode_failure(kind, rank, seconds)
         self._wake_everyone()
 
     @contextmanager
@@ -228,7 +228,7 @@ class GroupSignals:
     def close(self) -> None:
         """Leave the group. Waits of this rank, and those of others for this rank, raise. Later calls do nothing."""
         if not self.is_closed:
-            self._words[self._layout.closed(self.rank)] = 1
+            self.words[self.layout.closed(self.rank)] = 1
             self.is_closed = True
             self._wake_everyone()
             self._peers.close()
@@ -237,22 +237,22 @@ class GroupSignals:
         """Wake a rank that sleeps until a message can go on."""
         with self._fence:
             pass
-        sleeper = self._layout.sleeper(rank, MESSAGE_CHANNEL)
-        if self._words[sleeper]:
+        sleeper = self.layout.sleeper(rank, MESSAGE_CHANNEL)
+        if self.words[sleeper]:
             self._wake(sleeper)
 
     def write_table(self, half: int, values: Sequence[int]) -> None:
         """Publish what this rank calls, for the phase that it posts next. Others read it with `read_table`."""
-        start = self._layout.table(self.rank, half)
+        start = self.layout.table(self.rank, half)
         for index, value in enumerate(values, start):
-            self._words[index] = value
+            self.words[index] = value
 
     def read_table(self, rank: int, half: int, index: int) -> int:
         """Return a value that a rank has published."""
-        return int(self._words[self._layout.table(rank, half) + index])
+        return int(self.words[self.layout.table(rank, half) + index])
 
     def _wake(self, sleeper: int) -> None:
-        self._words[sleeper] = 0
+        self.words[sleeper] = 0
         self._futex.wake(self._address + sleeper * WORD_BYTES)
 
     def _wake_everyone(self) -> None:
@@ -260,4 +260,4 @@ class GroupSignals:
             pass
         for rank in range(self.size):
             for channel in (COLLECTIVE_CHANNEL, MESSAGE_CHANNEL):
-                self._wake(self._layout.sleeper(rank, channel))
+                self._wake(self.layout.sleeper(rank, channel))

@@ -85,7 +85,7 @@ def get_timeout_seconds(opts: Any, timeout: Any = None) -> float | None:
     """Return how long a call may wait, from its argument or torch's options; None for the group's timeout."""
     given = timeout if timeout is not None else getattr(opts, "timeout", None)
     # Unset options have a negative time.
-    return given.total_seconds() if isinstance(given, timedelta) and given > timedelta() else None
+    return given.total_seconds() if isinstance(given, timedelta) and given.days >= 0 and given else None
 
 
 def split_bytes(tensor: Tensor, sizes: Sequence[int] | None, size: int) -> list[int]:

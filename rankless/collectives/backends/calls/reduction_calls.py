@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rankless.collectives.backends.calls.call_arguments import require_dense, require_one_dtype, require_values
 from rankless.collectives.backends.calls.prepared_call import PreparedCall
-from rankless.collectives.backends.calls.tensor_views import flatten, write_back
+from rankless.collectives.backends.calls.tensor_views import flatten, is_plain, write_back
 from rankless.collectives.backends.reductions import view_as_reducible
 from rankless.collectives.backends.shared_reductions import SharedReductions
 
@@ -19,6 +19,10 @@ def prepare_all_reduce(reductions: SharedReductions, tensors: Sequence[Tensor], 
     Raises:
         ConfigError: A tensor is not dense and on the CPU, or the reduction does not take its dtype.
     """
+    if len(tensors) == 1 and is_plain(tensors[0]) and not tensors[0].dtype.is_complex:
+        (tensor,) = tensors
+        reduction = reductions.get_reduction(operation, tensor.dtype)
+        return PreparedCall(lambda: reductions.all_reduce(flatten(tensor), reduction), tensors, list(tensors))
     require_dense(tensors)
     require_one_dtype(tensors)
     views = [view_as_reducible(tensor, operation) for tensor in tensors]

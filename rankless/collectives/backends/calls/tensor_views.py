@@ -7,8 +7,10 @@ import torch
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's memory holds its values one after the other."""
-    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    """Whether a tensor is on the CPU, and its memory holds its values one after the other."""
+    if not tensor.is_cpu or tensor.layout is not torch.strided or not tensor.is_contiguous():
+        return False
+    return not tensor.is_neg() and not tensor.is_conj()
 
 
 def flatten(tensor: torch.Tensor) -> torch.Tensor:
