@@ -13,10 +13,11 @@ BIN = Path(sys.executable).parent
 LIMIT_SECONDS = 300.0
 
 
-def rankless_run(workers: int, script: str, *arguments: str, backend: str = "shared_memory") -> list[str]:
+def rankless_run(workers: int, script: str, *arguments: str, backend: str | None = None) -> list[str]:
     """Return the command line that runs a script of the benchmarks under `rankless run`."""
     command = [str(BIN / "rankless"), "run", "-n", str(workers), "--no-progress", "--devices", "cpu"]
-    return [*command, "--backend", backend, str(SCRIPTS / script), *arguments]
+    chosen = [] if backend is None else ["--backend", backend]
+    return [*command, *chosen, str(SCRIPTS / script), *arguments]
 
 
 def torchrun(workers: int, script: str, *arguments: str) -> list[str]:
