@@ -152,8 +152,8 @@ def test_no_rank_leaves_while_another_still_joins(slow: str, tmp_path: Path) -> 
 
 SHORT_TIMEOUTS = """
 from datetime import timedelta
-from rankless.runtime import process_context
-process_context.STORE_TIMEOUT, process_context.NOTICE_AFTER_SECONDS = timedelta(seconds=0.5), 0.1
+from rankless.runtime.rendezvous import process_group
+process_group.STORE_TIMEOUT, process_group.NOTICE_AFTER_SECONDS = timedelta(seconds=0.5), 0.1
 """
 
 

@@ -81,7 +81,7 @@ def init_shared_memory_group(
     request: GroupRequest,
     *,
     notify: Callable[[str], None],
-    init: Callable[..., None] = dist.init_process_group,
+    init: Callable[..., None] | None = None,
 ) -> None:
     """Make the default process group in shared memory, or of Gloo if the ranks cannot share any.
 
@@ -90,7 +90,7 @@ def init_shared_memory_group(
     Args:
         request: The group.
         notify: Called on rank 0 with the reason if there is no memory.
-        init: PyTorch's `init_process_group`, which a hook may have replaced.
+        init: What to call with the backend. Default: `dist.init_process_group`, which a hook may have replaced.
     """
     opened = None
     if request.size > 1:
@@ -98,7 +98,7 @@ def init_shared_memory_group(
         if opened is NO_MEMORY and request.rank == 0:
             notify(f"collectives use Gloo instead of shared memory: {NO_MEMORY.reason}")
     shared = opened if isinstance(opened, SharedGroup) else None
-    init(
+    (init or dist.init_process_group)(
         "gloo" if shared is None else "shared_memory",
         store=request.store,
         rank=request.rank,
