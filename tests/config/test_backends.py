@@ -1,0 +1,80 @@
+"""The backend of a run follows from its devices and hosts, unless the user requests another that fits them."""
+
+from pathlib import Path
+
+import pytest
+
+from rankless.config import backends, shared_memory_support, validation
+from rankless.config.backends import choose_backend, read_requested_backend
+from rankless.config.run_config import Program, RunRequest
+from rankless.errors import ConfigError
+
+CPU, OWN_GPUS, ONE_GPU = ("cpu", "cpu"), ("cuda:0", "cuda:1"), ("cuda:0", "cuda:0")
+
+
+@pytest.mark.parametrize(
+    ("hosts", "name", "reason"),
+    [
+        ([CPU], "shared_memory", "all workers are on the CPU of one host"),
+        ([CPU, CPU], "gloo", "the workers are on the CPU of several hosts"),
+        ([OWN_GPUS], "nccl", "every worker has a GPU of its own"),
+        ([OWN_GPUS, OWN_GPUS], "nccl", "every worker has a GPU of its own"),
+        ([ONE_GPU], "gloo", "workers share a GPU, which NCCL refuses"),
+        ([OWN_GPUS, CPU], "gloo", "some workers are on the CPU and some on a GPU"),
+    ],
+)
+def test_the_fastest_backend_that_the_devices_allow_is_chosen(hosts: list[tuple[str, ...]], name: str, reason: str):
+    choice = choose_backend(hosts)
+    assert (choice.name, choice.reason) == (name, reason)
+    assert choose_backend(hosts, "gloo").name == "gloo"
+
+
+def test_a_machine_without_ordered_stores_uses_gloo_and_says_why(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(shared_memory_support, "has_ordered_stores", lambda: False)
+    choice = choose_backend([CPU])
+    assert choice.name == "gloo"
+    assert "whose stores arrive in order" in choice.reason
+
+
+def test_the_option_overrides_the_variable(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("RANKLESS_BACKEND", raising=False)
+    assert read_requested_backend(None) is None
+    monkeypatch.setenv("RANKLESS_BACKEND", "gloo")
+    assert read_requested_backend(None) == "gloo"
+    assert read_requested_backend("nccl") == "nccl"
+    monkeypatch.setenv("RANKLESS_BACKEND", "glo")
+    with pytest.raises(ConfigError, match="RANKLESS_BACKEND=glo"):
+        read_requested_backend(None)
+
+
+@pytest.mark.parametrize(
+    ("backend", "devices", "host_count", "found"),
+    [
+        ("nccl", CPU, 1, "workers on cpu, cpu"),
+        ("nccl", ONE_GPU, 1, "workers on cuda:0, cuda:0"),
+        ("shared_memory", OWN_GPUS, 1, "workers on cuda:0, cuda:1"),
+        ("shared_memory", CPU, 2, "2 hosts"),
+    ],
+)
+def test_a_backend_that_cannot_connect_the_workers_is_refused(
+    backend: backends.Backend, devices: tuple[str, ...], host_count: int, found: str
+):
+    with pytest.raises(ConfigError, match=found):
+        backends.require_usable_backend(backend, devices, host_count=host_count)
+
+
+def test_a_request_is_checked_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(validation, "count_gpus", lambda: 0)
+    monkeypatch.delenv("RANKLESS_BACKEND", raising=False)
+    (tmp_path / "train.py").write_text("")
+    program = Program(kind="script", target=str(tmp_path / "train.py"))
+    assert validation.make_run_config(program, RunRequest(worker_count=2)).backend is None
+    assert validation.make_run_config(program, RunRequest(worker_count=2, backend="gloo")).backend == "gloo"
+    with pytest.raises(ConfigError, match="a GPU for each worker"):
+        validation.make_run_config(program, RunRequest(worker_count=2, backend="nccl"))
+
+
+@pytest.mark.parametrize("byte_count", [1, 1 << 20])
+def test_memory_can_be_reserved_here_but_not_without_end(byte_count: int):
+    assert shared_memory_support.can_reserve(byte_count)
+    assert not shared_memory_support.can_reserve(1 << 50)
