@@ -62,11 +62,21 @@ def can_reserve(byte_count: int) -> bool:
         with suppress(OSError):
             descriptor = os.memfd_create("rankless-check", os.MFD_CLOEXEC)
             try:
-                os.posix_fallocate(descriptor, 0, byte_count)
+                reserve(descriptor, byte_count)
                 return True
             finally:
                 os.close(descriptor)
     with suppress(OSError), tempfile.TemporaryFile(dir="/dev/shm") as file:
-        os.posix_fallocate(file.fileno(), 0, byte_count)
+        reserve(file.fileno(), byte_count)
         return True
     return False
+
+
+def reserve(descriptor: int, byte_count: int) -> None:
+    """Reserve the memory of a file: otherwise a write to the mapped file could kill the process.
+
+    Raises:
+        OSError: There is not so much memory.
+    """
+    os.ftruncate(descriptor, byte_count)  # the kernel refuses more than the machine has before it reserves any of it
+    os.posix_fallocate(descriptor, 0, byte_count)

@@ -1,5 +1,6 @@
 """The backend of a run follows from its devices and hosts, unless the user requests another that fits them."""
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -74,7 +75,11 @@ def test_a_request_is_checked_and_kept(tmp_path: Path, monkeypatch: pytest.Monke
         validation.make_run_config(program, RunRequest(worker_count=2, backend="nccl"))
 
 
-@pytest.mark.parametrize("byte_count", [1, 1 << 20])
-def test_memory_can_be_reserved_here_but_not_without_end(byte_count: int):
-    assert shared_memory_support.can_reserve(byte_count)
-    assert not shared_memory_support.can_reserve(1 << 50)
+def test_memory_can_be_reserved_here_and_a_refusal_is_noticed(monkeypatch: pytest.MonkeyPatch):
+    assert shared_memory_support.can_reserve(1 << 20)
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no space")
+
+    monkeypatch.setattr("os.posix_fallocate", refuse)
+    assert not shared_memory_support.can_reserve(1 << 20)

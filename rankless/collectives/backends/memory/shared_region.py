@@ -19,6 +19,7 @@ import torch
 
 from rankless.collectives.backends.memory.store_exchange import StoreExchange
 from rankless.collectives.shared_memory_file import create_shared_file, host_identity
+from rankless.config.shared_memory_support import reserve
 
 Way = Literal["proc", "socket", "file"]
 WAYS: tuple[Way, ...] = ("proc", "socket", "file")
@@ -105,8 +106,7 @@ def _create(byte_count: int, ways: Sequence[Way]) -> tuple[int | None, str]:
         with suppress(OSError):
             descriptor = os.memfd_create("rankless-collectives", os.MFD_CLOEXEC)
             try:
-                # Without the reservation, a write to the mapped memory could kill the process.
-                os.posix_fallocate(descriptor, 0, byte_count)
+                reserve(descriptor, byte_count)
                 return descriptor, ""
             except OSError:
                 os.close(descriptor)
