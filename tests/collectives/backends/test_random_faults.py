@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -20,25 +21,35 @@ from rankless.errors import CollectiveError
 from rankless.parallel.mesh import Mesh
 
 MOST_SECONDS = 2.0
+MOST_CALLS = 100_000
 STOP_TIMEOUT_SECONDS = 0.5
 """A stopped process cannot be told from a busy one. Only the timeout of the group ends the calls of the others."""
 
 
-def fail_at(mesh: Mesh, fault: tuple[str, int, int], folder: str) -> tuple[str, float, bool]:
+Fault = tuple[str, int, int, int]
+"""What happens, to which rank, after how many calls, and how many microseconds later: in the middle of a call."""
+
+
+def fail_at(mesh: Mesh, fault: Fault, folder: str) -> tuple[str, float, bool]:
     """Make calls until one rank fails; return the error, when it was raised, and whether nothing stays open."""
-    how, failing_rank, last_call = fault
+    how, failing_rank, last_call, delay_microseconds = fault
     processes: list[Any] = [None] * mesh.size
     dist.all_gather_object(processes, os.getpid(), group=mesh.group)
     before = list_open()
     group = make_group(mesh, list(range(mesh.size)), STOP_TIMEOUT_SECONDS if how == "stopped" else 30.0)
     error, raised = "", 0.0
-    for number in range(last_call + 8):
+
+    def fail() -> None:
+        (Path(folder) / "time").write_text(str(time.monotonic()))
+        if how == "aborting":
+            group.abort()
+        else:
+            os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+
+    failing = threading.Timer(delay_microseconds / 1e6, fail)
+    for number in range(MOST_CALLS):
         if number == last_call and mesh.rank == failing_rank:
-            (Path(folder) / "time").write_text(str(time.monotonic()))
-            if how == "aborting":
-                group.abort()
-            else:
-                os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+            failing.start()
         try:
             make_calls(group, mesh.rank, number)
         except CollectiveError as caught:
@@ -46,8 +57,10 @@ def fail_at(mesh: Mesh, fault: tuple[str, int, int], folder: str) -> tuple[str, 
             break
     if how == "stopped" and mesh.rank != failing_rank:
         os.kill(processes[failing_rank], signal.SIGCONT)
+    if mesh.rank == failing_rank:
+        failing.join()
     close_shared_memory_group(group)
-    del group
+    del group, fail, failing
     return error, raised, list_open() == before
 
 
@@ -58,9 +71,9 @@ EXPECTED = {
 }
 
 
-def check_fault(fault: tuple[str, int, int], size: int, folder: Path) -> float:
+def check_fault(fault: Fault, size: int, folder: Path) -> float:
     """Return after how many seconds the last rank raised."""
-    how, failing_rank, _ = fault
+    how, failing_rank, *_ = fault
     if how == "killed":
         with own_workers(size) as pool:
             answers = pool.call(fail_at, (fault, str(folder)))
@@ -82,15 +95,13 @@ def list_shared_files() -> set[str]:
 
 
 def faults() -> Any:
-    return st.tuples(st.sampled_from(sorted(EXPECTED)), st.integers(0, 2), st.integers(0, 7))
+    return st.tuples(st.sampled_from(sorted(EXPECTED)), st.integers(0, 2), st.integers(0, 7), st.integers(0, 5000))
 
 
 @pytest.mark.slow
 @settings(max_examples=9, deadline=None, suppress_health_check=list(HealthCheck))
 @given(fault=faults())
-def test_random_faults_end_the_calls_of_the_others_soon(
-    fault: tuple[str, int, int], tmp_path_factory: pytest.TempPathFactory
-):
+def test_random_faults_end_the_calls_of_the_others_soon(fault: Fault, tmp_path_factory: pytest.TempPathFactory):
     assert check_fault(fault, 3, tmp_path_factory.mktemp("fault")) < MOST_SECONDS
 
 
@@ -98,7 +109,7 @@ def test_random_faults_end_the_calls_of_the_others_soon(
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(fault=faults())
 def test_two_hundred_random_faults_end_the_calls_of_the_others_soon(
-    fault: tuple[str, int, int], tmp_path_factory: pytest.TempPathFactory
+    fault: Fault, tmp_path_factory: pytest.TempPathFactory
 ):
     seconds = check_fault(fault, 3, tmp_path_factory.mktemp("fault"))
     print(f"{fault[0]} {seconds:.3f} s")
@@ -143,7 +154,7 @@ def test_a_killed_rank_is_noticed_by_its_process_and_not_by_the_timeout(tmp_path
 
 def test_nothing_with_a_name_stays_in_shared_memory_after_a_fault(tmp_path: Path):
     before = list_shared_files()
-    check_fault(("killed", 0, 3), 3, tmp_path)
+    check_fault(("killed", 0, 3, 0), 3, tmp_path)
     assert not {name for name in list_shared_files() - before if _is_ours(name)}
 
 
