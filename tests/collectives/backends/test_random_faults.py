@@ -30,6 +30,15 @@ Fault = tuple[str, int, int, int]
 """What happens, to which rank, after how many calls, and how many microseconds later: in the middle of a call."""
 
 
+def fail(group: Any, how: str, folder: str) -> None:
+    """Note the time, and fail."""
+    (Path(folder) / "time").write_text(str(time.monotonic()))
+    if how == "aborting":
+        group.abort()
+    else:
+        os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+
+
 def fail_at(mesh: Mesh, fault: Fault, folder: str) -> tuple[str, float, bool]:
     """Make calls until one rank fails; return the error, when it was raised, and whether nothing stays open."""
     how, failing_rank, last_call, delay_microseconds = fault
@@ -38,15 +47,7 @@ def fail_at(mesh: Mesh, fault: Fault, folder: str) -> tuple[str, float, bool]:
     before = list_open()
     group = make_group(mesh, list(range(mesh.size)), STOP_TIMEOUT_SECONDS if how == "stopped" else 30.0)
     error, raised = "", 0.0
-
-    def fail() -> None:
-        (Path(folder) / "time").write_text(str(time.monotonic()))
-        if how == "aborting":
-            group.abort()
-        else:
-            os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
-
-    failing = threading.Timer(delay_microseconds / 1e6, fail)
+    failing = threading.Timer(delay_microseconds / 1e6, fail, (group, how, folder))
     for number in range(MOST_CALLS):
         if number == last_call and mesh.rank == failing_rank:
             failing.start()
@@ -60,7 +61,7 @@ def fail_at(mesh: Mesh, fault: Fault, folder: str) -> tuple[str, float, bool]:
     if mesh.rank == failing_rank:
         failing.join()
     close_shared_memory_group(group)
-    del group, fail, failing
+    del group, failing
     return error, raised, list_open() == before
 
 
