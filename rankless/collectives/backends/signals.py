@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rankless.collectives.backends.group_failure import Membership, make_error
-from rankless.collectives.backends.memory.control_layout import ControlLayout
+from rankless.collectives.backends.memory.control_layout import CHANNELS, ControlLayout
 from rankless.collectives.backends.memory.futex import Futex
 from rankless.collectives.backends.memory.peer_liveness import PeerProcesses
 from rankless.config.cores import core_count
@@ -33,6 +33,8 @@ from rankless.records.group_failures import (
 )
 
 COLLECTIVE_CHANNEL, MESSAGE_CHANNEL = 0, 1
+BACKGROUND_MARKER = 1 << 20
+"""In the sleeper word of a rank whose thread waits for messages, while the script goes on."""
 SLICE_SECONDS = 0.05
 """The longest sleep before a rank looks whether the others are alive."""
 _CHECK_SECONDS = 0.02
@@ -173,7 +175,18 @@ class GroupSignals:
                 sets = list(awaited())
                 self._require_living(is_ready, sets)
                 if fails_late and now - start >= limit_seconds and not is_ready():
-                    self.fail(FailureKind.LATE, min(min(ranks) for ranks in sets if ranks), limit_seconds)
+                    late = min(min(ranks) for ranks in sets if ranks)
+                    self.fail(FailureKind.LATE, self._find_last_awaited(late), limit_seconds)
+
+    def _find_last_awaited(self, rank: int) -> int:
+        """Return the rank that others wait for, if the given one itself waits for another: the cause of a timeout."""
+        seen = {self.rank}
+        while rank not in seen:
+            seen.add(rank)
+            markers = [self.words[self.layout.sleeper(rank, channel)] for channel in range(CHANNELS)]
+            following = next((marker - 1 for marker in markers if 0 < marker <= self.size), rank)
+            rank = rank if following == self.rank else following
+        return rank
 
     def _require_living(self, is_ready: Callable[[], bool], sets: Sequence[set[int]]) -> None:
         """Fail if the condition can no longer become true, because all ranks of a set have ended or closed."""

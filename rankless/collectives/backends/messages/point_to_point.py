@@ -14,7 +14,7 @@ import torch
 from rankless.collectives.backends.messages.rings import MessageRing
 from rankless.collectives.backends.messages.transfers import LengthMismatch, MessageTransfers, Transfer
 from rankless.collectives.backends.operation_queue import SharedMemoryWork
-from rankless.collectives.backends.signals import MESSAGE_CHANNEL, GroupSignals
+from rankless.collectives.backends.signals import BACKGROUND_MARKER, MESSAGE_CHANNEL, GroupSignals
 from rankless.errors import CollectiveError
 from rankless.records.group_failures import FailureKind
 
@@ -129,10 +129,14 @@ class PointToPoint:
         self._signals.sleep_until(
             lambda: self._transfers.can_move or is_enough(),
             channel=MESSAGE_CHANNEL,
-            marker=1,
+            marker=self._find_marker() if fails_late else BACKGROUND_MARKER,
             awaited=lambda: self._transfers.awaited,
             fails_late=fails_late,
         )
+
+    def _find_marker(self) -> int:
+        """Return the mark of a rank that this one waits for."""
+        return min((min(ranks) + 1 for ranks in self._transfers.awaited if ranks), default=BACKGROUND_MARKER)
 
     def _move(self) -> bool:
         """Move what can be moved now. Returns whether anything was."""
