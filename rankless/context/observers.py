@@ -36,6 +36,10 @@ class CompiledProgramRecorder(Protocol):
         """Record the program of one job."""
         ...
 
+    def run(self, job: Any, bound: Any, values: Sequence[Tensor], sizes: Sequence[int]) -> Sequence[Tensor]:
+        """Run a program of a job, and measure the memory that it takes in its first call."""
+        ...
+
     def finish(self, known: Iterable[Any]) -> None:
         """Record which jobs exist, and close."""
         ...

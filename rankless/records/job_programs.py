@@ -91,12 +91,26 @@ class JobProgram(msgspec.Struct, frozen=True, kw_only=True, tag="program"):
     """The operators without a sharding rule that are split as an experiment has shown to be right."""
 
 
+class JobMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """The memory that a job takes on the first worker at the end of the run, in bytes."""
+
+    parameters: int
+    buffers: int
+    gradients: int
+    optimizer_state: int
+    activations: int | None = None
+    """The most that values of its programs took at any time, as measured in their first calls, without the inputs and
+    the gradients. None if no program has run.
+    """
+
+
 class DefinedJob(msgspec.Struct, frozen=True, kw_only=True, tag="known"):
     """A job that the script had defined by the end of the run, and whether the script had called it."""
 
     job: str
     line: str
     called: bool
+    memory: JobMemory | None = None
 
 
 ProgramRecord = JobProgram | DefinedJob

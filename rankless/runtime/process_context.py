@@ -26,7 +26,7 @@ from rankless.context.step_limit import StepLimit
 from rankless.context.training_progress import ProgressMeter
 from rankless.context.world import World
 from rankless.errors import ConfigError, JoinError, RanklessError
-from rankless.jobs.program_records import ProgramRecorder
+from rankless.jobs.program_records import make_program_recorder
 from rankless.parallel.mesh import Mesh
 from rankless.records.channel import send_record
 from rankless.records.events import AnyRecord, Notice
@@ -108,7 +108,7 @@ class ProcessContext:
             "perturbation_seed": config.perturbation_seed,
             "dtype": None if config.dtype is None else getattr(torch, config.dtype),
             "limit": None if limit is None else StepLimit(limit, at_end=lambda: self._close_recorders(stopped=True)),
-            "programs": None if observation.programs is None or rank != 0 else ProgramRecorder(observation.programs),
+            "programs": make_program_recorder(config, rank),
             "inspector": None
             if inspected is None
             else ValueInspector(InspectedCallRecorder(str(config.recording), rank, inspected)),

@@ -5,9 +5,23 @@ from collections.abc import Iterable
 
 from torch import nn
 
+from rankless.jobs.definition import JobDefinition
 from rankless.jobs.job import Job
-from rankless.records.job_programs import DefinedJob
+from rankless.jobs.memory_meter import count_tensor_bytes
+from rankless.records.job_programs import DefinedJob, JobMemory
 from rankless.records.recorded_calls import ScriptSurvey
+
+
+def measure_job_memory(job: JobDefinition) -> JobMemory:
+    """Return the memory of a job's models, gradients and optimizers in this process."""
+    parameters = job.parameters()
+    owned = [value for optimizer in job.optimizers for values in optimizer.state.values() for value in values.values()]
+    return JobMemory(
+        parameters=count_tensor_bytes(parameters),
+        buffers=count_tensor_bytes(item for module in job.modules.values() for item in module.buffers()),
+        gradients=count_tensor_bytes(item.grad for item in parameters),
+        optimizer_state=count_tensor_bytes(owned),
+    )
 
 
 def survey_script(models: Iterable[nn.Module]) -> ScriptSurvey:
@@ -19,7 +33,14 @@ def survey_script(models: Iterable[nn.Module]) -> ScriptSurvey:
     for thing in gc.get_objects():
         if issubclass(type(thing), Job):
             definition = thing.definition
-            jobs.append(DefinedJob(job=definition.name, line=definition.line, called=thing.was_called))
+            jobs.append(
+                DefinedJob(
+                    job=definition.name,
+                    line=definition.line,
+                    called=thing.was_called,
+                    memory=measure_job_memory(definition),
+                )
+            )
             known.update(id(parameter) for parameter in definition.parameters())
         elif issubclass(type(thing), nn.Module) and "_parameters" in thing.__dict__:
             candidates.append(thing)
