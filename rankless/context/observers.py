@@ -52,7 +52,7 @@ class CallInspector(Protocol):
         """Count a call of a job, and return whether it is the call to inspect."""
         ...
 
-    def instrument(self, placed: Any, world: Any) -> Callable[[Sequence[Tensor], Sequence[int]], Sequence[Tensor]]:
+    def instrument(self, program: Any, world: Any) -> Callable[[Sequence[Tensor], Sequence[int]], Sequence[Tensor]]:
         """Return a placed program that also records its values."""
         ...
 

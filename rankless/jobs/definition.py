@@ -10,9 +10,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rankless.compiler.capture.capture import JobSource
+from rankless.config.parallel_plan import ZERO_LEVELS, ZeroLevel
 from rankless.context.redundant_step_calls import JobLabel
 from rankless.errors import ConfigError
 from rankless.jobs.gradient_accumulation import LossWeight
+from rankless.ownership.optimizer_pieces import require_elementwise
 
 Optimizers = Optimizer | Sequence[Optimizer]
 """What a script passes as `optimizer=`."""
@@ -37,6 +39,8 @@ class StepOptions:
     check_finite: bool = False
     check_synchronized_every: int | None = None
     """Number of calls after which the models of all ranks are compared."""
+    zero: ZeroLevel | None = None
+    """What is divided between workers: the state of optimizers, also gradients, or also parameters."""
 
     @property
     def measures_norm(self) -> bool:
@@ -56,6 +60,12 @@ class StepOptions:
                 expected="clip_norm= or clip_value=, because their order would change the result",
                 found=f"clip_norm={self.clip_norm!r} and clip_value={self.clip_value!r}",
                 fix="choose one",
+            )
+        if self.zero is not None and self.zero not in ZERO_LEVELS:
+            raise ConfigError(
+                expected=f"zero= as one of {', '.join(map(repr, ZERO_LEVELS))}",
+                found=f"zero={self.zero!r}",
+                fix="omit it to hold everything on every worker",
             )
         every = self.check_synchronized_every
         if every is not None and (not isinstance(every, int) or every < 1):
@@ -222,6 +232,22 @@ def require_weighted_calls(job: JobDefinition) -> None:
             fix="omit accumulate=, and pass larger batches or loop over parts of the batch inside the job",
             where=job.line,
         )
+
+
+def require_divisible_states(job: JobDefinition) -> None:
+    """Raise `ConfigError` for `zero=` in a view, or with an optimizer, that cannot divide states."""
+    if job.step_options.zero is None:
+        return
+    if not job.captured:
+        raise ConfigError(
+            expected="zero= on a job in the consistent view that is captured",
+            found=f"zero={job.step_options.zero!r} on job {job.name!r} "
+            + ("in the mirrored view" if job.view == "mirrored" else "with capture=False"),
+            fix="omit zero=",
+            where=job.line,
+        )
+    for optimizer in job.optimizers:
+        require_elementwise(optimizer, job=job.name, line=job.line)
 
 
 def require_random_source(job: JobDefinition) -> None:

@@ -16,7 +16,6 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from rankless.compiler.capture.autocast import disable_autocast
 from rankless.compiler.capture.trace_errors import keep_user_frames
 from rankless.context.missing_optimizer import MissingOptimizerCheck
-from rankless.context.once import require_not_in_once
 from rankless.context.redundant_step_calls import StepHook
 from rankless.context.world import World, WorldSource
 from rankless.deferred_models.building import materialize
@@ -33,6 +32,7 @@ from rankless.jobs.definition import (
     View,
     list_optimizers,
     require_optimizer,
+    require_divisible_states,
     require_random_source,
     require_weighted_calls,
 )
@@ -137,7 +137,7 @@ class Job(Generic[Parameters, Result]):
             torch.Size([4, 1])
         """
         world, job = self._world(), self.definition
-        require_not_in_once(world, f"job {job.name!r}")
+        world.require_not_in_once(f"job {job.name!r}")
         if self._check.placeholders:
             self._check(args, kwargs, recast=world.dtype is not None)
         if self._view is None:
@@ -172,6 +172,7 @@ class Job(Generic[Parameters, Result]):
         except Exception as error:  # the script's own code raised it, perhaps under a hundred frames of capture
             raise_if_diverged(world, error)
             raise keep_user_frames(error) from error.__cause__
+        world.owner.end_call()
         if world.recorder is not None:
             world.recorder.record_call(job=job.name, line=job.line, results=outcome.result)
         loss = outcome.loss
@@ -308,6 +309,7 @@ def make_job(
     require_optimizer(definition)
     require_weighted_calls(definition)
     require_known_parameters(definition)
+    require_divisible_states(definition)
     return Job(definition, world)
 
 

@@ -4,9 +4,8 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
+from torch.nn.utils import clip_grad_value_
 
 from rankless.context.accumulation_passes import AccumulationPass
 from rankless.context.world import World
@@ -26,6 +25,7 @@ class OptimizerStepper:
         self._job = job
         self._world = world
         self._accumulator = GradientAccumulator()
+        self._owner = world.owner
         self._parameters: Sequence[Tensor] = ()
         self._calls = 0
         self._pass: weakref.ref[AccumulationPass] | None = None
@@ -38,18 +38,22 @@ class OptimizerStepper:
         job, accumulate = self._job, self._job.step_options.accumulate
         self._parameters = parameters
         self._calls += 1
+        holders = self._owner.get_holders(parameters)
         if accumulate > 1:
             self._enter_pass()
         try:
             if job.step_options.check_finite:
-                self._require_finite(loss, parameters)
+                self._require_finite(loss, parameters, holders)
             if accumulate > 1:
-                self._accumulator.add(parameters, weights, job=job.name, line=job.line)
+                self._accumulator.add(holders, weights, job=job.name, line=job.line)
         except StepError:
-            self._accumulator.restore(parameters)
+            self._accumulator.restore(holders)
             raise
         if accumulate == 1:
             self._step()
+        if hides_gradients(job):
+            for parameter in parameters:
+                parameter.grad = None
         self._world.leftovers.end_call(job.label, parameters, job.optimized_parameters)
         if accumulate == 1:
             return True
@@ -61,7 +65,9 @@ class OptimizerStepper:
         """Make a step of the calls since the last one. Returns False if there are none."""
         if not self._accumulator.calls:
             return False
+        self._owner.begin_call()
         self._step()
+        self._owner.end_call()
         return True
 
     def on_pass_end(self, ended: AccumulationPass) -> None:
@@ -115,32 +121,28 @@ class OptimizerStepper:
 
     def _clip_and_step(self, optimized: Sequence[Tensor]) -> None:
         """Measure and clip the whole gradient, then let the optimizers step."""
-        options = self._job.step_options
+        options, owner = self._job.step_options, self._owner
+        holders = owner.get_holders(optimized)
         if options.clip_norm is not None:
-            with_gradient = [item for item in optimized if item.grad is not None]
-            self.gradient_norm = clip_grad_norm_(with_gradient, options.clip_norm).detach().clone()
+            self.gradient_norm = owner.clip_norm(holders, options.clip_norm)
         elif options.gradient_norm:
-            gradients = [item.grad for item in optimized if item.grad is not None]
-            self.gradient_norm = get_total_norm(gradients).detach().clone()
+            self.gradient_norm = owner.measure_norm(holders)
         if options.clip_value is not None:
-            clip_grad_value_(optimized, options.clip_value)
+            clip_grad_value_(holders, options.clip_value)
         for optimizer in self._job.optimizers:
-            optimizer.step()
+            owner.step(optimizer)
             if self._world.mesh.desync_detector is not None:
                 self._world.optimizer_changes.record(optimizer)
 
-    def _require_finite(self, loss: Tensor, parameters: Sequence[Tensor]) -> None:
+    def _require_finite(self, loss: Tensor, parameters: Sequence[Tensor], holders: Sequence[Tensor]) -> None:
         """Raise `StepError` on every rank if the loss or a gradient is not finite; make no step."""
-        with_gradient = [item for item in parameters if item.grad is not None]
-        gradients = [item.grad for item in with_gradient if item.grad is not None]
-        largest = torch._foreach_norm(gradients, float("inf"))
-        if bool(torch.stack([loss.isfinite(), *(item.isfinite() for item in largest)]).all()):
-            return
+        worst = self._owner.find_not_finite(holders)
         if not bool(loss.isfinite()):
             found = f"a loss of {float(loss)}"
+        elif worst is not None:
+            found = f"the gradient of {self._job.parameter_name(parameters[worst])}"
         else:
-            worst = next(item for item, size in zip(with_gradient, largest, strict=True) if not bool(size.isfinite()))
-            found = f"the gradient of {self._job.parameter_name(worst)}"
+            return
         raise StepError(
             expected=f"finite numbers in step {self.steps + 1} of job {self._job.name!r} (call {self._calls})",
             found=f"{found} is not finite" if not found.startswith("a loss") else found,
@@ -148,6 +150,14 @@ class OptimizerStepper:
             "and optimizer are unchanged",
             where=self._job.line,
         )
+
+
+def hides_gradients(job: JobDefinition) -> bool:
+    """Return whether gradients are divided between workers, so that a script finds none in `.grad`.
+
+    It finds none on one device either.
+    """
+    return job.step_options.zero in ("gradients", "parameters")
 
 
 def require_known_parameters(job: JobDefinition) -> None:

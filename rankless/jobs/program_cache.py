@@ -32,6 +32,7 @@ from rankless.jobs.bound_program import BoundProgram, bind_program, collect_inpu
 from rankless.jobs.definition import JobDefinition
 from rankless.jobs.program_records import ProgramNotices
 from rankless.jobs.recapture_warning import RecaptureWarner
+from rankless.jobs.state_division import find_storage
 from rankless.jobs.varying_sizes import (
     ArgumentDim,
     Shapes,
@@ -238,6 +239,7 @@ class ProgramCache:
             ),
             make_type_keys(arguments.plain),
             get_torch_modes(self._job.device(self._world.mesh.device).type),
+            self._world.owner.version,
         )
 
     def _capture_fixed_sizes(self, call: CacheLookup, known: Sequence[Any] = ()) -> BoundProgram:
@@ -251,7 +253,10 @@ class ProgramCache:
         """Compare a program with those of the other ranks, and compile it. Operators without a rule are probed."""
         mesh = self._world.mesh
         require_same_program(program, mesh)
-        return build_local_program(program, call.shardings, mesh, memory=self._memory, probe=self._probe)
+        storage = find_storage(self._job, program, self._world)
+        return build_local_program(
+            program, call.shardings, mesh, memory=self._memory, storage=storage, probe=self._probe
+        )
 
     def _capture_with_reads(self, call: CacheLookup, known: Sequence[Any]) -> CapturedJob:
         """Capture for these sizes and for the values of this call; see Note [values that Python reads]."""
@@ -272,7 +277,7 @@ class ProgramCache:
         reads = ValueReads(known, ends_at_unknown=True)
         captured = self._capture(call.arguments, get_shapes(call.arguments), None, reads)
         local = self._compile(captured.program, call)
-        bound = bind_program(self._job, captured, local, number=0)
+        bound = bind_program(self._job, captured, local, number=0, owner=self._world.owner)
         states = save_generators(captured.program.generators)
         outputs = run_program(bound, call, self._world.mesh)
         restore_generators(states)
@@ -291,7 +296,10 @@ class ProgramCache:
             shardings = [resize_sharding(item, shape.shape) for item, shape in zip(call.shardings, shapes, strict=True)]
             mesh, symbols = self._world.mesh, tuple(sizes.symbols)
             program = self._transform(captured, call.arguments)
-            local = build_local_program(program, shardings, mesh, memory=self._memory, sizes=symbols)
+            storage = find_storage(self._job, program, self._world)
+            local = build_local_program(
+                program, shardings, mesh, memory=self._memory, storage=storage, sizes=symbols
+            )
         except Exception as error:  # user code may need a number where it gets a symbolic size
             failure = describe_failure(error, self._job.line)
         conditions = self._agree_on_guards(sizes, failure)
@@ -345,7 +353,14 @@ class ProgramCache:
         self, captured: CapturedJob, local: LocalProgram, varying_sizes: SizeConstraints | None = None
     ) -> BoundProgram:
         self._captures += 1
-        return bind_program(self._job, captured, local, number=self._captures, varying_sizes=varying_sizes)
+        return bind_program(
+            self._job,
+            captured,
+            local,
+            number=self._captures,
+            owner=self._world.owner,
+            varying_sizes=varying_sizes,
+        )
 
     def _capture(
         self,

@@ -41,6 +41,7 @@ from rankless.compiler.tracing.refused_functions import ModuleTensors
 from rankless.compiler.tracing.script_generators import ScriptGenerators
 from rankless.compiler.tracing.symbolic_sizes import LineTrackingShapeEnv, SymbolicSizes, specialize_on_repr
 from rankless.errors import CaptureError
+from rankless.ownership.partitioned_tensor import as_plain_parameters
 
 BuildArguments = Callable[[Sequence[Tensor]], tuple[tuple[Any, ...], dict[str, Any]]]
 """Puts the tensor arguments of a call among its plain ones; returns positional and keyword arguments."""
@@ -236,6 +237,7 @@ def capture(
             contextlib.nullcontext() if reads is None else reads.observe(),
             set_compiling_flag(),
             restore_module_tensors(source.modules),
+            as_plain_parameters(list_parameters(source.modules)),
         ):
             require_traceable_modules(source.modules)
             with refuse_use_of_old_data(lambda: job.module_tensors):
@@ -317,6 +319,11 @@ def restore_module_tensors(modules: Mapping[str, nn.Module]) -> Iterator[None]:
     finally:
         for table, before in tables:
             table.update(before)
+
+
+def list_parameters(modules: Mapping[str, nn.Module]) -> list[Tensor]:
+    """Return the parameters of modules."""
+    return [item for module in modules.values() for item in module.parameters()]
 
 
 @contextlib.contextmanager

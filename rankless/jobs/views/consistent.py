@@ -24,6 +24,7 @@ from rankless.jobs.call_sync import CallSync
 from rankless.jobs.definition import CallResult, JobDefinition
 from rankless.jobs.model_sync import require_same_kind_of_device
 from rankless.jobs.program_cache import CacheLookup, ProgramCache
+from rankless.jobs.state_division import StateDivision
 
 
 class ConsistentView:
@@ -35,6 +36,7 @@ class ConsistentView:
         self._loss_weights = LossWeightReader(job, world, weights_only=False) if job.accumulates else None
         self._programs = ProgramCache(job, world) if self._loss_weights is None else self._loss_weights.programs
         self._sync = CallSync(job, world)
+        self._division = StateDivision(job, world)
         self._draws = False
         self._generators: list[torch.Generator] = []
         """Generators of the script from which the job has drawn."""
@@ -48,6 +50,9 @@ class ConsistentView:
         shardings = get_shardings(arguments, self._world.mesh)
         call = self._programs.look_up(arguments, shardings)
         self._sync_call(call)
+        self._world.owner.begin_call()
+        if self._division.update():
+            call = self._programs.look_up(arguments, shardings)
         inspector = self._world.inspector
         inspected = inspector is not None and inspector.count_call(self._job.name)
         with clear_autocast_cache():
@@ -85,8 +90,8 @@ class ConsistentView:
         """Run a program on this call's values and return its outputs."""
         program: Any = bound.local
         if inspected and self._world.inspector is not None:
-            program = self._world.inspector.instrument(bound.local.sharded, self._world)
-        for parameter in bound.parameters:
+            program = self._world.inspector.instrument(bound.local, self._world)
+        for parameter in (*bound.parameters, *self._world.owner.get_holders(bound.parameters)):
             parameter.grad = None  # before the program, which uses the memory of gradients again that nobody holds
         values = collect_inputs(bound, call.arguments, call.shardings, self._world.mesh)
         sizes = list(bound.sizes(call.arguments).values())

@@ -1,0 +1,41 @@
+"""How the states of a program are stored, where a worker holds less of them than the program uses."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from rankless.compiler.ir.logical_program import LogicalProgram, LogicalValue
+from rankless.ownership.piece_layout import PieceLayout
+from rankless.parallel.mesh import MeshAxis
+from rankless.parallel.tensor_placement import Shard
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateStorage:
+    """The placements of states between calls, by name, along one axis. States without one are whole.
+
+    Programs use whole values. Passes after lowering gather them before their use, and scatter gradients.
+    """
+
+    axis: MeshAxis | None = None
+    values: Mapping[str, Shard] = field(default_factory=dict)
+    gradients: Mapping[str, Shard] = field(default_factory=dict)
+
+    def find_gradient_layout(self, program: LogicalProgram, name: str, value: LogicalValue) -> PieceLayout | None:
+        """Return how the gradient of a parameter is divided; None for a whole one.
+
+        Args:
+            program: The program that computes it.
+            name: The parameter's name.
+            value: The gradient.
+        """
+        placement = self.gradients.get(name)
+        if placement is None:
+            return None
+        parameters = {described.name: node.meta["val"] for node, described in program.inputs.items()}
+        return make_layout(parameters.get(name, value), placement)
+
+
+def make_layout(value: LogicalValue, placement: Shard) -> PieceLayout:
+    """Return the layout of a dense logical value that is divided."""
+    order = sorted(range(len(value.shape)), key=lambda dim: (-value.strides[dim], dim))
+    return PieceLayout(tuple(map(int, value.shape)), tuple(order), placement)
