@@ -51,9 +51,7 @@ class OptimizerStepper:
             raise
         if accumulate == 1:
             self._step()
-        if hides_gradients(job):
-            for parameter in parameters:
-                parameter.grad = None
+        self._hide_gradients()
         self._world.leftovers.end_call(job.label, parameters, job.optimized_parameters)
         if accumulate == 1:
             return True
@@ -66,7 +64,10 @@ class OptimizerStepper:
         if not self._accumulator.calls:
             return False
         self._owner.begin_call()
+        if hides_gradients(self._job):
+            self._accumulator.restore(self._owner.get_holders(self._parameters))
         self._step()
+        self._hide_gradients()
         self._owner.end_call()
         return True
 
@@ -109,6 +110,12 @@ class OptimizerStepper:
             )
         self._pass = None if current is None else weakref.ref(current)
         self._calls_in_pass = 1
+
+    def _hide_gradients(self) -> None:
+        """Leave no `.grad` where workers have only pieces of gradients."""
+        if hides_gradients(self._job):
+            for parameter in self._parameters:
+                parameter.grad = None
 
     def _step(self) -> None:
         """Measure and clip the whole gradient, then step."""

@@ -119,7 +119,8 @@ class DividedOwner:
         if pieces:
             is_double = any(item.dtype in (torch.float64, torch.complex128) for item in pieces)
             accumulated = torch.float64 if is_double else torch.float32
-            squares = torch.stack([torch.linalg.vector_norm(item, 2.0, dtype=accumulated) ** 2 for item in pieces])
+            real = [torch.view_as_real(item) if item.is_complex() else item for item in pieces]
+            squares = torch.stack([torch.linalg.vector_norm(item, 2.0, dtype=accumulated) ** 2 for item in real])
             summed = all_reduce(squares, among=self._group).sqrt()
             norms += [norm.to(item.abs().dtype) for norm, item in zip(summed, pieces, strict=True)]
         if not norms:

@@ -200,7 +200,9 @@ def on_pieces(optimizer: Optimizer, divided: Mapping[int, DividedParameter], val
                 shown[member.parameter] = {
                     key: show_state(value, before.get(key), member, key, values) for key, value in entries.items()
                 }
-        optimizer.state = defaultdict(dict, shown)
+        state.clear()
+        state.update(shown)
+        optimizer.state = state  # type: ignore[assignment]  # the script may have a reference to it
         for member in members:
             member.end_step()
 

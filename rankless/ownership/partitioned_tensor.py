@@ -165,9 +165,9 @@ def call_with_wholes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     with torch._C.DisableTorchFunctionSubclass():
         if func in WITHOUT_ELEMENTS:
             return func(*args, **kwargs)
-        if func is Tensor.data.__get__:  # type: ignore[attr-defined]  # a property of a C class
+        if func == Tensor.data.__get__:  # type: ignore[attr-defined]  # a property of a C class
             return args[0].partition.gather().detach()
-        if func is Tensor.data.__set__:  # type: ignore[attr-defined]
+        if func == Tensor.data.__set__:  # type: ignore[attr-defined]
             replace_value(args[0], args[1])
             return None
         originals: dict[int, Tensor] = {}

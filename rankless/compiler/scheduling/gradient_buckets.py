@@ -25,7 +25,7 @@ from rankless.compiler.scheduling.gradient_memory import (
     StagingMemory,
     find_gradient_layout,
 )
-from rankless.compiler.scheduling.stored_states import StateStorage
+from rankless.compiler.scheduling.stored_states import StateStorage, limit_group
 from rankless.compiler.sharding.redistribute import CollectiveRecord, all_reduce_bytes
 from rankless.ownership.piece_layout import PieceGroup, PieceLayout
 from rankless.parallel.mesh import MeshAxis
@@ -128,24 +128,25 @@ class ScatteredBucket:
 
     def open(self) -> None:
         """Prepare the memory for a call of the program. The call before may have ended early."""
+        self.wait()
+        self._memory.renew()
+
+    def wait(self) -> None:
+        """Wait for the sums, and forget the collective."""
         if self._work is not None:
             self._work.wait()
             self._work = None
-        self._memory.renew()
 
     def start(self, _indices: Sequence[int], gradients: Sequence[Tensor]) -> None:
         """Copy the gradients together, and start to sum them."""
         like = self._memory.flat
-        key, flat = self._staging.take(self._pieces.flat_size, like.dtype, like.device)
+        flat = self._staging.take(self._pieces.flat_size, like.dtype, like.device, self)
         self._pieces.join_wholes(gradients, flat)
         self._work = start_reduce_scatter(like, flat, among=self._axis)
-        self._staging.note_use(key, self._work)
 
     def finish(self) -> list[Tensor]:
         """Wait for the sums and return this worker's pieces. Only the sum along one axis overlaps with computation."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
+        self.wait()
         for axis in self.axes:
             work = None if axis is self._axis else start_all_reduce(self._memory.flat, among=axis)
             if work is not None:
@@ -299,8 +300,11 @@ def group_into_buckets(gradients: Sequence[GradientOutput]) -> list[list[Gradien
     """Group gradients, in the order of computation, by dtype, axes and limited size."""
     groups: list[list[GradientOutput]] = []
     filled_bytes, kind = 0, None
+    scattered = [gradient.bytes for gradient in gradients if gradient.pieces is not None]
     for gradient in gradients:
         limit = FIRST_BUCKET_BYTES if len(groups) == 1 else BUCKET_BYTES
+        if gradient.pieces is not None:
+            limit = limit_group(scattered)
         own_kind = gradient.value.dtype, gradient.axes, gradient.pieces is not None
         if not groups or kind != own_kind or filled_bytes + gradient.bytes > limit:
             groups.append([])

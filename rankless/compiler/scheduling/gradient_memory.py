@@ -8,9 +8,9 @@ gradients of the last step.
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from rankless.compiler.ir.logical_program import LogicalValue
@@ -71,28 +71,32 @@ class FlatMemory:
         return self._views[layouts]
 
 
+class StagingUser(Protocol):
+    """A bucket that sends what it puts into staging memory."""
+
+    def wait(self) -> None:
+        """Wait for its collective, and forget it, because backends keep memory as long as it is known."""
+        ...
+
+
 class StagingMemory:
     """Two flat tensors per dtype and device that buckets use in turn, so that one fills while the other is sent."""
 
     def __init__(self) -> None:
         self._flats: dict[Hashable, Tensor] = {}
-        self._users: dict[Hashable, dist.Work | None] = {}
+        self._users: dict[Hashable, StagingUser] = {}
         self._next = 0
 
-    def take(self, size: int, dtype: torch.dtype, device: torch.device) -> tuple[Hashable, Tensor]:
-        """Return a key and memory for `size` elements, once the collective that used it before is done."""
+    def take(self, size: int, dtype: torch.dtype, device: torch.device, user: StagingUser) -> Tensor:
+        """Return memory for `size` elements, once the collective of its user before is done."""
         self._next = 1 - self._next
         key = self._next, dtype, device
-        work = self._users.pop(key, None)
-        if work is not None:
-            work.wait()
+        if key in self._users:
+            self._users[key].wait()
+        self._users[key] = user
         if key not in self._flats or self._flats[key].numel() < size:
             self._flats[key] = torch.empty(size, dtype=dtype, device=device)
-        return key, self._flats[key][:size]
-
-    def note_use(self, key: Hashable, work: dist.Work | None) -> None:
-        """Note the collective that reads the memory with this key."""
-        self._users[key] = work
+        return self._flats[key][:size]
 
 
 class GradientMemory:

@@ -21,17 +21,13 @@ from torch import Tensor, fx
 from rankless.collectives.mesh_collectives import start_all_gather
 from rankless.compiler.ir.logical_program import LogicalProgram, LogicalValue, is_fresh
 from rankless.compiler.lowering.lower import LocalGraph
-from rankless.compiler.scheduling.stored_states import StateStorage, make_layout
+from rankless.compiler.scheduling.stored_states import StateStorage, limit_group, make_layout
 from rankless.compiler.sharding.redistribute import CollectiveRecord
 from rankless.ownership.piece_layout import PieceGroup, PieceLayout
 from rankless.parallel.mesh import MeshAxis
 
 aten = torch.ops.aten
 
-GROUP_BYTES = 25 * 2**20
-"""The most bytes of whole parameters in one group, except for a single larger one."""
-GROUPS = 24
-"""A small model has at least about as many groups, so that only a small part of it is whole at any time."""
 RECOMPUTED = (aten.reshape.default, aten._to_copy.default)
 """Operators besides views that are computed again after a second gather."""
 
@@ -102,7 +98,7 @@ def gather_parameters(local: LocalGraph, program: LogicalProgram, storage: State
         return local
     values = {node: shapes[described.name] for node, described in local.inputs if node in layouts}
     sizes = {node: value.numel() * value.element_size() for node, value in values.items()}
-    limit = min(GROUP_BYTES, max(max(sizes.values()), sum(sizes.values()) // GROUPS))
+    limit = limit_group(list(sizes.values()))
     gathered = share_gathers(list_uses(local.graph, layouts), sizes, limit)
     groups = group_values(gathered, values, sizes, limit)
     add_gathers(local.graph, groups, layouts, sizes, storage.axis)

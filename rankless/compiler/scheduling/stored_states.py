@@ -1,12 +1,16 @@
 """How the states of a program are stored, where a worker holds less of them than the program uses."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rankless.compiler.ir.logical_program import LogicalProgram, LogicalValue
 from rankless.ownership.piece_layout import PieceLayout
 from rankless.parallel.mesh import MeshAxis
 from rankless.parallel.tensor_placement import Shard
+
+SMALL_GROUP_BYTES, LARGE_GROUP_BYTES = 2**20, 25 * 2**20
+GROUPS = 24
+"""Groups of a model whose size lies between these."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +37,18 @@ class StateStorage:
             return None
         parameters = {described.name: node.meta["val"] for node, described in program.inputs.items()}
         return make_layout(parameters.get(name, value), placement)
+
+
+def limit_group(sizes: Sequence[int]) -> int:
+    """Return the most bytes of parameters, or of gradients, that are whole in one group.
+
+    A group is small against all of them, because the memory of a group is what is saved for all others, but not so
+    small that collectives cost more than what they send.
+
+    Args:
+        sizes: The bytes of all of them.
+    """
+    return min(LARGE_GROUP_BYTES, max(SMALL_GROUP_BYTES, *sizes, sum(sizes) // GROUPS))
 
 
 def make_layout(value: LogicalValue, placement: Shard) -> PieceLayout:
