@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
 from rankless.compiler.capture.capture import JobSource
@@ -16,6 +17,8 @@ from rankless.errors import ConfigError
 from rankless.jobs.gradient_accumulation import LossWeight
 from rankless.ownership.optimizer_pieces import require_elementwise
 
+Models = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
+"""What a script passes as `model=`."""
 Optimizers = Optimizer | Sequence[Optimizer]
 """What a script passes as `optimizer=`."""
 View = Literal["consistent", "whole", "mirrored"]
@@ -188,6 +191,30 @@ class CallResult:
 def detach_leaf(leaf: Any) -> Any:
     """Return a leaf of a result without its autograd graph."""
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
+def name_modules(model: Models) -> dict[str, nn.Module]:
+    """Return the modules of a job by name: "model", "model_0" and so on, or the names given."""
+    if isinstance(model, nn.Module):
+        named = {"model": model}
+    elif isinstance(model, Mapping):
+        named = dict(model)
+    else:
+        named = {f"model_{index}": module for index, module in enumerate(model)}
+    for name, module in named.items():
+        if not isinstance(module, nn.Module) or not name.isidentifier():
+            raise ConfigError(
+                expected="model= as a torch.nn.Module, a list of modules, or a dict of modules by name",
+                found=f"{type(module).__name__} under the name {name!r}",
+                fix="pass modules; the job may read other objects from its closure",
+            )
+        if isinstance(module, DataParallel | DistributedDataParallel):
+            raise ConfigError(
+                expected="model= as the model itself: the job runs it on all devices",
+                found=f"{type(module).__name__} around it",
+                fix="omit the wrapper, or pass and call its .module",
+            )
+    return named
 
 
 def list_optimizers(optimizer: Optimizers | None) -> tuple[Optimizer, ...]:

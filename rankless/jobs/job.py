@@ -5,13 +5,12 @@ On one device a job runs as the plain script would. On a mesh it is captured, pl
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Generic, ParamSpec, Self, TypeVar, get_args
 
 import torch
-from torch import Tensor, nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch import Tensor
 
 from rankless.compiler.capture.autocast import disable_autocast
 from rankless.compiler.capture.trace_errors import keep_user_frames
@@ -26,13 +25,15 @@ from rankless.jobs.batch_dims_option import BatchDims
 from rankless.jobs.call_seed import seed_call
 from rankless.jobs.definition import (
     JobDefinition,
+    Models,
     Optimizers,
     RandomSource,
     StepOptions,
     View,
     list_optimizers,
-    require_optimizer,
+    name_modules,
     require_divisible_states,
+    require_optimizer,
     require_random_source,
     require_weighted_calls,
 )
@@ -42,13 +43,13 @@ from rankless.jobs.views.consistent import ConsistentView
 from rankless.jobs.views.mirrored import MirroredView
 from rankless.jobs.views.one_device import PlainView
 from rankless.jobs.views.whole_batch import WholeBatchView
+from rankless.ownership.state_owner import StateOwner, WholeOwner
 from rankless.user_code import display_name
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 JobView = PlainView | ConsistentView | MirroredView | WholeBatchView
-Models = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
 
 
 class Job(Generic[Parameters, Result]):
@@ -110,6 +111,17 @@ class Job(Generic[Parameters, Result]):
             False
         """
         return self._view is not None
+
+    @property
+    def owner(self) -> StateOwner:
+        """What holds the job's parameters, gradients and optimizer state.
+
+        Example:
+            >>> job = rankless.job(model=torch.nn.Linear(3, 1))(print)
+            >>> job.owner.count_bytes(torch.zeros(2))
+            8
+        """
+        return self._world().owner if self.was_called else WholeOwner()
 
     def __call__(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         """Run the job on a whole batch. A train job also makes its optimizer's step.
@@ -375,27 +387,3 @@ def require_floating(dtype: torch.dtype, line: str) -> None:
             fix="pass for example torch.float32; declare the dtype of labels in their placeholder",
             where=line,
         )
-
-
-def name_modules(model: Models) -> dict[str, nn.Module]:
-    """Return the modules of a job by name: "model", "model_0" and so on, or the names given."""
-    if isinstance(model, nn.Module):
-        named = {"model": model}
-    elif isinstance(model, Mapping):
-        named = dict(model)
-    else:
-        named = {f"model_{index}": module for index, module in enumerate(model)}
-    for name, module in named.items():
-        if not isinstance(module, nn.Module) or not name.isidentifier():
-            raise ConfigError(
-                expected="model= as a torch.nn.Module, a list of modules, or a dict of modules by name",
-                found=f"{type(module).__name__} under the name {name!r}",
-                fix="pass modules; the job may read other objects from its closure",
-            )
-        if isinstance(module, DataParallel | DistributedDataParallel):
-            raise ConfigError(
-                expected="model= as the model itself: the job runs it on all devices",
-                found=f"{type(module).__name__} around it",
-                fix="omit the wrapper, or pass and call its .module",
-            )
-    return named

@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from rankless.ownership.partitioned_tensor import count_local_bytes
+
 
 class PeakMemoryMode(TorchDispatchMode):
     """Within the context, counts the bytes of all memory that operators allocate and that is still in use.
@@ -61,6 +63,6 @@ def get_storage(tensor: Tensor) -> torch.UntypedStorage | None:
 
 
 def count_tensor_bytes(tensors: Iterable[Any]) -> int:
-    """Return the bytes of all tensors among some values, each once."""
+    """Return the bytes that all tensors among some values take on this worker, each once."""
     found = {id(item): item for item in tensors if isinstance(item, Tensor)}
-    return sum(item.numel() * item.element_size() for item in found.values() if item.layout is torch.strided)
+    return sum(count_local_bytes(item) for item in found.values() if item.layout is torch.strided)

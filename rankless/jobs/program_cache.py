@@ -251,11 +251,21 @@ class ProgramCache:
 
     def _compile(self, program: LogicalProgram, call: CacheLookup) -> LocalProgram:
         """Compare a program with those of the other ranks, and compile it. Operators without a rule are probed."""
-        mesh = self._world.mesh
-        require_same_program(program, mesh)
+        require_same_program(program, self._world.mesh)
+        return self._build(program, call.shardings, probe=self._probe)
+
+    def _build(
+        self,
+        program: LogicalProgram,
+        shardings: Sequence[Sharding],
+        *,
+        sizes: Sequence[str] = (),
+        probe: OperatorProbe | None = None,
+    ) -> LocalProgram:
+        """Compile a program for this rank."""
         storage = find_storage(self._job, program, self._world)
         return build_local_program(
-            program, call.shardings, mesh, memory=self._memory, storage=storage, probe=self._probe
+            program, shardings, self._world.mesh, memory=self._memory, storage=storage, sizes=sizes, probe=probe
         )
 
     def _capture_with_reads(self, call: CacheLookup, known: Sequence[Any]) -> CapturedJob:
@@ -294,12 +304,9 @@ class ProgramCache:
             shapes = make_symbolic_shapes(sizes, get_shapes(call.arguments), groups)
             captured = self._capture(call.arguments, shapes, sizes)
             shardings = [resize_sharding(item, shape.shape) for item, shape in zip(call.shardings, shapes, strict=True)]
-            mesh, symbols = self._world.mesh, tuple(sizes.symbols)
+            symbols = tuple(sizes.symbols)
             program = self._transform(captured, call.arguments)
-            storage = find_storage(self._job, program, self._world)
-            local = build_local_program(
-                program, shardings, mesh, memory=self._memory, storage=storage, sizes=symbols
-            )
+            local = self._build(program, shardings, sizes=symbols)
         except Exception as error:  # user code may need a number where it gets a symbolic size
             failure = describe_failure(error, self._job.line)
         conditions = self._agree_on_guards(sizes, failure)
@@ -353,14 +360,8 @@ class ProgramCache:
         self, captured: CapturedJob, local: LocalProgram, varying_sizes: SizeConstraints | None = None
     ) -> BoundProgram:
         self._captures += 1
-        return bind_program(
-            self._job,
-            captured,
-            local,
-            number=self._captures,
-            owner=self._world.owner,
-            varying_sizes=varying_sizes,
-        )
+        owner = self._world.owner
+        return bind_program(self._job, captured, local, number=self._captures, owner=owner, varying_sizes=varying_sizes)
 
     def _capture(
         self,

@@ -37,6 +37,7 @@ class StateDivision:
         plan = make_default_plan(tensors, job.optimized_parameters(), self._world.mesh, job.step_options.zero)
         before = owner.version
         owner.divide(plan, tensors, line=job.line)
+        owner.begin_call()  # frees the memory of whole parameters
         return owner.version != before
 
 

@@ -1,1 +1,1 @@
-"""Ownership: which worker holds which part of parameters, gradients and optimizer state, and what a step does with it."""
+"""Ownership: which worker holds which part of parameters, gradients and optimizer state, and how it steps."""

@@ -15,7 +15,7 @@ from rankless.collectives.mesh_collectives import all_reduce, all_reduce_maximum
 from rankless.config.parallel_plan import Division, JobPlan
 from rankless.errors import ConfigError
 from rankless.ownership.optimizer_pieces import DividedParameter, make_divided_parameter, on_pieces
-from rankless.ownership.partitioned_tensor import WholeValues, count_local_bytes, find_partition
+from rankless.ownership.partitioned_tensor import WholeValues, count_local_bytes
 from rankless.ownership.piece_layout import PieceGroup, PieceLayout
 from rankless.parallel.mesh import WorkerGroup
 from rankless.parallel.tensor_placement import Shard
@@ -125,7 +125,8 @@ class DividedOwner:
             norms += [norm.to(item.abs().dtype) for norm, item in zip(summed, pieces, strict=True)]
         if not norms:
             return torch.tensor(0.0)
-        return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), 2.0)
+        total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), 2.0)
+        return total
 
     def clip_norm(self, holders: Sequence[Tensor], limit: float) -> Tensor:
         """Scale the gradients to a norm of at most `limit`, and return the norm before."""

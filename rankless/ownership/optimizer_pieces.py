@@ -192,13 +192,13 @@ def on_pieces(optimizer: Optimizer, divided: Mapping[int, DividedParameter], val
         pieces = {id(member.piece): member for member in members}
         shown: dict[Any, Any] = {}
         for owner, entries in local.items():
-            member = pieces.get(id(owner))
-            if member is None:
+            stepped = pieces.get(id(owner))
+            if stepped is None:
                 shown[owner] = entries
             else:
-                before = state.get(member.parameter, {})
-                shown[member.parameter] = {
-                    key: show_state(value, before.get(key), member, key, values) for key, value in entries.items()
+                before = state.get(stepped.parameter, {})
+                shown[stepped.parameter] = {
+                    key: show_state(value, before.get(key), stepped, key, values) for key, value in entries.items()
                 }
         state.clear()
         state.update(shown)

@@ -150,12 +150,12 @@ class ReadParameter(torch.autograd.Function):
     """Read the whole value of a divided parameter, whose gradient is then the parameter's."""
 
     @staticmethod
-    def forward(_context: Any, _parameter: Tensor, whole: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(_context: Any, _parameter: Tensor, whole: Tensor) -> Tensor:
         """Return the whole value."""
         return whole.view_as(whole)
 
     @staticmethod
-    def backward(_context: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(_context: Any, gradient: Tensor) -> Any:
         """Return the gradient of the parameter."""
         return gradient, None
 
@@ -165,7 +165,7 @@ def call_with_wholes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     with torch._C.DisableTorchFunctionSubclass():
         if func in WITHOUT_ELEMENTS:
             return func(*args, **kwargs)
-        if func == Tensor.data.__get__:  # type: ignore[attr-defined]  # a property of a C class
+        if func == Tensor.data.__get__:  # type: ignore[attr-defined]
             return args[0].partition.gather().detach()
         if func == Tensor.data.__set__:  # type: ignore[attr-defined]
             replace_value(args[0], args[1])
@@ -230,7 +230,7 @@ def as_plain_parameters(parameters: Iterable[Tensor]) -> Iterator[None]:
     """Within the context, divided parameters among these are plain ones without elements, for a trace on shapes."""
     divided = [item for item in parameters if isinstance(item, PartitionedParameter)]
     for item in divided:
-        item.__class__ = nn.Parameter
+        item.__class__ = nn.Parameter  # type: ignore[assignment]  # it has no attributes of its own
     try:
         yield
     finally:

@@ -94,11 +94,11 @@ class WholeOwner:
         with torch.no_grad():
             tensor.copy_(whole)
 
-    def find_value_placement(self, tensor: Tensor) -> Shard | None:
+    def find_value_placement(self, tensor: Tensor) -> Shard | None:  # noqa: ARG002
         """Return None."""
         return None
 
-    def find_gradient_placement(self, parameter: Tensor) -> Shard | None:
+    def find_gradient_placement(self, parameter: Tensor) -> Shard | None:  # noqa: ARG002
         """Return None."""
         return None
 

@@ -62,7 +62,12 @@ def plain_adamw(make):
 
 def fused_channels_last(make):
     model = nn.Sequential(
-        nn.Conv2d(3, 6, 3, bias=False), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 5, 3), nn.Flatten(), nn.Linear(20, CLASSES)
+        nn.Conv2d(3, 6, 3, bias=False),
+        nn.BatchNorm2d(6),
+        nn.ReLU(),
+        nn.Conv2d(6, 5, 3),
+        nn.Flatten(),
+        nn.Linear(20, CLASSES),
     ).to(memory_format=torch.channels_last)
     optimizer = adamw(model, fused=True)
     train = make(lambda x, y: F.cross_entropy(model(x), y), model, optimizer)
@@ -482,7 +487,6 @@ def parameter_from_the_closure(make):
     model = make_model()
     weight = model[0].weight
     optimizer = adamw(model)
-
 
     def loss(x, y):
         with torch.no_grad():

@@ -226,14 +226,13 @@ def make_bucket(
     layouts = [gradient.pieces for gradient in group if gradient.pieces is not None]
     if layouts:
         axis = storage.axis
-        assert axis is not None and axis in first.axes, "a gradient is divided along an axis that does not sum it"
+        assert axis is not None, "gradients are divided along no axis"
+        assert axis in first.axes, "a gradient is divided along an axis that does not sum it"
         pieces = PieceGroup(tuple(layouts), axis.size)
         flat = memory.get(number, pieces.chunk_size, first.value)
         return ScatteredBucket(first.axes, axis, pieces, flat, memory.staging)
     whole = tuple(gradient.layout for gradient in group)
-    return GradientBucket(
-        first.axes, memory.get(number, sum(layout.size for layout in whole), first.value), whole
-    )
+    return GradientBucket(first.axes, memory.get(number, sum(layout.size for layout in whole), first.value), whole)
 
 
 def get_output(graph: fx.Graph) -> fx.Node:

@@ -103,9 +103,7 @@ def gather_parameters(local: LocalGraph, program: LogicalProgram, storage: State
     groups = group_values(gathered, values, sizes, limit)
     add_gathers(local.graph, groups, layouts, sizes, storage.axis)
     output = next(node for node in local.graph.nodes if node.op == "output")
-    outputs = tuple(
-        (node, described) for node, (_, described) in zip(output.args[0], local.outputs, strict=True)
-    )
+    outputs = tuple((node, described) for node, (_, described) in zip(output.args[0], local.outputs, strict=True))
     return LocalGraph(
         graph=local.graph, inputs=local.inputs, outputs=outputs, pending_gradients=local.pending_gradients
     )
