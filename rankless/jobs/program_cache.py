@@ -5,7 +5,7 @@ the programs for its shapes, and programs for varying sizes. Guards decide wheth
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -29,16 +29,14 @@ from rankless.context.world import World
 from rankless.errors import CaptureError
 from rankless.jobs.arguments import FlattenedArguments, get_shapes
 from rankless.jobs.bound_program import BoundProgram, bind_program, collect_inputs
+from rankless.jobs.cache_entries import MAX_PROGRAMS, CacheEntry, CacheLookup, find_fitting, move_to_front
 from rankless.jobs.definition import JobDefinition
 from rankless.jobs.program_records import ProgramNotices
 from rankless.jobs.recapture_warning import RecaptureWarner
 from rankless.jobs.state_division import find_storage
 from rankless.jobs.varying_sizes import (
-    ArgumentDim,
-    Shapes,
     SizeConstraints,
     SizeGuards,
-    SizeHistory,
     describe_failure,
     find_fixing_line,
     list_namespaces,
@@ -57,47 +55,8 @@ MAX_ENTRIES = 64
 """Largest number of entries in a cache."""
 WARN_AFTER_PROGRAMS = 4
 """Number of programs for varying sizes in one entry from which on the cache warns."""
-MAX_PROGRAMS = 16
-"""Programs kept per entry and shapes, the most recently used."""
 WARN_AFTER_RECAPTURES = 4
 """Number of captures because of one value after which the cache warns."""
-
-
-@dataclass
-class CacheEntry:
-    """The programs of calls that differ only in sizes."""
-
-    history: SizeHistory = field(default_factory=SizeHistory)
-    by_shapes: dict[Shapes, list[BoundProgram]] = field(default_factory=dict)
-    varying: list[BoundProgram] = field(default_factory=list)
-    """Programs for varying sizes. `by_shapes` holds them too, under the shapes seen so far."""
-    failures: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class CacheLookup:
-    """A call with its logical shapes and shardings, and the cache entry that it belongs to."""
-
-    arguments: FlattenedArguments
-    shapes: Shapes
-    shardings: tuple[Sharding, ...]
-    entry: CacheEntry
-    known: BoundProgram | None
-    """The valid program for it, if there is one."""
-
-    def stale_guard(self) -> Guard | None:
-        """Return a guard that failed, so that a program for these shapes is no longer valid."""
-        programs = (*self.entry.by_shapes.get(self.shapes, ()), *self.entry.varying)
-        return next((bound.captured.guards.first_failing() for bound in programs), None)
-
-    def varying(self) -> tuple[tuple[ArgumentDim, ...], ...]:
-        """Return the dims with varying sizes, except those that a sharding splits unevenly."""
-        uneven = {
-            (number, dim)
-            for number, (sharding, shape) in enumerate(zip(self.shardings, self.shapes, strict=True))
-            for dim in list_uneven_dims(sharding, shape)
-        }
-        return tuple(group for group in self.entry.history.groups(self.shapes) if not uneven.intersection(group))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -399,16 +358,3 @@ def run_program(bound: BoundProgram, call: CacheLookup, mesh: Mesh) -> Sequence[
     """Run a program on the values of a call, and return the values of its outputs."""
     values = collect_inputs(bound, call.arguments, call.shardings, mesh)
     return bound.local(values, list(bound.sizes(call.arguments).values()))
-
-
-def find_fitting(entry: CacheEntry, shapes: Shapes) -> BoundProgram | None:
-    """Return a valid program for varying sizes that fits these shapes."""
-    for bound in entry.varying:
-        if bound.varying_sizes is not None and bound.varying_sizes.fits(shapes) and bound.is_valid:
-            return bound
-    return None
-
-
-def move_to_front(programs: list[BoundProgram], used: BoundProgram) -> None:
-    """Move the used program to the front and drop the oldest, so that changing values cannot fill memory."""
-    programs[:] = [used, *(other for other in programs if other is not used)][:MAX_PROGRAMS]

@@ -18,12 +18,13 @@ from rankless.jobs.arguments import (
     get_shardings,
 )
 from rankless.jobs.bound_program import BoundProgram, collect_inputs
+from rankless.jobs.cache_entries import CacheLookup
 from rankless.jobs.call_fingerprint import RandomStates, format_call
 from rankless.jobs.call_loss_weights import LossWeightReader
 from rankless.jobs.call_sync import CallSync
 from rankless.jobs.definition import CallResult, JobDefinition
 from rankless.jobs.model_sync import require_same_kind_of_device
-from rankless.jobs.program_cache import CacheLookup, ProgramCache
+from rankless.jobs.program_cache import ProgramCache
 from rankless.jobs.state_division import StateDivision
 
 
