@@ -16,7 +16,6 @@ import torch
 from rankless import checkpoint
 from rankless.collectives.broadcast_state import require_synchronized
 from rankless.config.environment import is_launched
-from rankless.config.parallel_plan import ZeroLevel
 from rankless.context.once import call_once
 from rankless.context.world import World
 from rankless.data.generators import take_process_states
@@ -33,6 +32,7 @@ from rankless.launch.spawn_function import Spawned
 from rankless.launch.spawn_function import spawn as spawn_workers
 from rankless.launch.spawn_output import Show
 from rankless.records.events import AnyRecord, Notice, Progress
+from rankless.records.parallel_plan import ZeroLevel
 from rankless.runtime.current_context import current_context, join_line, join_rendezvous, leave
 from rankless.runtime.process_context import ProcessContext, RecordObserver
 from rankless.runtime.rendezvous.job_rendezvous import JOIN_TIMEOUT_SECONDS

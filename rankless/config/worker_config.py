@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-from rankless.config.run_config import Precision, Program, RunObservation
+from rankless.config.run_config import PlanFile, Precision, Program, RunObservation
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,6 +27,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     recording: str | None = None
     perturbation_seed: int | None = None
     dtype: Precision | None = None
+    plan: PlanFile | None = None
     observation: RunObservation = RunObservation()
     progress: bool = True
     """Whether the worker sends progress records to the agent."""

@@ -18,6 +18,7 @@ from rankless.ownership.divided_owner import DividedOwner
 from rankless.ownership.state_owner import StateOwner, WholeOwner
 from rankless.parallel.mesh import Mesh
 from rankless.records.events import AnyRecord
+from rankless.records.parallel_plan import ParallelPlan
 
 
 class OnceState:
@@ -59,6 +60,8 @@ class World:
     """Receives batches from loaders and steps from train jobs. None if nobody shows progress."""
     passes: LoaderPasses = field(default_factory=LoaderPasses)
     """Receives batches and ends of passes from loaders, for jobs that accumulate several calls into a step."""
+    plan: ParallelPlan | None = None
+    """The plan of the run; None lets each job make its own."""
     once: OnceState = field(default_factory=OnceState)
     """Whether rank 0 is inside `rankless.once`."""
 

@@ -11,11 +11,11 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
 from rankless.compiler.capture.capture import JobSource
-from rankless.config.parallel_plan import ZERO_LEVELS, ZeroLevel
 from rankless.context.redundant_step_calls import JobLabel
 from rankless.errors import ConfigError
 from rankless.jobs.gradient_accumulation import LossWeight
 from rankless.ownership.optimizer_pieces import require_elementwise
+from rankless.records.parallel_plan import ZERO_LEVELS, ZeroLevel
 
 Models = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
 """What a script passes as `model=`."""

@@ -44,6 +44,7 @@ from rankless.jobs.views.mirrored import MirroredView
 from rankless.jobs.views.one_device import PlainView
 from rankless.jobs.views.whole_batch import WholeBatchView
 from rankless.ownership.state_owner import StateOwner, WholeOwner
+from rankless.records.parallel_plan import JobPlan
 from rankless.user_code import display_name
 
 Parameters = ParamSpec("Parameters")
@@ -111,6 +112,16 @@ class Job(Generic[Parameters, Result]):
             False
         """
         return self._view is not None
+
+    @property
+    def plan(self) -> JobPlan | None:
+        """How the job is divided between workers; None before its first call, on one worker, and in other views.
+
+        Example:
+            >>> rankless.job(model=torch.nn.Linear(3, 1))(print).plan is None
+            True
+        """
+        return self._view.division.plan if isinstance(self._view, ConsistentView) else None
 
     @property
     def owner(self) -> StateOwner:

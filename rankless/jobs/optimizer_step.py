@@ -1,7 +1,8 @@
 """Turn the gradients of a job's calls into optimizer steps: accumulate, check, measure, clip, step."""
 
+import contextlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -12,6 +13,7 @@ from rankless.context.world import World
 from rankless.errors import ConfigError, StepError
 from rankless.jobs.definition import JobDefinition
 from rankless.jobs.gradient_accumulation import GradientAccumulator, LossWeight
+from rankless.records.parallel_plan import ParallelPlan
 
 
 class OptimizerStepper:
@@ -26,6 +28,8 @@ class OptimizerStepper:
         self._world = world
         self._accumulator = GradientAccumulator()
         self._owner = world.owner
+        self._hides = hides_gradients(job, world.plan)
+        self._hidden: list[Tensor | None] = []
         self._parameters: Sequence[Tensor] = ()
         self._calls = 0
         self._pass: weakref.ref[AccumulationPass] | None = None
@@ -64,7 +68,7 @@ class OptimizerStepper:
         if not self._accumulator.calls:
             return False
         self._owner.begin_call()
-        if hides_gradients(self._job):
+        if self._hides:
             self._accumulator.restore(self._owner.get_holders(self._parameters))
         self._step()
         self._hide_gradients()
@@ -81,7 +85,8 @@ class OptimizerStepper:
     def report_step(self) -> None:
         """Report the latest step to the recorder and the step limit of this run."""
         if self._world.recorder is not None:
-            self._world.recorder.record_step(job=self._job.name, model=self._job.modules)
+            with self._show_gradients():
+                self._world.recorder.record_step(job=self._job.name, model=self._job.modules)
         if self._world.limit is not None:
             self._world.limit.count_step()
 
@@ -113,8 +118,23 @@ class OptimizerStepper:
 
     def _hide_gradients(self) -> None:
         """Leave no `.grad` where workers have only pieces of gradients."""
-        if hides_gradients(self._job):
-            for parameter in self._parameters:
+        if not self._hides:
+            return
+        if self._world.recorder is not None:
+            self._hidden = [parameter.grad for parameter in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    @contextlib.contextmanager
+    def _show_gradients(self) -> Iterator[None]:
+        """Within the context, parameters have their whole gradients, which a recorder compares."""
+        pairs = list(zip(self._parameters, self._hidden, strict=True)) if self._hides else []
+        for parameter, hidden in pairs:
+            parameter.grad = self._owner.gather_gradient(parameter) if hidden is None else hidden
+        try:
+            yield
+        finally:
+            for parameter, _ in pairs:
                 parameter.grad = None
 
     def _step(self) -> None:
@@ -159,11 +179,17 @@ class OptimizerStepper:
         )
 
 
-def hides_gradients(job: JobDefinition) -> bool:
+def hides_gradients(job: JobDefinition, plan: ParallelPlan | None) -> bool:
     """Return whether gradients are divided between workers, so that a script finds none in `.grad`.
 
-    It finds none on one device either.
+    With `zero=` it finds none on one device either.
+
+    Args:
+        job: The job.
+        plan: The plan of the run, if it was given one.
     """
+    if plan is not None and job.name in plan.jobs:
+        return any(state.gradient is not None for state in plan.jobs[job.name].states.values())
     return job.step_options.zero in ("gradients", "parameters")
 
 

@@ -31,9 +31,9 @@ from rankless.jobs.arguments import FlattenedArguments, get_shapes
 from rankless.jobs.bound_program import BoundProgram, bind_program, collect_inputs
 from rankless.jobs.cache_entries import MAX_PROGRAMS, CacheEntry, CacheLookup, find_fitting, move_to_front
 from rankless.jobs.definition import JobDefinition
+from rankless.jobs.planned_division import find_storage
 from rankless.jobs.program_records import ProgramNotices
 from rankless.jobs.recapture_warning import RecaptureWarner
-from rankless.jobs.state_division import find_storage
 from rankless.jobs.varying_sizes import (
     SizeConstraints,
     SizeGuards,

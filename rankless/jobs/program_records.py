@@ -11,6 +11,7 @@ from rankless.compiler.codegen.codegen import LocalProgram
 from rankless.compiler.ir.logical_program import LogicalProgram, LogicalValue, ProgramInput, format_operator
 from rankless.compiler.ir.operator_origin import ModuleName
 from rankless.compiler.rules.strategy import list_tensor_slots
+from rankless.compiler.scheduling.stored_states import StateStorage
 from rankless.compiler.sharding.redistribute import CollectiveRecord, count_bytes
 from rankless.compiler.sharding.sharding_propagation import ShardedProgram
 from rankless.compiler.tracing.symbolic_sizes import size_hint
@@ -32,6 +33,9 @@ from rankless.records.job_programs import (
     programs_file,
 )
 from rankless.records.quantities import format_decimal_bytes
+
+IN_PIECES = "in pieces, whole while in use"
+"""How `rankless plan` describes parameters that are gathered just before their use."""
 
 Outputs = Sequence[Tensor]
 
@@ -145,7 +149,9 @@ def describe_program(job: JobDefinition, local: LocalProgram) -> JobProgram:
         calls_per_step=job.step_options.accumulate if job.trains else 1,
         operators=count_operators(logical),
         whole_operators=len(find_whole_operators(sharded)),
-        inputs=tuple(describe_input(node, given, sharded.sharding(node)) for node, given in logical.inputs.items()),
+        inputs=tuple(
+            describe_input(node, given, sharded.sharding(node), local.storage) for node, given in logical.inputs.items()
+        ),
         moves=tuple(describe_collective(move, trains=job.trains) for move in local.collectives),
         without_rule=tuple(map(describe_operator, sharded.nodes_without_rule)),
         probed=tuple(map(describe_probed_operator, sharded.probed_nodes)),
@@ -231,7 +237,7 @@ def is_split(sharding: Sharding) -> bool:
     return any(isinstance(placement, Shard) for placement in sharding)
 
 
-def describe_input(node: fx.Node, given: ProgramInput, sharding: Sharding) -> ProgramInputRecord:
+def describe_input(node: fx.Node, given: ProgramInput, sharding: Sharding, storage: StateStorage) -> ProgramInputRecord:
     """Return an input of a program as plain data."""
     value = node.meta["val"]
     assert isinstance(value, LogicalValue)
@@ -241,7 +247,7 @@ def describe_input(node: fx.Node, given: ProgramInput, sharding: Sharding) -> Pr
         shape=tuple(int(size_hint(size)) for size in value.shape),
         dtype=str(value.dtype).removeprefix("torch."),
         bytes=count_bytes(node),
-        placement=format_sharding(sharding),
+        placement=IN_PIECES if given.name in storage.values else format_sharding(sharding),
     )
 
 

@@ -4,9 +4,9 @@ from collections.abc import Collection, Mapping, Sequence
 
 from torch import Tensor, nn
 
-from rankless.config.parallel_plan import Division, JobPlan, StatePlan, ZeroLevel
 from rankless.ownership.piece_layout import divide_evenly
 from rankless.parallel.mesh import Mesh, MeshAxis
+from rankless.records.parallel_plan import Division, JobPlan, StatePlan, ZeroLevel
 
 
 def make_default_plan(

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
-from rankless.collectives.mesh_collectives import all_reduce, all_reduce_maximum, start_all_gather
-from rankless.config.parallel_plan import Division, JobPlan
+from rankless.collectives.mesh_collectives import all_gather, all_reduce, all_reduce_maximum, start_all_gather
 from rankless.errors import ConfigError
 from rankless.ownership.optimizer_pieces import DividedParameter, make_divided_parameter, on_pieces
 from rankless.ownership.partitioned_tensor import WholeValues, count_local_bytes
 from rankless.ownership.piece_layout import PieceGroup, PieceLayout
 from rankless.parallel.mesh import WorkerGroup
 from rankless.parallel.tensor_placement import Shard
+from rankless.records.parallel_plan import Division, JobPlan
 
 GATHER_BYTES = 25 * 2**20
 """The size of whole parameters that are gathered together after a step."""
@@ -107,6 +107,14 @@ class DividedOwner:
         """Return how the gradient of a parameter is divided; None for a whole one."""
         known = self._divided.get(id(parameter))
         return known.layout.placement if known is not None and known.divides_gradient else None
+
+    def gather_gradient(self, parameter: Tensor) -> Tensor | None:
+        """Return the whole gradient of a parameter; None if it has none."""
+        known = self._divided.get(id(parameter))
+        if known is None or not known.divides_gradient or known.piece.grad is None:
+            return parameter.grad
+        placement = known.layout.placement
+        return all_gather(known.piece.grad, among=self._group, dim=placement.dim, lengths=placement.lengths)
 
     def measure_norm(self, holders: Sequence[Tensor]) -> Tensor:
         """Return the norm of the whole gradient, equal on all workers. Collective if gradients are divided.

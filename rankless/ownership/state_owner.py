@@ -49,6 +49,10 @@ class StateOwner(Protocol):
         """Return how the gradient of a parameter is divided; None for a whole one."""
         ...
 
+    def gather_gradient(self, parameter: Tensor) -> Tensor | None:
+        """Return the whole gradient of a parameter; None if it has none. Collective."""
+        ...
+
     def measure_norm(self, holders: Sequence[Tensor]) -> Tensor:
         """Return the norm of the whole gradient. Collective."""
         ...
@@ -101,6 +105,10 @@ class WholeOwner:
     def find_gradient_placement(self, parameter: Tensor) -> Shard | None:  # noqa: ARG002
         """Return None."""
         return None
+
+    def gather_gradient(self, parameter: Tensor) -> Tensor | None:
+        """Return its `.grad`."""
+        return parameter.grad
 
     def measure_norm(self, holders: Sequence[Tensor]) -> Tensor:
         """Return the norm of all gradients together."""

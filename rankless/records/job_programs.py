@@ -6,6 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from rankless.records.parallel_plan import JobPlan
+
 
 class ProgramInputRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A tensor that a program takes, and its placement on the workers."""
@@ -18,7 +20,7 @@ class ProgramInputRecord(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int
     """The size of the whole tensor."""
     placement: str
-    """"whole on every worker", or "dim 0 split 5+5"."""
+    """"whole on every worker", "dim 0 split 5+5", or "in pieces, whole while in use"."""
 
 
 CommunicationPurpose = Literal["input", "operator", "gradient", "output"]
@@ -111,6 +113,8 @@ class DefinedJob(msgspec.Struct, frozen=True, kw_only=True, tag="known"):
     line: str
     called: bool
     memory: JobMemory | None = None
+    plan: JobPlan | None = None
+    """How it was divided; None if it was not called, or on one worker."""
 
 
 ProgramRecord = JobProgram | DefinedJob

@@ -21,6 +21,7 @@ from rankless.collectives.byte_messages import all_gather_bytes
 from rankless.collectives.desync_detection import DesyncDetector
 from rankless.config import environment
 from rankless.config.distributed_variables import TorchrunWorker
+from rankless.config.plan_file import read_plan
 from rankless.config.worker_config import WorkerConfig
 from rankless.context.step_limit import StepLimit
 from rankless.context.training_progress import ProgressMeter
@@ -109,6 +110,7 @@ class ProcessContext:
             "dtype": None if config.dtype is None else getattr(torch, config.dtype),
             "limit": None if limit is None else StepLimit(limit, at_end=lambda: self._close_recorders(stopped=True)),
             "programs": make_program_recorder(config, rank),
+            "plan": None if config.plan is None else read_plan(config.plan),
             "inspector": None
             if inspected is None
             else ValueInspector(InspectedCallRecorder(str(config.recording), rank, inspected)),

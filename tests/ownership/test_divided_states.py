@@ -5,11 +5,11 @@ import pytest
 import torch
 from support.processes import on_mesh
 
-from rankless.config.parallel_plan import ZERO_LEVELS
 from rankless.context.world import World
 from rankless.jobs.definition import StepOptions
 from rankless.jobs.job import make_job
 from rankless.parallel.mesh import Mesh
+from rankless.records.parallel_plan import ZERO_LEVELS
 
 BOUND = 1e-12
 

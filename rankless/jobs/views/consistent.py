@@ -24,8 +24,8 @@ from rankless.jobs.call_loss_weights import LossWeightReader
 from rankless.jobs.call_sync import CallSync
 from rankless.jobs.definition import CallResult, JobDefinition
 from rankless.jobs.model_sync import require_same_kind_of_device
+from rankless.jobs.planned_division import PlannedDivision
 from rankless.jobs.program_cache import ProgramCache
-from rankless.jobs.state_division import StateDivision
 
 
 class ConsistentView:
@@ -37,7 +37,7 @@ class ConsistentView:
         self._loss_weights = LossWeightReader(job, world, weights_only=False) if job.accumulates else None
         self._programs = ProgramCache(job, world) if self._loss_weights is None else self._loss_weights.programs
         self._sync = CallSync(job, world)
-        self._division = StateDivision(job, world)
+        self.division = PlannedDivision(job, world)
         self._draws = False
         self._generators: list[torch.Generator] = []
         """Generators of the script from which the job has drawn."""
@@ -48,12 +48,15 @@ class ConsistentView:
         refused = find_refused_argument(self._job.function, arguments, trains=self._job.trains)
         if refused is not None:
             raise refused.add_location(self._job.line)
+        arguments = self.division.divide_arguments(arguments)
         shardings = get_shardings(arguments, self._world.mesh)
         call = self._programs.look_up(arguments, shardings)
         self._sync_call(call)
         self._world.owner.begin_call()
-        if self._division.update():
+        if self.division.update():
             call = self._programs.look_up(arguments, shardings)
+        if call.known is None:
+            self.division.note_arguments(arguments, shardings)
         inspector = self._world.inspector
         inspected = inspector is not None and inspector.count_call(self._job.name)
         with clear_autocast_cache():

@@ -45,6 +45,7 @@ def survey_script(models: Iterable[nn.Module]) -> ScriptSurvey:
                     line=definition.line,
                     called=thing.was_called,
                     memory=measure_job_memory(definition, thing.owner),
+                    plan=thing.plan,
                 )
             )
             known.update(id(parameter) for parameter in definition.parameters())

@@ -6,10 +6,11 @@ import msgspec
 
 ZeroLevel = Literal["optimizer", "gradients", "parameters"]
 """What each worker holds only a part of: the state of optimizers, also gradients, or also parameters."""
+PLAN_FORMAT = 1
 ZERO_LEVELS: tuple[ZeroLevel, ...] = ("optimizer", "gradients", "parameters")
 
 
-class PlannedAxis(msgspec.Struct, frozen=True, kw_only=True):
+class PlannedAxis(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One axis of the mesh."""
 
     name: str
@@ -17,7 +18,7 @@ class PlannedAxis(msgspec.Struct, frozen=True, kw_only=True):
     size: int
 
 
-class Division(msgspec.Struct, frozen=True, kw_only=True):
+class Division(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How a tensor is divided along one axis of the mesh."""
 
     axis: str
@@ -26,7 +27,7 @@ class Division(msgspec.Struct, frozen=True, kw_only=True):
     """The rows that each worker along the axis holds."""
 
 
-class StatePlan(msgspec.Struct, frozen=True, kw_only=True):
+class StatePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How a parameter or a buffer is held, with what belongs to it. None stands for a whole tensor on every worker."""
 
     shape: tuple[int, ...]
@@ -36,9 +37,11 @@ class StatePlan(msgspec.Struct, frozen=True, kw_only=True):
     optimizer_state: Division | None = None
 
 
-class JobPlan(msgspec.Struct, frozen=True, kw_only=True):
+class JobPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How one job is divided."""
 
+    arguments: dict[str, int | None] = {}
+    """The dim of each tensor argument that the axes with the role `data` divide; None for a whole one."""
     states: dict[str, StatePlan]
     """Its parameters and buffers by name, such as "model.head.weight"; tied ones under their first name."""
 
@@ -48,9 +51,16 @@ class JobPlan(msgspec.Struct, frozen=True, kw_only=True):
         return any(state.optimizer_state is not None for state in self.states.values())
 
 
-class ParallelPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The plan of a run."""
+class ParallelPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The plan of a run, and what it was made for."""
 
+    format: int = PLAN_FORMAT
+    rankless: str
+    """The version that made it."""
+    program: str
+    """The script or module."""
+    source_sha256: str
+    """The digest of the program's own source files."""
     axes: tuple[PlannedAxis, ...]
     jobs: dict[str, JobPlan]
     """By name of the job."""
