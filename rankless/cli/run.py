@@ -59,6 +59,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Module that the fork server imports once, so that no worker imports it again, for example transformers. "
         "Repeat the option, or separate modules by commas. RANKLESS_PRELOAD adds others.",
     )
+    _add_output_options(parser)
+    parser.add_argument("--plan", metavar="FILE", help=PLAN_HELP)
+    add_host_options(parser)
+    add_program_options(parser)
+
+
+def _add_output_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say what the terminal shows besides the script's output."""
     parser.add_argument(
         "--no-progress",
         action="store_true",
@@ -70,9 +78,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="Show only the output of the script and, if the run fails, why: no table, progress line or summary.",
     )
-    parser.add_argument("--plan", metavar="FILE", help=PLAN_HELP)
-    add_host_options(parser)
-    add_program_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -7,13 +7,10 @@ from typing import Any
 from torch import Tensor
 
 from rankless.compiler.capture.graph_cleanup import named_tensors
-from rankless.compiler.ir.logical_program import LogicalProgram
-from rankless.compiler.scheduling.stored_states import StateStorage
 from rankless.context.world import World
 from rankless.data.logical_tensor import LogicalTensor
 from rankless.errors import ConfigError
 from rankless.jobs.arguments import FlattenedArguments, name_argument
-from rankless.jobs.bound_program import find_slot
 from rankless.jobs.definition import JobDefinition
 from rankless.jobs.optimizer_step import count_group_parameters
 from rankless.ownership.default_policy import make_default_plan
@@ -160,36 +157,3 @@ def require_same_states(
             fix=NEW_PLAN,
             where=job.line,
         )
-
-
-def find_storage(job: JobDefinition, program: LogicalProgram, world: World) -> StateStorage:
-    """Return how the states of a program are stored.
-
-    Args:
-        job: The job.
-        program: A program of it.
-        world: Has the owner of the states.
-    """
-    owner = world.owner
-    values: dict[str, Shard] = {}
-    gradients: dict[str, Shard] = {}
-    for described in program.inputs.values():
-        if described.kind in ("parameter", "buffer") and described.constant is None:
-            placement = owner.find_value_placement(read_slot(job, described.name))
-            if placement is not None:
-                values[described.name] = placement
-    for _, output in program.outputs:
-        if output.kind == "gradient":
-            placement = owner.find_gradient_placement(read_slot(job, output.name))
-            if placement is not None:
-                gradients[output.name] = placement
-    axis = next((axis for axis in world.mesh.axes if axis.role == "data"), None)
-    return StateStorage(axis=axis, values=values, gradients=gradients)
-
-
-def read_slot(job: JobDefinition, name: str) -> Tensor:
-    """Return the parameter or buffer with a name such as "model.layer.weight"."""
-    slot = find_slot(job, name)
-    tensor = slot.table[slot.key]
-    assert tensor is not None, f"{name} no longer exists"
-    return tensor

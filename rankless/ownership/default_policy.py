@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from rankless.ownership.piece_layout import divide_evenly
 from rankless.parallel.mesh import Mesh, MeshAxis
-from rankless.records.parallel_plan import Division, JobPlan, StatePlan, ZeroLevel
+from rankless.records.parallel_plan import JobPlan, StateDivision, StatePlan, ZeroLevel
 
 
 def make_default_plan(
@@ -33,7 +33,7 @@ def make_default_plan(
     return JobPlan(states=states)
 
 
-def plan_state(tensor: Tensor, division: Division | None, zero: ZeroLevel | None) -> StatePlan:
+def plan_state(tensor: Tensor, division: StateDivision | None, zero: ZeroLevel | None) -> StatePlan:
     """Return the plan of a tensor whose division is known."""
     return StatePlan(
         shape=tuple(tensor.shape),
@@ -44,14 +44,14 @@ def plan_state(tensor: Tensor, division: Division | None, zero: ZeroLevel | None
     )
 
 
-def divide(parameter: Tensor, axis: MeshAxis) -> Division | None:
+def divide(parameter: Tensor, axis: MeshAxis) -> StateDivision | None:
     """Return the division of a parameter; None for one that is too small, or that leaves gaps in its memory."""
     shape, strides = tuple(parameter.shape), parameter.stride()
     if axis.size == 1 or not is_dense(shape, strides):
         return None
     order = sorted(range(parameter.dim()), key=lambda dim: (-strides[dim], dim))
     found = divide_evenly(shape, order, axis.size)
-    return None if found is None else Division(axis=axis.name, dim=found[0], lengths=found[1])
+    return None if found is None else StateDivision(axis=axis.name, dim=found[0], lengths=found[1])
 
 
 def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:

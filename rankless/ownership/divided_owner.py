@@ -18,7 +18,7 @@ from rankless.ownership.partitioned_tensor import WholeValues, count_local_bytes
 from rankless.ownership.piece_layout import PieceGroup, PieceLayout
 from rankless.parallel.mesh import WorkerGroup
 from rankless.parallel.tensor_placement import Shard
-from rankless.records.parallel_plan import Division, JobPlan
+from rankless.records.parallel_plan import JobPlan, StateDivision
 
 GATHER_BYTES = 25 * 2**20
 """The size of whole parameters that are gathered together after a step."""
@@ -228,7 +228,7 @@ def group_by_kind(members: Sequence[DividedParameter]) -> list[list[DividedParam
 
 
 def require_same_division(
-    known: DividedParameter, placement: Shard, value: Division | None, gradient: Division | None, line: str
+    known: DividedParameter, placement: Shard, value: StateDivision | None, gradient: StateDivision | None, line: str
 ) -> None:
     """Raise `ConfigError` for a parameter that another job divides in another way."""
     if (known.layout.placement, known.divides_value, known.divides_gradient) != (

@@ -18,7 +18,7 @@ class PlannedAxis(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     size: int
 
 
-class Division(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class StateDivision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How a tensor is divided along one axis of the mesh."""
 
     axis: str
@@ -32,9 +32,9 @@ class StatePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     shape: tuple[int, ...]
     dtype: str
-    value: Division | None = None
-    gradient: Division | None = None
-    optimizer_state: Division | None = None
+    value: StateDivision | None = None
+    gradient: StateDivision | None = None
+    optimizer_state: StateDivision | None = None
 
 
 class JobPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -27,7 +27,7 @@ from rankless.context.step_limit import StepLimit
 from rankless.context.training_progress import ProgressMeter
 from rankless.context.world import World
 from rankless.errors import ConfigError, JoinError, RanklessError
-from rankless.jobs.program_records import make_program_recorder
+from rankless.jobs.programs.program_records import make_program_recorder
 from rankless.parallel.mesh import Mesh
 from rankless.records.channel import send_record
 from rankless.records.events import AnyRecord, Notice

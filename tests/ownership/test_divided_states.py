@@ -1,8 +1,9 @@
 """Trainings with divided states return what they return on one device."""
 
-import divided_cases
 import pytest
 import torch
+from divided_accesses import ACCESSES
+from divided_cases import CASES
 from support.processes import on_mesh
 
 from rankless.context.world import World
@@ -12,6 +13,7 @@ from rankless.parallel.mesh import Mesh
 from rankless.records.parallel_plan import ZERO_LEVELS
 
 BOUND = 1e-12
+ALL = {**CASES, **ACCESSES}
 
 
 def run_case(mesh, name, zero):
@@ -28,7 +30,7 @@ def run_case(mesh, name, zero):
                 function, model=model, optimizer=optimizer, view=None, world=lambda: world, step_options=options
             )
 
-        return [value.detach().clone() for value in divided_cases.CASES[name](make)]
+        return [value.detach().clone() for value in ALL[name](make)]
     finally:
         torch.set_default_dtype(before)
 
@@ -45,7 +47,7 @@ def check(name, zero, workers):
 
 
 @pytest.mark.parametrize("zero", ZERO_LEVELS)
-@pytest.mark.parametrize("name", divided_cases.CASES)
+@pytest.mark.parametrize("name", ALL)
 def test_a_training_with_divided_states_equals_one_device(name, zero):
     check(name, zero, 2)
 
@@ -53,6 +55,6 @@ def test_a_training_with_divided_states_equals_one_device(name, zero):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("workers", [3, 4])
 @pytest.mark.parametrize("zero", ZERO_LEVELS)
-@pytest.mark.parametrize("name", divided_cases.CASES)
+@pytest.mark.parametrize("name", ALL)
 def test_on_more_workers_too(name, zero, workers):
     check(name, zero, workers)

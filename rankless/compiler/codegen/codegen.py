@@ -14,7 +14,6 @@ from rankless.compiler.ir.logical_program import LogicalProgram, ProgramInput, P
 from rankless.compiler.lowering.lower import lower
 from rankless.compiler.probing.operator_probe import OperatorProbe
 from rankless.compiler.scheduling.gradient_buckets import schedule_gradients
-from rankless.compiler.scheduling.gradient_memory import GradientMemory
 from rankless.compiler.scheduling.parameter_gathers import gather_parameters
 from rankless.compiler.scheduling.stored_states import StateStorage
 from rankless.compiler.sharding.redistribute import CollectiveRecord
@@ -150,7 +149,6 @@ def build_local_program(
     argument_shardings: Sequence[Sharding],
     mesh: Mesh,
     *,
-    memory: GradientMemory,
     storage: StateStorage | None = None,
     sizes: Sequence[str] = (),
     probe: OperatorProbe | None = None,
@@ -161,8 +159,7 @@ def build_local_program(
         program: The program, the same on all ranks.
         argument_shardings: The sharding of each of its tensor arguments.
         mesh: The ranks.
-        memory: The memory of gradients.
-        storage: Which parameters and gradients a worker holds in pieces. Default: none.
+        storage: The memory of gradients, and which states a worker holds in pieces. Default: new memory, and none.
         sizes: The names of varying sizes.
         probe: Probes operators without a rule. None leaves them whole. With it the call is collective.
     """
@@ -171,7 +168,7 @@ def build_local_program(
     storage = storage or StateStorage()
     local = lower(sharded, mesh)
     local = gather_parameters(local, program, storage)
-    local = schedule_gradients(local, program, memory, storage)
+    local = schedule_gradients(local, program, storage)
     function, lines = generate_function(local.graph, sizes)
     return LocalProgram(
         inputs=tuple(described for _, described in local.inputs),

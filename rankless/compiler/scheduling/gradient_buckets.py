@@ -21,7 +21,6 @@ from rankless.compiler.scheduling.gradient_memory import (
     EnsureOwnMemory,
     FlatMemory,
     GradientLayout,
-    GradientMemory,
     StagingMemory,
     find_gradient_layout,
 )
@@ -159,9 +158,7 @@ def make_piece_layout(layout: PieceLayout, rank: int) -> GradientLayout:
     return GradientLayout(layout.piece_shape(rank), layout.piece_strides(rank))
 
 
-def schedule_gradients(
-    local: LocalGraph, program: LogicalProgram, memory: GradientMemory, storage: StateStorage | None = None
-) -> LocalGraph:
+def schedule_gradients(local: LocalGraph, program: LogicalProgram, storage: StateStorage | None = None) -> LocalGraph:
     """Return the local graph of a logical program with its pending gradients reduced, each in memory of its own.
 
     See Note [memory of a gradient].
@@ -169,11 +166,42 @@ def schedule_gradients(
     Args:
         local: The graph, as lowered.
         program: The logical program.
-        memory: The memory of gradients.
-        storage: Which gradients each worker keeps only a piece of. Default: none.
+        storage: The memory of gradients, and which of them each worker keeps only a piece of. Default: none.
     """
     storage = storage or StateStorage()
-    gradients = [
+    gradients = list_gradients(local, program, storage)
+    order = {node: position for position, node in enumerate(local.graph.nodes)}
+    pending = set(local.pending_gradients)
+    # Of several gradients that are one value, the first is reduced, and the others are copies of it.
+    to_reduce = {gradient.local: gradient for gradient in reversed(gradients) if gradient.local in pending}
+    in_order = sorted(to_reduce.values(), key=lambda gradient: order[gradient.local])
+    reduced: dict[str, fx.Node] = {}
+    for number, group in enumerate(group_into_buckets(in_order)):
+        bucket = make_bucket(group, number, storage)
+        reduced |= add_bucket(local.graph, bucket, group)
+    uses = Counter(node for node, _ in local.outputs)
+    output = get_output(local.graph)
+    with local.graph.inserting_before(output):
+        for gradient in gradients:
+            if gradient.name not in reduced:
+                known = to_reduce.get(gradient.local)
+                value = gradient.local if known is None else reduced[known.name]
+                is_shared = known is not None or uses[value] > 1 or len(value.users) > 1 or not is_fresh(value)
+                is_piece = known is not None and known.pieces == gradient.pieces
+                reduced[gradient.name] = add_own_memory(
+                    local.graph, gradient, value, storage, is_shared=is_shared, is_piece=is_piece
+                )
+    outputs = tuple(
+        (reduced[described.name] if described.kind == "gradient" else node, described)
+        for node, described in local.outputs
+    )
+    output.args = (tuple(node for node, _ in outputs),)
+    return LocalGraph(graph=local.graph, inputs=local.inputs, outputs=outputs, pending_gradients=())
+
+
+def list_gradients(local: LocalGraph, program: LogicalProgram, storage: StateStorage) -> list[GradientOutput]:
+    """Return the gradients that a local program returns."""
+    return [
         GradientOutput(
             local=node,
             value=logical.meta["val"],
@@ -186,43 +214,40 @@ def schedule_gradients(
         )
         if layout is not None
     ]
-    order = {node: position for position, node in enumerate(local.graph.nodes)}
-    pending = set(local.pending_gradients)
-    # Of several gradients that are one value, the first is reduced, and the others are copies of it.
-    to_reduce = {gradient.local: gradient for gradient in reversed(gradients) if gradient.local in pending}
-    in_order = sorted(to_reduce.values(), key=lambda gradient: order[gradient.local])
-    reduced: dict[str, fx.Node] = {}
-    for number, group in enumerate(group_into_buckets(in_order)):
-        bucket = make_bucket(group, number, memory, storage)
-        reduced |= add_bucket(local.graph, bucket, group)
-    uses = Counter(node for node, _ in local.outputs)
-    output = get_output(local.graph)
-    with local.graph.inserting_before(output):
-        for gradient in gradients:
-            if gradient.name not in reduced:
-                known = to_reduce.get(gradient.local)
-                value = gradient.local if known is None else reduced[known.name]
-                is_shared = known is not None or uses[value] > 1 or len(value.users) > 1 or not is_fresh(value)
-                own_memory = EnsureOwnMemory(gradient.layout, is_shared)
-                if gradient.pieces is not None and storage.axis is not None:
-                    rank = storage.axis.rank
-                    own_memory = EnsureOwnMemory(make_piece_layout(gradient.pieces, rank), is_shared=True)
-                    if known is None or known.pieces != gradient.pieces:
-                        value = local.graph.call_function(gradient.pieces.get_piece, (value, rank))
-                reduced[gradient.name] = local.graph.call_function(own_memory, (value,))
-    outputs = tuple(
-        (reduced[described.name] if described.kind == "gradient" else node, described)
-        for node, described in local.outputs
-    )
-    output.args = (tuple(node for node, _ in outputs),)
-    return LocalGraph(graph=local.graph, inputs=local.inputs, outputs=outputs, pending_gradients=())
+
+
+def add_own_memory(
+    graph: fx.Graph,
+    gradient: GradientOutput,
+    value: fx.Node,
+    storage: StateStorage,
+    *,
+    is_shared: bool,
+    is_piece: bool,
+) -> fx.Node:
+    """Add what gives memory of its own to a gradient that is in no bucket, or to this worker's piece of it.
+
+    Args:
+        graph: The graph.
+        gradient: The gradient.
+        value: It as a whole, or this worker's piece of it.
+        storage: The axis that divides it.
+        is_shared: Whether another value may have its memory.
+        is_piece: Whether the value is a piece.
+    """
+    if gradient.pieces is None or storage.axis is None:
+        return graph.call_function(EnsureOwnMemory(gradient.layout, is_shared), (value,))
+    if not is_piece:
+        value = graph.call_function(gradient.pieces.get_piece, (value, storage.axis.rank))
+    layout = make_piece_layout(gradient.pieces, storage.axis.rank)
+    return graph.call_function(EnsureOwnMemory(layout, is_shared=True), (value,))
 
 
 def make_bucket(
-    group: Sequence[GradientOutput], number: int, memory: GradientMemory, storage: StateStorage
+    group: Sequence[GradientOutput], number: int, storage: StateStorage
 ) -> GradientBucket | ScatteredBucket:
     """Return the bucket of a group of gradients, which is the one with this number in its program."""
-    first = group[0]
+    first, memory = group[0], storage.memory
     layouts = [gradient.pieces for gradient in group if gradient.pieces is not None]
     if layouts:
         axis = storage.axis

@@ -1,9 +1,10 @@
-"""How the states of a program are stored, where a worker holds less of them than the program uses."""
+"""How the states of a program are stored: in which memory, and which of them a worker holds in pieces."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rankless.compiler.ir.logical_program import LogicalProgram, LogicalValue
+from rankless.compiler.scheduling.gradient_memory import GradientMemory
 from rankless.ownership.piece_layout import PieceLayout
 from rankless.parallel.mesh import MeshAxis
 from rankless.parallel.tensor_placement import Shard
@@ -23,6 +24,12 @@ class StateStorage:
     axis: MeshAxis | None = None
     values: Mapping[str, Shard] = field(default_factory=dict)
     gradients: Mapping[str, Shard] = field(default_factory=dict)
+    memory: GradientMemory = field(default_factory=GradientMemory)
+    """The memory of gradients, which the programs of a job share."""
+
+    def with_new_memory(self) -> "StateStorage":
+        """Return the same placements with other memory of gradients."""
+        return replace(self, memory=GradientMemory())
 
     def find_gradient_layout(self, program: LogicalProgram, name: str, value: LogicalValue) -> PieceLayout | None:
         """Return how the gradient of a parameter is divided; None for a whole one.

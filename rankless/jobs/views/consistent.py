@@ -17,15 +17,15 @@ from rankless.jobs.arguments import (
     find_refused_argument,
     get_shardings,
 )
-from rankless.jobs.bound_program import BoundProgram, collect_inputs
-from rankless.jobs.cache_entries import CacheLookup
 from rankless.jobs.call_fingerprint import RandomStates, format_call
 from rankless.jobs.call_loss_weights import LossWeightReader
 from rankless.jobs.call_sync import CallSync
 from rankless.jobs.definition import CallResult, JobDefinition
 from rankless.jobs.model_sync import require_same_kind_of_device
 from rankless.jobs.planned_division import PlannedDivision
-from rankless.jobs.program_cache import ProgramCache
+from rankless.jobs.programs.bound_program import BoundProgram, collect_inputs
+from rankless.jobs.programs.cache_entries import CacheLookup
+from rankless.jobs.programs.program_cache import ProgramCache
 
 
 class ConsistentView:

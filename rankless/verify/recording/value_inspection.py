@@ -19,7 +19,6 @@ from rankless.compiler.codegen.codegen import LocalProgram, generate_function
 from rankless.compiler.ir.logical_program import LogicalProgram, ProgramInput, ProgramOutput
 from rankless.compiler.lowering.lower import LoweringPass
 from rankless.compiler.scheduling.gradient_buckets import schedule_gradients
-from rankless.compiler.scheduling.gradient_memory import GradientMemory
 from rankless.compiler.scheduling.parameter_gathers import gather_parameters
 from rankless.compiler.scheduling.stored_states import StateStorage
 from rankless.compiler.sharding.sharding_propagation import ShardedProgram, propagate_shardings
@@ -27,7 +26,7 @@ from rankless.context.generator_states import restore_generators, save_generator
 from rankless.context.world import World
 from rankless.jobs.arguments import FlattenedArguments, get_shardings
 from rankless.jobs.definition import JobDefinition
-from rankless.jobs.program_cache import ProgramCache
+from rankless.jobs.programs.program_cache import ProgramCache
 from rankless.parallel.mesh import Mesh
 from rankless.parallel.tensor_placement import Replicate, Sharding
 from rankless.records.call_values import Role
@@ -49,7 +48,7 @@ class ValueInspector:
         self, program: LocalProgram, world: World
     ) -> Callable[[Sequence[Tensor], Sequence[int]], Sequence[Tensor]]:
         """Return a program that also records its values, for the call that runs now."""
-        return add_probes(program.sharded, program.storage, world.mesh, self._recorder)
+        return add_probes(program.sharded, program.storage.with_new_memory(), world.mesh, self._recorder)
 
     def run_alongside(self, job: JobDefinition, world: World, arguments: FlattenedArguments) -> None:
         """Run the job's logical program on one worker and record its values, without side effects."""
@@ -110,7 +109,7 @@ def add_probes(
         )
         with local.graph.inserting_after(value):
             local.graph.call_function(tap, (value,))
-    local = schedule_gradients(gather_parameters(local, logical, storage), logical, GradientMemory(), storage)
+    local = schedule_gradients(gather_parameters(local, logical, storage), logical, storage)
     function, lines = generate_function(local.graph)
     program = LocalProgram(
         inputs=tuple(described for _, described in local.inputs),

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 from rankless.compiler.guards.guards import Guard
 from rankless.jobs.arguments import FlattenedArguments
-from rankless.jobs.bound_program import BoundProgram
-from rankless.jobs.varying_sizes import ArgumentDim, Shapes, SizeHistory, list_uneven_dims
+from rankless.jobs.programs.bound_program import BoundProgram
+from rankless.jobs.programs.varying_sizes import ArgumentDim, Shapes, SizeHistory, list_uneven_dims
 from rankless.parallel.tensor_placement import Sharding
 
 MAX_PROGRAMS = 16

@@ -28,13 +28,13 @@ from rankless.context.generator_states import restore_generators, save_generator
 from rankless.context.world import World
 from rankless.errors import CaptureError
 from rankless.jobs.arguments import FlattenedArguments, get_shapes
-from rankless.jobs.bound_program import BoundProgram, bind_program, collect_inputs
-from rankless.jobs.cache_entries import MAX_PROGRAMS, CacheEntry, CacheLookup, find_fitting, move_to_front
 from rankless.jobs.definition import JobDefinition
-from rankless.jobs.planned_division import find_storage
-from rankless.jobs.program_records import ProgramNotices
-from rankless.jobs.recapture_warning import RecaptureWarner
-from rankless.jobs.varying_sizes import (
+from rankless.jobs.programs.bound_program import BoundProgram, bind_program, collect_inputs
+from rankless.jobs.programs.cache_entries import MAX_PROGRAMS, CacheEntry, CacheLookup, find_fitting, move_to_front
+from rankless.jobs.programs.program_records import ProgramNotices
+from rankless.jobs.programs.recapture_warning import RecaptureWarner
+from rankless.jobs.programs.state_storage import find_storage
+from rankless.jobs.programs.varying_sizes import (
     SizeConstraints,
     SizeGuards,
     describe_failure,
@@ -222,10 +222,8 @@ class ProgramCache:
         probe: OperatorProbe | None = None,
     ) -> LocalProgram:
         """Compile a program for this rank."""
-        storage = find_storage(self._job, program, self._world)
-        return build_local_program(
-            program, shardings, self._world.mesh, memory=self._memory, storage=storage, sizes=sizes, probe=probe
-        )
+        storage = find_storage(self._job, program, self._world, self._memory)
+        return build_local_program(program, shardings, self._world.mesh, storage=storage, sizes=sizes, probe=probe)
 
     def _capture_with_reads(self, call: CacheLookup, known: Sequence[Any]) -> CapturedJob:
         """Capture for these sizes and for the values of this call; see Note [values that Python reads]."""

@@ -14,7 +14,7 @@ from rankless.compiler.ir.logical_program import ProgramInput, ProgramOutput
 from rankless.compiler.tracing.recomputed_weights import RecomputedWeight, find_recomputed_weights
 from rankless.jobs.arguments import FlattenedArguments, get_local_piece
 from rankless.jobs.definition import JobDefinition
-from rankless.jobs.varying_sizes import SizeConstraints
+from rankless.jobs.programs.varying_sizes import SizeConstraints
 from rankless.ownership.state_owner import StateOwner
 from rankless.parallel.mesh import Mesh
 from rankless.parallel.tensor_placement import Sharding
