@@ -283,9 +283,8 @@ def _join_with_store(info: RendezvousInfo, make_observer: Callable[[], RecordObs
 def _make_group(backend: str, device: torch.device, *, store: Any, rank: int, world_size: int) -> Callable[[], None]:
     """Make the process group of the world, and return the function that destroys it.
 
-    Returns only after all ranks have made the group: a rank whose script ends at once would otherwise be gone while
-    others still connect to it. Rank 0, whose process serves the store, destroys the group only after all ranks know
-    that. Raises JoinError if some ranks have not made the group within STORE_TIMEOUT.
+    Returns only after all ranks have made it: a rank that ends at once would be gone while others connect to it. Rank
+    0, which serves the store, destroys it only after all know that. Raises JoinError if some have not made it in time.
     """
     bound = device if backend == "nccl" else None
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, device_id=bound)
