@@ -1,5 +1,6 @@
 """The definition of a job: its function, models and optimizers, before it runs anywhere."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, compress
@@ -191,6 +192,20 @@ class CallResult:
 def detach_leaf(leaf: Any) -> Any:
     """Return a leaf of a result without its autograd graph."""
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
+def as_function(function: Any) -> Any:
+    """Return a module as a function that calls it, with its hooks; a function as it is."""
+    if not isinstance(function, nn.Module):
+        return function
+    module = function
+
+    @functools.wraps(module.forward)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return module(*args, **kwargs)
+
+    call.__name__ = type(module).__name__
+    return call
 
 
 def name_modules(model: Models) -> dict[str, nn.Module]:

@@ -30,6 +30,7 @@ from rankless.jobs.definition import (
     RandomSource,
     StepOptions,
     View,
+    as_function,
     list_optimizers,
     name_modules,
     require_divisible_states,
@@ -37,7 +38,7 @@ from rankless.jobs.definition import (
     require_random_source,
     require_weighted_calls,
 )
-from rankless.jobs.dtype_override import cast_arguments, cast_job
+from rankless.jobs.dtype_override import cast_arguments, cast_job, require_floating
 from rankless.jobs.optimizer_step import OptimizerStepper, count_group_parameters, require_known_parameters
 from rankless.jobs.views.consistent import ConsistentView
 from rankless.jobs.views.mirrored import MirroredView
@@ -45,7 +46,7 @@ from rankless.jobs.views.one_device import PlainView
 from rankless.jobs.views.whole_batch import WholeBatchView
 from rankless.ownership.state_owner import StateOwner, WholeOwner
 from rankless.records.parallel_plan import JobPlan
-from rankless.user_code import display_name
+from rankless.user_code import caller_line, display_name, is_user_code
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -316,9 +317,12 @@ def make_job(
     step_options: StepOptions | None = None,
 ) -> Job[Parameters, Result]:
     """A job from a function; see `rankless.job` for what the arguments mean."""
+    function = as_function(function)
     code = getattr(function, "__code__", None)
     name = getattr(function, "__name__", "job")
     line = "" if code is None else f"{display_name(code.co_filename)}:{code.co_firstlineno}"
+    if code is None or not is_user_code(code.co_filename):  # a module, or its forward
+        line = caller_line()
     definition = JobDefinition(
         name=name,
         function=function,
@@ -387,14 +391,3 @@ def use_default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
-
-
-def require_floating(dtype: torch.dtype, line: str) -> None:
-    """Raise `ConfigError` for a dtype that torch does not accept as default."""
-    if dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        raise ConfigError(
-            expected="dtype= as a floating-point dtype of torch, the default of tensors made in the job",
-            found=str(dtype),
-            fix="pass for example torch.float32; declare the dtype of labels in their placeholder",
-            where=line,
-        )

@@ -36,7 +36,7 @@ from rankless.compiler.ir.logical_program import LogicalProgram
 from rankless.compiler.ir.memory_order import make_empty
 from rankless.compiler.tracing.activation_checkpoints import trace_checkpoints
 from rankless.compiler.tracing.module_names import name_modules
-from rankless.compiler.tracing.operator_lines import record_origins
+from rankless.compiler.tracing.operator_lines import TracedFunction, record_origins
 from rankless.compiler.tracing.refused_functions import ModuleTensors
 from rankless.compiler.tracing.script_generators import ScriptGenerators
 from rankless.compiler.tracing.symbolic_sizes import LineTrackingShapeEnv, SymbolicSizes, specialize_on_repr
@@ -122,6 +122,7 @@ class TraceableJobModule(nn.Module):
         self.module_tensors = ModuleTensors({})
         self.generators = ScriptGenerators()
         self.reads = reads
+        self.traced = TracedFunction(TraceableJobModule.forward.__code__, source.line)
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Call `forward` directly, without the hooks that the script registered for all modules."""
@@ -137,7 +138,7 @@ class TraceableJobModule(nn.Module):
             self.reads.begin_pass()
         with (
             self.effects.trace_pass() as call_log,
-            record_origins(known, self.generators, names, call_log),
+            record_origins(known, self.generators, names, call_log, self.traced),
             specialize_on_repr(),
         ):
             args, kwargs = self.arguments(tensors)
