@@ -13,6 +13,7 @@ from bench.pairs import Row
 
 MODULES = {
     "step": "step",
+    "divided_states": "divided_states",
     "overhead": "overhead",
     "capture": "capture",
     "start": "start",

@@ -16,7 +16,7 @@ import torch
 from rankless import checkpoint
 from rankless.collectives.broadcast_state import require_synchronized
 from rankless.config.environment import is_launched
-from rankless.context.once import call_once, require_not_in_once
+from rankless.context.once import call_once
 from rankless.context.world import World
 from rankless.data.generators import take_process_states
 from rankless.data.loader import Loader, LoaderOptions, Reading
@@ -24,14 +24,15 @@ from rankless.data.shard_check import ShardCheckOptions, require_shards
 from rankless.deferred_models.building import DeferredBuild
 from rankless.errors import ConfigError
 from rankless.jobs.argument_annotations import PerDevice, Whole
-from rankless.jobs.definition import Optimizers, RandomSource, StepOptions
-from rankless.jobs.job import Job, Models, make_job
+from rankless.jobs.definition import Models, Optimizers, RandomSource, StepOptions
+from rankless.jobs.job import Job, make_job
 from rankless.jobs.views.mirrored import LocalArgument
 from rankless.launch.self_launch import ScriptHosts, relaunch, require_script
 from rankless.launch.spawn_function import Spawned
 from rankless.launch.spawn_function import spawn as spawn_workers
 from rankless.launch.spawn_output import Show
 from rankless.records.events import AnyRecord, Notice, Progress
+from rankless.records.parallel_plan import ZeroLevel
 from rankless.runtime.current_context import current_context, join_line, join_rendezvous, leave
 from rankless.runtime.process_context import ProcessContext, RecordObserver
 from rankless.runtime.rendezvous.job_rendezvous import JOIN_TIMEOUT_SECONDS
@@ -196,7 +197,7 @@ def check_synchronized(model: torch.nn.Module, optimizer: torch.optim.Optimizer 
         >>> rankless.check_synchronized(model)
     """
     world = _current().world
-    require_not_in_once(world, "rankless.check_synchronized")
+    world.require_not_in_once("rankless.check_synchronized")
     if world.mesh.size > 1:
         require_synchronized(model, optimizer)
 
@@ -226,7 +227,7 @@ def check_shards(loader: Any, *, all_samples: bool = True, even: bool = True, ba
         >>> rankless.check_shards(torch.utils.data.DataLoader(dataset, batch_size=2, sampler=sampler))
     """
     world = _current().world
-    require_not_in_once(world, "rankless.check_shards")
+    world.require_not_in_once("rankless.check_shards")
     if world.mesh.size > 1:
         wanted = ShardCheckOptions(all_samples=all_samples, even=even, batches=batches)
         require_shards(loader, wanted, mesh=world.mesh, notify=world.notify)
@@ -358,6 +359,7 @@ def job(
     capture: bool = True,
     random: RandomSource = "generator",
     check_synchronized_every: int | None = None,
+    zero: ZeroLevel | None = None,
     batch_dims: Mapping[str, int | None] | None = None,
     dtype: torch.dtype | None = None,
 ) -> Callable[[Callable[Arguments, Result]], Job[Arguments, Result]]:
@@ -387,6 +389,9 @@ def job(
             worker computes its own part of them: numbers of another generator, the same on any number of workers.
         check_synchronized_every: Compare models and optimizer state of all ranks, bit by bit, before every so many
             calls. Default: models at the first call and after a change outside jobs; state after a change outside jobs.
+        zero: What each worker holds only its part of, to save memory: "optimizer" for the state of the optimizer,
+            "gradients" for gradients too, "parameters" for parameters too. With the last two the job leaves no `.grad`.
+            Default: every worker holds everything.
         batch_dims: The batch dim of arguments by name, None for an argument without one. It affects speed, not
             results. Default: dim 0 of every tensor.
         dtype: Floating-point dtype of placeholders without a dtype, and of tensors that the function creates without
@@ -416,6 +421,7 @@ def job(
         gradient_norm=gradient_norm,
         check_finite=check_finite,
         check_synchronized_every=check_synchronized_every,
+        zero=zero,
     )
 
     def decorate(function: Callable[Arguments, Result]) -> Job[Arguments, Result]:

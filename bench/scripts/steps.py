@@ -1,4 +1,4 @@
-"""Measures blocks of job steps and of DistributedDataParallel steps alternately, on equal models."""
+"""Measures blocks of job steps and of steps of DistributedDataParallel or FSDP2 alternately, on equal models."""
 
 import argparse
 import copy
@@ -10,10 +10,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import rankless
-from bench.models import GPT, MLP, Attention, LeNet, Transformer, loss_of, random_batch
+from bench.models import GPT, MLP, Attention, Block, LeNet, Transformer, loss_of, random_batch
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "mlp": MLP,
@@ -35,23 +36,32 @@ def seconds_of(step: Callable[[], object], steps: int) -> float:
     return (time.perf_counter() - start) / steps
 
 
+def shard(model: nn.Module) -> nn.Module:
+    """Return a model whose blocks, or whose layers if it has none, FSDP2 divides, as its tutorial does."""
+    blocks = [module for module in model.modules() if isinstance(module, Block)]
+    for module in blocks or [module for module in model.modules() if isinstance(module, nn.Linear)]:
+        fully_shard(module)
+    return fully_shard(model)
+
+
 parser = argparse.ArgumentParser()
 parser.add_argument("model", choices=sorted(MODELS))
 parser.add_argument("--pairs", type=int, default=15)
 parser.add_argument("--steps", type=int, default=10)
+parser.add_argument("--zero", choices=["parameters"], help="divide the parameters, and compare with FSDP2")
 arguments = parser.parse_args()
 
 torch.manual_seed(0)
 rank, size = rankless.rank(), rankless.world_size()
 model = MODELS[arguments.model]()
-parallel = DistributedDataParallel(copy.deepcopy(model))
+parallel = shard(copy.deepcopy(model)) if arguments.zero else DistributedDataParallel(copy.deepcopy(model))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 parallel_optimizer = torch.optim.SGD(parallel.parameters(), lr=0.01)
 inputs, targets = random_batch(arguments.model)
 own_inputs, own_targets = inputs.chunk(size)[rank].clone(), targets.chunk(size)[rank].clone()
 
 
-@rankless.job(model=model, optimizer=optimizer)
+@rankless.job(model=model, optimizer=optimizer, zero=arguments.zero)
 def train(inputs: Tensor, targets: Tensor) -> Tensor:
     return loss_of(model, inputs, targets)
 

@@ -20,6 +20,7 @@ from rankless.checkpoint.manifest import (
     TensorReference,
 )
 from rankless.errors import CheckpointError
+from rankless.ownership.partitioned_tensor import find_partition
 
 WRITABLE = "dict, list, tuple, int, float, str, bool, None, bytes, tensors and numpy numbers, keyed by int or str"
 TENSOR_CLASSES: tuple[type, ...] = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
@@ -97,6 +98,9 @@ class TreeWriter:
         return TensorReference(reference.name, reference.dtype, reference.shape, value.dtype.str)
 
     def _tensor(self, tensor: Tensor, path: tuple[str, ...]) -> TensorReference:
+        partition = find_partition(tensor)
+        if partition is not None:
+            tensor = partition.gather()
         if type(tensor) not in TENSOR_CLASSES or tensor.layout != torch.strided or tensor.is_meta:
             found = f"a {type(tensor).__name__} on {tensor.device} with layout {tensor.layout}"
             raise _unwritable_error(path, found)

@@ -7,8 +7,9 @@ import tempfile
 
 from rankless.cli.host_options import LOG_FOLDER_HELP
 from rankless.cli.json_output import add_json_option, make_json_header, read_json_destination
-from rankless.cli.program_options import add_program_options, read_program
+from rankless.cli.program_options import PLAN_HELP, add_program_options, read_program
 from rankless.config.environment import default_log_folder
+from rankless.config.plan_file import find_plan, make_parallel_plan, write_plan
 from rankless.config.run_config import Program, RunConfig, RunObservation, RunRequest
 from rankless.config.validation import make_run_config
 from rankless.errors import ConfigError
@@ -41,6 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="K",
         help="Training steps to run; the plan shows the jobs called by then. Default: 1.",
     )
+    parser.add_argument("--save", metavar="FILE", help="Write the plan to this file, for rankless run --plan.")
+    parser.add_argument("--plan", metavar="FILE", help=PLAN_HELP)
     add_json_option(parser, "the plan")
     parser.add_argument("--log-dir", default=default_log_folder(), metavar="DIR", help=LOG_FOLDER_HELP)
     parser.add_argument("--show", action="store_true", help="Show the output of the script too.")
@@ -63,13 +66,16 @@ def run(arguments: argparse.Namespace) -> int:
         except RunFailed as end:
             print(f"rankless plan: {end}")
             return INTERRUPTED if end.exit_code == INTERRUPTED else 1
-        report = make_plan_report(read_program_records(folder), workers=arguments.workers, steps=arguments.steps)
+        records = list(read_program_records(folder))
+        report = make_plan_report(records, workers=arguments.workers, steps=arguments.steps)
     if not (report.jobs or report.not_reached or report.without_program):
         raise ConfigError(
             expected="a script that defines at least one job",
             found=f"{program.target}, which defines none",
             fix="put @rankless.job(model=…, optimizer=…) on its training function",
         )
+    if arguments.save is not None:
+        write_plan(arguments.save, make_parallel_plan(records, program, workers=arguments.workers))
     if not destination.is_standard_output:
         print(render_plan(report, shutil.get_terminal_size((WIDTH, 0)).columns if sys.stdout.isatty() else WIDTH))
     destination.write(make_json_header(NAME, program, seed=config.seed), report)
@@ -86,6 +92,7 @@ def _make_config(arguments: argparse.Namespace, program: Program, folder: str) -
             seed=arguments.seed,
             log_folder=arguments.log_dir,
             progress=False,
+            plan=None if arguments.plan is None else find_plan(arguments.plan, program, workers=arguments.workers),
             observation=RunObservation(stop_after_steps=arguments.steps, programs=folder),
         ),
     )

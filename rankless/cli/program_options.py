@@ -9,6 +9,11 @@ from typing import Any
 from rankless.config.run_config import Program, ProgramKind
 from rankless.errors import ConfigError
 
+PLAN_HELP = (
+    "Run by the parallel plan in this file, which rankless plan --save has written. One for another script or number "
+    "of workers is refused. Default: each job makes its own."
+)
+
 
 class _TakeRemainder(argparse.Action):
     """Takes `-m NAME …` or `-c CODE …` with all arguments after it."""

@@ -5,9 +5,10 @@ import sys
 
 from rankless.cli.host_options import LOG_FOLDER_HELP, add_host_options, make_cluster
 from rankless.cli.json_output import add_json_option, make_json_header, read_json_destination
-from rankless.cli.program_options import add_program_options, find_misplaced_count, read_program
+from rankless.cli.program_options import PLAN_HELP, add_program_options, find_misplaced_count, read_program
 from rankless.config.backends import BACKENDS
 from rankless.config.environment import default_log_folder
+from rankless.config.plan_file import find_plan
 from rankless.config.run_config import RunConfig, RunRequest
 from rankless.config.validation import make_run_config
 from rankless.launch import agent
@@ -72,6 +73,14 @@ def _add_start_options(parser: argparse.ArgumentParser) -> None:
         help="Module that the fork server imports once, so that no worker imports it again, for example transformers. "
         "Repeat the option, or separate modules by commas. RANKLESS_PRELOAD adds others.",
     )
+    _add_output_options(parser)
+    parser.add_argument("--plan", metavar="FILE", help=PLAN_HELP)
+    add_host_options(parser)
+    add_program_options(parser)
+
+
+def _add_output_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say what the terminal shows besides the script's output."""
     parser.add_argument(
         "--no-progress",
         action="store_true",
@@ -109,10 +118,13 @@ def _make_config(arguments: argparse.Namespace) -> RunConfig:
     hint = find_misplaced_count(program) if arguments.workers is None else None
     if hint is not None:
         print(f"rankless: {hint}", file=sys.stderr)
+    workers, cluster = 1 if arguments.workers is None else arguments.workers, make_cluster(arguments)
+    hosts = 1 if cluster is None else len(cluster.hosts)
     return make_run_config(
         program,
         RunRequest(
-            worker_count=1 if arguments.workers is None else arguments.workers,
+            worker_count=workers,
+            plan=None if arguments.plan is None else find_plan(arguments.plan, program, workers=workers * hosts),
             devices=arguments.devices,
             backend=arguments.backend,
             threads=arguments.threads,
@@ -124,7 +136,7 @@ def _make_config(arguments: argparse.Namespace) -> RunConfig:
             progress=not (arguments.no_progress or arguments.quiet),
             agent_output="quiet" if arguments.quiet else "summary",
             command=("rankless", NAME, *arguments.command_line),
-            cluster=make_cluster(arguments),
+            cluster=cluster,
             hang_timeout_seconds=arguments.hang_timeout,
         ),
     )

@@ -10,8 +10,9 @@ from typing import get_args
 
 from rankless.cli.host_options import LOG_FOLDER_HELP, add_host_options, make_cluster
 from rankless.cli.json_output import add_json_option, make_json_header, read_json_destination
-from rankless.cli.program_options import add_program_options, read_program
+from rankless.cli.program_options import PLAN_HELP, add_program_options, read_program
 from rankless.config.environment import default_log_folder
+from rankless.config.plan_file import find_plan
 from rankless.config.run_config import Cluster, Precision, Program
 from rankless.config.validation import check_program
 from rankless.errors import ConfigError
@@ -65,6 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-v", "--verbose", action="store_true", help="Print all tables and all differences after the verdict."
     )
+    parser.add_argument("--plan", metavar="FILE", help=PLAN_HELP)
     parser.add_argument("--keep", metavar="FOLDER", help="Keep the recordings of all runs in this folder.")
     parser.add_argument("--log-dir", default=default_log_folder(), metavar="DIR", help=LOG_FOLDER_HELP)
     parser.add_argument("--show", action="store_true", help="Show the output of the script too.")
@@ -90,6 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
             cluster=cluster,
             log_folder=arguments.log_dir,
             show=arguments.show,
+            plan=None if arguments.plan is None else find_plan(arguments.plan, program, workers=workers),
             dtype=arguments.dtype,
             steps=arguments.steps,
             against=arguments.against,

@@ -1,7 +1,8 @@
 """Collectives on tensors among the workers of a mesh, or those along one of its axes.
 
 Each function takes this rank's part, and returns this rank's part of the result. `start_all_reduce` and `broadcast`
-change their input; the others do not. Shards may be uneven: `lengths` holds each rank's number of rows along `dim`.
+change their input, and `start_all_gather` and `start_reduce_scatter` write to a tensor of the caller's; the others do
+neither. Shards may be uneven: `lengths` holds each rank's number of rows along `dim`.
 Among one process each function is the identity.
 """
 
@@ -29,6 +30,39 @@ def start_all_reduce(tensor: Tensor, *, among: WorkerGroup) -> dist.Work | None:
     if among.group is None:
         return None
     work: dist.Work = dist.all_reduce(tensor, group=among.group, async_op=True)
+    return work
+
+
+def all_reduce_maximum(tensor: Tensor, *, among: WorkerGroup) -> Tensor:
+    """Return the maximum of all ranks' tensors on every rank."""
+    if among.group is None:
+        return tensor
+    result = tensor.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(result, dist.ReduceOp.MAX, group=among.group)
+    return result
+
+
+def start_all_gather(flat: Tensor, chunk: Tensor, *, among: WorkerGroup) -> dist.Work | None:
+    """Begin to gather equal chunks of all ranks into `flat`. Return the work to wait for, if there is any.
+
+    Both are contiguous and 1-dim. The chunk may be this rank's part of `flat`.
+    """
+    if among.group is None:
+        flat[: chunk.numel()].copy_(chunk)
+        return None
+    work: dist.Work = dist.all_gather_single(flat, chunk, group=among.group, async_op=True)
+    return work
+
+
+def start_reduce_scatter(chunk: Tensor, flat: Tensor, *, among: WorkerGroup) -> dist.Work | None:
+    """Begin to sum `flat` over all ranks; each gets its part in `chunk`. Return the work to wait for, if there is any.
+
+    Both are contiguous and 1-dim. All ranks have equal parts of `flat`, in the order of ranks.
+    """
+    if among.group is None:
+        chunk.copy_(flat[: chunk.numel()])
+        return None
+    work: dist.Work = dist.reduce_scatter_single(chunk, flat, group=among.group, async_op=True)
     return work
 
 

@@ -35,6 +35,14 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
         return {"module": "-m ", "code": "-c "}.get(self.kind, "") + self.target
 
 
+class PlanFile(msgspec.Struct, frozen=True, kw_only=True):
+    """A file with a parallel plan, as the command has read it."""
+
+    path: str
+    sha256: str
+    """The digest of the file, which every worker compares."""
+
+
 class InspectedCall(msgspec.Struct, frozen=True, kw_only=True):
     """A job call whose values are all recorded: the `call`-th of the job, from 1."""
 
@@ -104,6 +112,7 @@ class AgreedJobConfig(msgspec.Struct, frozen=True, kw_only=True):
     recording: str | None = None
     perturbation_seed: int | None = None
     dtype: Precision | None = None
+    plan: PlanFile | None = None
     observation: RunObservation = RunObservation()
 
     @property
@@ -146,6 +155,7 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
     recording: str | None = None
     perturbation_seed: int | None = None
     dtype: Precision | None = None
+    plan: PlanFile | None = None
     observation: RunObservation = RunObservation()
     launcher: LauncherSpec | None = None
     """The launcher whose conventions the run follows; None for a plain `rankless run`."""
@@ -186,6 +196,8 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The seed of random changes to the last bit of gradients, for `verify`'s noise-floor run; else None."""
     dtype: Precision | None = None
     """The dtype in which jobs compute instead of the script's; None keeps the script's."""
+    plan: PlanFile | None = None
+    """The parallel plan of the run; None lets each job choose its own."""
     observation: RunObservation = RunObservation()
     progress: bool = True
     agent_output: AgentOutput = "table"

@@ -1,6 +1,7 @@
 """Reads the source of a user's program without running it."""
 
 import ast
+import hashlib
 import importlib.machinery
 import os
 import sys
@@ -28,6 +29,15 @@ def names_word(program: Program, word: str) -> bool:
     if program.kind == "code":
         return word in program.target
     return any(word.encode() in text for text, _ in _own_files(program))
+
+
+def digest_source(program: Program) -> str:
+    """Return the SHA-256 of the texts of the program's first file and of the files beside it that it imports."""
+    digest = hashlib.sha256()
+    texts = [program.target.encode()] if program.kind == "code" else [text for text, _ in _own_files(program)]
+    for text in texts:
+        digest.update(hashlib.sha256(text).digest())
+    return digest.hexdigest()
 
 
 def own_syntax(program: Program) -> Iterator[ast.Module]:

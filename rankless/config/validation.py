@@ -53,6 +53,7 @@ def make_run_config(program: Program, request: RunRequest) -> RunConfig:
         recording=request.recording,
         perturbation_seed=request.perturbation_seed,
         dtype=request.dtype,
+        plan=request.plan,
         observation=request.observation,
         progress=request.progress,
         agent_output=request.agent_output,

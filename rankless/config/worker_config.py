@@ -2,7 +2,7 @@
 
 import msgspec
 
-from rankless.config.run_config import Backend, Precision, Program, RunObservation
+from rankless.config.run_config import Backend, PlanFile, Precision, Program, RunObservation
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,6 +25,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     recording: str | None = None
     perturbation_seed: int | None = None
     dtype: Precision | None = None
+    plan: PlanFile | None = None
     observation: RunObservation = RunObservation()
     progress: bool = True
     """Whether the worker sends progress records to the agent."""

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from functools import partial
 from operator import attrgetter
 
+import torch
 from torch import Tensor
 
 
@@ -41,11 +42,12 @@ class ModelChangeDetector:
 
 def _read_versions(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
     """Return the version of each tensor and the address of its data."""
-    try:
-        addresses = list(map(Tensor.data_ptr, tensors))
-    except RuntimeError:
-        addresses = list(map(_address, tensors))
-    return list(zip(map(_get_version, tensors), addresses, strict=True))
+    with torch._C.DisableTorchFunctionSubclass():  # a divided tensor would gather its elements
+        try:
+            addresses = list(map(Tensor.data_ptr, tensors))
+        except RuntimeError:
+            addresses = list(map(_address, tensors))
+        return list(zip(map(_get_version, tensors), addresses, strict=True))
 
 
 def _address(tensor: Tensor) -> int:

@@ -36,6 +36,10 @@ class CompiledProgramRecorder(Protocol):
         """Record the program of one job."""
         ...
 
+    def run(self, job: Any, bound: Any, values: Sequence[Tensor], sizes: Sequence[int]) -> Sequence[Tensor]:
+        """Run a program of a job, and measure the memory that it takes in its first call."""
+        ...
+
     def finish(self, known: Iterable[Any]) -> None:
         """Record which jobs exist, and close."""
         ...
@@ -48,7 +52,7 @@ class CallInspector(Protocol):
         """Count a call of a job, and return whether it is the call to inspect."""
         ...
 
-    def instrument(self, placed: Any, world: Any) -> Callable[[Sequence[Tensor], Sequence[int]], Sequence[Tensor]]:
+    def instrument(self, program: Any, world: Any) -> Callable[[Sequence[Tensor], Sequence[int]], Sequence[Tensor]]:
         """Return a placed program that also records its values."""
         ...
 

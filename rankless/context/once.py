@@ -54,16 +54,6 @@ def call_once(function: Callable[[], Result], *, name: str, world: World) -> Res
     return own
 
 
-def require_not_in_once(world: World, operation: str) -> None:
-    """Raise RanklessError if rank 0 is alone inside `rankless.once`, where it must not wait for other ranks."""
-    if world.once.call is not None and world.mesh.size > 1:
-        raise RanklessError(
-            expected=f"inside {world.once.call} only operations of rank 0 alone",
-            found=f"{operation}, in which all ranks must take part",
-            fix="do it before, outside of once, and pass the result",
-        )
-
-
 def _decode_outcome(data: bytes, name: str) -> Any:
     received = msgspec.msgpack.decode(data, type=_Outcome)
     if received.error:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
@@ -12,8 +13,12 @@ from rankless.context.optimizer_changes import OptimizerChanges
 from rankless.context.redundant_step_calls import LeftoverCalls
 from rankless.context.step_limit import StepLimit
 from rankless.context.training_progress import ProgressMeter
+from rankless.errors import RanklessError
+from rankless.ownership.divided_owner import DividedOwner
+from rankless.ownership.state_owner import StateOwner, WholeOwner
 from rankless.parallel.mesh import Mesh
 from rankless.records.events import AnyRecord
+from rankless.records.parallel_plan import ParallelPlan
 
 
 class OnceState:
@@ -55,8 +60,30 @@ class World:
     """Receives batches from loaders and steps from train jobs. None if nobody shows progress."""
     passes: LoaderPasses = field(default_factory=LoaderPasses)
     """Receives batches and ends of passes from loaders, for jobs that accumulate several calls into a step."""
+    plan: ParallelPlan | None = None
+    """The plan of the run; None lets each job make its own."""
     once: OnceState = field(default_factory=OnceState)
     """Whether rank 0 is inside `rankless.once`."""
+
+    @cached_property
+    def owner(self) -> StateOwner:
+        """Holds parameters, gradients and optimizer state, of which each worker may have only pieces."""
+        axis = next((axis for axis in self.mesh.axes if axis.role == "data"), None)
+        return WholeOwner() if self.mesh.size == 1 or axis is None else DividedOwner(axis, self._require_all_workers)
+
+    def require_not_in_once(self, operation: str) -> None:
+        """Raise RanklessError if rank 0 is alone inside `rankless.once`, where it must not wait for other ranks."""
+        if self.once.call is not None and self.mesh.size > 1:
+            raise RanklessError(
+                expected=f"inside {self.once.call} only operations of rank 0 alone",
+                found=f"{operation}, in which all ranks must take part",
+                fix="do it before, outside of once, and pass the result",
+            )
+
+    def _require_all_workers(self, operation: str) -> None:
+        """Raise an error if not all ranks are about to gather something for the script."""
+        self.require_not_in_once(operation)
+        self.mesh.check_sync_point(operation)
 
 
 WorldSource = Callable[[], World]

@@ -5,7 +5,6 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from rankless.context.once import require_not_in_once
 from rankless.context.world import World, WorldSource
 from rankless.data.batch_agreement import make_logical
 from rankless.data.batch_source import BatchSource
@@ -181,7 +180,7 @@ class Loader(Generic[Batch]):
         return None if present is None or present.is_over else present
 
     def _prepare(self, world: World) -> None:
-        require_not_in_once(world, "a pass over a loader")
+        world.require_not_in_once("a pass over a loader")
         if self._monitor is not None:
             return
         self._monitor = GatherMonitor(world.notify, world=world)

@@ -19,7 +19,6 @@ from torch.overrides import resolve_name
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from rankless.collectives.mesh_collectives import all_gather
-from rankless.context.once import require_not_in_once
 from rankless.context.world import World
 from rankless.errors import DataError
 from rankless.parallel.mesh import Mesh
@@ -118,7 +117,7 @@ class GatherMonitor:
             yield
             return
         rank, record = self._world.mesh.rank, self._world.send_record
-        require_not_in_once(self._world, f"an operation on a whole batch at {where}")
+        self._world.require_not_in_once(f"an operation on a whole batch at {where}")
 
         def warn() -> None:
             text = (

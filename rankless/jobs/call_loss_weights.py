@@ -14,10 +14,10 @@ from rankless.context.world import World
 from rankless.data.logical_tensor import LogicalTensor
 from rankless.errors import CaptureError
 from rankless.jobs.arguments import FlattenedArguments, get_shapes, get_shardings
-from rankless.jobs.bound_program import BoundProgram
 from rankless.jobs.definition import JobDefinition
 from rankless.jobs.gradient_accumulation import LossWeight
-from rankless.jobs.program_cache import ProgramCache, run_program
+from rankless.jobs.programs.bound_program import BoundProgram
+from rankless.jobs.programs.program_cache import ProgramCache, run_program
 from rankless.parallel.tensor_placement import Shard
 
 

@@ -1,5 +1,6 @@
 """The definition of a job: its function, models and optimizers, before it runs anywhere."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, compress
@@ -7,13 +8,18 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
 from rankless.compiler.capture.capture import JobSource
 from rankless.context.redundant_step_calls import JobLabel
 from rankless.errors import ConfigError
 from rankless.jobs.gradient_accumulation import LossWeight
+from rankless.ownership.optimizer_pieces import require_elementwise
+from rankless.records.parallel_plan import ZERO_LEVELS, ZeroLevel
 
+Models = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
+"""What a script passes as `model=`."""
 Optimizers = Optimizer | Sequence[Optimizer]
 """What a script passes as `optimizer=`."""
 View = Literal["consistent", "whole", "mirrored"]
@@ -37,6 +43,8 @@ class StepOptions:
     check_finite: bool = False
     check_synchronized_every: int | None = None
     """Number of calls after which the models of all ranks are compared."""
+    zero: ZeroLevel | None = None
+    """What is divided between workers: the state of optimizers, also gradients, or also parameters."""
 
     @property
     def measures_norm(self) -> bool:
@@ -56,6 +64,12 @@ class StepOptions:
                 expected="clip_norm= or clip_value=, because their order would change the result",
                 found=f"clip_norm={self.clip_norm!r} and clip_value={self.clip_value!r}",
                 fix="choose one",
+            )
+        if self.zero is not None and self.zero not in ZERO_LEVELS:
+            raise ConfigError(
+                expected=f"zero= as one of {', '.join(map(repr, ZERO_LEVELS))}",
+                found=f"zero={self.zero!r}",
+                fix="omit it to hold everything on every worker",
             )
         every = self.check_synchronized_every
         if every is not None and (not isinstance(every, int) or every < 1):
@@ -180,6 +194,44 @@ def detach_leaf(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
+def as_function(function: Any) -> Any:
+    """Return a module as a function that calls it, with its hooks; a function as it is."""
+    if not isinstance(function, nn.Module):
+        return function
+    module = function
+
+    @functools.wraps(module.forward)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return module(*args, **kwargs)
+
+    call.__name__ = type(module).__name__
+    return call
+
+
+def name_modules(model: Models) -> dict[str, nn.Module]:
+    """Return the modules of a job by name: "model", "model_0" and so on, or the names given."""
+    if isinstance(model, nn.Module):
+        named = {"model": model}
+    elif isinstance(model, Mapping):
+        named = dict(model)
+    else:
+        named = {f"model_{index}": module for index, module in enumerate(model)}
+    for name, module in named.items():
+        if not isinstance(module, nn.Module) or not name.isidentifier():
+            raise ConfigError(
+                expected="model= as a torch.nn.Module, a list of modules, or a dict of modules by name",
+                found=f"{type(module).__name__} under the name {name!r}",
+                fix="pass modules; the job may read other objects from its closure",
+            )
+        if isinstance(module, DataParallel | DistributedDataParallel):
+            raise ConfigError(
+                expected="model= as the model itself: the job runs it on all devices",
+                found=f"{type(module).__name__} around it",
+                fix="omit the wrapper, or pass and call its .module",
+            )
+    return named
+
+
 def list_optimizers(optimizer: Optimizers | None) -> tuple[Optimizer, ...]:
     """Return the optimizers of a job in the order of their steps."""
     given = () if optimizer is None else (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
@@ -222,6 +274,22 @@ def require_weighted_calls(job: JobDefinition) -> None:
             fix="omit accumulate=, and pass larger batches or loop over parts of the batch inside the job",
             where=job.line,
         )
+
+
+def require_divisible_states(job: JobDefinition) -> None:
+    """Raise `ConfigError` for `zero=` in a view, or with an optimizer, that cannot divide states."""
+    if job.step_options.zero is None:
+        return
+    if not job.captured:
+        raise ConfigError(
+            expected="zero= on a job in the consistent view that is captured",
+            found=f"zero={job.step_options.zero!r} on job {job.name!r} "
+            + ("in the mirrored view" if job.view == "mirrored" else "with capture=False"),
+            fix="omit zero=",
+            where=job.line,
+        )
+    for optimizer in job.optimizers:
+        require_elementwise(optimizer, job=job.name, line=job.line)
 
 
 def require_random_source(job: JobDefinition) -> None:

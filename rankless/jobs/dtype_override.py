@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from rankless.errors import ConfigError
 from rankless.jobs.arguments import FlattenedArguments
 from rankless.jobs.definition import JobDefinition
 
@@ -35,3 +36,14 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     if tensor.is_complex():
         return tensor.to(dtype.to_complex())
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def require_floating(dtype: torch.dtype, line: str) -> None:
+    """Raise `ConfigError` for a dtype that torch does not accept as default."""
+    if dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        raise ConfigError(
+            expected="dtype= as a floating-point dtype of torch, the default of tensors made in the job",
+            found=str(dtype),
+            fix="pass for example torch.float32; declare the dtype of labels in their placeholder",
+            where=line,
+        )

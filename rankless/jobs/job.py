@@ -5,18 +5,16 @@ On one device a job runs as the plain script would. On a mesh it is captured, pl
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Generic, ParamSpec, Self, TypeVar, get_args
 
 import torch
-from torch import Tensor, nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch import Tensor
 
 from rankless.compiler.capture.autocast import disable_autocast
 from rankless.compiler.capture.trace_errors import keep_user_frames
 from rankless.context.missing_optimizer import MissingOptimizerCheck
-from rankless.context.once import require_not_in_once
 from rankless.context.redundant_step_calls import StepHook
 from rankless.context.world import World, WorldSource
 from rankless.deferred_models.building import materialize
@@ -27,28 +25,33 @@ from rankless.jobs.batch_dims_option import BatchDims
 from rankless.jobs.call_seed import seed_call
 from rankless.jobs.definition import (
     JobDefinition,
+    Models,
     Optimizers,
     RandomSource,
     StepOptions,
     View,
+    as_function,
     list_optimizers,
+    name_modules,
+    require_divisible_states,
     require_optimizer,
     require_random_source,
     require_weighted_calls,
 )
-from rankless.jobs.dtype_override import cast_arguments, cast_job
+from rankless.jobs.dtype_override import cast_arguments, cast_job, require_floating
 from rankless.jobs.optimizer_step import OptimizerStepper, count_group_parameters, require_known_parameters
 from rankless.jobs.views.consistent import ConsistentView
 from rankless.jobs.views.mirrored import MirroredView
 from rankless.jobs.views.one_device import PlainView
 from rankless.jobs.views.whole_batch import WholeBatchView
-from rankless.user_code import display_name
+from rankless.ownership.state_owner import StateOwner, WholeOwner
+from rankless.records.parallel_plan import JobPlan
+from rankless.user_code import caller_line, display_name, is_user_code
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 JobView = PlainView | ConsistentView | MirroredView | WholeBatchView
-Models = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
 
 
 class Job(Generic[Parameters, Result]):
@@ -111,6 +114,27 @@ class Job(Generic[Parameters, Result]):
         """
         return self._view is not None
 
+    @property
+    def plan(self) -> JobPlan | None:
+        """How the job is divided between workers; None before its first call, on one worker, and in other views.
+
+        Example:
+            >>> rankless.job(model=torch.nn.Linear(3, 1))(print).plan is None
+            True
+        """
+        return self._view.division.plan if isinstance(self._view, ConsistentView) else None
+
+    @property
+    def owner(self) -> StateOwner:
+        """What holds the job's parameters, gradients and optimizer state.
+
+        Example:
+            >>> job = rankless.job(model=torch.nn.Linear(3, 1))(print)
+            >>> job.owner.count_bytes(torch.zeros(2))
+            8
+        """
+        return self._world().owner if self.was_called else WholeOwner()
+
     def __call__(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         """Run the job on a whole batch. A train job also makes its optimizer's step.
 
@@ -137,7 +161,7 @@ class Job(Generic[Parameters, Result]):
             torch.Size([4, 1])
         """
         world, job = self._world(), self.definition
-        require_not_in_once(world, f"job {job.name!r}")
+        world.require_not_in_once(f"job {job.name!r}")
         if self._check.placeholders:
             self._check(args, kwargs, recast=world.dtype is not None)
         if self._view is None:
@@ -172,6 +196,7 @@ class Job(Generic[Parameters, Result]):
         except Exception as error:  # the script's own code raised it, perhaps under a hundred frames of capture
             raise_if_diverged(world, error)
             raise keep_user_frames(error) from error.__cause__
+        world.owner.end_call()
         if world.recorder is not None:
             world.recorder.record_call(job=job.name, line=job.line, results=outcome.result)
         loss = outcome.loss
@@ -292,9 +317,12 @@ def make_job(
     step_options: StepOptions | None = None,
 ) -> Job[Parameters, Result]:
     """A job from a function; see `rankless.job` for what the arguments mean."""
+    function = as_function(function)
     code = getattr(function, "__code__", None)
     name = getattr(function, "__name__", "job")
     line = "" if code is None else f"{display_name(code.co_filename)}:{code.co_firstlineno}"
+    if code is None or not is_user_code(code.co_filename):  # a module, or its forward
+        line = caller_line()
     definition = JobDefinition(
         name=name,
         function=function,
@@ -308,6 +336,7 @@ def make_job(
     require_optimizer(definition)
     require_weighted_calls(definition)
     require_known_parameters(definition)
+    require_divisible_states(definition)
     return Job(definition, world)
 
 
@@ -362,38 +391,3 @@ def use_default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
-
-
-def require_floating(dtype: torch.dtype, line: str) -> None:
-    """Raise `ConfigError` for a dtype that torch does not accept as default."""
-    if dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        raise ConfigError(
-            expected="dtype= as a floating-point dtype of torch, the default of tensors made in the job",
-            found=str(dtype),
-            fix="pass for example torch.float32; declare the dtype of labels in their placeholder",
-            where=line,
-        )
-
-
-def name_modules(model: Models) -> dict[str, nn.Module]:
-    """Return the modules of a job by name: "model", "model_0" and so on, or the names given."""
-    if isinstance(model, nn.Module):
-        named = {"model": model}
-    elif isinstance(model, Mapping):
-        named = dict(model)
-    else:
-        named = {f"model_{index}": module for index, module in enumerate(model)}
-    for name, module in named.items():
-        if not isinstance(module, nn.Module) or not name.isidentifier():
-            raise ConfigError(
-                expected="model= as a torch.nn.Module, a list of modules, or a dict of modules by name",
-                found=f"{type(module).__name__} under the name {name!r}",
-                fix="pass modules; the job may read other objects from its closure",
-            )
-        if isinstance(module, DataParallel | DistributedDataParallel):
-            raise ConfigError(
-                expected="model= as the model itself: the job runs it on all devices",
-                found=f"{type(module).__name__} around it",
-                fix="omit the wrapper, or pass and call its .module",
-            )
-    return named

@@ -15,6 +15,7 @@ from rankless.context.optimizer_changes import list_state_entries
 from rankless.context.world import World
 from rankless.errors import ConfigError, RanksDiverged
 from rankless.jobs.definition import JobDefinition
+from rankless.ownership.partitioned_tensor import find_partition
 
 SHOWN = 3
 
@@ -36,7 +37,7 @@ def sync_models(job: JobDefinition, world: World, *, when: str) -> None:
     different = find_differing_tensors(job, world)
     if not different:
         return
-    for _, tensor in sorted(named_tensors(job.modules).items()):
+    for _, tensor in list_whole_tensors(job):
         with torch.no_grad():
             for part in list_dense_parts(tensor):
                 broadcast(part, among=world.mesh)
@@ -66,7 +67,7 @@ def find_differing_tensors(job: JobDefinition, world: World, *, with_state: bool
     """
     names, own_digests = [], []
     state = list_state_tensors(job) if with_state else []
-    for name, tensor in [*sorted(named_tensors(job.modules).items()), *state]:
+    for name, tensor in [*list_whole_tensors(job), *state]:
         parts = list_dense_parts(tensor.detach())
         sizes = "".join(f" {list(part.shape)}" for part in parts if part.layout != tensor.layout)
         names.append(f"{name} {tensor.dtype} {list(tensor.shape)}{sizes}")
@@ -95,13 +96,18 @@ def find_differing_tensors(job: JobDefinition, world: World, *, with_state: bool
     return different
 
 
+def list_whole_tensors(job: JobDefinition) -> list[tuple[str, Tensor]]:
+    """Return the parameters and buffers by name that every rank has whole, and that can therefore be compared."""
+    return [item for item in sorted(named_tensors(job.modules).items()) if find_partition(item[1]) is None]
+
+
 def list_state_tensors(job: JobDefinition) -> list[tuple[str, Tensor]]:
     """Return the tensors of the optimizers' state, with names such as "exp_avg of model.head.weight"."""
     found = []
     for optimizer in job.optimizers:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for entry in list_state_entries(optimizer):
-            if isinstance(entry.value, Tensor):
+            if isinstance(entry.value, Tensor) and find_partition(entry.value) is None:
                 owner = f" of {job.parameter_name(parameters[entry.parameter])}" if entry.parameter >= 0 else ""
                 found.append((f"{entry.key}{owner}", entry.value))
     return found

@@ -1,18 +1,19 @@
 """Turn the gradients of a job's calls into optimizer steps: accumulate, check, measure, clip, step."""
 
+import contextlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
+from torch.nn.utils import clip_grad_value_
 
 from rankless.context.accumulation_passes import AccumulationPass
 from rankless.context.world import World
 from rankless.errors import ConfigError, StepError
 from rankless.jobs.definition import JobDefinition
 from rankless.jobs.gradient_accumulation import GradientAccumulator, LossWeight
+from rankless.records.parallel_plan import ParallelPlan
 
 
 class OptimizerStepper:
@@ -26,6 +27,9 @@ class OptimizerStepper:
         self._job = job
         self._world = world
         self._accumulator = GradientAccumulator()
+        self._owner = world.owner
+        self._hides = hides_gradients(job, world.plan)
+        self._hidden: list[Tensor | None] = []
         self._parameters: Sequence[Tensor] = ()
         self._calls = 0
         self._pass: weakref.ref[AccumulationPass] | None = None
@@ -38,18 +42,20 @@ class OptimizerStepper:
         job, accumulate = self._job, self._job.step_options.accumulate
         self._parameters = parameters
         self._calls += 1
+        holders = self._owner.get_holders(parameters)
         if accumulate > 1:
             self._enter_pass()
         try:
             if job.step_options.check_finite:
-                self._require_finite(loss, parameters)
+                self._require_finite(loss, parameters, holders)
             if accumulate > 1:
-                self._accumulator.add(parameters, weights, job=job.name, line=job.line)
+                self._accumulator.add(holders, weights, job=job.name, line=job.line)
         except StepError:
-            self._accumulator.restore(parameters)
+            self._accumulator.restore(holders)
             raise
         if accumulate == 1:
             self._step()
+        self._hide_gradients()
         self._world.leftovers.end_call(job.label, parameters, job.optimized_parameters)
         if accumulate == 1:
             return True
@@ -61,7 +67,12 @@ class OptimizerStepper:
         """Make a step of the calls since the last one. Returns False if there are none."""
         if not self._accumulator.calls:
             return False
+        self._owner.begin_call()
+        if self._hides:
+            self._accumulator.restore(self._owner.get_holders(self._parameters))
         self._step()
+        self._hide_gradients()
+        self._owner.end_call()
         return True
 
     def on_pass_end(self, ended: AccumulationPass) -> None:
@@ -74,7 +85,8 @@ class OptimizerStepper:
     def report_step(self) -> None:
         """Report the latest step to the recorder and the step limit of this run."""
         if self._world.recorder is not None:
-            self._world.recorder.record_step(job=self._job.name, model=self._job.modules)
+            with self._show_gradients():
+                self._world.recorder.record_step(job=self._job.name, model=self._job.modules)
         if self._world.limit is not None:
             self._world.limit.count_step()
 
@@ -104,6 +116,27 @@ class OptimizerStepper:
         self._pass = None if current is None else weakref.ref(current)
         self._calls_in_pass = 1
 
+    def _hide_gradients(self) -> None:
+        """Leave no `.grad` where workers have only pieces of gradients."""
+        if not self._hides:
+            return
+        if self._world.recorder is not None:
+            self._hidden = [parameter.grad for parameter in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    @contextlib.contextmanager
+    def _show_gradients(self) -> Iterator[None]:
+        """Within the context, parameters have their whole gradients, which a recorder compares."""
+        pairs = list(zip(self._parameters, self._hidden, strict=True)) if self._hides else []
+        for parameter, hidden in pairs:
+            parameter.grad = self._owner.gather_gradient(parameter) if hidden is None else hidden
+        try:
+            yield
+        finally:
+            for parameter, _ in pairs:
+                parameter.grad = None
+
     def _step(self) -> None:
         """Measure and clip the whole gradient, then step."""
         self._accumulator = GradientAccumulator()
@@ -115,32 +148,28 @@ class OptimizerStepper:
 
     def _clip_and_step(self, optimized: Sequence[Tensor]) -> None:
         """Measure and clip the whole gradient, then let the optimizers step."""
-        options = self._job.step_options
+        options, owner = self._job.step_options, self._owner
+        holders = owner.get_holders(optimized)
         if options.clip_norm is not None:
-            with_gradient = [item for item in optimized if item.grad is not None]
-            self.gradient_norm = clip_grad_norm_(with_gradient, options.clip_norm).detach().clone()
+            self.gradient_norm = owner.clip_norm(holders, options.clip_norm)
         elif options.gradient_norm:
-            gradients = [item.grad for item in optimized if item.grad is not None]
-            self.gradient_norm = get_total_norm(gradients).detach().clone()
+            self.gradient_norm = owner.measure_norm(holders)
         if options.clip_value is not None:
-            clip_grad_value_(optimized, options.clip_value)
+            clip_grad_value_(holders, options.clip_value)
         for optimizer in self._job.optimizers:
-            optimizer.step()
+            owner.step(optimizer)
             if self._world.mesh.desync_detector is not None:
                 self._world.optimizer_changes.record(optimizer)
 
-    def _require_finite(self, loss: Tensor, parameters: Sequence[Tensor]) -> None:
+    def _require_finite(self, loss: Tensor, parameters: Sequence[Tensor], holders: Sequence[Tensor]) -> None:
         """Raise `StepError` on every rank if the loss or a gradient is not finite; make no step."""
-        with_gradient = [item for item in parameters if item.grad is not None]
-        gradients = [item.grad for item in with_gradient if item.grad is not None]
-        largest = torch._foreach_norm(gradients, float("inf"))
-        if bool(torch.stack([loss.isfinite(), *(item.isfinite() for item in largest)]).all()):
-            return
+        worst = self._owner.find_not_finite(holders)
         if not bool(loss.isfinite()):
             found = f"a loss of {float(loss)}"
+        elif worst is not None:
+            found = f"the gradient of {self._job.parameter_name(parameters[worst])}"
         else:
-            worst = next(item for item, size in zip(with_gradient, largest, strict=True) if not bool(size.isfinite()))
-            found = f"the gradient of {self._job.parameter_name(worst)}"
+            return
         raise StepError(
             expected=f"finite numbers in step {self.steps + 1} of job {self._job.name!r} (call {self._calls})",
             found=f"{found} is not finite" if not found.startswith("a loss") else found,
@@ -148,6 +177,20 @@ class OptimizerStepper:
             "and optimizer are unchanged",
             where=self._job.line,
         )
+
+
+def hides_gradients(job: JobDefinition, plan: ParallelPlan | None) -> bool:
+    """Return whether gradients are divided between workers, so that a script finds none in `.grad`.
+
+    With `zero=` it finds none on one device either.
+
+    Args:
+        job: The job.
+        plan: The plan of the run, if it was given one.
+    """
+    if plan is not None and job.name in plan.jobs:
+        return any(state.gradient is not None for state in plan.jobs[job.name].states.values())
+    return job.step_options.zero in ("gradients", "parameters")
 
 
 def require_known_parameters(job: JobDefinition) -> None:

@@ -263,5 +263,6 @@ def _make_start(
         recording=config.recording,
         perturbation_seed=config.perturbation_seed,
         dtype=config.dtype,
+        plan=config.plan,
         observation=config.observation,
     )

@@ -115,6 +115,7 @@ def _make_launch(
         recording=start.recording,
         perturbation_seed=start.perturbation_seed,
         dtype=start.dtype,
+        plan=start.plan,
         observation=start.observation,
         progress=config.progress,
         interface=position.interface,

@@ -6,6 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from rankless.records.parallel_plan import JobPlan
+
 
 class ProgramInputRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A tensor that a program takes, and its placement on the workers."""
@@ -18,7 +20,7 @@ class ProgramInputRecord(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int
     """The size of the whole tensor."""
     placement: str
-    """"whole on every worker", or "dim 0 split 5+5"."""
+    """"whole on every worker", "dim 0 split 5+5", or "in pieces, whole while in use"."""
 
 
 CommunicationPurpose = Literal["input", "operator", "gradient", "output"]
@@ -91,12 +93,28 @@ class JobProgram(msgspec.Struct, frozen=True, kw_only=True, tag="program"):
     """The operators without a sharding rule that are split as an experiment has shown to be right."""
 
 
+class JobMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """The memory that a job takes on the first worker at the end of the run, in bytes."""
+
+    parameters: int
+    buffers: int
+    gradients: int
+    optimizer_state: int
+    activations: int | None = None
+    """The most that values of its programs took at any time, as measured in their first calls, without the inputs and
+    the gradients. None if no program has run.
+    """
+
+
 class DefinedJob(msgspec.Struct, frozen=True, kw_only=True, tag="known"):
     """A job that the script had defined by the end of the run, and whether the script had called it."""
 
     job: str
     line: str
     called: bool
+    memory: JobMemory | None = None
+    plan: JobPlan | None = None
+    """How it was divided; None if it was not called, or on one worker."""
 
 
 ProgramRecord = JobProgram | DefinedJob

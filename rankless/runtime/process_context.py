@@ -18,13 +18,14 @@ from rankless.collectives.byte_messages import all_gather_bytes
 from rankless.collectives.desync_detection import DesyncDetector
 from rankless.config import environment
 from rankless.config.distributed_variables import TorchrunWorker
+from rankless.config.plan_file import read_plan
 from rankless.config.run_config import Backend
 from rankless.config.worker_config import WorkerConfig
 from rankless.context.step_limit import StepLimit
 from rankless.context.training_progress import ProgressMeter
 from rankless.context.world import World
 from rankless.errors import ConfigError, JoinError, RanklessError
-from rankless.jobs.program_records import ProgramRecorder
+from rankless.jobs.programs.program_records import make_program_recorder
 from rankless.parallel.mesh import Mesh
 from rankless.records.channel import send_record
 from rankless.records.events import AnyRecord, Notice
@@ -101,7 +102,8 @@ class ProcessContext:
             "perturbation_seed": config.perturbation_seed,
             "dtype": None if config.dtype is None else getattr(torch, config.dtype),
             "limit": None if limit is None else StepLimit(limit, at_end=lambda: self._close_recorders(stopped=True)),
-            "programs": None if observation.programs is None or rank != 0 else ProgramRecorder(observation.programs),
+            "programs": make_program_recorder(config, rank),
+            "plan": None if config.plan is None else read_plan(config.plan),
             "inspector": None
             if inspected is None
             else ValueInspector(InspectedCallRecorder(str(config.recording), rank, inspected)),

@@ -9,6 +9,7 @@ import msgspec
 from rankless.records.gather_places import GatherPlace, describe_gather_place, list_gather_places
 from rankless.records.job_programs import (
     DefinedJob,
+    JobMemory,
     JobProgram,
     ProbedOperator,
     ProgramCommunication,
@@ -41,6 +42,7 @@ class PlannedJob(msgspec.Struct, frozen=True, kw_only=True):
     """The part of `moved_bytes` in values that were split between workers and that every worker gets in full."""
     gather_places: tuple[GatherPlace, ...]
     """Where operators gather such values. A run warns of the costly ones, once per job."""
+    memory: JobMemory | None = None
 
 
 class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,6 +63,7 @@ def make_plan_report(facts: Iterable[ProgramRecord], *, workers: int, steps: int
     """Make the report from the facts that a run recorded about its jobs."""
     known = list(facts)
     compiled = {(fact.job, fact.line) for fact in known if isinstance(fact, JobProgram)}
+    memory = {(fact.job, fact.line): fact.memory for fact in known if isinstance(fact, DefinedJob)}
     called = [fact for fact in known if isinstance(fact, DefinedJob) and fact.called]
     return PlanReport(
         workers=workers,
@@ -72,6 +75,7 @@ def make_plan_report(facts: Iterable[ProgramRecord], *, workers: int, steps: int
                 sent_bytes=sum(move.sent_bytes for move in fact.moves),
                 gathered_bytes=sum(move.bytes for move in fact.moves if move.gathered),
                 gather_places=list_gather_places(fact),
+                memory=memory.get((fact.job, fact.line)),
             )
             for fact in known
             if isinstance(fact, JobProgram)
@@ -108,6 +112,8 @@ def _render_job(job: PlannedJob, width: int) -> Iterator[str]:
         yield from _render_moves(program.moves, width)
     for text in (_describe_total(job), _describe_gathers(program)):
         yield from _wrap(text, width, indent=2)
+    if job.memory is not None:
+        yield from _wrap(_describe_memory(job.memory), width, indent=2)
     for place in job.gather_places:
         yield from _wrap(f"{_shorten_line(place.line)}: {describe_gather_place(place)}", width, indent=4)
     yield from _wrap(_describe_operators_without_rule(program), width, indent=2)
@@ -123,6 +129,19 @@ def _describe_total(job: PlannedJob) -> str:
         f"total: {_count(len(job.program.moves), 'move')}, {format_decimal_bytes(job.moved_bytes)} of values; "
         f"each worker sends {format_decimal_bytes(job.sent_bytes)} (ring collectives)"
     )
+
+
+def _describe_memory(memory: JobMemory) -> str:
+    """Describe what a worker holds of a job."""
+    kinds = {
+        "parameters": memory.parameters,
+        "buffers": memory.buffers,
+        "gradients": memory.gradients,
+        "optimizer state": memory.optimizer_state,
+        "activations": memory.activations or 0,
+    }
+    parts = [f"{name} {format_decimal_bytes(size)}" for name, size in kinds.items() if size]
+    return f"memory per worker: {', '.join(parts) or 'none'}"
 
 
 def _describe_gathers(program: JobProgram) -> str:

@@ -10,7 +10,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TextIO
 
-from rankless.config.run_config import Cluster, InspectedCall, Precision, Program, RunConfig, RunObservation, RunRequest
+from rankless.config.run_config import (
+    Cluster,
+    InspectedCall,
+    PlanFile,
+    Precision,
+    Program,
+    RunConfig,
+    RunObservation,
+    RunRequest,
+)
 from rankless.config.validation import make_run_config
 from rankless.records.call_values import ComputedValue, read_values
 from rankless.records.job_programs import ProgramRecord, read_program_records
@@ -49,6 +58,8 @@ class VerifyRuns:
     """The hosts of the runs on several workers; None for this host alone."""
     log_folder: str = "log"
     show: bool = False
+    plan: PlanFile | None = None
+    """The parallel plan of the runs on several workers; None lets each job make its own."""
     dtype: Precision | None = None
     """The precision of all runs; None leaves it to the script."""
     steps: int | None = None
@@ -144,6 +155,7 @@ class VerifyRuns:
                 recording=folder,
                 perturbation_seed=perturbation_seed,
                 dtype=self.dtype,
+                plan=None if workers == 1 else self.plan,
                 observation=observation,
                 cluster=self.cluster if workers > 1 else None,
             ),

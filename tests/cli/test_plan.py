@@ -9,6 +9,7 @@ from support.warm_runs import rankless
 
 from rankless.records.job_programs import (
     DefinedJob,
+    JobMemory,
     JobProgram,
     ProgramCommunication,
     ProgramInputRecord,
@@ -83,6 +84,12 @@ def test_the_first_step_gives_a_table_and_json(tmp_path: Path) -> None:
     assert "4 x all_gather 192 B 128 B train.py:13: statistics of the whole batch in model.[0-3].norm" in shown
     assert "gathered on every worker: 1 value, 320 B; every worker computes" in shown
     assert "gathered on every worker: none" not in shown
+    memory = planned["memory"]
+    parameters = 4 * (8 * 8 + 8 + 8 + 8) * 4
+    assert (memory["parameters"], memory["gradients"], memory["optimizer_state"]) == (parameters, parameters, 0)
+    assert memory["buffers"] == 4 * ((8 + 8) * 4 + 8)
+    assert 10 * 8 * 4 < memory["activations"] < 100 * 10 * 8 * 4
+    assert "memory per worker: parameters 1.4 kB, buffers 288 B, gradients 1.4 kB, activations" in shown
     assert "job correct (train.py:22) was not called within 1 training step" in job.stdout
 
 
@@ -170,7 +177,8 @@ def make_table_program() -> JobProgram:
 def test_the_table_fits_any_width_and_cuts_nothing_off(width: int) -> None:
     known = DefinedJob(job="predict", line="/somewhere/train.py:9", called=False)
     mirrored = DefinedJob(job="twin", line="/somewhere/train.py:11", called=True)
-    compiled = DefinedJob(job="train", line="/somewhere/train.py:3", called=True)
+    memory = JobMemory(parameters=1500, buffers=0, gradients=1500, optimizer_state=3000, activations=4500)
+    compiled = DefinedJob(job="train", line="/somewhere/train.py:3", called=True, memory=memory)
     report = make_plan_report([make_table_program(), known, mirrored, compiled], workers=2, steps=1)
     lines = render_plan(report, width).splitlines()
     assert max(map(len, lines)) <= width
@@ -186,6 +194,7 @@ def test_the_table_fits_any_width_and_cuts_nothing_off(width: int) -> None:
         "computed in full: 1: aten.odd.default (train.py:5, model.2)",
         "total: 13 moves, 19.5 kB of values; each worker sends 19.5 kB (ring collectives)",
         "data moved per call (4 calls make a step), in order of start",
+        "memory per worker: parameters 1.5 kB, gradients 1.5 kB, optimizer state 3.0 kB, activations 4.5 kB",
         "job predict (train.py:9) was not called within 1 training step; increase --steps",
         "job twin (train.py:11) is not compiled, so it has no plan: view='mirrored' or capture=False",
     ):

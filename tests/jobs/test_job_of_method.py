@@ -2,10 +2,14 @@
 
 import pytest
 import torch
+from support.processes import on_mesh
 from torch import nn
 
 import rankless
+from rankless.context.world import World
 from rankless.errors import ConfigError
+from rankless.jobs.job import make_job
+from rankless.parallel.mesh import Mesh
 
 model = nn.Linear(3, 1)
 
@@ -37,3 +41,23 @@ def test_a_job_of_a_bound_method_runs() -> None:
 
 def test_a_job_is_an_attribute_of_the_class() -> None:
     assert Trainer.decorated.definition.name == "decorated"
+
+
+def call_modules(mesh):
+    """Return what a module, its `forward` and a function of it compute as jobs, and the lines of the jobs."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.Tanh(), torch.nn.Linear(9, 4))
+    world = World(mesh=mesh, notify=lambda _: None, send_record=lambda _: None)
+    inputs = torch.linspace(-1, 1, 30).view(5, 6)
+    jobs = [
+        make_job(function, model=model, optimizer=None, view=None, world=lambda: world)
+        for function in (model, model.forward, lambda x: model(x))
+    ]
+    return [job(inputs) for job in jobs], [job.definition.line for job in jobs]
+
+
+def test_a_module_of_pytorch_is_a_job_without_a_line_of_its_own_in_the_script():
+    for results, lines in [call_modules(Mesh.solo()), *on_mesh(2, call_modules)]:
+        torch.testing.assert_close(results[0], results[2])
+        torch.testing.assert_close(results[1], results[2])
+        assert all(line.startswith(lines[2].rpartition(":")[0]) for line in lines)

@@ -7,7 +7,7 @@ from torch import nn
 
 from rankless.context.world import World
 from rankless.jobs.job import make_job
-from rankless.jobs.program_cache import MAX_ENTRIES
+from rankless.jobs.programs.program_cache import MAX_ENTRIES
 
 
 def train_annealed(mesh, coefficients, as_tensor):

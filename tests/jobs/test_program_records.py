@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from rankless.context.world import World
 from rankless.jobs.arguments import flatten_arguments, get_shardings
-from rankless.jobs.bound_program import collect_inputs
 from rankless.jobs.definition import JobDefinition
-from rankless.jobs.program_cache import ProgramCache
-from rankless.jobs.program_records import describe_program
+from rankless.jobs.programs.bound_program import collect_inputs
+from rankless.jobs.programs.program_cache import ProgramCache
+from rankless.jobs.programs.program_records import describe_program
 from rankless.jobs.views.consistent import ConsistentView
 from rankless.parallel.mesh import Mesh
 from rankless.records.gather_places import describe_gather_place, list_gather_places
@@ -157,6 +157,9 @@ class KeptPrograms:
 
     def record(self, job: Any, local: Any) -> None:
         self.programs.append(describe_program(job, local))
+
+    def run(self, _job: Any, bound: Any, values: Any, sizes: Any) -> Any:
+        return bound.local(values, sizes)
 
     def finish(self, known: Any) -> None:
         """There is no file to close."""

@@ -10,8 +10,8 @@ from rankless.compiler.tracing.symbolic_sizes import SymbolicSizes, compile_guar
 from rankless.context.world import World
 from rankless.jobs.arguments import FlattenedArguments
 from rankless.jobs.job import make_job
-from rankless.jobs.program_cache import CacheEntry, CacheLookup, ProgramCache
-from rankless.jobs.varying_sizes import (
+from rankless.jobs.programs.program_cache import CacheEntry, CacheLookup, ProgramCache
+from rankless.jobs.programs.varying_sizes import (
     SizeConstraints,
     SizeHistory,
     list_uneven_dims,

@@ -36,11 +36,12 @@ from rankless.compiler.ir.logical_program import LogicalProgram
 from rankless.compiler.ir.memory_order import make_empty
 from rankless.compiler.tracing.activation_checkpoints import trace_checkpoints
 from rankless.compiler.tracing.module_names import name_modules
-from rankless.compiler.tracing.operator_lines import record_origins
+from rankless.compiler.tracing.operator_lines import TracedFunction, record_origins
 from rankless.compiler.tracing.refused_functions import ModuleTensors
 from rankless.compiler.tracing.script_generators import ScriptGenerators
 from rankless.compiler.tracing.symbolic_sizes import LineTrackingShapeEnv, SymbolicSizes, specialize_on_repr
 from rankless.errors import CaptureError
+from rankless.ownership.partitioned_tensor import as_plain_parameters
 
 BuildArguments = Callable[[Sequence[Tensor]], tuple[tuple[Any, ...], dict[str, Any]]]
 """Puts the tensor arguments of a call among its plain ones; returns positional and keyword arguments."""
@@ -121,6 +122,7 @@ class TraceableJobModule(nn.Module):
         self.module_tensors = ModuleTensors({})
         self.generators = ScriptGenerators()
         self.reads = reads
+        self.traced = TracedFunction(TraceableJobModule.forward.__code__, source.line)
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Call `forward` directly, without the hooks that the script registered for all modules."""
@@ -136,7 +138,7 @@ class TraceableJobModule(nn.Module):
             self.reads.begin_pass()
         with (
             self.effects.trace_pass() as call_log,
-            record_origins(known, self.generators, names, call_log),
+            record_origins(known, self.generators, names, call_log, self.traced),
             specialize_on_repr(),
         ):
             args, kwargs = self.arguments(tensors)
@@ -236,6 +238,7 @@ def capture(
             contextlib.nullcontext() if reads is None else reads.observe(),
             set_compiling_flag(),
             restore_module_tensors(source.modules),
+            as_plain_parameters(list_parameters(source.modules)),
         ):
             require_traceable_modules(source.modules)
             with refuse_use_of_old_data(lambda: job.module_tensors):
@@ -317,6 +320,11 @@ def restore_module_tensors(modules: Mapping[str, nn.Module]) -> Iterator[None]:
     finally:
         for table, before in tables:
             table.update(before)
+
+
+def list_parameters(modules: Mapping[str, nn.Module]) -> list[Tensor]:
+    """Return the parameters of modules."""
+    return [item for module in modules.values() for item in module.parameters()]
 
 
 @contextlib.contextmanager

@@ -14,7 +14,8 @@ from rankless.compiler.ir.logical_program import LogicalProgram, ProgramInput, P
 from rankless.compiler.lowering.lower import lower
 from rankless.compiler.probing.operator_probe import OperatorProbe
 from rankless.compiler.scheduling.gradient_buckets import schedule_gradients
-from rankless.compiler.scheduling.gradient_memory import GradientMemory
+from rankless.compiler.scheduling.parameter_gathers import gather_parameters
+from rankless.compiler.scheduling.stored_states import StateStorage
 from rankless.compiler.sharding.redistribute import CollectiveRecord
 from rankless.compiler.sharding.sharding_propagation import ShardedProgram, propagate_shardings
 from rankless.compiler.tracing.symbolic_sizes import EXPRESSION_GLOBALS, format_expression, is_symbolic
@@ -35,6 +36,8 @@ class LocalProgram:
     lines: Mapping[int, str]
     """The script's line, as "file.py:12", for each line of `function`."""
     sharded: ShardedProgram
+    storage: StateStorage
+    """Which of its states this worker holds in pieces."""
     collectives: tuple[CollectiveRecord, ...]
 
     def __call__(self, values: Sequence[Tensor], sizes: Sequence[int] = ()) -> Sequence[Tensor]:
@@ -146,7 +149,7 @@ def build_local_program(
     argument_shardings: Sequence[Sharding],
     mesh: Mesh,
     *,
-    memory: GradientMemory,
+    storage: StateStorage | None = None,
     sizes: Sequence[str] = (),
     probe: OperatorProbe | None = None,
 ) -> LocalProgram:
@@ -156,14 +159,16 @@ def build_local_program(
         program: The program, the same on all ranks.
         argument_shardings: The sharding of each of its tensor arguments.
         mesh: The ranks.
-        memory: The memory of gradients.
+        storage: The memory of gradients, and which states a worker holds in pieces. Default: new memory, and none.
         sizes: The names of varying sizes.
         probe: Probes operators without a rule. None leaves them whole. With it the call is collective.
     """
     with offer_whole_batch():
         sharded = propagate_shardings(program, argument_shardings, [axis.size for axis in mesh.axes], probe)
+    storage = storage or StateStorage()
     local = lower(sharded, mesh)
-    local = schedule_gradients(local, program, memory)
+    local = gather_parameters(local, program, storage)
+    local = schedule_gradients(local, program, storage)
     function, lines = generate_function(local.graph, sizes)
     return LocalProgram(
         inputs=tuple(described for _, described in local.inputs),
@@ -171,5 +176,6 @@ def build_local_program(
         function=function,
         lines=lines,
         sharded=sharded,
+        storage=storage,
         collectives=local.collectives,
     )

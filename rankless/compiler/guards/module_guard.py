@@ -5,6 +5,7 @@ from itertools import chain, repeat
 from operator import attrgetter, is_, methodcaller
 from typing import Any
 
+import torch
 import torch.nn.modules.module as module_globals
 from torch import Tensor, nn
 
@@ -119,13 +120,15 @@ def list_attributes(tensors: Sequence[Any]) -> tuple[list[Any], ...]:
     """Return shapes, dtypes, devices and requires_grad of the tensors."""
     if any(map(is_, tensors, repeat(None))):
         tensors = [tensor for tensor in tensors if tensor is not None]
-    return tuple(list(map(attribute, tensors)) for attribute in TENSOR_ATTRIBUTES)
+    with torch._C.DisableTorchFunctionSubclass():  # divided parameters know their own shapes
+        return tuple(list(map(attribute, tensors)) for attribute in TENSOR_ATTRIBUTES)
 
 
 def count_tensor_hooks(tensors: Sequence[Any]) -> tuple[int, ...]:
     """Return how many tensors have hooks of their own, per kind of hook."""
     present = [tensor for tensor in tensors if tensor is not None]
-    return tuple(sum(map(bool, map(hooks, present))) for hooks in TENSOR_HOOKS)
+    with torch._C.DisableTorchFunctionSubclass():
+        return tuple(sum(map(bool, map(hooks, present))) for hooks in TENSOR_HOOKS)
 
 
 def find_aliases(tensors: Sequence[Tensor | None]) -> list[int]:

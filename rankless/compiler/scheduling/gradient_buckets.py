@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
-from rankless.collectives.mesh_collectives import start_all_reduce
+from rankless.collectives.mesh_collectives import start_all_reduce, start_reduce_scatter
 from rankless.compiler.ir.custom_ops import run_linear_weight
 from rankless.compiler.ir.logical_program import LogicalProgram, LogicalValue, is_fresh
 from rankless.compiler.lowering.lower import LocalGraph
@@ -21,10 +21,12 @@ from rankless.compiler.scheduling.gradient_memory import (
     EnsureOwnMemory,
     FlatMemory,
     GradientLayout,
-    GradientMemory,
+    StagingMemory,
     find_gradient_layout,
 )
+from rankless.compiler.scheduling.stored_states import StateStorage, limit_group
 from rankless.compiler.sharding.redistribute import CollectiveRecord, all_reduce_bytes
+from rankless.ownership.piece_layout import PieceGroup, PieceLayout
 from rankless.parallel.mesh import MeshAxis
 
 aten = torch.ops.aten
@@ -48,6 +50,8 @@ class GradientOutput:
     value: LogicalValue
     name: str
     layout: GradientLayout
+    pieces: PieceLayout | None = None
+    """How it is divided between the workers, if each of them keeps only its piece."""
 
     @property
     def axes(self) -> tuple[MeshAxis, ...]:
@@ -102,18 +106,70 @@ class GradientBucket:
         return [view.detach() for view in self.gradient_views]
 
 
-def schedule_gradients(local: LocalGraph, program: LogicalProgram, memory: GradientMemory) -> LocalGraph:
+class ScatteredBucket:
+    """Gradients that are summed together, of which each worker along an axis gets its pieces."""
+
+    def __init__(
+        self,
+        axes: tuple[MeshAxis, ...],
+        axis: MeshAxis,
+        pieces: PieceGroup,
+        memory: FlatMemory,
+        staging: StagingMemory,
+    ) -> None:
+        self.axes = axes
+        self._axis = axis
+        self._pieces = pieces
+        self._memory = memory
+        self._staging = staging
+        self._layouts = tuple(make_piece_layout(layout, axis.rank) for layout in pieces.layouts)
+        self._work: dist.Work | None = None
+
+    def open(self) -> None:
+        """Prepare the memory for a call of the program. The call before may have ended early."""
+        self.wait()
+        self._memory.renew()
+
+    def wait(self) -> None:
+        """Wait for the sums, and forget the collective."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+
+    def start(self, _indices: Sequence[int], gradients: Sequence[Tensor]) -> None:
+        """Copy the gradients together, and start to sum them."""
+        like = self._memory.flat
+        flat = self._staging.take(self._pieces.flat_size, like.dtype, like.device, self)
+        self._pieces.join_wholes(gradients, flat)
+        self._work = start_reduce_scatter(like, flat, among=self._axis)
+
+    def finish(self) -> list[Tensor]:
+        """Wait for the sums and return this worker's pieces. Only the sum along one axis overlaps with computation."""
+        self.wait()
+        for axis in self.axes:
+            work = None if axis is self._axis else start_all_reduce(self._memory.flat, among=axis)
+            if work is not None:
+                work.wait()
+        return [view.detach() for view in self._memory.get_views(self._layouts)]
+
+
+def make_piece_layout(layout: PieceLayout, rank: int) -> GradientLayout:
+    """Return the layout of one worker's piece of a gradient."""
+    return GradientLayout(layout.piece_shape(rank), layout.piece_strides(rank))
+
+
+def schedule_gradients(local: LocalGraph, program: LogicalProgram, storage: StateStorage | None = None) -> LocalGraph:
     """Return the local graph of a logical program with its pending gradients reduced, each in memory of its own.
 
     See Note [memory of a gradient].
+
+    Args:
+        local: The graph, as lowered.
+        program: The logical program.
+        storage: The memory of gradients, and which of them each worker keeps only a piece of. Default: none.
     """
-    gradients = [
-        GradientOutput(local=node, value=logical.meta["val"], name=described.name, layout=layout)
-        for (node, described), (logical, _), layout in zip(
-            local.outputs, program.outputs, find_gradient_layouts(program), strict=True
-        )
-        if layout is not None
-    ]
+    storage = storage or StateStorage()
+    gradients = list_gradients(local, program, storage)
     order = {node: position for position, node in enumerate(local.graph.nodes)}
     pending = set(local.pending_gradients)
     # Of several gradients that are one value, the first is reduced, and the others are copies of it.
@@ -121,8 +177,7 @@ def schedule_gradients(local: LocalGraph, program: LogicalProgram, memory: Gradi
     in_order = sorted(to_reduce.values(), key=lambda gradient: order[gradient.local])
     reduced: dict[str, fx.Node] = {}
     for number, group in enumerate(group_into_buckets(in_order)):
-        layouts = tuple(gradient.layout for gradient in group)
-        bucket = GradientBucket(group[0].axes, memory.get(number, layouts, group[0].value), layouts)
+        bucket = make_bucket(group, number, storage)
         reduced |= add_bucket(local.graph, bucket, group)
     uses = Counter(node for node, _ in local.outputs)
     output = get_output(local.graph)
@@ -132,8 +187,9 @@ def schedule_gradients(local: LocalGraph, program: LogicalProgram, memory: Gradi
                 known = to_reduce.get(gradient.local)
                 value = gradient.local if known is None else reduced[known.name]
                 is_shared = known is not None or uses[value] > 1 or len(value.users) > 1 or not is_fresh(value)
-                reduced[gradient.name] = local.graph.call_function(
-                    EnsureOwnMemory(gradient.layout, is_shared), (value,)
+                is_piece = known is not None and known.pieces == gradient.pieces
+                reduced[gradient.name] = add_own_memory(
+                    local.graph, gradient, value, storage, is_shared=is_shared, is_piece=is_piece
                 )
     outputs = tuple(
         (reduced[described.name] if described.kind == "gradient" else node, described)
@@ -143,29 +199,96 @@ def schedule_gradients(local: LocalGraph, program: LogicalProgram, memory: Gradi
     return LocalGraph(graph=local.graph, inputs=local.inputs, outputs=outputs, pending_gradients=())
 
 
+def list_gradients(local: LocalGraph, program: LogicalProgram, storage: StateStorage) -> list[GradientOutput]:
+    """Return the gradients that a local program returns."""
+    return [
+        GradientOutput(
+            local=node,
+            value=logical.meta["val"],
+            name=described.name,
+            layout=layout,
+            pieces=storage.find_gradient_layout(program, described.name, logical.meta["val"]),
+        )
+        for (node, described), (logical, _), layout in zip(
+            local.outputs, program.outputs, find_gradient_layouts(program), strict=True
+        )
+        if layout is not None
+    ]
+
+
+def add_own_memory(
+    graph: fx.Graph,
+    gradient: GradientOutput,
+    value: fx.Node,
+    storage: StateStorage,
+    *,
+    is_shared: bool,
+    is_piece: bool,
+) -> fx.Node:
+    """Add what gives memory of its own to a gradient that is in no bucket, or to this worker's piece of it.
+
+    Args:
+        graph: The graph.
+        gradient: The gradient.
+        value: It as a whole, or this worker's piece of it.
+        storage: The axis that divides it.
+        is_shared: Whether another value may have its memory.
+        is_piece: Whether the value is a piece.
+    """
+    if gradient.pieces is None or storage.axis is None:
+        return graph.call_function(EnsureOwnMemory(gradient.layout, is_shared), (value,))
+    if not is_piece:
+        value = graph.call_function(gradient.pieces.get_piece, (value, storage.axis.rank))
+    layout = make_piece_layout(gradient.pieces, storage.axis.rank)
+    return graph.call_function(EnsureOwnMemory(layout, is_shared=True), (value,))
+
+
+def make_bucket(
+    group: Sequence[GradientOutput], number: int, storage: StateStorage
+) -> GradientBucket | ScatteredBucket:
+    """Return the bucket of a group of gradients, which is the one with this number in its program."""
+    first, memory = group[0], storage.memory
+    layouts = [gradient.pieces for gradient in group if gradient.pieces is not None]
+    if layouts:
+        axis = storage.axis
+        assert axis is not None, "gradients are divided along no axis"
+        assert axis in first.axes, "a gradient is divided along an axis that does not sum it"
+        pieces = PieceGroup(tuple(layouts), axis.size)
+        flat = memory.get(number, pieces.chunk_size, first.value)
+        return ScatteredBucket(first.axes, axis, pieces, flat, memory.staging)
+    whole = tuple(gradient.layout for gradient in group)
+    return GradientBucket(first.axes, memory.get(number, sum(layout.size for layout in whole), first.value), whole)
+
+
 def get_output(graph: fx.Graph) -> fx.Node:
     """Return the node that returns the graph's values."""
     output: fx.Node = next(node for node in graph.nodes if node.op == "output")
     return output
 
 
-def add_bucket(graph: fx.Graph, bucket: GradientBucket, group: Sequence[GradientOutput]) -> dict[str, fx.Node]:
+def add_bucket(
+    graph: fx.Graph, bucket: GradientBucket | ScatteredBucket, group: Sequence[GradientOutput]
+) -> dict[str, fx.Node]:
     """Reduce a group of gradients in a bucket: start after the last one, and finish at the end; return them by name."""
+    is_scattered = isinstance(bucket, ScatteredBucket)
     output = get_output(graph)
     with graph.inserting_before(next((node for node in graph.nodes if node.op != "placeholder"), output)):
         graph.call_function(bucket.open, ())
-    in_place = [try_write_in_place(graph, gradient.local, bucket, index) for index, gradient in enumerate(group)]
+    in_place = [
+        isinstance(bucket, GradientBucket) and try_write_in_place(graph, gradient.local, bucket, index)
+        for index, gradient in enumerate(group)
+    ]
     copied = [index for index, is_written in enumerate(in_place) if not is_written]
     last = group[-1].local
     with graph.inserting_after(last):
         started = graph.call_function(bucket.start, (copied, [group[index].local for index in copied]))
     size = sum(gradient.bytes for gradient in group)
     started.meta["collective"] = CollectiveRecord(
-        kind="all_reduce",
+        kind="reduce_scatter" if is_scattered else "all_reduce",
         purpose="gradient",
         value=", ".join(gradient.name for gradient in group),
         bytes=size,
-        sent_bytes=sum(all_reduce_bytes(size, axis.size) for axis in bucket.axes),
+        sent_bytes=sum(all_reduce_bytes(size, axis.size) for axis in bucket.axes) // (2 if is_scattered else 1),
         line=str(last.meta.get("line", "")),
         reason=f"{len(group)} gradients" if len(group) > 1 else "a gradient",
         backward=True,
@@ -201,9 +324,12 @@ def group_into_buckets(gradients: Sequence[GradientOutput]) -> list[list[Gradien
     """Group gradients, in the order of computation, by dtype, axes and limited size."""
     groups: list[list[GradientOutput]] = []
     filled_bytes, kind = 0, None
+    scattered = [gradient.bytes for gradient in gradients if gradient.pieces is not None]
     for gradient in gradients:
         limit = FIRST_BUCKET_BYTES if len(groups) == 1 else BUCKET_BYTES
-        own_kind = gradient.value.dtype, gradient.axes
+        if gradient.pieces is not None:
+            limit = limit_group(scattered)
+        own_kind = gradient.value.dtype, gradient.axes, gradient.pieces is not None
         if not groups or kind != own_kind or filled_bytes + gradient.bytes > limit:
             groups.append([])
             filled_bytes, kind = 0, own_kind

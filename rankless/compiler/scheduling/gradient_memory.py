@@ -6,8 +6,9 @@ strides. A script may keep a `.grad`, or change it in place. So buckets are used
 gradients of the last step.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -62,22 +63,52 @@ class FlatMemory:
     def get_views(self, layouts: tuple[GradientLayout, ...]) -> list[Tensor]:
         """Return views of consecutive pieces of the memory in the given layouts."""
         if layouts not in self._views:
-            pieces = self.flat.split([layout.size for layout in layouts])
+            sizes = [layout.size for layout in layouts]
+            pieces = self.flat[: sum(sizes)].split(sizes)
             self._views[layouts] = [
                 piece.as_strided(layout.shape, layout.strides) for piece, layout in zip(pieces, layouts, strict=True)
             ]
         return self._views[layouts]
 
 
+class StagingUser(Protocol):
+    """A bucket that sends what it puts into staging memory."""
+
+    def wait(self) -> None:
+        """Wait for its collective, and forget it, because backends keep memory as long as it is known."""
+        ...
+
+
+class StagingMemory:
+    """Two flat tensors per dtype and device that buckets use in turn, so that one fills while the other is sent."""
+
+    def __init__(self) -> None:
+        self._flats: dict[Hashable, Tensor] = {}
+        self._users: dict[Hashable, StagingUser] = {}
+        self._next = 0
+
+    def take(self, size: int, dtype: torch.dtype, device: torch.device, user: StagingUser) -> Tensor:
+        """Return memory for `size` elements, once the collective of its user before is done."""
+        self._next = 1 - self._next
+        key = self._next, dtype, device
+        if key in self._users:
+            self._users[key].wait()
+        self._users[key] = user
+        if key not in self._flats or self._flats[key].numel() < size:
+            self._flats[key] = torch.empty(size, dtype=dtype, device=device)
+        return self._flats[key][:size]
+
+
 class GradientMemory:
     """The bucket memory of a job. Its programs share it, because one runs at a time."""
 
     def __init__(self) -> None:
+        self.staging = StagingMemory()
+        """Where whole gradients are put together before each worker gets its pieces of the sum."""
         self._flats: dict[Hashable, FlatMemory] = {}
 
-    def get(self, number: int, layouts: Sequence[GradientLayout], like: LogicalValue) -> FlatMemory:
-        """Return the memory of the bucket with this number in a program."""
-        size = sum(layout.size for layout in layouts)
+    def get(self, number: int, size: int, like: LogicalValue) -> FlatMemory:
+        """Return the memory of the bucket with this number in a program, for `size` elements."""
         key = number, size, like.dtype, like.device
         if key not in self._flats:
             self._flats[key] = FlatMemory(size, like.dtype, like.device)

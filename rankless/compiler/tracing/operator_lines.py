@@ -3,7 +3,8 @@
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
-from types import FrameType
+from dataclasses import dataclass
+from types import CodeType, FrameType
 from typing import Any
 
 import torch.fx.traceback as fx_traceback
@@ -28,6 +29,28 @@ def find_calling_frame(frame: FrameType) -> FrameType:
     return frame
 
 
+@dataclass(frozen=True)
+class TracedFunction:
+    """Where the trace of a job's function begins.
+
+    The function may have no line of its own in a file of the user, as a module of PyTorch that is a job.
+    """
+
+    caller: CodeType
+    """The code that calls the function."""
+    line: str
+    """The job's line."""
+
+    def find_line(self, frame: FrameType | None) -> str:
+        """Return the innermost line of user code within the function; the job's line if there is none."""
+        innermost = frame
+        while frame is not None and not is_user_code(frame.f_code.co_filename):
+            if frame.f_code is self.caller:
+                return self.line
+            frame = frame.f_back
+        return user_line(innermost)
+
+
 class SourceLineMode(TorchFunctionMode):
     """Write the origin of traced operators into their metadata, and keep composite operators as one node.
 
@@ -36,9 +59,15 @@ class SourceLineMode(TorchFunctionMode):
     """
 
     def __init__(
-        self, tensors: ModuleTensors, generators: ScriptGenerators, names: ModuleNames, call_log: list[Any]
+        self,
+        tensors: ModuleTensors,
+        generators: ScriptGenerators,
+        names: ModuleNames,
+        call_log: list[Any],
+        traced: TracedFunction,
     ) -> None:
         super().__init__()
+        self._traced = traced
         self._generators = generators
         self._names = names
         self._call_log = call_log
@@ -62,10 +91,10 @@ class SourceLineMode(TorchFunctionMode):
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType, profile: Any
     ) -> Any:
         by_user = is_user_code(find_calling_frame(frame).f_code.co_filename)
+        line = self._traced.find_line(frame)
         refusal = find_refusal(func, args, self._module_tensors, by_user=by_user)
         if refusal is not None:
-            raise refusal.add_location(user_line(frame))
-        line = user_line(frame)
+            raise refusal.add_location(line)
         generator, drawn = self._generators.take(kwargs)
         origin = OperatorOrigin(line, find_module(frame, self._names), generator)
         fx_traceback.current_meta["stack_trace"] = origin.encode()
@@ -85,14 +114,18 @@ class SourceLineMode(TorchFunctionMode):
 
 @contextlib.contextmanager
 def record_origins(
-    tensors: ModuleTensors, generators: ScriptGenerators, names: ModuleNames, call_log: list[Any]
+    tensors: ModuleTensors,
+    generators: ScriptGenerators,
+    names: ModuleNames,
+    call_log: list[Any],
+    traced: TracedFunction,
 ) -> Iterator[None]:
     """Within the context, every traced operator carries its encoded `OperatorOrigin` as `meta["stack_trace"]`.
 
     The context appends each call, in order, to `call_log`.
     """
     before = dict(fx_traceback.current_meta)
-    with fx_traceback.preserve_node_meta(), SourceLineMode(tensors, generators, names, call_log):
+    with fx_traceback.preserve_node_meta(), SourceLineMode(tensors, generators, names, call_log, traced):
         yield
     fx_traceback.current_meta.clear()
     fx_traceback.current_meta.update(before)

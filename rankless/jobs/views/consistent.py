@@ -17,13 +17,15 @@ from rankless.jobs.arguments import (
     find_refused_argument,
     get_shardings,
 )
-from rankless.jobs.bound_program import BoundProgram, collect_inputs
 from rankless.jobs.call_fingerprint import RandomStates, format_call
 from rankless.jobs.call_loss_weights import LossWeightReader
 from rankless.jobs.call_sync import CallSync
 from rankless.jobs.definition import CallResult, JobDefinition
 from rankless.jobs.model_sync import require_same_kind_of_device
-from rankless.jobs.program_cache import CacheLookup, ProgramCache
+from rankless.jobs.planned_division import PlannedDivision
+from rankless.jobs.programs.bound_program import BoundProgram, collect_inputs
+from rankless.jobs.programs.cache_entries import CacheLookup
+from rankless.jobs.programs.program_cache import ProgramCache
 
 
 class ConsistentView:
@@ -35,6 +37,7 @@ class ConsistentView:
         self._loss_weights = LossWeightReader(job, world, weights_only=False) if job.accumulates else None
         self._programs = ProgramCache(job, world) if self._loss_weights is None else self._loss_weights.programs
         self._sync = CallSync(job, world)
+        self.division = PlannedDivision(job, world)
         self._draws = False
         self._generators: list[torch.Generator] = []
         """Generators of the script from which the job has drawn."""
@@ -45,9 +48,15 @@ class ConsistentView:
         refused = find_refused_argument(self._job.function, arguments, trains=self._job.trains)
         if refused is not None:
             raise refused.add_location(self._job.line)
+        arguments = self.division.divide_arguments(arguments)
         shardings = get_shardings(arguments, self._world.mesh)
         call = self._programs.look_up(arguments, shardings)
         self._sync_call(call)
+        self._world.owner.begin_call()
+        if self.division.update():
+            call = self._programs.look_up(arguments, shardings)
+        if call.known is None:
+            self.division.note_arguments(arguments, shardings)
         inspector = self._world.inspector
         inspected = inspector is not None and inspector.count_call(self._job.name)
         with clear_autocast_cache():
@@ -85,11 +94,14 @@ class ConsistentView:
         """Run a program on this call's values and return its outputs."""
         program: Any = bound.local
         if inspected and self._world.inspector is not None:
-            program = self._world.inspector.instrument(bound.local.sharded, self._world)
-        for parameter in bound.parameters:
+            program = self._world.inspector.instrument(bound.local, self._world)
+        for parameter in (*bound.parameters, *self._world.owner.get_holders(bound.parameters)):
             parameter.grad = None  # before the program, which uses the memory of gradients again that nobody holds
         values = collect_inputs(bound, call.arguments, call.shardings, self._world.mesh)
-        outputs: Sequence[Tensor] = program(values, list(bound.sizes(call.arguments).values()))
+        sizes = list(bound.sizes(call.arguments).values())
+        if self._world.programs is not None and not inspected:
+            return self._world.programs.run(self._job, bound, values, sizes)
+        outputs: Sequence[Tensor] = program(values, sizes)
         return outputs
 
     def _sync_call(self, call: CacheLookup) -> None:

@@ -5,9 +5,29 @@ from collections.abc import Iterable
 
 from torch import nn
 
+from rankless.jobs.definition import JobDefinition
 from rankless.jobs.job import Job
-from rankless.records.job_programs import DefinedJob
+from rankless.jobs.memory_meter import count_tensor_bytes
+from rankless.ownership.state_owner import StateOwner
+from rankless.records.job_programs import DefinedJob, JobMemory
 from rankless.records.recorded_calls import ScriptSurvey
+
+
+def measure_job_memory(job: JobDefinition, owner: StateOwner) -> JobMemory:
+    """Return the memory of a job's models, gradients and optimizers in this process.
+
+    Args:
+        job: The job.
+        owner: Knows of which tensors this worker has only a piece.
+    """
+    parameters = job.parameters()
+    owned = [value for optimizer in job.optimizers for values in optimizer.state.values() for value in values.values()]
+    return JobMemory(
+        parameters=count_tensor_bytes(map(owner.get_value, parameters)),
+        buffers=count_tensor_bytes(item for module in job.modules.values() for item in module.buffers()),
+        gradients=count_tensor_bytes(item.grad for item in owner.get_holders(parameters)),
+        optimizer_state=count_tensor_bytes(owned),
+    )
 
 
 def survey_script(models: Iterable[nn.Module]) -> ScriptSurvey:
@@ -19,7 +39,15 @@ def survey_script(models: Iterable[nn.Module]) -> ScriptSurvey:
     for thing in gc.get_objects():
         if issubclass(type(thing), Job):
             definition = thing.definition
-            jobs.append(DefinedJob(job=definition.name, line=definition.line, called=thing.was_called))
+            jobs.append(
+                DefinedJob(
+                    job=definition.name,
+                    line=definition.line,
+                    called=thing.was_called,
+                    memory=measure_job_memory(definition, thing.owner),
+                    plan=thing.plan,
+                )
+            )
             known.update(id(parameter) for parameter in definition.parameters())
         elif issubclass(type(thing), nn.Module) and "_parameters" in thing.__dict__:
             candidates.append(thing)

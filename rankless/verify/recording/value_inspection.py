@@ -14,17 +14,19 @@ from typing import Any
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from rankless.collectives.mesh_collectives import all_gather
 from rankless.compiler.codegen.codegen import LocalProgram, generate_function
-from rankless.compiler.ir.logical_program import LogicalProgram, ProgramInput
+from rankless.compiler.ir.logical_program import LogicalProgram, ProgramInput, ProgramOutput
 from rankless.compiler.lowering.lower import LoweringPass
 from rankless.compiler.scheduling.gradient_buckets import schedule_gradients
-from rankless.compiler.scheduling.gradient_memory import GradientMemory
+from rankless.compiler.scheduling.parameter_gathers import gather_parameters
+from rankless.compiler.scheduling.stored_states import StateStorage
 from rankless.compiler.sharding.sharding_propagation import ShardedProgram, propagate_shardings
 from rankless.context.generator_states import restore_generators, save_generators
 from rankless.context.world import World
 from rankless.jobs.arguments import FlattenedArguments, get_shardings
 from rankless.jobs.definition import JobDefinition
-from rankless.jobs.program_cache import ProgramCache
+from rankless.jobs.programs.program_cache import ProgramCache
 from rankless.parallel.mesh import Mesh
 from rankless.parallel.tensor_placement import Replicate, Sharding
 from rankless.records.call_values import Role
@@ -43,10 +45,10 @@ class ValueInspector:
         return self._recorder.count_call(job)
 
     def instrument(
-        self, sharded: ShardedProgram, world: World
+        self, program: LocalProgram, world: World
     ) -> Callable[[Sequence[Tensor], Sequence[int]], Sequence[Tensor]]:
-        """Return a placed program that also records its values, for the call that runs now."""
-        return add_probes(sharded, world.mesh, self._recorder)
+        """Return a program that also records its values, for the call that runs now."""
+        return add_probes(program.sharded, program.storage.with_new_memory(), world.mesh, self._recorder)
 
     def run_alongside(self, job: JobDefinition, world: World, arguments: FlattenedArguments) -> None:
         """Run the job's logical program on one worker and record its values, without side effects."""
@@ -86,16 +88,14 @@ class ValueProbe:
 
 
 def add_probes(
-    sharded: ShardedProgram, mesh: Mesh, recorder: InspectedCallRecorder
+    sharded: ShardedProgram, storage: StateStorage, mesh: Mesh, recorder: InspectedCallRecorder
 ) -> Callable[[Sequence[Tensor], Sequence[int]], Sequence[Tensor]]:
     """Return a program with the same results that also records its values; call it for the current call only."""
     logical = sharded.logical
     lowering = LoweringPass(sharded, mesh)
-    graph = lowering.lower_graph()
-    values = choose_local_values(lowering)
-    local = schedule_gradients(graph, logical, GradientMemory())
+    local = lowering.lower_graph()
     call_line = user_line(sys._getframe(1))
-    for node, sharding, value in values:
+    for node, sharding, value in choose_local_values(lowering):
         is_input = node in logical.inputs
         tap = ValueProbe(
             recorder=recorder,
@@ -109,6 +109,7 @@ def add_probes(
         )
         with local.graph.inserting_after(value):
             local.graph.call_function(tap, (value,))
+    local = schedule_gradients(gather_parameters(local, logical, storage), logical, storage)
     function, lines = generate_function(local.graph)
     program = LocalProgram(
         inputs=tuple(described for _, described in local.inputs),
@@ -116,6 +117,7 @@ def add_probes(
         function=function,
         lines=lines,
         sharded=sharded,
+        storage=storage,
         collectives=(),
     )
 
@@ -126,7 +128,7 @@ def add_probes(
             recorder.record(
                 "output",
                 format_output_name(described.kind, described.name),
-                output,
+                gather_output(output, described, storage),
                 operator=format_operator_name(node),
                 line=str(node.meta.get("line", "")),
                 inputs=(format_value_name(node, logical),),
@@ -134,6 +136,14 @@ def add_probes(
         return outputs
 
     return run
+
+
+def gather_output(output: Tensor, described: ProgramOutput, storage: StateStorage) -> Tensor:
+    """Return an output as a whole, if this rank has a piece of it."""
+    placement = storage.gradients.get(described.name) if described.kind == "gradient" else None
+    if placement is None or storage.axis is None:
+        return output
+    return all_gather(output, among=storage.axis, dim=placement.dim, lengths=placement.lengths)
 
 
 def choose_local_values(lowering: LoweringPass) -> list[tuple[fx.Node, Sharding, fx.Node]]:
@@ -161,7 +171,7 @@ def run_alongside(
     values = sources.collect([arguments.tensors[number] for number in sources.arguments])
     # Replicate everything, so that only PyTorch's own operators run, and none of Rankless.
     sharded = propagate_shardings(bound.captured.program, [(Replicate(),)] * len(arguments.tensors), [1])
-    add_probes(sharded, world.mesh, recorder)(values, ())
+    add_probes(sharded, StateStorage(), world.mesh, recorder)(values, ())
     restore_generators(states)
 
 

@@ -5,7 +5,7 @@ the programs for its shapes, and programs for varying sizes. Guards decide wheth
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -28,16 +28,15 @@ from rankless.context.generator_states import restore_generators, save_generator
 from rankless.context.world import World
 from rankless.errors import CaptureError
 from rankless.jobs.arguments import FlattenedArguments, get_shapes
-from rankless.jobs.bound_program import BoundProgram, bind_program, collect_inputs
 from rankless.jobs.definition import JobDefinition
-from rankless.jobs.program_records import ProgramNotices
-from rankless.jobs.recapture_warning import RecaptureWarner
-from rankless.jobs.varying_sizes import (
-    ArgumentDim,
-    Shapes,
+from rankless.jobs.programs.bound_program import BoundProgram, bind_program, collect_inputs
+from rankless.jobs.programs.cache_entries import MAX_PROGRAMS, CacheEntry, CacheLookup, find_fitting, move_to_front
+from rankless.jobs.programs.program_records import ProgramNotices
+from rankless.jobs.programs.recapture_warning import RecaptureWarner
+from rankless.jobs.programs.state_storage import find_storage
+from rankless.jobs.programs.varying_sizes import (
     SizeConstraints,
     SizeGuards,
-    SizeHistory,
     describe_failure,
     find_fixing_line,
     list_namespaces,
@@ -56,47 +55,8 @@ MAX_ENTRIES = 64
 """Largest number of entries in a cache."""
 WARN_AFTER_PROGRAMS = 4
 """Number of programs for varying sizes in one entry from which on the cache warns."""
-MAX_PROGRAMS = 16
-"""Programs kept per entry and shapes, the most recently used."""
 WARN_AFTER_RECAPTURES = 4
 """Number of captures because of one value after which the cache warns."""
-
-
-@dataclass
-class CacheEntry:
-    """The programs of calls that differ only in sizes."""
-
-    history: SizeHistory = field(default_factory=SizeHistory)
-    by_shapes: dict[Shapes, list[BoundProgram]] = field(default_factory=dict)
-    varying: list[BoundProgram] = field(default_factory=list)
-    """Programs for varying sizes. `by_shapes` holds them too, under the shapes seen so far."""
-    failures: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class CacheLookup:
-    """A call with its logical shapes and shardings, and the cache entry that it belongs to."""
-
-    arguments: FlattenedArguments
-    shapes: Shapes
-    shardings: tuple[Sharding, ...]
-    entry: CacheEntry
-    known: BoundProgram | None
-    """The valid program for it, if there is one."""
-
-    def stale_guard(self) -> Guard | None:
-        """Return a guard that failed, so that a program for these shapes is no longer valid."""
-        programs = (*self.entry.by_shapes.get(self.shapes, ()), *self.entry.varying)
-        return next((bound.captured.guards.first_failing() for bound in programs), None)
-
-    def varying(self) -> tuple[tuple[ArgumentDim, ...], ...]:
-        """Return the dims with varying sizes, except those that a sharding splits unevenly."""
-        uneven = {
-            (number, dim)
-            for number, (sharding, shape) in enumerate(zip(self.shardings, self.shapes, strict=True))
-            for dim in list_uneven_dims(sharding, shape)
-        }
-        return tuple(group for group in self.entry.history.groups(self.shapes) if not uneven.intersection(group))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,6 +198,7 @@ class ProgramCache:
             ),
             make_type_keys(arguments.plain),
             get_torch_modes(self._job.device(self._world.mesh.device).type),
+            self._world.owner.version,
         )
 
     def _capture_fixed_sizes(self, call: CacheLookup, known: Sequence[Any] = ()) -> BoundProgram:
@@ -249,9 +210,20 @@ class ProgramCache:
 
     def _compile(self, program: LogicalProgram, call: CacheLookup) -> LocalProgram:
         """Compare a program with those of the other ranks, and compile it. Operators without a rule are probed."""
-        mesh = self._world.mesh
-        require_same_program(program, mesh)
-        return build_local_program(program, call.shardings, mesh, memory=self._memory, probe=self._probe)
+        require_same_program(program, self._world.mesh)
+        return self._build(program, call.shardings, probe=self._probe)
+
+    def _build(
+        self,
+        program: LogicalProgram,
+        shardings: Sequence[Sharding],
+        *,
+        sizes: Sequence[str] = (),
+        probe: OperatorProbe | None = None,
+    ) -> LocalProgram:
+        """Compile a program for this rank."""
+        storage = find_storage(self._job, program, self._world, self._memory)
+        return build_local_program(program, shardings, self._world.mesh, storage=storage, sizes=sizes, probe=probe)
 
     def _capture_with_reads(self, call: CacheLookup, known: Sequence[Any]) -> CapturedJob:
         """Capture for these sizes and for the values of this call; see Note [values that Python reads]."""
@@ -272,7 +244,7 @@ class ProgramCache:
         reads = ValueReads(known, ends_at_unknown=True)
         captured = self._capture(call.arguments, get_shapes(call.arguments), None, reads)
         local = self._compile(captured.program, call)
-        bound = bind_program(self._job, captured, local, number=0)
+        bound = bind_program(self._job, captured, local, number=0, owner=self._world.owner)
         states = save_generators(captured.program.generators)
         outputs = run_program(bound, call, self._world.mesh)
         restore_generators(states)
@@ -289,9 +261,9 @@ class ProgramCache:
             shapes = make_symbolic_shapes(sizes, get_shapes(call.arguments), groups)
             captured = self._capture(call.arguments, shapes, sizes)
             shardings = [resize_sharding(item, shape.shape) for item, shape in zip(call.shardings, shapes, strict=True)]
-            mesh, symbols = self._world.mesh, tuple(sizes.symbols)
+            symbols = tuple(sizes.symbols)
             program = self._transform(captured, call.arguments)
-            local = build_local_program(program, shardings, mesh, memory=self._memory, sizes=symbols)
+            local = self._build(program, shardings, sizes=symbols)
         except Exception as error:  # user code may need a number where it gets a symbolic size
             failure = describe_failure(error, self._job.line)
         conditions = self._agree_on_guards(sizes, failure)
@@ -345,7 +317,8 @@ class ProgramCache:
         self, captured: CapturedJob, local: LocalProgram, varying_sizes: SizeConstraints | None = None
     ) -> BoundProgram:
         self._captures += 1
-        return bind_program(self._job, captured, local, number=self._captures, varying_sizes=varying_sizes)
+        owner = self._world.owner
+        return bind_program(self._job, captured, local, number=self._captures, owner=owner, varying_sizes=varying_sizes)
 
     def _capture(
         self,
@@ -383,16 +356,3 @@ def run_program(bound: BoundProgram, call: CacheLookup, mesh: Mesh) -> Sequence[
     """Run a program on the values of a call, and return the values of its outputs."""
     values = collect_inputs(bound, call.arguments, call.shardings, mesh)
     return bound.local(values, list(bound.sizes(call.arguments).values()))
-
-
-def find_fitting(entry: CacheEntry, shapes: Shapes) -> BoundProgram | None:
-    """Return a valid program for varying sizes that fits these shapes."""
-    for bound in entry.varying:
-        if bound.varying_sizes is not None and bound.varying_sizes.fits(shapes) and bound.is_valid:
-            return bound
-    return None
-
-
-def move_to_front(programs: list[BoundProgram], used: BoundProgram) -> None:
-    """Move the used program to the front and drop the oldest, so that changing values cannot fill memory."""
-    programs[:] = [used, *(other for other in programs if other is not used)][:MAX_PROGRAMS]

@@ -6,7 +6,6 @@ from itertools import repeat
 from operator import getitem, is_
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 
 from rankless.compiler.capture.capture import CapturedJob
@@ -15,7 +14,8 @@ from rankless.compiler.ir.logical_program import ProgramInput, ProgramOutput
 from rankless.compiler.tracing.recomputed_weights import RecomputedWeight, find_recomputed_weights
 from rankless.jobs.arguments import FlattenedArguments, get_local_piece
 from rankless.jobs.definition import JobDefinition
-from rankless.jobs.varying_sizes import SizeConstraints
+from rankless.jobs.programs.varying_sizes import SizeConstraints
+from rankless.ownership.state_owner import StateOwner
 from rankless.parallel.mesh import Mesh
 from rankless.parallel.tensor_placement import Sharding
 
@@ -46,7 +46,8 @@ class ModuleTensorReferences:
 class InputSources:
     """Where the inputs of a program come from, in its order."""
 
-    def __init__(self, slots: Sequence[ModuleTensorReference | Tensor | int]) -> None:
+    def __init__(self, slots: Sequence[ModuleTensorReference | Tensor | int], owner: StateOwner) -> None:
+        self._owner = owner
         self.states = ModuleTensorReferences(slot for slot in slots if isinstance(slot, ModuleTensorReference))
         """Those that are parameters and buffers."""
         self.arguments = [slot for slot in slots if isinstance(slot, int)]
@@ -55,6 +56,8 @@ class InputSources:
         kinds = (ModuleTensorReference, int, Tensor)  # the order in which `collect` concatenates
         grouped = [place for kind in kinds for place, slot in enumerate(slots) if isinstance(slot, kind)]
         self._order = sorted(range(len(slots)), key=grouped.__getitem__)
+        states = enumerate(self.states.read())
+        self._divided = [place for place, state in states if owner.find_value_placement(state) is not None]
 
     def collect(self, arguments: Sequence[Tensor]) -> list[Tensor]:
         """Return the inputs without autograd history.
@@ -62,14 +65,20 @@ class InputSources:
         Args:
             arguments: The tensors for `self.arguments`.
         """
-        values = [*self.states.read(), *arguments, *self._constants]
+        states = self.states.read()
+        for place in self._divided:
+            states[place] = self._owner.get_value(states[place])
+        values = [*states, *arguments, *self._constants]
         return [values[place].detach() for place in self._order]
 
 
 class OutputTargets:
     """What becomes of the outputs of a program."""
 
-    def __init__(self, outputs: Sequence[tuple[ProgramOutput, ModuleTensorReference | None]]) -> None:
+    def __init__(
+        self, outputs: Sequence[tuple[ProgramOutput, ModuleTensorReference | None]], owner: StateOwner
+    ) -> None:
+        self._owner = owner
         places = {
             kind: [place for place, (described, _) in enumerate(outputs) if described.kind == kind]
             for kind in ("result", "gradient")
@@ -90,17 +99,16 @@ class OutputTargets:
         Returns:
             The job's results, and the tensors that have new values.
         """
-        for parameter, place in zip(self._parameters.read(), self._gradients, strict=True):
-            parameter.grad = outputs[place]
+        for holder, place in zip(self._owner.get_holders(self._parameters.read()), self._gradients, strict=True):
+            holder.grad = outputs[place]
         changed = []
         for place, target, renews_memory in self._updates:
             (tensor,) = target.read()
             changed.append(tensor)
-            if renews_memory:
+            if renews_memory and self._owner.find_value_placement(tensor) is None:
                 tensor.data = outputs[place].clone()
             else:
-                with torch.no_grad():
-                    tensor.copy_(outputs[place])
+                self._owner.set_value(tensor, outputs[place])
         return [outputs[place] for place in self._results], changed
 
 
@@ -153,6 +161,7 @@ def bind_program(
     local: LocalProgram,
     *,
     number: int,
+    owner: StateOwner,
     varying_sizes: SizeConstraints | None = None,
 ) -> BoundProgram:
     """Return a bound program of a job's compiled program."""
@@ -160,12 +169,13 @@ def bind_program(
         local=local,
         captured=captured,
         number=number,
-        sources=InputSources([find_input(job, described) for described in local.inputs]),
+        sources=InputSources([find_input(job, described) for described in local.inputs], owner),
         targets=OutputTargets(
             [
                 (described, None if described.kind in ("result", "check") else find_slot(job, described.name))
                 for described in local.outputs
-            ]
+            ],
+            owner,
         ),
         parameters=tuple(job.parameters()) if job.trains else (),
         recomputed_weights=tuple(

@@ -1,19 +1,24 @@
 """Record the programs of a worker's jobs, for `rankless plan` and for the coverage report of `rankless verify`."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from pathlib import Path
 
-from torch import fx
+import msgspec
+from torch import Tensor, fx
 
 from rankless.compiler.codegen.codegen import LocalProgram
 from rankless.compiler.ir.logical_program import LogicalProgram, LogicalValue, ProgramInput, format_operator
 from rankless.compiler.ir.operator_origin import ModuleName
 from rankless.compiler.rules.strategy import list_tensor_slots
+from rankless.compiler.scheduling.stored_states import StateStorage
 from rankless.compiler.sharding.redistribute import CollectiveRecord, count_bytes
 from rankless.compiler.sharding.sharding_propagation import ShardedProgram
 from rankless.compiler.tracing.symbolic_sizes import size_hint
+from rankless.config.worker_config import WorkerConfig
 from rankless.jobs.definition import JobDefinition
+from rankless.jobs.memory_meter import PeakMemoryMode
+from rankless.jobs.programs.bound_program import BoundProgram
 from rankless.parallel.tensor_placement import Replicate, Shard, Sharding
 from rankless.records.gather_places import NOTICE_BYTES, describe_gather_place, list_gather_places
 from rankless.records.job_programs import (
@@ -29,29 +34,61 @@ from rankless.records.job_programs import (
 )
 from rankless.records.quantities import format_decimal_bytes
 
+IN_PIECES = "in pieces, whole while in use"
+"""How `rankless plan` describes parameters that are gathered just before their use."""
+
+Outputs = Sequence[Tensor]
+
 
 class ProgramRecorder:
     """Rank 0's file of programs. It is open from `rankless.init` to the end of the script."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, *, measures_memory: bool) -> None:
         Path(folder).mkdir(parents=True, exist_ok=True)
         self._stream = programs_file(folder).open("wb")
+        self._measures_memory = measures_memory
+        self._measured: set[tuple[str, str, int]] = set()
+        self._activations: dict[tuple[str, str], int] = {}
 
     def record(self, job: JobDefinition, local: LocalProgram) -> None:
         """Write a program of a job as soon as it is compiled."""
         self._write(describe_program(job, local))
 
+    def run(self, job: JobDefinition, bound: BoundProgram, values: Sequence[Tensor], sizes: Sequence[int]) -> Outputs:
+        """Run a program, and measure the memory that it takes in its first call."""
+        key = job.name, job.line, bound.number
+        if not self._measures_memory or key in self._measured:
+            return bound.local(values, sizes)
+        self._measured.add(key)
+        with PeakMemoryMode(values) as meter:
+            outputs = bound.local(values, sizes)
+        self._activations[key[:2]] = max(meter.peak_bytes, self._activations.get(key[:2], 0))
+        return outputs
+
     def finish(self, known: Iterable[DefinedJob]) -> None:
         """Write which jobs exist, and close the file. A second call does nothing."""
         if not self._stream.closed:
             for job in known:
-                self._write(job)
+                peak, memory = self._activations.get((job.job, job.line)), job.memory
+                if memory is not None:
+                    memory = msgspec.structs.replace(memory, activations=peak)
+                self._write(msgspec.structs.replace(job, memory=memory))
             self._stream.close()
 
     def _write(self, fact: ProgramRecord) -> None:
         if not self._stream.closed:
             self._stream.write(encode_program_record(fact))
             self._stream.flush()
+
+
+def make_program_recorder(config: WorkerConfig, rank: int) -> ProgramRecorder | None:
+    """Return the recorder of a run that records programs, on rank 0; else None.
+
+    The memory of a run that also records results, for `rankless verify`, is not measured.
+    """
+    if config.observation.programs is None or rank != 0:
+        return None
+    return ProgramRecorder(config.observation.programs, measures_memory=config.recording is None)
 
 
 class ProgramNotices:
@@ -112,7 +149,9 @@ def describe_program(job: JobDefinition, local: LocalProgram) -> JobProgram:
         calls_per_step=job.step_options.accumulate if job.trains else 1,
         operators=count_operators(logical),
         whole_operators=len(find_whole_operators(sharded)),
-        inputs=tuple(describe_input(node, given, sharded.sharding(node)) for node, given in logical.inputs.items()),
+        inputs=tuple(
+            describe_input(node, given, sharded.sharding(node), local.storage) for node, given in logical.inputs.items()
+        ),
         moves=tuple(describe_collective(move, trains=job.trains) for move in local.collectives),
         without_rule=tuple(map(describe_operator, sharded.nodes_without_rule)),
         probed=tuple(map(describe_probed_operator, sharded.probed_nodes)),
@@ -198,7 +237,7 @@ def is_split(sharding: Sharding) -> bool:
     return any(isinstance(placement, Shard) for placement in sharding)
 
 
-def describe_input(node: fx.Node, given: ProgramInput, sharding: Sharding) -> ProgramInputRecord:
+def describe_input(node: fx.Node, given: ProgramInput, sharding: Sharding, storage: StateStorage) -> ProgramInputRecord:
     """Return an input of a program as plain data."""
     value = node.meta["val"]
     assert isinstance(value, LogicalValue)
@@ -208,7 +247,7 @@ def describe_input(node: fx.Node, given: ProgramInput, sharding: Sharding) -> Pr
         shape=tuple(int(size_hint(size)) for size in value.shape),
         dtype=str(value.dtype).removeprefix("torch."),
         bytes=count_bytes(node),
-        placement=format_sharding(sharding),
+        placement=IN_PIECES if given.name in storage.values else format_sharding(sharding),
     )
 
 

@@ -1,0 +1,230 @@
+"""Gather parameters that are stored in pieces just before their use, and free them after it.
+
+Note [gathers of parameters]: each use of a parameter needs the whole value. Uses that are close together share one
+gather. If the program uses more than a group's bytes of other parameters in between, as between forward and backward,
+it gathers again, and the memory is free meanwhile. Views and casts of a parameter are computed again too, because they
+keep or copy its memory. Parameters whose uses begin close together are gathered in one group. A group's gather starts
+when the group before it is first used, so that it overlaps with computation.
+
+This is what FSDP does for modules that a script names (Zhao et al., VLDB 2023), as a pass over the local graph.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from operator import getitem
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx
+
+from rankless.collectives.mesh_collectives import start_all_gather
+from rankless.compiler.ir.logical_program import LogicalProgram, LogicalValue, is_fresh
+from rankless.compiler.lowering.lower import LocalGraph
+from rankless.compiler.scheduling.stored_states import StateStorage, limit_group, make_layout
+from rankless.compiler.sharding.redistribute import CollectiveRecord
+from rankless.ownership.piece_layout import PieceGroup, PieceLayout
+from rankless.parallel.mesh import MeshAxis
+
+aten = torch.ops.aten
+
+RECOMPUTED = (aten.reshape.default, aten._to_copy.default)
+"""Operators besides views that are computed again after a second gather."""
+
+StartedGather = tuple[Tensor, Tensor, dist.Work | None]
+
+
+class GatherOfParameters:
+    """One gather of a group of parameters, as two nodes of a local program."""
+
+    def __init__(self, axis: MeshAxis, pieces: PieceGroup) -> None:
+        self._axis = axis
+        self._pieces = pieces
+
+    def start(self, *pieces: Tensor) -> StartedGather:
+        """Begin to gather this worker's pieces and those of the others."""
+        chunk = self._pieces.join_pieces(pieces)
+        flat = chunk.new_empty(self._pieces.flat_size)
+        return flat, chunk, start_all_gather(flat, chunk, among=self._axis)
+
+    def finish(self, started: StartedGather) -> list[Tensor]:
+        """Wait, and return the whole parameters."""
+        flat, _, work = started
+        if work is not None:
+            work.wait()
+        return self._pieces.split_wholes(flat)
+
+
+@dataclass(frozen=True)
+class ParameterUse:
+    """A use of a stored parameter by a node, through views and casts."""
+
+    parameter: fx.Node
+    value: fx.Node
+    """What the node takes: the parameter, or the last of its views."""
+    user: fx.Node
+    position: int
+    """The user's place in the graph."""
+
+
+@dataclass
+class GatheredValue:
+    """Uses of a parameter that share one gather."""
+
+    parameter: fx.Node
+    uses: list[ParameterUse] = field(default_factory=list)
+
+    @property
+    def position(self) -> int:
+        """The place of the first use."""
+        return self.uses[0].position
+
+
+def gather_parameters(local: LocalGraph, program: LogicalProgram, storage: StateStorage) -> LocalGraph:
+    """Return a local graph whose stored parameters are inputs in pieces; see Note [gathers of parameters].
+
+    Args:
+        local: The graph, which takes whole parameters.
+        program: The logical program that it was lowered from.
+        storage: Which parameters are stored in pieces.
+    """
+    shapes = {described.name: node.meta["val"] for node, described in program.inputs.items()}
+    layouts = {
+        node: make_layout(shapes[described.name], storage.values[described.name])
+        for node, described in local.inputs
+        if described.kind in ("parameter", "buffer") and described.name in storage.values
+    }
+    if not layouts or storage.axis is None:
+        return local
+    values = {node: shapes[described.name] for node, described in local.inputs if node in layouts}
+    sizes = {node: value.numel() * value.element_size() for node, value in values.items()}
+    limit = limit_group(list(sizes.values()))
+    gathered = share_gathers(list_uses(local.graph, layouts), sizes, limit)
+    groups = group_values(gathered, values, sizes, limit)
+    add_gathers(local.graph, groups, layouts, sizes, storage.axis)
+    output = next(node for node in local.graph.nodes if node.op == "output")
+    outputs = tuple((node, described) for node, (_, described) in zip(output.args[0], local.outputs, strict=True))
+    return LocalGraph(
+        graph=local.graph, inputs=local.inputs, outputs=outputs, pending_gradients=local.pending_gradients
+    )
+
+
+def list_uses(graph: fx.Graph, layouts: dict[fx.Node, PieceLayout]) -> list[ParameterUse]:
+    """Return all uses of stored parameters in the order of the graph."""
+    positions = {node: place for place, node in enumerate(graph.nodes)}
+    uses = []
+    for parameter in layouts:
+        pending = [parameter]
+        while pending:
+            value = pending.pop()
+            for user in value.users:
+                if is_recomputed(user):
+                    pending.append(user)
+                else:
+                    uses.append(ParameterUse(parameter, value, user, positions[user]))
+    return sorted(uses, key=lambda use: use.position)
+
+
+def is_recomputed(node: fx.Node) -> bool:
+    """Return whether a node is a view or a cast of its only input."""
+    if len(node.all_input_nodes) != 1 or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    if len(node.target._schema.returns) != 1 or node.target._schema.is_mutable:
+        return False
+    return node.target in RECOMPUTED or not is_fresh(node)
+
+
+def share_gathers(uses: Sequence[ParameterUse], sizes: dict[fx.Node, int], limit: int) -> list[GatheredValue]:
+    """Return the gathers that uses share: at most `limit` bytes of other parameters are used between two of them."""
+    found: list[GatheredValue] = []
+    current: dict[fx.Node, GatheredValue] = {}
+    last: dict[fx.Node, int] = {}
+    for number, use in enumerate(uses):
+        parameter = use.parameter
+        known = current.get(parameter)
+        if known is not None:
+            between = {other.parameter for other in uses[last[parameter] + 1 : number]} - {parameter}
+            if sum(sizes[other] for other in between) > limit:
+                known = None
+        if known is None:
+            known = current[parameter] = GatheredValue(parameter)
+            found.append(known)
+        known.uses.append(use)
+        last[parameter] = number
+    return found
+
+
+def group_values(
+    gathered: Sequence[GatheredValue], values: dict[fx.Node, LogicalValue], sizes: dict[fx.Node, int], limit: int
+) -> list[list[GatheredValue]]:
+    """Group gathers in the order of their first uses, by dtype, device and limited size."""
+    groups: list[list[GatheredValue]] = []
+    kind, filled = None, 0
+    for item in gathered:
+        size, value = sizes[item.parameter], values[item.parameter]
+        if kind != (value.dtype, value.device) or filled + size > limit:
+            groups.append([])
+            kind, filled = (value.dtype, value.device), 0
+        groups[-1].append(item)
+        filled += size
+    return groups
+
+
+def add_gathers(
+    graph: fx.Graph,
+    groups: Sequence[Sequence[GatheredValue]],
+    layouts: dict[fx.Node, PieceLayout],
+    sizes: dict[fx.Node, int],
+    axis: MeshAxis,
+) -> None:
+    """Add the gathers of all groups, and let the uses take what they gather."""
+    nodes = list(graph.nodes)
+    first = next(node for node in nodes if node.op != "placeholder")
+    before_first = [nodes[group[0].position] for group in groups]
+    for number, group in enumerate(groups):
+        gather = GatherOfParameters(axis, PieceGroup(tuple(layouts[item.parameter] for item in group), axis.size))
+        with graph.inserting_before(first if number == 0 else before_first[number - 1]):
+            started = graph.call_function(gather.start, tuple(item.parameter for item in group))
+        started.meta["collective"] = describe_gather(group, sizes, axis)
+        with graph.inserting_before(before_first[number]):
+            finished = graph.call_function(gather.finish, (started,))
+            wholes = [graph.call_function(getitem, (finished, index)) for index in range(len(group))]
+        for item, whole in zip(group, wholes, strict=True):
+            whole.meta["described"] = item.parameter.meta.get("described", item.parameter.name)
+            use_gathered(graph, item, whole)
+    for node in reversed(list(graph.nodes)):
+        if is_recomputed(node) and not node.users:
+            graph.erase_node(node)
+
+
+def use_gathered(graph: fx.Graph, item: GatheredValue, whole: fx.Node) -> None:
+    """Let the uses of a parameter take a gathered value, through views and casts of their own."""
+    made: dict[fx.Node, fx.Node] = {item.parameter: whole}
+    for use in item.uses:
+        chain = []
+        value = use.value
+        while value not in made:
+            chain.append(value)
+            (value,) = value.all_input_nodes
+        for link in reversed(chain):
+            with graph.inserting_before(use.user):
+                made[link] = graph.node_copy(link, made.__getitem__)
+        use.user.replace_input_with(use.value, made[use.value])
+
+
+def describe_gather(group: Sequence[GatheredValue], sizes: dict[fx.Node, int], axis: MeshAxis) -> CollectiveRecord:
+    """Return the record of a group's gather."""
+    size = sum(sizes[item.parameter] for item in group)
+    user: dict[str, Any] = group[0].uses[0].user.meta
+    return CollectiveRecord(
+        kind="all_gather",
+        purpose="input",
+        value=", ".join(str(item.parameter.meta.get("described", item.parameter.name)) for item in group),
+        bytes=size,
+        sent_bytes=size * (axis.size - 1) // axis.size,
+        line=str(user.get("line", "")),
+        reason=f"{len(group)} parameters held in pieces" if len(group) > 1 else "a parameter held in pieces",
+        module=user.get("module"),
+        backward=bool(user.get("backward")),
+        overlapped=True,
+    )

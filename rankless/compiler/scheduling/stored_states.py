@@ -1,0 +1,64 @@
+"""How the states of a program are stored: in which memory, and which of them a worker holds in pieces."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from rankless.compiler.ir.logical_program import LogicalProgram, LogicalValue
+from rankless.compiler.scheduling.gradient_memory import GradientMemory
+from rankless.ownership.piece_layout import PieceLayout
+from rankless.parallel.mesh import MeshAxis
+from rankless.parallel.tensor_placement import Shard
+
+SMALL_GROUP_BYTES, LARGE_GROUP_BYTES = 2**20, 25 * 2**20
+GROUPS = 24
+"""Groups of a model whose size lies between these."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateStorage:
+    """The placements of states between calls, by name, along one axis. States without one are whole.
+
+    Programs use whole values. Passes after lowering gather them before their use, and scatter gradients.
+    """
+
+    axis: MeshAxis | None = None
+    values: Mapping[str, Shard] = field(default_factory=dict)
+    gradients: Mapping[str, Shard] = field(default_factory=dict)
+    memory: GradientMemory = field(default_factory=GradientMemory)
+    """The memory of gradients, which the programs of a job share."""
+
+    def with_new_memory(self) -> "StateStorage":
+        """Return the same placements with other memory of gradients."""
+        return replace(self, memory=GradientMemory())
+
+    def find_gradient_layout(self, program: LogicalProgram, name: str, value: LogicalValue) -> PieceLayout | None:
+        """Return how the gradient of a parameter is divided; None for a whole one.
+
+        Args:
+            program: The program that computes it.
+            name: The parameter's name.
+            value: The gradient.
+        """
+        placement = self.gradients.get(name)
+        if placement is None:
+            return None
+        parameters = {described.name: node.meta["val"] for node, described in program.inputs.items()}
+        return make_layout(parameters.get(name, value), placement)
+
+
+def limit_group(sizes: Sequence[int]) -> int:
+    """Return the most bytes of parameters, or of gradients, that are whole in one group.
+
+    A group is small against all of them, because the memory of a group is what is saved for all others, but not so
+    small that collectives cost more than what they send.
+
+    Args:
+        sizes: The bytes of all of them.
+    """
+    return min(LARGE_GROUP_BYTES, max(SMALL_GROUP_BYTES, *sizes, sum(sizes) // GROUPS))
+
+
+def make_layout(value: LogicalValue, placement: Shard) -> PieceLayout:
+    """Return the layout of a dense logical value that is divided."""
+    order = sorted(range(len(value.shape)), key=lambda dim: (-value.strides[dim], dim))
+    return PieceLayout(tuple(map(int, value.shape)), tuple(order), placement)

@@ -1,0 +1,164 @@
+"""Read, check and write the file of a parallel plan."""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from rankless.config.run_config import PlanFile, Program
+from rankless.config.script_source import digest_source
+from rankless.errors import ConfigError
+from rankless.records.job_programs import DefinedJob, ProgramRecord
+from rankless.records.parallel_plan import PLAN_FORMAT, JobPlan, ParallelPlan, PlannedAxis, StatePlan
+from rankless.version import VERSION
+
+NAME_A_PLAN = "name a file that `rankless plan --save` has written"
+
+
+def make_parallel_plan(records: Iterable[ProgramRecord], program: Program, *, workers: int) -> ParallelPlan:
+    """Return the plan of a run from what it has recorded.
+
+    Args:
+        records: The records of its jobs.
+        program: The program that ran.
+        workers: The number of workers.
+
+    Raises:
+        ConfigError: Two jobs have one name, by which the plan would have to find them.
+    """
+    jobs: dict[str, JobPlan] = {}
+    for record in records:
+        if not isinstance(record, DefinedJob) or record.plan is None:
+            continue
+        if record.job in jobs:
+            raise ConfigError(
+                expected="jobs with names of their own, to save their plans by name",
+                found=f"two jobs {record.job!r}",
+                fix="give their functions different names",
+                where=record.line,
+            )
+        jobs[record.job] = record.plan
+    return ParallelPlan(
+        rankless=VERSION,
+        program=program.text,
+        source_sha256=digest_source(program),
+        axes=(PlannedAxis(name="data", role="data", size=workers),),
+        jobs=jobs,
+    )
+
+
+def write_plan(path: str, plan: ParallelPlan) -> None:
+    """Write a plan to a file as JSON. Raises `ConfigError` if that fails."""
+    try:
+        Path(path).write_bytes(msgspec.json.format(msgspec.json.encode(plan), indent=1) + b"\n")
+    except OSError as error:
+        raise ConfigError(
+            expected=f"to write the plan to {path}",
+            found=error.strerror,
+            fix="name a file that you may write",
+        ) from error
+
+
+def read_plan(file: PlanFile) -> ParallelPlan:
+    """Return the plan in a file. Raises `ConfigError` if the file is not the one that the command has read."""
+    plan, digest = load_plan(file.path)
+    if digest != file.sha256:
+        raise ConfigError(
+            expected=f"the same plan in {file.path} for all workers, from the start of the run on",
+            found="another file",
+            fix="copy the plan to all hosts, and do not change it while a run starts",
+        )
+    return plan
+
+
+def find_plan(path: str, program: Program, *, workers: int) -> PlanFile:
+    """Return the plan file that a command line names, after a check that it is for this run.
+
+    Args:
+        path: The file.
+        program: The program to run.
+        workers: The number of workers to run.
+
+    Raises:
+        ConfigError: The file has no plan, or one for another script or number of workers.
+    """
+    plan, digest = load_plan(path)
+    if plan.workers != workers:
+        raise ConfigError(
+            expected=f"{plan.workers} workers, for which the plan {path} was made",
+            found=f"{workers}",
+            fix=f"set -n {plan.workers}, or make a plan with `rankless plan -n {workers} --save {path} {program.text}`",
+        )
+    for job, planned in plan.jobs.items():
+        for name, state in planned.states.items():
+            require_valid_division(f"{name} of job {job!r}", state, plan.axes)
+    if plan.source_sha256 != digest_source(program):
+        what = "changed since" if plan.program == program.text else f"the plan was made for {plan.program}"
+        raise ConfigError(
+            expected=f"the source of {program.text} as it was when the plan {path} was made",
+            found=f"another one: {what}",
+            fix=f"make a new plan with `rankless plan -n {workers} --save {path} {program.text}`",
+        )
+    return PlanFile(path=str(Path(path).absolute()), sha256=digest)
+
+
+def require_valid_division(name: str, state: StatePlan, axes: Sequence[PlannedAxis]) -> None:
+    """Raise `ConfigError` for a state that cannot be divided as a plan says.
+
+    Args:
+        name: What errors call the state.
+        state: Its plan.
+        axes: The axes of the plan.
+    """
+    division = state.optimizer_state
+    sizes = {axis.name: axis.size for axis in axes if axis.role == "data"}
+    problem = None
+    if division is None:
+        if state.value is not None or state.gradient is not None:
+            problem = "a value or gradient in pieces, with whole optimizer state"
+    elif state.value is not None and state.gradient is None:
+        problem = "a value in pieces with a whole gradient"
+    elif any(other not in (None, division) for other in (state.value, state.gradient)):
+        problem = "two different divisions"
+    elif division.axis not in sizes:
+        problem = f"the axis {division.axis!r}, which is none of {', '.join(sizes)}"
+    elif not 0 <= division.dim < len(state.shape):
+        problem = f"dim {division.dim} of the shape {list(state.shape)}"
+    elif len(division.lengths) != sizes[division.axis] or min(division.lengths) < 1:
+        problem = f"the lengths {list(division.lengths)} for {sizes[division.axis]} workers"
+    elif sum(division.lengths) != state.shape[division.dim]:
+        problem = f"the lengths {list(division.lengths)} for {state.shape[division.dim]} rows"
+    if problem is not None:
+        raise ConfigError(
+            expected=f"a plan that divides {name} in one way: optimizer state, also its gradient, or also its value, "
+            "with a length of at least 1 for each worker",
+            found=problem,
+            fix="correct the plan, or make a new one with `rankless plan --save`",
+        )
+
+
+def load_plan(path: str) -> tuple[ParallelPlan, str]:
+    """Return the plan in a file, and the file's digest."""
+    try:
+        data = Path(path).read_bytes()
+        plan = msgspec.json.decode(data, type=ParallelPlan)
+    except OSError as error:
+        raise ConfigError(
+            expected=f"a plan in {path}",
+            found=error.strerror,
+            fix=NAME_A_PLAN,
+        ) from error
+    except msgspec.DecodeError as error:
+        raise ConfigError(
+            expected=f"a parallel plan in {path}",
+            found=str(error),
+            fix=NAME_A_PLAN,
+        ) from error
+    if plan.format != PLAN_FORMAT:
+        raise ConfigError(
+            expected=f"a plan of format {PLAN_FORMAT} in {path}",
+            found=f"format {plan.format}, of Rankless {plan.rankless}",
+            fix="make the plan again with this version",
+        )
+    return plan, hashlib.sha256(data).hexdigest()

@@ -1,0 +1,159 @@
+"""The plan of one job: divide its states between workers as it says, and tell the compiler how they are stored."""
+
+from collections.abc import Hashable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from rankless.compiler.capture.graph_cleanup import named_tensors
+from rankless.context.world import World
+from rankless.data.logical_tensor import LogicalTensor
+from rankless.errors import ConfigError
+from rankless.jobs.arguments import FlattenedArguments, name_argument
+from rankless.jobs.definition import JobDefinition
+from rankless.jobs.optimizer_step import count_group_parameters
+from rankless.ownership.default_policy import make_default_plan
+from rankless.ownership.divided_owner import DividedOwner
+from rankless.ownership.optimizer_pieces import require_elementwise
+from rankless.parallel.tensor_placement import Shard, Sharding
+from rankless.records.parallel_plan import JobPlan, StatePlan
+
+NEW_PLAN = "make a new plan with `rankless plan --save`"
+
+
+class PlannedDivision:
+    """Divides the states of one job at its first call, and those that optimizers get later."""
+
+    def __init__(self, job: JobDefinition, world: World) -> None:
+        self._job = job
+        self._world = world
+        self._known: list[Any] | None = None
+        self._given = None if world.plan is None else find_job_plan(job, world.plan.jobs)
+        self._batch_dims: dict[Hashable, tuple[int | None, ...]] = {}
+        self._arguments: dict[str, int | None] = {}
+
+    @property
+    def plan(self) -> JobPlan:
+        """The plan by which the job runs."""
+        job = self._job
+        tensors = named_tensors(job.modules)
+        made = make_default_plan(tensors, job.optimized_parameters(), self._world.mesh, job.step_options.zero)
+        return JobPlan(states=made.states if self._given is None else self._given.states, arguments=self._arguments)
+
+    def divide_arguments(self, arguments: FlattenedArguments) -> FlattenedArguments:
+        """Return a call's arguments with the batch dims of the plan that was given, if one was.
+
+        Raises:
+            ConfigError: The plan has other arguments, or a loader has divided one in another way.
+        """
+        if self._given is None:
+            return arguments
+        key = arguments.spec, arguments.plain
+        if key not in self._batch_dims:
+            names = [name_argument(self._job.function, arguments, place) for place in range(len(arguments.tensors))]
+            unknown = [name for name in names if name not in self._given.arguments]
+            if unknown:
+                raise ConfigError(
+                    expected=f"the tensor arguments of job {self._job.name!r} in the plan: "
+                    f"{', '.join(self._given.arguments) or 'none'}",
+                    found=unknown[0],
+                    fix=NEW_PLAN,
+                    where=self._job.line,
+                )
+            self._batch_dims[key] = tuple(self._given.arguments[name] for name in names)
+        dims = self._batch_dims[key]
+        for tensor, dim in zip(arguments.tensors, dims, strict=True):
+            if (
+                isinstance(tensor, LogicalTensor)
+                and isinstance(tensor.placement, Shard)
+                and tensor.placement.dim != dim
+            ):
+                raise ConfigError(
+                    expected=f"batches of loaders divided along dim {tensor.placement.dim} in the plan of job "
+                    f"{self._job.name!r}",
+                    found=f"dim {dim}" if dim is not None else "a whole argument",
+                    fix=NEW_PLAN,
+                    where=self._job.line,
+                )
+        return replace(arguments, batch_dims=dims)
+
+    def note_arguments(self, arguments: FlattenedArguments, shardings: tuple[Sharding, ...]) -> None:
+        """Note how the arguments of a call are divided, for a plan to save."""
+        for place, sharding in enumerate(shardings):
+            dim = next((item.dim for item in sharding if isinstance(item, Shard)), None)
+            self._arguments.setdefault(name_argument(self._job.function, arguments, place), dim)
+
+    def update(self) -> bool:
+        """Divide states that are not divided yet. Return whether there were any. Collective if there are.
+
+        Raises:
+            ConfigError: The plan is for another model.
+        """
+        job, owner = self._job, self._world.owner
+        if not isinstance(owner, DividedOwner) or (job.step_options.zero is None and self._given is None):
+            return False
+        counts = count_group_parameters(job)
+        if counts == self._known:
+            return False
+        self._known = counts
+        tensors = named_tensors(job.modules)
+        plan = self.plan
+        if self._given is not None:
+            require_same_states(job, plan.states, tensors, with_dtypes=self._world.dtype is None)
+        if plan.divides_states:
+            for optimizer in job.optimizers:
+                require_elementwise(optimizer, job=job.name, line=job.line)
+        before = owner.version
+        owner.divide(plan, tensors, line=job.line)
+        owner.begin_call()  # frees the memory of whole parameters
+        return owner.version != before
+
+
+def find_job_plan(job: JobDefinition, jobs: Mapping[str, JobPlan]) -> JobPlan:
+    """Return the plan of a job in the plan of a run. Raises `ConfigError` if there is none."""
+    if job.name not in jobs:
+        raise ConfigError(
+            expected=f"a job that the plan has: {', '.join(jobs) or 'none'}",
+            found=f"job {job.name!r}",
+            fix=f"{NEW_PLAN}, with --steps so that the script calls the job by then",
+            where=job.line,
+        )
+    return jobs[job.name]
+
+
+def require_same_states(
+    job: JobDefinition,
+    planned: Mapping[str, StatePlan],
+    tensors: Mapping[str, Tensor],
+    *,
+    with_dtypes: bool,
+) -> None:
+    """Raise `ConfigError` if a plan is for another model.
+
+    Args:
+        job: The job.
+        planned: The states in its plan.
+        tensors: The parameters and buffers that it has.
+        with_dtypes: Whether the dtypes must be the same too; `rankless verify` may run a script in another one.
+    """
+    dtypes = {name: f"{str(item.dtype).removeprefix('torch.')} " * with_dtypes for name, item in tensors.items()}
+    found = {name: f"{dtypes[name]}{list(item.shape)}" for name, item in tensors.items()}
+    for name, state in planned.items():
+        wanted = f"{state.dtype} " * with_dtypes + str(list(state.shape))
+        if found.get(name) != wanted:
+            raise ConfigError(
+                expected=f"{name} as {wanted} in the model of job {job.name!r}, for which the plan was made",
+                found=found.get(name, "no such parameter or buffer"),
+                fix=NEW_PLAN,
+                where=job.line,
+            )
+    known = {id(tensors[name]) for name in planned}
+    new = [name for name, item in tensors.items() if id(item) not in known]
+    if new:
+        raise ConfigError(
+            expected=f"the model of job {job.name!r} for which the plan was made",
+            found=f"{new[0]}, which the plan does not have",
+            fix=NEW_PLAN,
+            where=job.line,
+        )

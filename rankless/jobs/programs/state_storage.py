@@ -1,0 +1,45 @@
+"""Tell the compiler how the states of a job's program are stored."""
+
+from torch import Tensor
+
+from rankless.compiler.ir.logical_program import LogicalProgram
+from rankless.compiler.scheduling.gradient_memory import GradientMemory
+from rankless.compiler.scheduling.stored_states import StateStorage
+from rankless.context.world import World
+from rankless.jobs.definition import JobDefinition
+from rankless.jobs.programs.bound_program import find_slot
+from rankless.parallel.tensor_placement import Shard
+
+
+def find_storage(job: JobDefinition, program: LogicalProgram, world: World, memory: GradientMemory) -> StateStorage:
+    """Return how the states of a program are stored.
+
+    Args:
+        job: The job.
+        program: A program of it.
+        world: Has the owner of the states.
+        memory: The memory of the job's gradients.
+    """
+    owner = world.owner
+    values: dict[str, Shard] = {}
+    gradients: dict[str, Shard] = {}
+    for described in program.inputs.values():
+        if described.kind in ("parameter", "buffer") and described.constant is None:
+            placement = owner.find_value_placement(read_slot(job, described.name))
+            if placement is not None:
+                values[described.name] = placement
+    for _, output in program.outputs:
+        if output.kind == "gradient":
+            placement = owner.find_gradient_placement(read_slot(job, output.name))
+            if placement is not None:
+                gradients[output.name] = placement
+    axis = next((axis for axis in world.mesh.axes if axis.role == "data"), None)
+    return StateStorage(axis=axis, values=values, gradients=gradients, memory=memory)
+
+
+def read_slot(job: JobDefinition, name: str) -> Tensor:
+    """Return the parameter or buffer with a name such as "model.layer.weight"."""
+    slot = find_slot(job, name)
+    tensor = slot.table[slot.key]
+    assert tensor is not None, f"{name} no longer exists"
+    return tensor

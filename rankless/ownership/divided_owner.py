@@ -1,0 +1,244 @@
+"""The owner that divides states between the workers along an axis: each holds, and steps on, its pieces.
+
+This is ZeRO (Rajbhandari et al., SC 2020). What is divided is in the job's plan: the state of optimizers, also
+gradients, or also parameters.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_
+from torch.optim import Optimizer
+
+from rankless.collectives.mesh_collectives import all_gather, all_reduce, all_reduce_maximum, start_all_gather
+from rankless.errors import ConfigError
+from rankless.ownership.optimizer_pieces import DividedParameter, make_divided_parameter, on_pieces
+from rankless.ownership.partitioned_tensor import WholeValues, count_local_bytes
+from rankless.ownership.piece_layout import PieceGroup, PieceLayout
+from rankless.parallel.mesh import WorkerGroup
+from rankless.parallel.tensor_placement import Shard
+from rankless.records.parallel_plan import JobPlan, StateDivision
+
+GATHER_BYTES = 25 * 2**20
+"""The size of whole parameters that are gathered together after a step."""
+
+
+class DividedOwner:
+    """Holds pieces of the states that plans divide, and whole ones of all others.
+
+    Args:
+        group: The workers that divide states.
+        require_all: Called with what is about to be gathered for the script. Raises if not all workers take part.
+    """
+
+    def __init__(self, group: WorkerGroup, require_all: Callable[[str], None]) -> None:
+        self.version = 0
+        self._group = group
+        self._values = WholeValues(group, require_all)
+        self._divided: dict[int, DividedParameter] = {}
+        self._pieces: set[int] = set()
+
+    def divide(self, plan: JobPlan, tensors: Mapping[str, Tensor], *, line: str) -> None:
+        """Divide the parameters of a job as its plan says. All workers have the same whole ones.
+
+        Args:
+            plan: The job's plan.
+            tensors: The job's parameters and buffers by name.
+            line: The job's line, for errors.
+
+        Raises:
+            ConfigError: Another job divides a parameter in another way.
+        """
+        for name, state in plan.states.items():
+            division, parameter = state.optimizer_state, tensors[name]
+            if division is None or not isinstance(parameter, nn.Parameter):
+                continue
+            placement = Shard(division.dim, division.lengths)
+            known = self._divided.get(id(parameter))
+            if known is not None:
+                require_same_division(known, placement, state.value, state.gradient, line)
+                continue
+            divided = make_divided_parameter(
+                parameter,
+                PieceLayout.of(parameter, placement),
+                self._values,
+                name=name,
+                divides_value=state.value is not None,
+                divides_gradient=state.gradient is not None,
+            )
+            self._divided[id(parameter)] = divided
+            self._pieces.add(id(divided.piece))
+            self.version += 1
+
+    def begin_call(self) -> None:
+        """Take the changes of the script to whole values. Collective if it has read any."""
+        self._values.write_back()
+
+    def end_call(self) -> None:
+        """Update the whole values that the script holds. Collective if there are any."""
+        self._values.refresh()
+
+    def get_holders(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """Return for each parameter the tensor that has this worker's gradient."""
+        found = map(self._divided.get, map(id, parameters))
+        return [item if known is None else known.holder for item, known in zip(parameters, found, strict=True)]
+
+    def get_value(self, tensor: Tensor) -> Tensor:
+        """Return what this worker has of a parameter or buffer."""
+        known = self._divided.get(id(tensor))
+        return known.piece if known is not None and known.divides_value else tensor
+
+    def set_value(self, tensor: Tensor, whole: Tensor) -> None:
+        """Take a new whole value of a parameter or buffer."""
+        known = self._divided.get(id(tensor))
+        with torch.no_grad():
+            if known is not None and known.divides_value:
+                known.piece.copy_(known.layout.get_piece(whole, self._group.rank))
+            else:
+                tensor.copy_(whole)
+
+    def find_value_placement(self, tensor: Tensor) -> Shard | None:
+        """Return how the value of a parameter or buffer is divided; None for a whole one."""
+        known = self._divided.get(id(tensor))
+        return known.layout.placement if known is not None and known.divides_value else None
+
+    def find_gradient_placement(self, parameter: Tensor) -> Shard | None:
+        """Return how the gradient of a parameter is divided; None for a whole one."""
+        known = self._divided.get(id(parameter))
+        return known.layout.placement if known is not None and known.divides_gradient else None
+
+    def gather_gradient(self, parameter: Tensor) -> Tensor | None:
+        """Return the whole gradient of a parameter; None if it has none."""
+        known = self._divided.get(id(parameter))
+        if known is None or not known.divides_gradient or known.piece.grad is None:
+            return parameter.grad
+        placement = known.layout.placement
+        return all_gather(known.piece.grad, among=self._group, dim=placement.dim, lengths=placement.lengths)
+
+    def measure_norm(self, holders: Sequence[Tensor]) -> Tensor:
+        """Return the norm of the whole gradient, equal on all workers. Collective if gradients are divided.
+
+        As in `torch.nn.utils.get_total_norm` it is the norm of the norms of all tensors, each in its own dtype.
+        """
+        whole = [item.grad for item in holders if item.grad is not None and id(item) not in self._pieces]
+        pieces = [item.grad for item in holders if item.grad is not None and id(item) in self._pieces]
+        norms = list(torch._foreach_norm(whole, 2.0)) if whole else []
+        if pieces:
+            is_double = any(item.dtype in (torch.float64, torch.complex128) for item in pieces)
+            accumulated = torch.float64 if is_double else torch.float32
+            real = [torch.view_as_real(item) if item.is_complex() else item for item in pieces]
+            squares = torch.stack([torch.linalg.vector_norm(item, 2.0, dtype=accumulated) ** 2 for item in real])
+            summed = all_reduce(squares, among=self._group).sqrt()
+            norms += [norm.to(item.abs().dtype) for norm, item in zip(summed, pieces, strict=True)]
+        if not norms:
+            return torch.tensor(0.0)
+        total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), 2.0)
+        return total
+
+    def clip_norm(self, holders: Sequence[Tensor], limit: float) -> Tensor:
+        """Scale the gradients to a norm of at most `limit`, and return the norm before."""
+        norm = self.measure_norm(holders)
+        clip_grads_with_norm_([item for item in holders if item.grad is not None], limit, norm)
+        return norm
+
+    def find_not_finite(self, holders: Sequence[Tensor]) -> int | None:
+        """Return the number of the first holder whose gradient is not finite on some worker."""
+        bad = [
+            torch.zeros((), dtype=torch.uint8) if item.grad is None else (~item.grad.isfinite().all()).to(torch.uint8)
+            for item in holders
+        ]
+        if not bad:
+            return None
+        flags = torch.stack([item.to(bad[-1].device) for item in bad])
+        if any(id(item) in self._pieces for item in holders):
+            flags = all_reduce_maximum(flags, among=self._group)
+        return next((number for number, is_bad in enumerate(flags.tolist()) if is_bad), None)
+
+    def step(self, optimizer: Optimizer) -> None:
+        """Let an optimizer step on this worker's pieces; then all workers get the parameters that they hold whole."""
+        with on_pieces(optimizer, self._divided, self._values):
+            optimizer.step()
+        parameters = [item for group in optimizer.param_groups for item in group["params"]]
+        known = [self._divided[id(item)] for item in parameters if id(item) in self._divided]
+        self._publish([item for item in known if not item.divides_value])
+
+    def count_bytes(self, tensor: Tensor) -> int:
+        """Return the memory that a tensor takes on this worker."""
+        return count_local_bytes(tensor)
+
+    def _publish(self, stepped: Sequence[DividedParameter]) -> None:
+        """Gather the pieces of parameters into the parameters of all workers."""
+        pending = None
+        for members in group_by_kind(stepped):
+            gather = ParameterGather(members, self._group)
+            gather.start()
+            if pending is not None:
+                pending.finish()
+            pending = gather
+        if pending is not None:
+            pending.finish()
+
+
+class ParameterGather:
+    """Gathers the pieces of some parameters into the parameters, which every worker holds whole."""
+
+    def __init__(self, members: Sequence[DividedParameter], group: WorkerGroup) -> None:
+        self._members = members
+        self._group = group
+        self._pieces = PieceGroup(tuple(member.layout for member in members), group.size)
+
+    def start(self) -> None:
+        """Begin to gather."""
+        first = self._members[0]
+        chunk = self._pieces.join_pieces([member.piece.detach() for member in self._members])
+        self._in_place = self._pieces.is_one_memory and first.shares_memory
+        self._flat = (
+            first.layout.flatten(first.parameter.detach())
+            if self._in_place
+            else chunk.new_empty(self._pieces.flat_size)
+        )
+        self._work = start_all_gather(self._flat, chunk, among=self._group)
+
+    def finish(self) -> None:
+        """Wait, and copy what has not been gathered into place."""
+        if self._work is not None:
+            self._work.wait()
+        wholes = [member.parameter for member in self._members]
+        with torch.no_grad():
+            if not self._in_place:
+                self._pieces.copy_to_wholes(self._flat, [whole.detach() for whole in wholes])
+            for whole in wholes:
+                torch.autograd.graph.increment_version(whole)
+
+
+def group_by_kind(members: Sequence[DividedParameter]) -> list[list[DividedParameter]]:
+    """Group parameters of one dtype and device, up to a size."""
+    groups: list[list[DividedParameter]] = []
+    kind, filled = None, 0
+    for member in members:
+        size = member.parameter.numel() * member.parameter.element_size()
+        own_kind = member.parameter.dtype, member.parameter.device
+        if kind != own_kind or filled + size > GATHER_BYTES:
+            groups.append([])
+            kind, filled = own_kind, 0
+        groups[-1].append(member)
+        filled += size
+    return groups
+
+
+def require_same_division(
+    known: DividedParameter, placement: Shard, value: StateDivision | None, gradient: StateDivision | None, line: str
+) -> None:
+    """Raise `ConfigError` for a parameter that another job divides in another way."""
+    if (known.layout.placement, known.divides_value, known.divides_gradient) != (
+        placement,
+        value is not None,
+        gradient is not None,
+    ):
+        raise ConfigError(
+            expected=f"one division of {known.name} between workers",
+            found="another one in an earlier job, with another zero= or plan",
+            fix="pass the same zero= to all jobs whose optimizers step it",
+            where=line,
+        )

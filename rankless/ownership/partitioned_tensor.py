@@ -1,0 +1,284 @@
+"""Tensors of which each worker holds one piece, and which a script sees as whole.
+
+Note [divided tensors]: a parameter that is divided between workers stays the object that the script, its modules and
+its optimizers have. Its memory is freed. Functions that need only its shape, dtype or gradient find these. Any other
+function of PyTorch gets the whole tensor, gathered from all workers, so it computes what it would on one device. All
+workers run the same script, so all gather. The whole tensor lives until the next call of a job, which takes the pieces
+back, with the script's changes. If the script keeps a tensor that shares its memory, such as `weight.data`, it lives on
+and is updated after each step.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from rankless.collectives.mesh_collectives import all_reduce_maximum, start_all_gather
+from rankless.errors import ConfigError
+from rankless.ownership.piece_layout import PieceGroup, PieceLayout
+from rankless.parallel.mesh import WorkerGroup
+
+
+class WholeValues:
+    """The whole values of divided tensors that the script uses outside jobs.
+
+    Args:
+        group: The workers that hold the pieces.
+        require_all: Called with what is about to be gathered. Raises if not all workers will take part.
+    """
+
+    def __init__(self, group: WorkerGroup, require_all: Callable[[str], None]) -> None:
+        self.group = group
+        self._require_all = require_all
+        self._open: list[Partition] = []
+
+    def gather(self, partition: "Partition") -> Tensor:
+        """Return the whole value of a divided tensor. Collective, unless it is there already."""
+        if partition.whole is None:
+            self._require_all(f"the whole of {partition.name} is read outside a job")
+            partition.whole = self.gather_now(partition)
+            self._open.append(partition)
+        return partition.whole
+
+    def gather_now(self, partition: "Partition") -> Tensor:
+        """Return the whole value as its pieces are now. Collective."""
+        group = PieceGroup((partition.layout,), self.group.size)
+        flat = partition.piece.new_empty(group.flat_size)
+        work = start_all_gather(flat, group.join_pieces([partition.piece.detach()]), among=self.group)
+        if work is not None:
+            work.wait()
+        return group.split_wholes(flat)[0]
+
+    def keep(self, partition: "Partition", whole: Tensor) -> None:
+        """Begin with a whole value that is there already."""
+        partition.whole = whole
+        self._open.append(partition)
+
+    def write_back(self) -> None:
+        """Take the pieces of the whole values, which the script may have changed, and forget those that it dropped.
+
+        Collective if there are any.
+        """
+        if not self._open:
+            return
+        with torch.no_grad():
+            for partition in self._open:
+                assert partition.whole is not None
+                partition.piece.copy_(partition.layout.get_piece(partition.whole, self.group.rank))
+        # Workers may free memory at different times. They must agree on what they will gather.
+        is_used = torch.tensor([has_other_users(partition.whole) for partition in self._open], dtype=torch.uint8)
+        used = all_reduce_maximum(is_used.to(self._open[0].piece.device), among=self.group).tolist()
+        for partition, keeps in zip(self._open, used, strict=True):
+            if not keeps:
+                partition.whole = None
+        self._open = [partition for partition in self._open if partition.whole is not None]
+
+    def refresh(self) -> None:
+        """Update the whole values that the script still holds from their pieces. Collective if there are any."""
+        with torch.no_grad():
+            for partition in self._open:
+                assert partition.whole is not None
+                partition.whole.copy_(self.gather_now(partition))
+
+
+class Partition:
+    """How a tensor is divided, and this worker's piece of it.
+
+    Attributes:
+        layout: How the tensor is divided.
+        piece: This worker's piece.
+        name: What errors call the tensor.
+        whole: The whole value, while the script uses it.
+    """
+
+    def __init__(self, layout: PieceLayout, piece: Tensor, name: str, values: WholeValues) -> None:
+        self.layout = layout
+        self.piece = piece
+        self.name = name
+        self.whole: Tensor | None = None
+        self._values = values
+
+    def gather(self) -> Tensor:
+        """Return the whole value, without autograd history. Collective, unless it is there already."""
+        return self._values.gather(self)
+
+
+class PartitionedTensor(Tensor):
+    """A tensor of which each worker holds one piece; see Note [divided tensors]."""
+
+    partition: Partition
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Call a function of PyTorch with whole values."""
+        return call_with_wholes(func, args, kwargs or {})
+
+
+class PartitionedParameter(nn.Parameter):
+    """A parameter of which each worker holds one piece; see Note [divided tensors]."""
+
+    partition: Partition
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Call a function of PyTorch with whole values."""
+        return call_with_wholes(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """Return a plain parameter with the whole value."""
+        if id(self) not in memo:
+            memo[id(self)] = nn.Parameter(self.partition.gather().clone(), self.requires_grad)
+        copied: nn.Parameter = memo[id(self)]
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle it as a plain parameter with the whole value."""
+        return nn.Parameter(self.partition.gather().clone(), self.requires_grad).__reduce_ex__(protocol)
+
+
+Partitioned = (PartitionedParameter, PartitionedTensor)
+
+
+class ReadParameter(torch.autograd.Function):
+    """Read the whole value of a divided parameter, whose gradient is then the parameter's."""
+
+    @staticmethod
+    def forward(_context: Any, _parameter: Tensor, whole: Tensor) -> Tensor:
+        """Return the whole value."""
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(_context: Any, gradient: Tensor) -> Any:
+        """Return the gradient of the parameter."""
+        return gradient, None
+
+
+def call_with_wholes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call a function of PyTorch; divided tensors among its arguments are whole, if it needs more than their shapes."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if func in WITHOUT_ELEMENTS:
+            return func(*args, **kwargs)
+        if func == Tensor.data.__get__:  # type: ignore[attr-defined]
+            return args[0].partition.gather().detach()
+        if func == Tensor.data.__set__:  # type: ignore[attr-defined]
+            replace_value(args[0], args[1])
+            return None
+        originals: dict[int, Tensor] = {}
+        replaced = pytree.tree_map(lambda item: get_whole(item, originals), (tuple(args), dict(kwargs)))
+        result = func(*replaced[0], **replaced[1])
+        # An in-place function returns the tensor that it has changed.
+        return pytree.tree_map(lambda item: originals.get(id(item), item), result)
+
+
+def get_whole(item: Any, originals: dict[int, Tensor]) -> Any:
+    """Return the whole value in place of a divided tensor; anything else as it is."""
+    if not isinstance(item, Partitioned):
+        return item
+    whole = item.partition.gather()
+    if torch.is_grad_enabled() and item.requires_grad:
+        whole = ReadParameter.apply(item, whole)  # type: ignore[no-untyped-call]
+    originals[id(whole)] = item
+    return whole
+
+
+def replace_value(tensor: Any, value: Tensor) -> None:
+    """Give a divided tensor a new value, as `tensor.data = value` does."""
+    if value.shape != tensor.shape or value.dtype != tensor.dtype or value.device != tensor.device:
+        raise ConfigError(
+            expected=f"a value of the same shape, dtype and device for {tensor.partition.name}, which is divided "
+            "between workers",
+            found=f"{value.dtype} {list(value.shape)} on {value.device} for {tensor.dtype} {list(tensor.shape)}",
+            fix="convert or move the model before the first call of its job",
+        )
+    with torch.no_grad():
+        tensor.partition.gather().copy_(value)
+
+
+def has_other_users(tensor: Tensor | None) -> bool:
+    """Return whether another tensor shares a tensor's memory."""
+    if tensor is None:
+        return False
+    storage = tensor.untyped_storage()  # one more use, besides the tensor's own
+    return torch._C._storage_Use_Count(storage._cdata) > 2
+
+
+def make_partitioned_tensor(partition: Partition) -> PartitionedTensor:
+    """Return a tensor without memory of its own for a partition."""
+    layout, piece = partition.layout, partition.piece
+    with torch._C.DisableTorchFunctionSubclass():
+        made = make_without_memory(layout, piece).as_subclass(PartitionedTensor)
+    made.partition = partition
+    return made
+
+
+def divide_parameter(parameter: nn.Parameter, partition: Partition) -> None:
+    """Make a parameter a divided one. Its memory is freed once nothing else shares it."""
+    parameter.data = make_without_memory(partition.layout, partition.piece)
+    parameter.__class__ = PartitionedParameter
+    parameter.partition = partition  # type: ignore[attr-defined]  # it has another class now
+
+
+@contextlib.contextmanager
+def as_plain_parameters(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Within the context, divided parameters among these are plain ones without elements, for a trace on shapes."""
+    divided = [item for item in parameters if isinstance(item, PartitionedParameter)]
+    for item in divided:
+        item.__class__ = nn.Parameter  # type: ignore[assignment]  # it has no attributes of its own
+    try:
+        yield
+    finally:
+        for item in divided:
+            item.__class__ = PartitionedParameter
+
+
+def make_without_memory(layout: PieceLayout, piece: Tensor) -> Tensor:
+    """Return a plain tensor with the shape of the whole, and no elements in memory."""
+    made = piece.detach().new_empty_strided(layout.shape, layout.strides)
+    made.untyped_storage().resize_(0)
+    return made
+
+
+def find_partition(tensor: Tensor) -> Partition | None:
+    """Return how a tensor is divided; None for a plain one."""
+    return tensor.partition if isinstance(tensor, Partitioned) else None
+
+
+def count_local_bytes(tensor: Tensor) -> int:
+    """Return the bytes of memory that a tensor's elements take on this worker."""
+    known = find_partition(tensor)
+    local = tensor if known is None else known.piece
+    return local.numel() * local.element_size()
+
+
+def list_functions_without_elements() -> frozenset[Any]:
+    """Return the functions of PyTorch that need a tensor's shape, dtype, gradient or the like, but not its elements."""
+    properties = (
+        "shape dtype device layout ndim itemsize requires_grad grad grad_fn is_leaf output_nr _version name names "
+        "is_cuda is_cpu is_meta is_sparse is_quantized is_mkldnn is_nested is_xpu is_mps is_vulkan is_mtia is_maia "
+        "is_ipu is_xla is_sparse_csr retains_grad _backward_hooks _post_accumulate_grad_hooks _grad_fn nbytes volatile"
+    )
+    methods = (
+        "size stride dim numel nelement element_size ndimension storage_offset is_floating_point is_complex is_signed "
+        "is_contiguous is_inference is_conj is_neg is_same_size get_device has_names requires_grad_ register_hook "
+        "register_post_accumulate_grad_hook retain_grad __len__ __hash__ _is_view _is_zerotensor sym_size dim_order "
+        "is_pinned is_shared"
+    )
+    found: set[Any] = set()
+    for name in properties.split():
+        attribute = getattr(Tensor, name, None)
+        for accessor in ("__get__", "__set__", "__delete__"):
+            if hasattr(attribute, accessor):
+                found.add(getattr(attribute, accessor))
+    found.update(getattr(Tensor, name) for name in methods.split() if hasattr(Tensor, name))
+    found.update((torch.numel, torch.is_floating_point, torch.is_complex, torch.is_tensor))
+    return frozenset(found)
+
+
+WITHOUT_ELEMENTS = list_functions_without_elements()

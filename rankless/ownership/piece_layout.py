@@ -1,0 +1,175 @@
+"""The pieces of tensors that are divided between workers, and groups of them that one collective moves.
+
+Note [flat pieces]: a piece is sent as its elements in the order in which they lie in memory. A group has a flat tensor
+with one chunk per worker. A chunk is the worker's pieces of all tensors of the group, one after the other. All chunks
+are as long as the longest, because backends take equal chunks only.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+import torch
+from torch import Tensor
+
+from rankless.parallel.tensor_placement import Shard
+
+
+@dataclass(frozen=True)
+class PieceLayout:
+    """How a dense tensor is divided between the workers along an axis."""
+
+    shape: tuple[int, ...]
+    """The shape of the whole tensor."""
+    order: tuple[int, ...]
+    """Its dims from the slowest to the fastest in memory."""
+    placement: Shard
+    """The dim that is divided, and each worker's length."""
+
+    @staticmethod
+    def of(tensor: Tensor, placement: Shard) -> "PieceLayout":
+        """Return the layout of a dense tensor whose dims may lie in memory in any order."""
+        strides = tensor.stride()
+        order = sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim))
+        return PieceLayout(tuple(tensor.shape), tuple(order), placement)
+
+    def piece_shape(self, rank: int) -> tuple[int, ...]:
+        """Return the shape of one worker's piece."""
+        dim = self.placement.dim
+        return (*self.shape[:dim], self.placement.lengths[rank], *self.shape[dim + 1 :])
+
+    def piece_strides(self, rank: int) -> tuple[int, ...]:
+        """Return the strides of one worker's piece in memory of its own."""
+        return self._dense_strides(self.piece_shape(rank))
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """The strides of the whole tensor."""
+        return self._dense_strides(self.shape)
+
+    def piece_size(self, rank: int) -> int:
+        """Return the number of elements of one worker's piece."""
+        return prod(self.piece_shape(rank))
+
+    def get_piece(self, whole: Tensor, rank: int) -> Tensor:
+        """Return one worker's piece of a whole tensor, as a view."""
+        return whole.narrow(self.placement.dim, self.placement.start(rank), self.placement.lengths[rank])
+
+    def copy_piece(self, whole: Tensor, rank: int) -> Tensor:
+        """Return one worker's piece in memory of its own, in the order of the whole tensor's dims."""
+        piece = whole.new_empty_strided(self.piece_shape(rank), self.piece_strides(rank))
+        return piece.copy_(self.get_piece(whole, rank))
+
+    def is_contiguous_piece(self) -> bool:
+        """Return whether each worker's piece is one range of the whole tensor's memory."""
+        outer = self.order[: self.order.index(self.placement.dim)]
+        return all(self.shape[dim] == 1 for dim in outer)
+
+    def view_flat(self, flat: Tensor, shape: Sequence[int]) -> Tensor:
+        """Return elements in memory order as a tensor of this shape, which is the whole's or a piece's."""
+        return flat.as_strided(tuple(shape), self._dense_strides(shape), flat.storage_offset())
+
+    def flatten(self, value: Tensor) -> Tensor:
+        """Return the elements of a whole tensor or a piece in memory order; without a copy if it lies so already."""
+        return value.permute(self.order).reshape(-1)
+
+    def _dense_strides(self, shape: Sequence[int]) -> tuple[int, ...]:
+        strides, step = [1] * len(shape), 1
+        for dim in reversed(self.order):
+            strides[dim] = step
+            step *= max(1, shape[dim])
+        return tuple(strides)
+
+
+@dataclass(frozen=True)
+class PieceGroup:
+    """Tensors of one dtype and device whose pieces one collective moves; see Note [flat pieces]."""
+
+    layouts: tuple[PieceLayout, ...]
+    ranks: int
+
+    @cached_property
+    def chunk_size(self) -> int:
+        """The number of elements of a worker's chunk."""
+        return max(sum(layout.piece_size(rank) for layout in self.layouts) for rank in range(self.ranks))
+
+    @property
+    def flat_size(self) -> int:
+        """The number of elements of all chunks."""
+        return self.ranks * self.chunk_size
+
+    @cached_property
+    def is_one_memory(self) -> bool:
+        """Whether the flat tensor lies in memory exactly as the only tensor of the group."""
+        (first, *others) = self.layouts
+        return not others and first.is_contiguous_piece() and len(set(first.placement.lengths)) == 1
+
+    def join_pieces(self, pieces: Sequence[Tensor]) -> Tensor:
+        """Return a worker's chunk with its pieces."""
+        if self.is_one_memory:
+            return self.layouts[0].flatten(pieces[0])
+        parts = [layout.flatten(piece) for layout, piece in zip(self.layouts, pieces, strict=True)]
+        missing = self.chunk_size - sum(part.numel() for part in parts)
+        return torch.cat([*parts, parts[0].new_zeros(missing)] if missing else parts)
+
+    def view_pieces(self, chunk: Tensor, rank: int) -> list[Tensor]:
+        """Return a worker's pieces as views of its chunk."""
+        views, start = [], 0
+        for layout in self.layouts:
+            size = layout.piece_size(rank)
+            views.append(layout.view_flat(chunk[start : start + size], layout.piece_shape(rank)))
+            start += size
+        return views
+
+    def view_all_pieces(self, flat: Tensor) -> list[list[Tensor]]:
+        """Return the pieces of each worker as views of the flat tensor."""
+        chunks = flat.view(self.ranks, self.chunk_size)
+        return [self.view_pieces(chunk, rank) for rank, chunk in enumerate(chunks)]
+
+    def join_wholes(self, wholes: Sequence[Tensor], flat: Tensor) -> None:
+        """Copy whole tensors into the flat tensor."""
+        if self.is_one_memory:
+            self.layouts[0].view_flat(flat, self.layouts[0].shape).copy_(wholes[0])
+            return
+        targets = self.view_all_pieces(flat)
+        for rank, pieces in enumerate(targets):
+            sources = [layout.get_piece(whole, rank) for layout, whole in zip(self.layouts, wholes, strict=True)]
+            torch._foreach_copy_(pieces, sources)
+
+    def split_wholes(self, flat: Tensor) -> list[Tensor]:
+        """Return the whole tensors from the flat tensor, as views of it if it lies so already."""
+        if self.is_one_memory:
+            return [self.layouts[0].view_flat(flat, self.layouts[0].shape)]
+        wholes = [flat.new_empty_strided(layout.shape, layout.strides) for layout in self.layouts]
+        self.copy_to_wholes(flat, wholes)
+        return wholes
+
+    def copy_to_wholes(self, flat: Tensor, wholes: Sequence[Tensor]) -> None:
+        """Copy the flat tensor into whole tensors."""
+        for rank, pieces in enumerate(self.view_all_pieces(flat)):
+            targets = [layout.get_piece(whole, rank) for layout, whole in zip(self.layouts, wholes, strict=True)]
+            torch._foreach_copy_(targets, pieces)
+
+
+def divide_evenly(shape: Sequence[int], order: Sequence[int], ranks: int) -> tuple[int, tuple[int, ...]] | None:
+    """Return the dim along which a tensor is divided, and each worker's length; None if it is too small.
+
+    It is the outermost dim in memory whose longest piece is at most 5 % longer than an even one, so that pieces are
+    ranges of memory; if there is none, the dim with the shortest longest piece.
+
+    Args:
+        shape: The sizes of the dims.
+        order: The dims from the slowest to the fastest in memory.
+        ranks: The number of workers.
+    """
+    candidates = [dim for dim in order if shape[dim] >= ranks]
+    if not candidates:
+        return None
+    excess = {dim: -(-shape[dim] // ranks) * ranks / shape[dim] for dim in candidates}
+    dim = next((dim for dim in candidates if excess[dim] <= EVEN), min(candidates, key=excess.__getitem__))
+    return dim, tuple((shape[dim] + ranks - 1 - rank) // ranks for rank in range(ranks))
+
+
+EVEN = 1.05
+"""How much longer than an even piece the longest piece of a dim may be that is taken without looking at the others."""

@@ -1,0 +1,137 @@
+"""The interface of ownership: what a job does with parameters, gradients and optimizer state, whoever holds them."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad_norm_, get_total_norm
+from torch.optim import Optimizer
+
+from rankless.parallel.tensor_placement import Shard
+
+
+class StateOwner(Protocol):
+    """Holds the state of jobs.
+
+    A *holder* of a parameter is the tensor that has this worker's gradient of it as `.grad`: the parameter itself, or
+    this worker's piece of it.
+    """
+
+    version: int
+    """Changes whenever more parameters are divided."""
+
+    def begin_call(self) -> None:
+        """Prepare the states for a call of a job, after the script may have changed them. Collective."""
+        ...
+
+    def end_call(self) -> None:
+        """Show the script the states as a call has left them. Collective."""
+        ...
+
+    def get_holders(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """Return the holder of each parameter."""
+        ...
+
+    def get_value(self, tensor: Tensor) -> Tensor:
+        """Return what this worker has of a parameter or buffer: all of it, or its piece."""
+        ...
+
+    def set_value(self, tensor: Tensor, whole: Tensor) -> None:
+        """Take a new whole value."""
+        ...
+
+    def find_value_placement(self, tensor: Tensor) -> Shard | None:
+        """Return how the value of a parameter or buffer is divided; None for a whole one."""
+        ...
+
+    def find_gradient_placement(self, parameter: Tensor) -> Shard | None:
+        """Return how the gradient of a parameter is divided; None for a whole one."""
+        ...
+
+    def gather_gradient(self, parameter: Tensor) -> Tensor | None:
+        """Return the whole gradient of a parameter; None if it has none. Collective."""
+        ...
+
+    def measure_norm(self, holders: Sequence[Tensor]) -> Tensor:
+        """Return the norm of the whole gradient. Collective."""
+        ...
+
+    def clip_norm(self, holders: Sequence[Tensor], limit: float) -> Tensor:
+        """Scale the gradients to a norm of at most `limit`, and return the norm before. Collective."""
+        ...
+
+    def find_not_finite(self, holders: Sequence[Tensor]) -> int | None:
+        """Return the number of the first holder whose gradient is not finite on some worker. Collective."""
+        ...
+
+    def step(self, optimizer: Optimizer) -> None:
+        """Let an optimizer step. Collective."""
+        ...
+
+    def count_bytes(self, tensor: Tensor) -> int:
+        """Return the memory that a tensor takes on this worker."""
+        ...
+
+
+class WholeOwner:
+    """Every worker holds everything."""
+
+    version = 0
+
+    def begin_call(self) -> None:
+        """Do nothing: the script has the states themselves."""
+
+    def end_call(self) -> None:
+        """Do nothing."""
+
+    def get_holders(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """Return the parameters."""
+        return list(parameters)
+
+    def get_value(self, tensor: Tensor) -> Tensor:
+        """Return the tensor."""
+        return tensor
+
+    def set_value(self, tensor: Tensor, whole: Tensor) -> None:
+        """Copy the new value."""
+        with torch.no_grad():
+            tensor.copy_(whole)
+
+    def find_value_placement(self, tensor: Tensor) -> Shard | None:  # noqa: ARG002
+        """Return None."""
+        return None
+
+    def find_gradient_placement(self, parameter: Tensor) -> Shard | None:  # noqa: ARG002
+        """Return None."""
+        return None
+
+    def gather_gradient(self, parameter: Tensor) -> Tensor | None:
+        """Return its `.grad`."""
+        return parameter.grad
+
+    def measure_norm(self, holders: Sequence[Tensor]) -> Tensor:
+        """Return the norm of all gradients together."""
+        return get_total_norm([item.grad for item in holders if item.grad is not None]).detach().clone()
+
+    def clip_norm(self, holders: Sequence[Tensor], limit: float) -> Tensor:
+        """Clip as a script does."""
+        with_gradient = [item for item in holders if item.grad is not None]
+        return clip_grad_norm_(with_gradient, limit).detach().clone()
+
+    def find_not_finite(self, holders: Sequence[Tensor]) -> int | None:
+        """Return the number of the first holder whose gradient is not finite."""
+        numbered = [(number, item.grad) for number, item in enumerate(holders) if item.grad is not None]
+        largest = torch._foreach_norm([gradient for _, gradient in numbered], float("inf")) if numbered else ()
+        pairs = zip(numbered, largest, strict=True)
+        if not numbered or bool(torch.stack([item.isfinite() for item in largest]).all()):
+            return None
+        return next(number for (number, _), size in pairs if not bool(size.isfinite()))
+
+    def step(self, optimizer: Optimizer) -> None:
+        """Step."""
+        optimizer.step()
+
+    def count_bytes(self, tensor: Tensor) -> int:
+        """Return the bytes of all elements."""
+        return tensor.numel() * tensor.element_size()

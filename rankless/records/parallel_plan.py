@@ -1,0 +1,74 @@
+"""The parallel plan: what is divided between the workers of a run, and how, as data that can be saved and read."""
+
+from typing import Literal
+
+import msgspec
+
+ZeroLevel = Literal["optimizer", "gradients", "parameters"]
+"""What each worker holds only a part of: the state of optimizers, also gradients, or also parameters."""
+PLAN_FORMAT = 1
+ZERO_LEVELS: tuple[ZeroLevel, ...] = ("optimizer", "gradients", "parameters")
+
+
+class PlannedAxis(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One axis of the mesh."""
+
+    name: str
+    role: str
+    size: int
+
+
+class StateDivision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a tensor is divided along one axis of the mesh."""
+
+    axis: str
+    dim: int
+    lengths: tuple[int, ...]
+    """The rows that each worker along the axis holds."""
+
+
+class StatePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a parameter or a buffer is held, with what belongs to it. None stands for a whole tensor on every worker."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    value: StateDivision | None = None
+    gradient: StateDivision | None = None
+    optimizer_state: StateDivision | None = None
+
+
+class JobPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How one job is divided."""
+
+    arguments: dict[str, int | None] = {}
+    """The dim of each tensor argument that the axes with the role `data` divide; None for a whole one."""
+    states: dict[str, StatePlan]
+    """Its parameters and buffers by name, such as "model.head.weight"; tied ones under their first name."""
+
+    @property
+    def divides_states(self) -> bool:
+        """Whether a worker holds less than all of the job's state."""
+        return any(state.optimizer_state is not None for state in self.states.values())
+
+
+class ParallelPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The plan of a run, and what it was made for."""
+
+    format: int = PLAN_FORMAT
+    rankless: str
+    """The version that made it."""
+    program: str
+    """The script or module."""
+    source_sha256: str
+    """The digest of the program's own source files."""
+    axes: tuple[PlannedAxis, ...]
+    jobs: dict[str, JobPlan]
+    """By name of the job."""
+
+    @property
+    def workers(self) -> int:
+        """The number of workers."""
+        count = 1
+        for axis in self.axes:
+            count *= axis.size
+        return count

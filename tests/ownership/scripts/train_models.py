@@ -1,0 +1,161 @@
+"""Train one of several models with divided states, with the settings that a user may combine."""
+
+import argparse
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import rankless
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--model", choices=["lenet", "gpt", "bert", "llama", "towers", "tagger"], required=True)
+parser.add_argument("--zero", choices=["optimizer", "gradients", "parameters"], required=True)
+parser.add_argument("--optimizer", choices=["sgd", "adamw"], default="adamw")
+parser.add_argument("--clip", type=float)
+parser.add_argument("--accumulate", type=int, default=1)
+parser.add_argument("--bfloat16", action="store_true")
+parser.add_argument("--dropout", type=float, default=0.1)
+options = parser.parse_args()
+
+WORDS, LENGTH, ROWS = 31, 6, 26
+
+
+class LeNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(1, 6, 5, padding=2),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(6, 16, 5),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(16 * 5 * 5, 40),
+            nn.ReLU(),
+            nn.Dropout(options.dropout),
+            nn.Linear(40, 10),
+        )
+
+    def forward(self, images, labels):
+        return F.cross_entropy(self.layers(images), labels)
+
+
+class GPT(nn.Module):
+    """A decoder with tied embeddings."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(WORDS, 16), nn.Embedding(LENGTH, 16)
+        layer = nn.TransformerEncoderLayer(16, 2, 32, options.dropout, "gelu", batch_first=True, norm_first=True)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(16, WORDS, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, ids, labels):
+        hidden = self.tokens(ids) + self.places(torch.arange(ids.shape[1]))
+        mask = nn.Transformer.generate_square_subsequent_mask(ids.shape[1], dtype=hidden.dtype)
+        return F.cross_entropy(self.head(self.layers(hidden, mask, is_causal=True)).flatten(0, 1), labels.flatten())
+
+
+class Towers(nn.Module):
+    """Users and items, each with an embedding and a small network."""
+
+    def __init__(self):
+        super().__init__()
+        self.users, self.items = nn.Embedding(WORDS, 8), nn.EmbeddingBag(WORDS, 8)
+        self.user_net, self.item_net = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, ids, labels):
+        left, right = torch.tanh(self.user_net(self.users(ids[:, 0]))), torch.tanh(self.item_net(self.items(ids)))
+        dropped = F.dropout(left, options.dropout)
+        return F.binary_cross_entropy_with_logits((dropped * right).sum(1), (labels[:, 0] % 2).to(left.dtype))
+
+
+class Tagger(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(WORDS, 8)
+        self.layer = nn.LSTM(8, 6, num_layers=2, dropout=options.dropout, batch_first=True, bidirectional=True)
+        self.head = nn.Linear(12, WORDS)
+
+    def forward(self, ids, labels):
+        return F.cross_entropy(self.head(self.layer(self.words(ids))[0]).flatten(0, 1), labels.flatten())
+
+
+class Wrapped(nn.Module):
+    """A model of transformers, by configuration, that returns its loss."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids, labels):
+        return self.model(input_ids=ids, labels=labels).loss
+
+
+def make_bert():
+    from transformers import BertConfig, BertForMaskedLM  # noqa: PLC0415 - the other models do not need it
+
+    return Wrapped(
+        BertForMaskedLM(
+            BertConfig(
+                vocab_size=WORDS,
+                hidden_size=16,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                intermediate_size=32,
+                max_position_embeddings=LENGTH,
+                hidden_dropout_prob=options.dropout,
+                attention_probs_dropout_prob=options.dropout,
+            )
+        )
+    )
+
+
+def make_llama():
+    from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415
+
+    return Wrapped(
+        LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=WORDS,
+                hidden_size=16,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                intermediate_size=32,
+                max_position_embeddings=LENGTH,
+                attention_dropout=options.dropout,
+                use_cache=False,
+            )
+        )
+    )
+
+
+torch.manual_seed(1)
+makers = {"lenet": LeNet, "gpt": GPT, "bert": make_bert, "llama": make_llama, "towers": Towers, "tagger": Tagger}
+model = makers[options.model]()
+if options.optimizer == "sgd":
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+else:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+@rankless.job(
+    model=model, optimizer=optimizer, zero=options.zero, clip_norm=options.clip, accumulate=options.accumulate
+)
+def train(inputs, labels):
+    with torch.autocast("cpu", torch.bfloat16, enabled=options.bfloat16):
+        return model(inputs, labels)
+
+
+if options.model == "lenet":
+    data = torch.utils.data.TensorDataset(torch.randn(ROWS, 1, 28, 28), torch.randint(0, 10, (ROWS,)))
+else:
+    ids = torch.randint(0, WORDS, (ROWS, LENGTH + 1))
+    data = torch.utils.data.TensorDataset(ids[:, :-1].clone(), ids[:, 1:].clone())
+for inputs, labels in rankless.loader(data, batch_size=7, shuffle=True):  # the last batch has five rows
+    loss = train(inputs, labels)
+print(f"loss {float(loss):.6f}")

@@ -1,0 +1,93 @@
+"""What a worker holds with divided states, in bytes."""
+
+import pytest
+import torch
+from support.processes import on_mesh
+from torch import nn
+
+from rankless.context.world import World
+from rankless.jobs.definition import StepOptions
+from rankless.jobs.job import make_job
+from rankless.jobs.memory_meter import PeakMemoryMode
+from rankless.ownership.partitioned_tensor import find_partition
+
+LAYERS, WIDTH = 24, 512
+BLOCK_BYTES = WIDTH * WIDTH * 4
+
+
+class MeteredCalls:
+    """Runs a job's programs, and measures their peak memory after the first call."""
+
+    def __init__(self):
+        self.peaks = []
+
+    def record(self, _job, _local):
+        pass
+
+    def run(self, _job, bound, values, sizes):
+        with PeakMemoryMode(values) as meter:
+            outputs = bound.local(values, sizes)
+        self.peaks.append(meter.peak_bytes)
+        return outputs
+
+    def finish(self, _known):
+        pass
+
+
+def train(mesh, zero):
+    """Return this worker's bytes of parameters, gradients and optimizer state, and its peaks in the program."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    meter = MeteredCalls()
+    world = World(mesh=mesh, notify=lambda _: None, send_record=lambda _: None, programs=meter)
+    job = make_job(
+        lambda x: model(x).square().mean(),
+        model=model,
+        optimizer=optimizer,
+        view=None,
+        world=lambda: world,
+        step_options=StepOptions(zero=zero),
+    )
+    for _ in range(3):
+        job(torch.ones(4, WIDTH))
+    count = world.owner.count_bytes
+    holders = world.owner.get_holders(list(model.parameters()))
+    return {
+        "parameters": sum(map(count, model.parameters())),
+        "gradients": sum(holder.grad.nbytes for holder in holders if holder.grad is not None),
+        "state": sum(count(value) for entries in optimizer.state.values() for value in entries.values()),
+        "memory of parameters": sum(parameter_memory(item) for item in model.parameters()),
+        "peak": meter.peaks[-1],
+    }
+
+
+def parameter_memory(parameter):
+    """Return the memory that a parameter really takes: that of its storage, or of its piece's."""
+    partition = find_partition(parameter)
+    with torch._C.DisableTorchFunctionSubclass():
+        own = parameter.untyped_storage().nbytes()
+    return own if partition is None else own + partition.piece.untyped_storage().nbytes()
+
+
+@pytest.mark.parametrize("zero", [None, "optimizer", "gradients", "parameters"])
+def test_a_worker_holds_its_part_of_what_is_divided(zero):
+    whole = LAYERS * BLOCK_BYTES
+    for held in on_mesh(2, train, zero):
+        assert held["parameters"] == held["memory of parameters"]
+        assert held["parameters"] == (whole // 2 if zero == "parameters" else whole)
+        assert held["gradients"] == (whole // 2 if zero in ("gradients", "parameters") else whole)
+        scalars = LAYERS * 4
+        assert held["state"] == scalars + (2 * whole if zero is None else whole)
+
+
+def test_few_whole_parameters_and_gradients_exist_at_any_time():
+    whole, activations = LAYERS * BLOCK_BYTES, 2 * LAYERS * 4 * WIDTH * 4
+    for held in on_mesh(2, train, "parameters"):
+        # Two groups of parameters, two of gradients that are being summed with the backend's copies, and one gradient
+        # that is being computed; and this worker's pieces of all gradients.
+        assert held["peak"] <= held["gradients"] + 7 * BLOCK_BYTES + activations, held["peak"] / BLOCK_BYTES
+    for held in on_mesh(2, train, "gradients"):
+        assert held["peak"] <= held["gradients"] + 5 * BLOCK_BYTES + activations, held["peak"] / BLOCK_BYTES
+    for held in on_mesh(2, train, None):
+        assert held["peak"] >= whole
