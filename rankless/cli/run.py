@@ -75,8 +75,6 @@ def _add_start_options(parser: argparse.ArgumentParser) -> None:
     )
     _add_output_options(parser)
     parser.add_argument("--plan", metavar="FILE", help=PLAN_HELP)
-    add_host_options(parser)
-    add_program_options(parser)
 
 
 def _add_output_options(parser: argparse.ArgumentParser) -> None:
