@@ -10,9 +10,9 @@ from rankless.compiler.capture import capture as capture_module
 from rankless.compiler.guards.guard_discovery import collect_guards
 from rankless.compiler.guards.guards import GuardSet
 from rankless.context.world import World
-from rankless.jobs import program_cache
 from rankless.jobs.arguments import flatten_arguments
 from rankless.jobs.job import make_job
+from rankless.jobs.programs import program_cache
 from rankless.jobs.views.consistent import ConsistentView
 from rankless.parallel.mesh import Mesh
 

@@ -11,8 +11,8 @@ from support.processes import on_mesh
 from torch import nn
 
 from rankless.context.world import World
-from rankless.jobs import program_cache
 from rankless.jobs.job import make_job
+from rankless.jobs.programs import program_cache
 
 WORDS = 13
 WIDTH = 8

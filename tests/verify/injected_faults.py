@@ -18,7 +18,7 @@ from rankless.compiler.scheduling import gradient_buckets
 from rankless.compiler.scheduling.gradient_buckets import GradientBucket
 from rankless.compiler.sharding.redistribute import StackingAllGather
 from rankless.data.loader import Loader
-from rankless.jobs import bound_program
+from rankless.jobs.programs import bound_program
 from rankless.jobs.views.consistent import ConsistentView
 from rankless.parallel.mesh import Mesh
 
