@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from collectives.backends.shared_groups import list_open, make_group
-from collectives.backends.test_faults import make_calls, own_workers
+from collectives.backends.test_group_faults import make_calls, own_workers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.processes import on_mesh
