@@ -125,17 +125,22 @@ def require_valid_division(name: str, state: StatePlan, axes: Sequence[PlannedAx
         problem = f"the axis {division.axis!r}, which is none of {', '.join(sizes)}"
     elif not 0 <= division.dim < len(state.shape):
         problem = f"dim {division.dim} of the shape {list(state.shape)}"
-    elif len(division.lengths) != sizes[division.axis] or min(division.lengths) < 1:
+    elif len(division.lengths) != sizes[division.axis] or not is_even_or_owned(division.lengths):
         problem = f"the lengths {list(division.lengths)} for {sizes[division.axis]} workers"
     elif sum(division.lengths) != state.shape[division.dim]:
         problem = f"the lengths {list(division.lengths)} for {state.shape[division.dim]} rows"
     if problem is not None:
         raise ConfigError(
             expected=f"a plan that divides {name} in one way: optimizer state, also its gradient, or also its value, "
-            "with a length of at least 1 for each worker",
+            "with a length of at least 1 for each worker, or all rows on one worker",
             found=problem,
             fix="correct the plan, or make a new one with `rankless plan --save`",
         )
+
+
+def is_even_or_owned(lengths: Sequence[int]) -> bool:
+    """Return whether each worker has rows, or one has all."""
+    return min(lengths) >= 1 or (min(lengths) == 0 and len([length for length in lengths if length]) == 1)
 
 
 def load_plan(path: str) -> tuple[ParallelPlan, str]:

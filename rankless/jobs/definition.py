@@ -15,7 +15,7 @@ from rankless.compiler.capture.capture import JobSource
 from rankless.context.redundant_step_calls import JobLabel
 from rankless.errors import ConfigError
 from rankless.jobs.gradient_accumulation import LossWeight
-from rankless.ownership.optimizer_pieces import require_elementwise
+from rankless.ownership.optimizer_pieces import require_divisible
 from rankless.records.parallel_plan import ZERO_LEVELS, ZeroLevel
 
 Models = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
@@ -289,7 +289,7 @@ def require_divisible_states(job: JobDefinition) -> None:
             where=job.line,
         )
     for optimizer in job.optimizers:
-        require_elementwise(optimizer, job=job.name, line=job.line)
+        require_divisible(optimizer, job=job.name, line=job.line)
 
 
 def require_random_source(job: JobDefinition) -> None:

@@ -15,7 +15,7 @@ from rankless.jobs.definition import JobDefinition
 from rankless.jobs.optimizer_step import count_group_parameters
 from rankless.ownership.default_policy import make_default_plan
 from rankless.ownership.divided_owner import DividedOwner
-from rankless.ownership.optimizer_pieces import require_elementwise
+from rankless.ownership.optimizer_pieces import READS_WHOLE, list_parameters, require_divisible
 from rankless.parallel.tensor_placement import Shard, Sharding
 from rankless.records.parallel_plan import JobPlan, StatePlan
 
@@ -38,7 +38,7 @@ class PlannedDivision:
         """The plan by which the job runs."""
         job = self._job
         tensors = named_tensors(job.modules)
-        made = make_default_plan(tensors, job.optimized_parameters(), self._world.mesh, job.step_options.zero)
+        made = make_default_plan(tensors, job.optimizers, self._world.mesh, job.step_options.zero)
         return JobPlan(states=made.states if self._given is None else self._given.states, arguments=self._arguments)
 
     def divide_arguments(self, arguments: FlattenedArguments) -> FlattenedArguments:
@@ -103,7 +103,8 @@ class PlannedDivision:
             require_same_states(job, plan.states, tensors, with_dtypes=self._world.dtype is None)
         if plan.divides_states:
             for optimizer in job.optimizers:
-                require_elementwise(optimizer, job=job.name, line=job.line)
+                require_divisible(optimizer, job=job.name, line=job.line)
+            require_whole_tensors(job, plan, tensors)
         before = owner.version
         owner.divide(plan, tensors, line=job.line)
         owner.begin_call()  # frees the memory of whole parameters
@@ -120,6 +121,20 @@ def find_job_plan(job: JobDefinition, jobs: Mapping[str, JobPlan]) -> JobPlan:
             where=job.line,
         )
     return jobs[job.name]
+
+
+def require_whole_tensors(job: JobDefinition, plan: JobPlan, tensors: Mapping[str, Tensor]) -> None:
+    """Raise `ConfigError` if a plan divides a parameter between workers whose optimizer reads whole tensors."""
+    whole = {id(item) for each in job.optimizers if type(each) in READS_WHOLE for item in list_parameters(each)}
+    for name, state in plan.states.items():
+        division = state.optimizer_state
+        if division is not None and id(tensors[name]) in whole and len([size for size in division.lengths if size]) > 1:
+            raise ConfigError(
+                expected=f"{name} on one worker in the plan, because its optimizer reads whole tensors",
+                found=f"the lengths {list(division.lengths)}",
+                fix=NEW_PLAN,
+                where=job.line,
+            )
 
 
 def require_same_states(

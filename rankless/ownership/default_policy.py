@@ -1,26 +1,32 @@
 """The plan that a job has if nobody gives another one: data parallelism, with the states divided that `zero=` names."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from rankless.ownership.optimizer_pieces import READS_WHOLE, list_parameters
 from rankless.ownership.piece_layout import divide_evenly
 from rankless.parallel.mesh import Mesh, MeshAxis
 from rankless.records.parallel_plan import JobPlan, StateDivision, StatePlan, ZeroLevel
 
 
 def make_default_plan(
-    tensors: Mapping[str, Tensor], optimized: Collection[Tensor], mesh: Mesh, zero: ZeroLevel | None
+    tensors: Mapping[str, Tensor],
+    optimizers: Sequence[Optimizer],
+    mesh: Mesh,
+    zero: ZeroLevel | None,
 ) -> JobPlan:
     """Return the data-parallel plan of a job.
 
     Args:
         tensors: The job's parameters and buffers by name.
-        optimized: The parameters that its optimizers step.
+        optimizers: Its optimizers. A parameter of one that reads whole tensors belongs to one worker.
         mesh: The workers. The first axis with the role `data` divides states.
         zero: What is divided; None for nothing.
     """
-    stepped = set(map(id, optimized))
+    stepped = {id(item): optimizer for optimizer in optimizers for item in list_parameters(optimizer)}
+    loads = [0] * mesh.size
     axis = next(axis for axis in mesh.axes if axis.role == "data")
     states: dict[str, StatePlan] = {}
     known: set[int] = set()
@@ -28,8 +34,11 @@ def make_default_plan(
         if id(tensor) in known:
             continue
         known.add(id(tensor))
-        is_divided = zero is not None and isinstance(tensor, nn.Parameter) and id(tensor) in stepped
-        states[name] = plan_state(tensor, divide(tensor, axis) if is_divided else None, zero)
+        division = None
+        if zero is not None and isinstance(tensor, nn.Parameter) and id(tensor) in stepped:
+            is_whole = type(stepped[id(tensor)]) in READS_WHOLE
+            division = assign(tensor, axis, loads) if is_whole else divide(tensor, axis)
+        states[name] = plan_state(tensor, division, zero)
     return JobPlan(states=states)
 
 
@@ -52,6 +61,23 @@ def divide(parameter: Tensor, axis: MeshAxis) -> StateDivision | None:
     order = sorted(range(parameter.dim()), key=lambda dim: (-strides[dim], dim))
     found = divide_evenly(shape, order, axis.size)
     return None if found is None else StateDivision(axis=axis.name, dim=found[0], lengths=found[1])
+
+
+def assign(parameter: Tensor, axis: MeshAxis, loads: list[int]) -> StateDivision | None:
+    """Return the division that gives a parameter to the worker with the fewest bytes; None for one without rows.
+
+    Args:
+        parameter: The parameter.
+        axis: The workers.
+        loads: The bytes of each worker, to which the parameter's are added.
+    """
+    if axis.size == 1 or parameter.dim() == 0 or not is_dense(tuple(parameter.shape), parameter.stride()):
+        return None
+    rank = loads.index(min(loads))
+    loads[rank] += parameter.numel() * parameter.element_size()
+    lengths = [0] * axis.size
+    lengths[rank] = parameter.shape[0]
+    return StateDivision(axis=axis.name, dim=0, lengths=tuple(lengths))
 
 
 def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:

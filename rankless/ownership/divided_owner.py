@@ -13,7 +13,9 @@ from torch.optim import Optimizer
 
 from rankless.collectives.mesh_collectives import all_gather, all_reduce, all_reduce_maximum, start_all_gather
 from rankless.errors import ConfigError
-from rankless.ownership.optimizer_pieces import DividedParameter, make_divided_parameter, on_pieces
+from rankless.ownership.divided_parameter import DividedParameter, make_divided_parameter
+from rankless.ownership.optimizer_pieces import on_pieces
+from rankless.ownership.owned_state import share_state
 from rankless.ownership.partitioned_tensor import WholeValues, count_local_bytes
 from rankless.ownership.piece_layout import PieceGroup, PieceLayout
 from rankless.parallel.mesh import WorkerGroup
@@ -159,6 +161,7 @@ class DividedOwner:
         """Let an optimizer step on this worker's pieces; then all workers get the parameters that they hold whole."""
         with on_pieces(optimizer, self._divided, self._values):
             optimizer.step()
+        share_state(optimizer, self._divided, self._values)
         parameters = [item for group in optimizer.param_groups for item in group["params"]]
         known = [self._divided[id(item)] for item in parameters if id(item) in self._divided]
         self._publish([item for item in known if not item.divides_value])

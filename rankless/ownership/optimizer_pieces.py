@@ -3,24 +3,25 @@
 Note [steps on pieces]: during a step, the optimizer's groups and state refer to pieces in place of divided parameters.
 Otherwise they refer to the parameters, as the script expects, and the state is made of divided tensors. This is exact
 for optimizers that compute each element from the elements at the same place. `ELEMENTWISE` lists PyTorch's;
-tests/jobs/test_optimizers.py shows for each that a step on the whole equals a step on parts, bit by bit.
+tests/jobs/test_optimizers.py shows for each that a step on the whole equals a step on parts, bit by bit. Optimizers
+that read whole tensors (`READS_WHOLE`) step on whole parameters, each of which belongs to one worker: its piece is the
+parameter, and the others' pieces have no rows. After a step the workers exchange which state there is.
 """
 
 import contextlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from rankless.errors import ConfigError
+from rankless.ownership.divided_parameter import DividedParameter
 from rankless.ownership.partitioned_tensor import (
     Partition,
     WholeValues,
-    divide_parameter,
     find_partition,
     make_partitioned_tensor,
 )
@@ -40,109 +41,22 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.SGD,
 )
 """The optimizers that step on pieces exactly. A subclass may compute anything."""
+READS_WHOLE: tuple[type[Optimizer], ...] = (torch.optim.Adafactor, torch.optim.Muon)
+"""The optimizers that step on one parameter at a time, and read the whole of it."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class DividedParameter:
-    """A parameter of which this worker has a piece for the optimizer.
-
-    Attributes:
-        parameter: What the script has.
-        piece: What the optimizer steps on.
-        layout: How the parameter is divided.
-        name: What errors call it.
-        divides_value: Whether the worker holds only its piece of the value.
-        divides_gradient: Whether it holds only its piece of the gradient.
-    """
-
-    parameter: nn.Parameter
-    piece: nn.Parameter
-    layout: PieceLayout
-    name: str
-    divides_value: bool
-    divides_gradient: bool
-
-    @property
-    def holder(self) -> nn.Parameter:
-        """The tensor that has this worker's gradient."""
-        return self.piece if self.divides_gradient else self.parameter
-
-    def begin_step(self, rank: int) -> None:
-        """Give the piece the value and the gradient that this worker's optimizer needs."""
-        if not self.divides_value:
-            if self.shares_memory:
-                self.piece.data = self.layout.get_piece(self.parameter.data, rank)
-            else:
-                self.piece.data.copy_(self.layout.get_piece(self.parameter.data, rank))
-        gradient = self.parameter.grad
-        if not self.divides_gradient:
-            self.piece.grad = None if gradient is None else self._take_piece(gradient, rank)
-
-    def end_step(self) -> None:
-        """Forget the piece of a gradient that the worker has whole."""
-        if not self.divides_gradient:
-            self.piece.grad = None
-
-    @property
-    def shares_memory(self) -> bool:
-        """Whether the piece is a part of the parameter's memory."""
-        is_as_planned = self.parameter.stride() == self.layout.strides
-        return not self.divides_value and is_as_planned and self.layout.is_contiguous_piece()
-
-    def _take_piece(self, gradient: Tensor, rank: int) -> Tensor:
-        if gradient.layout is not torch.strided:
-            raise ConfigError(
-                expected=f"a dense gradient of {self.name}, which is divided between workers",
-                found=f"a gradient with the layout {gradient.layout}",
-                fix="use sparse=False, or no zero=",
-            )
-        if self.layout.is_contiguous_piece() and gradient.stride() == self.layout.strides:
-            return self.layout.get_piece(gradient, rank)
-        return self.layout.copy_piece(gradient, rank)
+def list_parameters(optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters of an optimizer."""
+    return [item for group in optimizer.param_groups for item in group["params"]]
 
 
-def make_divided_parameter(
-    parameter: nn.Parameter,
-    layout: PieceLayout,
-    values: WholeValues,
-    *,
-    name: str,
-    divides_value: bool,
-    divides_gradient: bool,
-) -> DividedParameter:
-    """Divide a parameter, which every worker has whole.
-
-    Args:
-        parameter: The parameter.
-        layout: How it is divided.
-        values: Gathers whole values for the script.
-        name: What errors call it.
-        divides_value: Whether each worker keeps only its piece of the value.
-        divides_gradient: Whether each worker gets only its piece of the gradient.
-    """
-    whole = parameter.detach()
-    piece = nn.Parameter(layout.copy_piece(whole, values.group.rank), requires_grad=parameter.requires_grad)
-    if divides_value:
-        partition = Partition(layout, piece, name, values)
-        divide_parameter(parameter, partition)
-        values.keep(partition, whole)
-    return DividedParameter(
-        parameter=parameter,
-        piece=piece,
-        layout=layout,
-        name=name,
-        divides_value=divides_value,
-        divides_gradient=divides_gradient,
-    )
-
-
-def require_elementwise(optimizer: Optimizer, *, job: str, line: str) -> None:
-    """Raise `ConfigError` for an optimizer that cannot step on pieces."""
-    kind = type(optimizer)
-    if kind not in ELEMENTWISE:
+def require_divisible(optimizer: Optimizer, *, job: str, line: str) -> None:
+    """Raise `ConfigError` for an optimizer that can step neither on pieces nor on one parameter at a time."""
+    kind, known = type(optimizer), (*ELEMENTWISE, *READS_WHOLE)
+    if kind not in known:
         raise ConfigError(
-            expected="with zero=, an optimizer of torch.optim that computes each element from the elements at the "
-            f"same place: {', '.join(item.__name__ for item in ELEMENTWISE)}",
+            expected="with zero=, an optimizer of torch.optim that steps on each element or each tensor by itself: "
+            f"{', '.join(item.__name__ for item in known)}",
             found=f"{kind.__module__}.{kind.__qualname__} in job {job!r}",
             fix="omit zero=, or use one of these",
             where=line,
@@ -177,20 +91,24 @@ def on_pieces(optimizer: Optimizer, divided: Mapping[int, DividedParameter], val
         known = divided.get(id(owner))
         if known is None:
             local[owner] = entries
-        else:
+        elif known.has_rows(rank):
             local[known.piece] = {key: take_state(value, known, key, rank) for key, value in entries.items()}
     for member in members:
         member.begin_step(rank)
     optimizer.state = local
     for group, params in zip(optimizer.param_groups, lists, strict=True):
-        group["params"] = [divided[id(item)].piece if id(item) in divided else item for item in params]
+        found = [divided.get(id(item)) for item in params]
+        pairs = [pair for pair in zip(params, found, strict=True) if pair[1] is None or pair[1].has_rows(rank)]
+        group["params"] = [item if known is None else known.piece for item, known in pairs]
     try:
         yield
     finally:
         for group, params in zip(optimizer.param_groups, lists, strict=True):
             group["params"] = params
         pieces = {id(member.piece): member for member in members}
-        shown: dict[Any, Any] = {}
+        # Workers without rows of a parameter get its state from the one that has them: see `share_state`.
+        elsewhere = [member.parameter for member in members if not member.has_rows(rank)]
+        shown: dict[Any, Any] = {parameter: state[parameter] for parameter in elsewhere if parameter in state}
         for owner, entries in local.items():
             stepped = pieces.get(id(owner))
             if stepped is None:
@@ -214,6 +132,8 @@ def take_state(value: Any, divided: DividedParameter, key: str, rank: int) -> An
     partition = find_partition(value)
     if partition is not None:
         return partition.piece
+    if divided.is_owned:
+        return value
     if tuple(value.shape) != divided.layout.shape:
         raise ConfigError(
             expected=f"optimizer state of the shape {list(divided.layout.shape)} for {divided.name}, which is divided "
@@ -231,7 +151,9 @@ def show_state(value: Any, before: Any, divided: DividedParameter, key: str, val
     known = find_partition(before) if isinstance(before, Tensor) else None
     if known is not None and known.piece is value:
         return before
-    strides = value.stride()
-    order = tuple(sorted(range(value.dim()), key=lambda dim: (-strides[dim], dim)))
-    layout = PieceLayout(divided.layout.shape, order, divided.layout.placement)
+    if divided.is_owned:
+        layout = PieceLayout.of(value, divided.own(value.shape[0]))
+    else:
+        whole = PieceLayout.of(value, divided.layout.placement)
+        layout = PieceLayout(divided.layout.shape, whole.order, whole.placement)
     return make_partitioned_tensor(Partition(layout, value, f"{key} of {divided.name}", values))

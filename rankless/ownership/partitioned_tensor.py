@@ -9,6 +9,7 @@ and is updated after each step.
 """
 
 import contextlib
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from rankless.collectives.mesh_collectives import all_reduce_maximum, start_all_gather
-from rankless.errors import ConfigError
+from rankless.errors import ConfigError, RanklessError
 from rankless.ownership.piece_layout import PieceGroup, PieceLayout
 from rankless.parallel.mesh import WorkerGroup
 
@@ -33,11 +34,18 @@ class WholeValues:
     def __init__(self, group: WorkerGroup, require_all: Callable[[str], None]) -> None:
         self.group = group
         self._require_all = require_all
+        self._process_id = os.getpid()
         self._open: list[Partition] = []
 
     def gather(self, partition: "Partition") -> Tensor:
         """Return the whole value of a divided tensor. Collective, unless it is there already."""
         if partition.whole is None:
+            if os.getpid() != self._process_id:
+                raise RanklessError(
+                    expected=f"{partition.name}, which is divided between workers, to be read by the workers themselves",
+                    found="a child process, as of a DataLoader, which the other workers do not wait for",
+                    fix="pass it a copy that the worker has made: copy.deepcopy(model)",
+                )
             self._require_all(f"the whole of {partition.name} is read outside a job")
             partition.whole = self.gather_now(partition)
             self._open.append(partition)

@@ -209,4 +209,22 @@ def state_cleared(make):
     return train_classifier(make, model, optimizer, optimizer.state.clear)
 
 
+def saved_and_loaded_with_adafactor(make):
+    model = make_model()
+    optimizer = torch.optim.Adafactor(model.parameters(), lr=0.1)
+    train = make(lambda x, y: F.cross_entropy(model(x), y), model, optimizer)
+    found, saved = [], io.BytesIO()
+    for number, (inputs, labels) in enumerate(batches()):
+        found.append(train(inputs, labels))
+        if number == 1:
+            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, saved)
+        if number == 3:
+            saved.seek(0)
+            states = torch.load(saved)
+            model.load_state_dict(states["model"])
+            optimizer.load_state_dict(states["optimizer"])
+            optimizer.state[model[0].weight]["row_var"].mul_(2)
+    return [*found, *show(model, optimizer)]
+
+
 ACCESSES = list_cases(globals())

@@ -88,6 +88,22 @@ def adagrad_with_state_from_the_start(make):
     return train_classifier(make, model, torch.optim.Adagrad(model.parameters(), lr=0.1, lr_decay=0.1))
 
 
+def adafactor(make):
+    model = make_model()
+    return train_classifier(make, model, torch.optim.Adafactor(model.parameters(), lr=0.1), clip_norm=0.5)
+
+
+def muon_and_adamw(make):
+    model = make_model()
+    matrices = [item for item in model.parameters() if item.dim() == 2]
+    others = [item for item in model.parameters() if item.dim() != 2]
+    optimizers = [torch.optim.Muon(matrices, lr=0.1), torch.optim.AdamW(others, lr=1e-2)]
+    train = make(lambda x, y: F.cross_entropy(model(x), y), model, optimizers, accumulate=2, check_finite=True)
+    found = [train(*batch) for batch in batches()]
+    train.flush()
+    return [*found, *show(model, *optimizers)]
+
+
 def learning_rate_as_tensor(make):
     model = make_model()
     return train_classifier(make, model, torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-2)))

@@ -11,6 +11,8 @@ LEVELS = ("optimizer", "gradients", "parameters")
 SETTINGS = {
     "sgd": ("--optimizer", "sgd"),
     "adamw": (),
+    "adafactor": ("--optimizer", "adafactor"),
+    "muon": ("--optimizer", "muon"),
     "clipped": ("--clip", "0.1"),
     "accumulated": ("--accumulate", "2"),
     "bfloat16": ("--bfloat16",),
@@ -28,7 +30,12 @@ def verify(folder: Path, workers: int, *arguments: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "zero", "setting"),
-    [("gpt", "parameters", "clipped"), ("lenet", "optimizer", "accumulated"), ("tagger", "gradients", "adamw")],
+    [
+        ("gpt", "parameters", "clipped"),
+        ("lenet", "optimizer", "accumulated"),
+        ("tagger", "gradients", "adamw"),
+        ("towers", "parameters", "muon"),
+    ],
 )
 def test_a_model_with_divided_states_is_the_same_training(tmp_path, model, zero, setting):
     verify(tmp_path, 2, "--model", model, "--zero", zero, *SETTINGS[setting])

@@ -11,7 +11,7 @@ import rankless
 parser = argparse.ArgumentParser()
 parser.add_argument("--model", choices=["lenet", "gpt", "bert", "llama", "towers", "tagger"], required=True)
 parser.add_argument("--zero", choices=["optimizer", "gradients", "parameters"], required=True)
-parser.add_argument("--optimizer", choices=["sgd", "adamw"], default="adamw")
+parser.add_argument("--optimizer", choices=["sgd", "adamw", "adafactor", "muon"], default="adamw")
 parser.add_argument("--clip", type=float)
 parser.add_argument("--accumulate", type=int, default=1)
 parser.add_argument("--bfloat16", action="store_true")
@@ -137,7 +137,13 @@ def make_llama():
 torch.manual_seed(1)
 makers = {"lenet": LeNet, "gpt": GPT, "bert": make_bert, "llama": make_llama, "towers": Towers, "tagger": Tagger}
 model = makers[options.model]()
-if options.optimizer == "sgd":
+if options.optimizer == "adafactor":
+    optimizer = torch.optim.Adafactor(model.parameters(), lr=1e-2)
+elif options.optimizer == "muon":
+    matrices = [item for item in model.parameters() if item.dim() == 2]
+    others = [item for item in model.parameters() if item.dim() != 2]
+    optimizer = [torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW(others, lr=1e-3)]
+elif options.optimizer == "sgd":
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 else:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

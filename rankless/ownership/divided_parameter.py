@@ -1,0 +1,118 @@
+"""A parameter of which each worker has a piece for its optimizer."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from rankless.errors import ConfigError
+from rankless.ownership.partitioned_tensor import Partition, WholeValues, divide_parameter
+from rankless.ownership.piece_layout import PieceLayout
+from rankless.parallel.tensor_placement import Shard
+
+
+@dataclass(frozen=True, kw_only=True)
+class DividedParameter:
+    """A parameter of which this worker has a piece for the optimizer.
+
+    Attributes:
+        parameter: What the script has.
+        piece: What the optimizer steps on.
+        layout: How the parameter is divided.
+        name: What errors call it.
+        divides_value: Whether the worker holds only its piece of the value.
+        divides_gradient: Whether it holds only its piece of the gradient.
+    """
+
+    parameter: nn.Parameter
+    piece: nn.Parameter
+    layout: PieceLayout
+    name: str
+    divides_value: bool
+    divides_gradient: bool
+
+    @property
+    def holder(self) -> nn.Parameter:
+        """The tensor that has this worker's gradient."""
+        return self.piece if self.divides_gradient else self.parameter
+
+    def begin_step(self, rank: int) -> None:
+        """Give the piece the value and the gradient that this worker's optimizer needs."""
+        if not self.divides_value:
+            if self.shares_memory:
+                self.piece.data = self.layout.get_piece(self.parameter.data, rank)
+            else:
+                self.piece.data.copy_(self.layout.get_piece(self.parameter.data, rank))
+        gradient = self.parameter.grad
+        if not self.divides_gradient:
+            self.piece.grad = None if gradient is None else self._take_piece(gradient, rank)
+
+    def end_step(self) -> None:
+        """Forget the piece of a gradient that the worker has whole."""
+        if not self.divides_gradient:
+            self.piece.grad = None
+
+    @property
+    def is_owned(self) -> bool:
+        """Whether one worker has all rows."""
+        return len([length for length in self.layout.placement.lengths if length]) == 1
+
+    def has_rows(self, rank: int) -> bool:
+        """Return whether a worker has rows of it."""
+        return self.layout.placement.lengths[rank] > 0
+
+    def own(self, rows: int) -> Shard:
+        """Return the placement of a tensor with that many rows on the worker that owns the parameter."""
+        return Shard(0, tuple(rows if length else 0 for length in self.layout.placement.lengths))
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether the piece is a part of the parameter's memory."""
+        is_as_planned = self.parameter.stride() == self.layout.strides
+        return not self.divides_value and is_as_planned and self.layout.is_contiguous_piece()
+
+    def _take_piece(self, gradient: Tensor, rank: int) -> Tensor:
+        if gradient.layout is not torch.strided:
+            raise ConfigError(
+                expected=f"a dense gradient of {self.name}, which is divided between workers",
+                found=f"a gradient with the layout {gradient.layout}",
+                fix="use sparse=False, or no zero=",
+            )
+        if self.layout.is_contiguous_piece() and gradient.stride() == self.layout.strides:
+            return self.layout.get_piece(gradient, rank)
+        return self.layout.copy_piece(gradient, rank)
+
+
+def make_divided_parameter(
+    parameter: nn.Parameter,
+    layout: PieceLayout,
+    values: WholeValues,
+    *,
+    name: str,
+    divides_value: bool,
+    divides_gradient: bool,
+) -> DividedParameter:
+    """Divide a parameter, which every worker has whole.
+
+    Args:
+        parameter: The parameter.
+        layout: How it is divided.
+        values: Gathers whole values for the script.
+        name: What errors call it.
+        divides_value: Whether each worker keeps only its piece of the value.
+        divides_gradient: Whether each worker gets only its piece of the gradient.
+    """
+    whole = parameter.detach()
+    piece = nn.Parameter(layout.copy_piece(whole, values.group.rank), requires_grad=parameter.requires_grad)
+    if divides_value:
+        partition = Partition(layout, piece, name, values)
+        divide_parameter(parameter, partition)
+        values.keep(partition, whole)
+    return DividedParameter(
+        parameter=parameter,
+        piece=piece,
+        layout=layout,
+        name=name,
+        divides_value=divides_value,
+        divides_gradient=divides_gradient,
+    )
