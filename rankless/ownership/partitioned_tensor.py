@@ -42,7 +42,7 @@ class WholeValues:
         if partition.whole is None:
             if os.getpid() != self._process_id:
                 raise RanklessError(
-                    expected=f"{partition.name}, which is divided between workers, to be read by the workers themselves",
+                    expected=f"{partition.name}, which is divided between workers, to be read by the workers",
                     found="a child process, as of a DataLoader, which the other workers do not wait for",
                     fix="pass it a copy that the worker has made: copy.deepcopy(model)",
                 )
