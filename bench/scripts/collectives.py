@@ -1,15 +1,13 @@
 """Measures blocks of checked collectives and of torch.distributed's alternately, in the same workers."""
 
 import argparse
-import json
-import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 import rankless.collectives as collectives
+from bench.alternating import write_times
 
 parser = argparse.ArgumentParser()
 parser.add_argument("operation", choices=["all_reduce", "all_gather_single"])
@@ -31,23 +29,5 @@ calls: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
 ours, peer = calls[arguments.operation]
 
 
-def seconds_of(call: Callable[[], object]) -> float:
-    dist.barrier()
-    start = time.perf_counter()
-    for _ in range(arguments.calls):
-        call()
-    return (time.perf_counter() - start) / arguments.calls
-
-
-seconds_of(ours), seconds_of(peer)
-times = []
-for number in range(arguments.pairs):
-    if number % 2 == 0:
-        first = seconds_of(ours)
-        times.append((first, seconds_of(peer)))
-    else:
-        first = seconds_of(peer)
-        times.append((seconds_of(ours), first))
-if dist.get_rank() == 0:
-    Path("times.json").write_text(json.dumps(times))
+write_times(ours, peer, pairs=arguments.pairs, calls=arguments.calls, warmup=arguments.calls)
 dist.destroy_process_group()

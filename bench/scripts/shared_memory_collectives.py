@@ -5,13 +5,12 @@ other rank reads them, and add both ranks' values. It does so in pieces of the s
 """
 
 import argparse
-import json
-import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
+from bench.alternating import write_times
 
 PIECE_BYTES = 1 << 20
 
@@ -57,23 +56,5 @@ def peer() -> None:
         touch_memory()
 
 
-def seconds_of(call: Callable[[], object]) -> float:
-    dist.barrier()
-    start = time.perf_counter()
-    for _ in range(arguments.calls):
-        call()
-    return (time.perf_counter() - start) / arguments.calls
-
-
-seconds_of(ours), seconds_of(peer)
-times = []
-for number in range(arguments.pairs):
-    if number % 2 == 0:
-        first = seconds_of(ours)
-        times.append((first, seconds_of(peer)))
-    else:
-        first = seconds_of(peer)
-        times.append((seconds_of(ours), first))
-if dist.get_rank() == 0:
-    Path("times.json").write_text(json.dumps(times))
+write_times(ours, peer, pairs=arguments.pairs, calls=arguments.calls, warmup=arguments.calls)
 dist.destroy_process_group()

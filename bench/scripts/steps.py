@@ -2,18 +2,15 @@
 
 import argparse
 import copy
-import json
-import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import rankless
+from bench.alternating import write_times
 from bench.models import GPT, MLP, Attention, Block, LeNet, Transformer, loss_of, random_batch
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -26,14 +23,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "transformer": Transformer,
     "gpt_dropout": lambda: GPT(dropout=0.1),
 }
-
-
-def seconds_of(step: Callable[[], object], steps: int) -> float:
-    dist.barrier()
-    start = time.perf_counter()
-    for _ in range(steps):
-        step()
-    return (time.perf_counter() - start) / steps
 
 
 def shard(model: nn.Module) -> nn.Module:
@@ -76,14 +65,4 @@ def job_step() -> None:
     train(inputs, targets)
 
 
-seconds_of(job_step, 3), seconds_of(parallel_step, 3)
-times = []
-for number in range(arguments.pairs):
-    if number % 2 == 0:
-        ours = seconds_of(job_step, arguments.steps)
-        times.append((ours, seconds_of(parallel_step, arguments.steps)))
-    else:
-        peer = seconds_of(parallel_step, arguments.steps)
-        times.append((seconds_of(job_step, arguments.steps), peer))
-if rank == 0:
-    Path("times.json").write_text(json.dumps(times))
+write_times(job_step, parallel_step, pairs=arguments.pairs, calls=arguments.steps, warmup=3)

@@ -114,8 +114,8 @@ class Partition:
         return self._values.gather(self)
 
 
-class PartitionedTensor(Tensor):
-    """A tensor of which each worker holds one piece; see Note [divided tensors]."""
+class CallsWithWholes:
+    """A tensor whose functions get whole values; see Note [divided tensors]."""
 
     partition: Partition
 
@@ -127,17 +127,12 @@ class PartitionedTensor(Tensor):
         return call_with_wholes(func, args, kwargs or {})
 
 
-class PartitionedParameter(nn.Parameter):
-    """A parameter of which each worker holds one piece; see Note [divided tensors]."""
+class PartitionedTensor(CallsWithWholes, Tensor):
+    """A tensor of which each worker holds one piece."""
 
-    partition: Partition
 
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Call a function of PyTorch with whole values."""
-        return call_with_wholes(func, args, kwargs or {})
+class PartitionedParameter(CallsWithWholes, nn.Parameter):
+    """A parameter of which each worker holds one piece."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """Return a plain parameter with the whole value."""
