@@ -46,7 +46,7 @@ class WholeValues:
                     found="a child process, as of a DataLoader, which the other workers do not wait for",
                     fix="pass it a copy that the worker has made: copy.deepcopy(model)",
                 )
-            self._require_all(f"the whole of {partition.name} is read outside a job")
+            self._require_all(f"a read of {partition.name} outside a job")
             partition.whole = self.gather_now(partition)
             self._open.append(partition)
         return partition.whole
