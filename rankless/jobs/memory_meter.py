@@ -38,10 +38,11 @@ class PeakMemoryMode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call an operator, and count the memory of its results."""
         result = func(*args, **(kwargs or {}))
-        for item in tree_leaves(result):
-            storage = get_storage(item) if isinstance(item, Tensor) else None
-            if storage is not None and id(storage) not in self._known:
-                self._add(storage)
+        if is_allocating(func):
+            for item in tree_leaves(result):
+                storage = get_storage(item) if isinstance(item, Tensor) else None
+                if storage is not None and id(storage) not in self._known:
+                    self._add(storage)
         return result
 
     def _add(self, storage: torch.UntypedStorage) -> None:
@@ -55,6 +56,11 @@ class PeakMemoryMode(TorchDispatchMode):
     def _remove(self, key: int, size: int) -> None:
         self._known.discard(key)
         self._bytes -= size
+
+
+def is_allocating(func: Any) -> bool:
+    """Return whether an operator makes memory, and does not return a view, an argument, or a collective's memory."""
+    return func.namespace != "c10d" and all(result.alias_info is None for result in func._schema.returns)
 
 
 def get_storage(tensor: Tensor) -> torch.UntypedStorage | None:

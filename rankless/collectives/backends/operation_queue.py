@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import _disable_current_modes
 
 from rankless.errors import CollectiveError
 
@@ -219,7 +220,12 @@ class OperationQueue:
 
     def _execute(self, operation: Callable[[], None]) -> None:
         try:
-            operation()
+            if torch._C._len_torch_dispatch_stack():
+                # A mode of the script sees the collective, and not how it is done, as with other backends.
+                with _disable_current_modes():
+                    operation()
+            else:
+                operation()
         except CollectiveError:
             raise
         except BaseException:

@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as groups
 
+from rankless.runtime.rendezvous.original_init import ORIGINAL
+
 _CPU_BACKENDS = (None, "gloo", "cpu:gloo")
 
 
@@ -55,6 +57,7 @@ def use_shared_memory(rank: int, world_size: int, notify: Callable[[str], None])
             return found.monitored_barrier(timeout, wait_all_ranks)  # type: ignore[attr-defined]  # our class has it
         return monitored_barrier(group, timeout, wait_all_ranks)
 
+    setattr(init_process_group, ORIGINAL, init)
     for module in (groups, dist):
         _replace(module, init_process_group, barrier)
 

@@ -20,6 +20,7 @@ from rankless.config import environment
 from rankless.config.run_config import Backend
 from rankless.errors import JoinError
 from rankless.runtime.rendezvous.job_rendezvous import STORE_TIMEOUT, print_notice
+from rankless.runtime.rendezvous.original_init import find_original_init
 from rankless.runtime.rendezvous.tcp import NOTICE_AFTER_SECONDS
 
 JOINED_KEY = "rankless/joined"
@@ -90,7 +91,7 @@ def init_shared_memory_group(
     Args:
         request: The group.
         notify: Called on rank 0 with the reason if there is no memory.
-        init: What to call with the backend. Default: `dist.init_process_group`, which a hook may have replaced.
+        init: What to call with the backend. Default: `dist.init_process_group`, as it was before our own hook.
     """
     opened = None
     if request.size > 1:
@@ -98,7 +99,7 @@ def init_shared_memory_group(
         if opened is NO_MEMORY and request.rank == 0:
             notify(f"collectives use Gloo instead of shared memory: {NO_MEMORY.reason}")
     shared = opened if isinstance(opened, SharedGroup) else None
-    (init or dist.init_process_group)(
+    (init or find_original_init())(
         "gloo" if shared is None else "shared_memory",
         store=request.store,
         rank=request.rank,
