@@ -72,6 +72,8 @@ def test_a_plan_that_divides_more_gives_the_same_training(plan: Path) -> None:
     assert "gradients shown: True" in plain
     divide(plan, "optimizer_state")
     assert run(plan, "--plan", "plan.json") == plain
+    divide(plan, "optimizer_state", "gradient", lengths=(6, 0))
+    assert run(plan, "--plan", "plan.json") == plain.replace("True", "False")
     divide(plan, "optimizer_state", "gradient", "value")
     assert run(plan, "--plan", "plan.json") == plain.replace("True", "False")
     verified = rankless("verify", "-n", "2", "--plan", "plan.json", "train.py", folder=plan.parent)
@@ -110,7 +112,7 @@ def test_a_plan_for_another_run_is_refused_before_any_process_starts(plan: Path)
         ({"kinds": ["optimizer_state", "value"]}, "a value in pieces with a whole gradient"),
         ({"kinds": ["optimizer_state"], "lengths": (3, 2)}, "the lengths [3, 2] for 6 rows"),
         ({"kinds": ["optimizer_state"], "lengths": (6,)}, "the lengths [6] for 2 workers"),
-        ({"kinds": ["optimizer_state"], "lengths": (6, 0)}, "the lengths [6, 0] for 2 workers"),
+        ({"kinds": ["optimizer_state"], "lengths": (7, -1)}, "the lengths [7, -1] for 2 workers"),
         ({"kinds": ["optimizer_state"], "dim": 2}, "dim 2 of the shape [6, 8]"),
         ({"kinds": ["optimizer_state"], "axis": "tensor"}, "the axis 'tensor', which is none of data"),
     ],
