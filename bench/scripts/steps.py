@@ -1,11 +1,16 @@
-"""Measures blocks of job steps and of steps of DistributedDataParallel or FSDP2 alternately, on equal models."""
+"""Measures blocks of job steps and of steps of DistributedDataParallel or FSDP2 alternately, on equal models.
+
+The peers have a Gloo group, as under torchrun.
+"""
 
 import argparse
 import copy
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -27,10 +32,11 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 def shard(model: nn.Module) -> nn.Module:
     """Return a model whose blocks, or whose layers if it has none, FSDP2 divides, as its tutorial does."""
+    mesh = DeviceMesh.from_group(gloo, "cpu")
     blocks = [module for module in model.modules() if isinstance(module, Block)]
     for module in blocks or [module for module in model.modules() if isinstance(module, nn.Linear)]:
-        fully_shard(module)
-    return fully_shard(model)
+        fully_shard(module, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
 
 
 parser = argparse.ArgumentParser()
@@ -43,7 +49,9 @@ arguments = parser.parse_args()
 torch.manual_seed(0)
 rank, size = rankless.rank(), rankless.world_size()
 model = MODELS[arguments.model]()
-parallel = shard(copy.deepcopy(model)) if arguments.zero else DistributedDataParallel(copy.deepcopy(model))
+gloo = dist.new_group(backend="gloo")
+copied = copy.deepcopy(model)
+parallel = shard(copied) if arguments.zero else DistributedDataParallel(copied, process_group=gloo)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 parallel_optimizer = torch.optim.SGD(parallel.parameters(), lr=0.01)
 inputs, targets = random_batch(arguments.model)
