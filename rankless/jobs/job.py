@@ -130,8 +130,8 @@ class Job(Generic[Parameters, Result]):
 
         Example:
             >>> job = rankless.job(model=torch.nn.Linear(3, 1))(print)
-            >>> job.owner.count_bytes(torch.zeros(2))
-            8
+            >>> job.owner.version
+            0
         """
         return self._world().owner if self.was_called else WholeOwner()
 

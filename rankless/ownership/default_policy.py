@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rankless.ownership.optimizer_pieces import READS_WHOLE, list_parameters
-from rankless.ownership.piece_layout import divide_evenly
+from rankless.ownership.piece_layout import divide_evenly, is_dense, order_dims
 from rankless.parallel.mesh import Mesh, MeshAxis
 from rankless.records.parallel_plan import JobPlan, StateDivision, StatePlan, ZeroLevel
 
@@ -58,8 +58,7 @@ def divide(parameter: Tensor, axis: MeshAxis) -> StateDivision | None:
     shape, strides = tuple(parameter.shape), parameter.stride()
     if axis.size == 1 or not is_dense(shape, strides):
         return None
-    order = sorted(range(parameter.dim()), key=lambda dim: (-strides[dim], dim))
-    found = divide_evenly(shape, order, axis.size)
+    found = divide_evenly(shape, order_dims(strides), axis.size)
     return None if found is None else StateDivision(axis=axis.name, dim=found[0], lengths=found[1])
 
 
@@ -78,13 +77,3 @@ def assign(parameter: Tensor, axis: MeshAxis, loads: list[int]) -> StateDivision
     lengths = [0] * axis.size
     lengths[rank] = parameter.shape[0]
     return StateDivision(axis=axis.name, dim=0, lengths=tuple(lengths))
-
-
-def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Return whether a tensor's elements fill a range of memory, each place once."""
-    expected = 1
-    for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size != 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True

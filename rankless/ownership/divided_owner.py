@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 from rankless.collectives.mesh_collectives import all_gather, all_reduce, all_reduce_maximum, start_all_gather
 from rankless.errors import ConfigError
 from rankless.ownership.divided_parameter import DividedParameter, make_divided_parameter
-from rankless.ownership.optimizer_pieces import on_pieces
+from rankless.ownership.optimizer_pieces import list_parameters, on_pieces
 from rankless.ownership.owned_state import share_state
-from rankless.ownership.partitioned_tensor import WholeValues, count_local_bytes
-from rankless.ownership.piece_layout import PieceGroup, PieceLayout
+from rankless.ownership.partitioned_tensor import WholeValues
+from rankless.ownership.piece_layout import PieceGroup, PieceLayout, group_in_order
 from rankless.parallel.mesh import WorkerGroup
 from rankless.parallel.tensor_placement import Shard
 from rankless.records.parallel_plan import JobPlan, StateDivision
@@ -162,13 +162,8 @@ class DividedOwner:
         with on_pieces(optimizer, self._divided, self._values):
             optimizer.step()
         share_state(optimizer, self._divided, self._values)
-        parameters = [item for group in optimizer.param_groups for item in group["params"]]
-        known = [self._divided[id(item)] for item in parameters if id(item) in self._divided]
+        known = [self._divided[id(item)] for item in list_parameters(optimizer) if id(item) in self._divided]
         self._publish([item for item in known if not item.divides_value])
-
-    def count_bytes(self, tensor: Tensor) -> int:
-        """Return the memory that a tensor takes on this worker."""
-        return count_local_bytes(tensor)
 
     def _publish(self, stepped: Sequence[DividedParameter]) -> None:
         """Gather the pieces of parameters into the parameters of all workers."""
@@ -217,17 +212,12 @@ class ParameterGather:
 
 def group_by_kind(members: Sequence[DividedParameter]) -> list[list[DividedParameter]]:
     """Group parameters of one dtype and device, up to a size."""
-    groups: list[list[DividedParameter]] = []
-    kind, filled = None, 0
-    for member in members:
-        size = member.parameter.numel() * member.parameter.element_size()
-        own_kind = member.parameter.dtype, member.parameter.device
-        if kind != own_kind or filled + size > GATHER_BYTES:
-            groups.append([])
-            kind, filled = own_kind, 0
-        groups[-1].append(member)
-        filled += size
-    return groups
+    return group_in_order(
+        members,
+        kind=lambda member: (member.parameter.dtype, member.parameter.device),
+        size=lambda member: member.parameter.numel() * member.parameter.element_size(),
+        limit=lambda _member, _groups: GATHER_BYTES,
+    )
 
 
 def require_same_division(

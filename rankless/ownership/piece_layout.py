@@ -5,15 +5,18 @@ with one chunk per worker. A chunk is the worker's pieces of all tensors of the 
 are as long as the longest, because backends take equal chunks only.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from rankless.parallel.tensor_placement import Shard
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -30,9 +33,7 @@ class PieceLayout:
     @staticmethod
     def of(tensor: Tensor, placement: Shard) -> "PieceLayout":
         """Return the layout of a dense tensor whose dims may lie in memory in any order."""
-        strides = tensor.stride()
-        order = sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim))
-        return PieceLayout(tuple(tensor.shape), tuple(order), placement)
+        return PieceLayout(tuple(tensor.shape), order_dims(tensor.stride()), placement)
 
     def piece_shape(self, rank: int) -> tuple[int, ...]:
         """Return the shape of one worker's piece."""
@@ -150,6 +151,47 @@ class PieceGroup:
         for rank, pieces in enumerate(self.view_all_pieces(flat)):
             targets = [layout.get_piece(whole, rank) for layout, whole in zip(self.layouts, wholes, strict=True)]
             torch._foreach_copy_(targets, pieces)
+
+
+def order_dims(strides: Sequence[int]) -> tuple[int, ...]:
+    """Return the dims of a dense tensor from the slowest to the fastest in memory."""
+    return tuple(sorted(range(len(strides)), key=lambda dim: (-strides[dim], dim)))
+
+
+def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Return whether a tensor's elements fill a range of memory, each place once."""
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def group_in_order(
+    items: Iterable[Item],
+    *,
+    kind: Callable[[Item], Hashable],
+    size: Callable[[Item], int],
+    limit: Callable[[Item, int], int],
+) -> list[list[Item]]:
+    """Group items of one kind that follow each other, up to a size. A larger item has a group of its own.
+
+    Args:
+        items: The items.
+        kind: Returns what the items of a group have in common.
+        size: Returns the size of an item.
+        limit: Returns the largest size of a group, from an item and the number of groups so far.
+    """
+    groups: list[list[Item]] = []
+    current, filled = None, 0
+    for item in items:
+        if not groups or kind(item) != current or filled + size(item) > limit(item, len(groups)):
+            groups.append([])
+            current, filled = kind(item), 0
+        groups[-1].append(item)
+        filled += size(item)
+    return groups
 
 
 def divide_evenly(shape: Sequence[int], order: Sequence[int], ranks: int) -> tuple[int, tuple[int, ...]] | None:

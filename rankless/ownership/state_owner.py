@@ -69,10 +69,6 @@ class StateOwner(Protocol):
         """Let an optimizer step. Collective."""
         ...
 
-    def count_bytes(self, tensor: Tensor) -> int:
-        """Return the memory that a tensor takes on this worker."""
-        ...
-
 
 class WholeOwner:
     """Every worker holds everything."""
@@ -131,7 +127,3 @@ class WholeOwner:
     def step(self, optimizer: Optimizer) -> None:
         """Step."""
         optimizer.step()
-
-    def count_bytes(self, tensor: Tensor) -> int:
-        """Return the bytes of all elements."""
-        return tensor.numel() * tensor.element_size()

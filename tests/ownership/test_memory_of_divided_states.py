@@ -9,7 +9,7 @@ from rankless.context.world import World
 from rankless.jobs.definition import StepOptions
 from rankless.jobs.job import make_job
 from rankless.jobs.memory_meter import PeakMemoryMode
-from rankless.ownership.partitioned_tensor import find_partition
+from rankless.ownership.partitioned_tensor import count_local_bytes, find_partition
 
 LAYERS, WIDTH = 24, 512
 BLOCK_BYTES = WIDTH * WIDTH * 4
@@ -51,12 +51,11 @@ def train(mesh, zero):
     )
     for _ in range(3):
         job(torch.ones(4, WIDTH))
-    count = world.owner.count_bytes
     holders = world.owner.get_holders(list(model.parameters()))
     return {
-        "parameters": sum(map(count, model.parameters())),
+        "parameters": sum(map(count_local_bytes, model.parameters())),
         "gradients": sum(holder.grad.nbytes for holder in holders if holder.grad is not None),
-        "state": sum(count(value) for entries in optimizer.state.values() for value in entries.values()),
+        "state": sum(count_local_bytes(value) for entries in optimizer.state.values() for value in entries.values()),
         "memory of parameters": sum(parameter_memory(item) for item in model.parameters()),
         "peak": meter.peaks[-1],
     }

@@ -26,7 +26,7 @@ from rankless.compiler.scheduling.gradient_memory import (
 )
 from rankless.compiler.scheduling.stored_states import StateStorage, limit_group
 from rankless.compiler.sharding.redistribute import CollectiveRecord, all_reduce_bytes
-from rankless.ownership.piece_layout import PieceGroup, PieceLayout
+from rankless.ownership.piece_layout import PieceGroup, PieceLayout, group_in_order
 from rankless.parallel.mesh import MeshAxis
 
 aten = torch.ops.aten
@@ -322,17 +322,16 @@ def try_write_in_place(graph: fx.Graph, node: fx.Node, bucket: GradientBucket, i
 
 def group_into_buckets(gradients: Sequence[GradientOutput]) -> list[list[GradientOutput]]:
     """Group gradients, in the order of computation, by dtype, axes and limited size."""
-    groups: list[list[GradientOutput]] = []
-    filled_bytes, kind = 0, None
-    scattered = [gradient.bytes for gradient in gradients if gradient.pieces is not None]
-    for gradient in gradients:
-        limit = FIRST_BUCKET_BYTES if len(groups) == 1 else BUCKET_BYTES
+    scattered = limit_group([gradient.bytes for gradient in gradients if gradient.pieces is not None])
+
+    def limit(gradient: GradientOutput, groups: int) -> int:
         if gradient.pieces is not None:
-            limit = limit_group(scattered)
-        own_kind = gradient.value.dtype, gradient.axes, gradient.pieces is not None
-        if not groups or kind != own_kind or filled_bytes + gradient.bytes > limit:
-            groups.append([])
-            filled_bytes, kind = 0, own_kind
-        groups[-1].append(gradient)
-        filled_bytes += gradient.bytes
-    return groups
+            return scattered
+        return FIRST_BUCKET_BYTES if groups == 1 else BUCKET_BYTES
+
+    return group_in_order(
+        gradients,
+        kind=lambda gradient: (gradient.value.dtype, gradient.axes, gradient.pieces is not None),
+        size=lambda gradient: gradient.bytes,
+        limit=limit,
+    )

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rankless.compiler.ir.logical_program import LogicalValue
+from rankless.ownership.piece_layout import is_dense
 
 
 @dataclass(frozen=True)
@@ -32,14 +33,9 @@ class GradientLayout:
 def find_gradient_layout(parameter: LogicalValue) -> GradientLayout:
     """Return the layout of a parameter's gradient; see Note [memory of a gradient]."""
     shape, strides = parameter.shape, parameter.strides
-    expected = 1
-    for stride, size in sorted(zip(strides, shape, strict=True)):
-        if size == 1:
-            continue
-        if stride != expected:
-            return GradientLayout(shape, torch.empty(shape, device="meta").stride())
-        expected *= size
-    return GradientLayout(shape, strides)
+    if is_dense(shape, strides):
+        return GradientLayout(shape, strides)
+    return GradientLayout(shape, torch.empty(shape, device="meta").stride())
 
 
 class FlatMemory:

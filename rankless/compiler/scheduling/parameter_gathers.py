@@ -23,7 +23,7 @@ from rankless.compiler.ir.logical_program import LogicalProgram, LogicalValue, i
 from rankless.compiler.lowering.lower import LocalGraph
 from rankless.compiler.scheduling.stored_states import StateStorage, limit_group, make_layout
 from rankless.compiler.sharding.redistribute import CollectiveRecord
-from rankless.ownership.piece_layout import PieceGroup, PieceLayout
+from rankless.ownership.piece_layout import PieceGroup, PieceLayout, group_in_order
 from rankless.parallel.mesh import MeshAxis
 
 aten = torch.ops.aten
@@ -158,16 +158,12 @@ def group_values(
     gathered: Sequence[GatheredValue], values: dict[fx.Node, LogicalValue], sizes: dict[fx.Node, int], limit: int
 ) -> list[list[GatheredValue]]:
     """Group gathers in the order of their first uses, by dtype, device and limited size."""
-    groups: list[list[GatheredValue]] = []
-    kind, filled = None, 0
-    for item in gathered:
-        size, value = sizes[item.parameter], values[item.parameter]
-        if kind != (value.dtype, value.device) or filled + size > limit:
-            groups.append([])
-            kind, filled = (value.dtype, value.device), 0
-        groups[-1].append(item)
-        filled += size
-    return groups
+    return group_in_order(
+        gathered,
+        kind=lambda item: (values[item.parameter].dtype, values[item.parameter].device),
+        size=lambda item: sizes[item.parameter],
+        limit=lambda _item, _groups: limit,
+    )
 
 
 def add_gathers(

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from rankless.compiler.ir.logical_program import LogicalProgram, LogicalValue
 from rankless.compiler.scheduling.gradient_memory import GradientMemory
-from rankless.ownership.piece_layout import PieceLayout
+from rankless.ownership.piece_layout import PieceLayout, order_dims
 from rankless.parallel.mesh import MeshAxis
 from rankless.parallel.tensor_placement import Shard
 
@@ -60,5 +60,4 @@ def limit_group(sizes: Sequence[int]) -> int:
 
 def make_layout(value: LogicalValue, placement: Shard) -> PieceLayout:
     """Return the layout of a dense logical value that is divided."""
-    order = sorted(range(len(value.shape)), key=lambda dim: (-value.strides[dim], dim))
-    return PieceLayout(tuple(map(int, value.shape)), tuple(order), placement)
+    return PieceLayout(tuple(map(int, value.shape)), order_dims(value.strides), placement)
