@@ -32,7 +32,7 @@ from rankless.launch.spawn_function import Spawned
 from rankless.launch.spawn_function import spawn as spawn_workers
 from rankless.launch.spawn_output import Show
 from rankless.records.events import AnyRecord, Notice, Progress
-from rankless.records.parallel_plan import ZeroLevel
+from rankless.records.parallel_plan import Recompute, ZeroLevel
 from rankless.runtime.current_context import current_context, join_line, join_rendezvous, leave
 from rankless.runtime.process_context import ProcessContext, RecordObserver
 from rankless.runtime.rendezvous.job_rendezvous import JOIN_TIMEOUT_SECONDS
@@ -360,6 +360,7 @@ def job(
     random: RandomSource = "generator",
     check_synchronized_every: int | None = None,
     zero: ZeroLevel | None = None,
+    recompute: Recompute | None = None,
     batch_dims: Mapping[str, int | None] | None = None,
     dtype: torch.dtype | None = None,
 ) -> Callable[[Callable[Arguments, Result]], Job[Arguments, Result]]:
@@ -392,6 +393,10 @@ def job(
         zero: What each worker holds only its part of, to save memory: "optimizer" for the state of the optimizer,
             "gradients" for gradients too, "parameters" for parameters too. With the last two the job leaves no `.grad`.
             Default: every worker holds everything.
+        recompute: What is computed again for gradients instead of kept from the forward pass, to save memory: "blocks"
+            for all repeated blocks of the model, such as the layers of a Transformer, or a number above 0 and at most 1
+            for the first blocks, with this fraction of the memory of all. Random numbers stay the same. Default:
+            nothing but what `torch.utils.checkpoint` in the model says.
         batch_dims: The batch dim of arguments by name, None for an argument without one. It affects speed, not
             results. Default: dim 0 of every tensor.
         dtype: Floating-point dtype of placeholders without a dtype, and of tensors that the function creates without
@@ -433,7 +438,7 @@ def job(
             world=_world,
             step_options=step_options,
         )
-        return made.configure(batch_dims or {}, dtype, random)
+        return made.configure(batch_dims or {}, dtype, random, recompute)
 
     return decorate
 

@@ -16,7 +16,7 @@ from rankless.context.redundant_step_calls import JobLabel
 from rankless.errors import ConfigError
 from rankless.jobs.gradient_accumulation import LossWeight
 from rankless.ownership.optimizer_pieces import require_divisible
-from rankless.records.parallel_plan import ZERO_LEVELS, ZeroLevel
+from rankless.records.parallel_plan import ZERO_LEVELS, Recompute, ZeroLevel
 
 Models = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
 """What a script passes as `model=`."""
@@ -97,6 +97,8 @@ class JobDefinition:
     step_options: StepOptions = field(default_factory=StepOptions)
     view: View = "consistent"
     random: RandomSource = "generator"
+    recompute: Recompute | None = None
+    """What is computed again for gradients, to save memory."""
     line: str
 
     @property
@@ -113,12 +115,18 @@ class JobDefinition:
             trains=self.trains,
             line=self.line,
             draws_by_counter=self.draws_by_counter,
+            recompute=self.recomputed_fraction,
         )
 
     @property
     def draws_by_counter(self) -> bool:
         """Whether random operators draw by counter; see `rankless.compiler.ir.counter_distributions`."""
         return self.random == "counter"
+
+    @property
+    def recomputed_fraction(self) -> float:
+        """How much of what the model's blocks compute is computed again for gradients, from 0 to 1."""
+        return 1.0 if self.recompute == "blocks" else self.recompute or 0.0
 
     @property
     def check_synchronized_every(self) -> int | None:
@@ -299,6 +307,29 @@ def require_random_source(job: JobDefinition) -> None:
             expected='random="generator", or random="counter" in the consistent view and with capture=False',
             found=f"random={job.random!r}" + (" in the mirrored view" if job.view == "mirrored" else ""),
             fix="omit random= for the numbers of PyTorch's generator",
+            where=job.line,
+        )
+
+
+def require_recomputation(job: JobDefinition) -> None:
+    """Raise `ConfigError` for an invalid `recompute=`, or one on a job that is not captured or does not train."""
+    given = job.recompute
+    if given is None:
+        return
+    is_fraction = isinstance(given, int | float) and not isinstance(given, bool) and 0 < given <= 1
+    if given != "blocks" and not is_fraction:
+        raise ConfigError(
+            expected='recompute="blocks", or a fraction above 0 and at most 1',
+            found=f"recompute={given!r}",
+            fix="omit it to keep everything that gradients need",
+            where=job.line,
+        )
+    if not job.captured or not job.trains:
+        kind = "in the mirrored view" if job.view == "mirrored" else "with capture=False"
+        raise ConfigError(
+            expected="recompute= on a train job in the consistent view that is captured",
+            found=f"recompute={given!r} on job {job.name!r} " + ("without optimizer=" if job.captured else kind),
+            fix="omit recompute=, and use torch.utils.checkpoint in the model" if job.trains else "omit recompute=",
             where=job.line,
         )
 

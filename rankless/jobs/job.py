@@ -36,6 +36,7 @@ from rankless.jobs.definition import (
     require_divisible_states,
     require_optimizer,
     require_random_source,
+    require_recomputation,
     require_weighted_calls,
 )
 from rankless.jobs.dtype_override import cast_arguments, cast_job, require_floating
@@ -45,7 +46,7 @@ from rankless.jobs.views.mirrored import MirroredView
 from rankless.jobs.views.one_device import PlainView
 from rankless.jobs.views.whole_batch import WholeBatchView
 from rankless.ownership.state_owner import StateOwner, WholeOwner
-from rankless.records.parallel_plan import JobPlan
+from rankless.records.parallel_plan import JobPlan, Recompute
 from rankless.user_code import caller_line, display_name, is_user_code
 
 Parameters = ParamSpec("Parameters")
@@ -90,12 +91,15 @@ class Job(Generic[Parameters, Result]):
         batch_dims: Mapping[str, int | None],
         dtype: torch.dtype | None = None,
         random: RandomSource = "generator",
+        recompute: Recompute | None = None,
     ) -> Self:
         """Say which dim of which argument holds the batch, None for one that is not batch, and the dtype where neither
-        a placeholder nor the function names one, and where random numbers come from; the job itself.
+        a placeholder nor the function names one, where random numbers come from, and what is computed again for
+        gradients; the job itself.
         """
-        self.definition = replace(self.definition, random=random)
+        self.definition = replace(self.definition, random=random, recompute=recompute)
         require_random_source(self.definition)
+        require_recomputation(self.definition)
         if batch_dims:
             self._batch_dims = BatchDims(self.definition.function, batch_dims)
         if dtype is not None:
@@ -366,7 +370,9 @@ def make_view(job: JobDefinition, world: World) -> JobView:
     """Return the view that runs a job's calls in this world."""
     if job.view == "mirrored":
         return MirroredView(job, world)
-    if world.mesh.size == 1:
+    # Values are computed again in a program. The run that `verify` compares with is the plain script.
+    recomputes = job.recomputed_fraction > 0 and world.recorder is None
+    if world.mesh.size == 1 and not recomputes:
         return PlainView(job, world)
     return ConsistentView(job, world) if job.captured else WholeBatchView(job, world)
 

@@ -39,7 +39,11 @@ class PlannedDivision:
         job = self._job
         tensors = named_tensors(job.modules)
         made = make_default_plan(tensors, job.optimizers, self._world.mesh, job.step_options.zero)
-        return JobPlan(states=made.states if self._given is None else self._given.states, arguments=self._arguments)
+        return JobPlan(
+            states=made.states if self._given is None else self._given.states,
+            arguments=self._arguments,
+            recompute=job.recomputed_fraction,
+        )
 
     def divide_arguments(self, arguments: FlattenedArguments) -> FlattenedArguments:
         """Return a call's arguments with the batch dims of the plan that was given, if one was.
@@ -109,6 +113,13 @@ class PlannedDivision:
         owner.divide(plan, tensors, line=job.line)
         owner.begin_call()  # frees the memory of whole parameters
         return owner.version != before
+
+
+def apply_plan(job: JobDefinition, world: World) -> JobDefinition:
+    """Return a job with what the plan of the run says of its program, if the run has a plan."""
+    if world.plan is None:
+        return job
+    return replace(job, recompute=find_job_plan(job, world.plan.jobs).recompute or None)
 
 
 def find_job_plan(job: JobDefinition, jobs: Mapping[str, JobPlan]) -> JobPlan:

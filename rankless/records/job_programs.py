@@ -85,6 +85,8 @@ class JobProgram(msgspec.Struct, frozen=True, kw_only=True, tag="program"):
     """The number of operators of the whole program, forward and backward."""
     whole_operators: int = 0
     """How many of them every worker computes in full, because an input was gathered."""
+    recomputed: int = 0
+    """How many operators of the forward pass the backward pass computes again, to save memory."""
     inputs: tuple[ProgramInputRecord, ...]
     moves: tuple[ProgramCommunication, ...]
     without_rule: tuple[ReplicatedOperator, ...]

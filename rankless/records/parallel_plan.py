@@ -1,9 +1,11 @@
 """The parallel plan: what is divided between the workers of a run, and how, as data that can be saved and read."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
+Recompute = Literal["blocks"] | float
+"""What is computed again for gradients: all blocks of a model, or the first ones with a fraction of their memory."""
 ZeroLevel = Literal["optimizer", "gradients", "parameters"]
 """What each worker holds only a part of: the state of optimizers, also gradients, or also parameters."""
 PLAN_FORMAT = 1
@@ -44,6 +46,8 @@ class JobPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """The dim of each tensor argument that the axes with the role `data` divide; None for a whole one."""
     states: dict[str, StatePlan]
     """Its parameters and buffers by name, such as "model.head.weight"; tied ones under their first name."""
+    recompute: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    """How much of what the model's blocks compute is computed again for gradients, from 0 to 1."""
 
     @property
     def divides_states(self) -> bool:

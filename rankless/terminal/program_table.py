@@ -114,6 +114,9 @@ def _render_job(job: PlannedJob, width: int) -> Iterator[str]:
         yield from _wrap(text, width, indent=2)
     if job.memory is not None:
         yield from _wrap(_describe_memory(job.memory), width, indent=2)
+    if program.recomputed:
+        count = _count(program.recomputed, "operator")
+        yield from _wrap(f"computed again for gradients, to save memory: {count}", width, indent=2)
     for place in job.gather_places:
         yield from _wrap(f"{_shorten_line(place.line)}: {describe_gather_place(place)}", width, indent=4)
     yield from _wrap(_describe_operators_without_rule(program), width, indent=2)

@@ -128,6 +128,23 @@ def test_a_division_that_makes_no_sense_is_refused_before_any_process_starts(
 
 
 @pytest.mark.slow
+def test_a_plan_may_compute_values_again_and_must_say_a_fraction(plan: Path) -> None:
+    plain = run(plan)
+    content = json.loads(plan.read_text())
+    assert content["jobs"]["train"]["recompute"] == 0
+    content["jobs"]["train"]["recompute"] = 1
+    plan.write_text(json.dumps(content))
+    assert run(plan, "--plan", "plan.json") == plain
+    shown = rankless("plan", "-n", "2", "--seed", "1", "--plan", "plan.json", "train.py", folder=plan.parent)
+    assert "computed again for gradients, to save memory: " in shown.stdout
+    content["jobs"]["train"]["recompute"] = 1.5
+    plan.write_text(json.dumps(content))
+    refused = rankless("run", "-n", "2", "--plan", "plan.json", "train.py", folder=plan.parent)
+    assert refused.returncode == 2
+    assert "Expected `float` <= 1.0" in refused.stderr
+
+
+@pytest.mark.slow
 def test_a_plan_for_another_model_is_refused_before_the_first_step(plan: Path) -> None:
     content = json.loads(plan.read_text())
     states = content["jobs"]["train"]["states"]

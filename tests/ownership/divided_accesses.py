@@ -9,7 +9,7 @@ import io
 
 import torch
 import torch.nn.functional as F
-from divided_cases import adamw, batches, list_cases, make_model, sgd, show, train_classifier
+from support.trainings import adamw, batches, list_cases, make_model, sgd, show, train_classifier
 from torch import nn
 
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 from divided_accesses import ACCESSES
-from divided_cases import CASES
 from support.processes import on_mesh
+from support.trainings import CASES
 
 from rankless.context.world import World
 from rankless.jobs.definition import StepOptions

@@ -9,7 +9,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ from rankless.compiler.guards.guards import GuardSet
 from rankless.compiler.ir.counter_operators import mark_counter_draws
 from rankless.compiler.ir.logical_program import LogicalProgram
 from rankless.compiler.ir.memory_order import make_empty
-from rankless.compiler.tracing.activation_checkpoints import trace_checkpoints
+from rankless.compiler.tracing.activation_checkpoints import CheckpointNumbers, trace_checkpoints
 from rankless.compiler.tracing.module_names import name_modules
 from rankless.compiler.tracing.operator_lines import TracedFunction, record_origins
 from rankless.compiler.tracing.refused_functions import ModuleTensors
@@ -70,6 +70,8 @@ class JobSource:
     """Where the function is defined; errors without a more precise line use it."""
     draws_by_counter: bool = False
     """Whether its random operators draw by counter; see `rankless.compiler.ir.counter_distributions`."""
+    recompute: float = 0.0
+    """How much of what the model's blocks compute is computed again for gradients, from 0 to 1."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,7 @@ class TraceableJobModule(nn.Module):
         self.result_leaves: tuple[Any, ...] = ()
         self.module_tensors = ModuleTensors({})
         self.generators = ScriptGenerators()
+        self.checkpoints = CheckpointNumbers()
         self.reads = reads
         self.traced = TracedFunction(TraceableJobModule.forward.__code__, source.line)
 
@@ -138,7 +141,7 @@ class TraceableJobModule(nn.Module):
             self.reads.begin_pass()
         with (
             self.effects.trace_pass() as call_log,
-            record_origins(known, self.generators, names, call_log, self.traced),
+            record_origins(known, self.generators, names, call_log, self.traced, self.checkpoints),
             specialize_on_repr(),
         ):
             args, kwargs = self.arguments(tensors)
@@ -227,7 +230,7 @@ def capture(
         stack.enter_context(torch.set_grad_enabled(source.trains))
         stack.enter_context(silence_trace_loggers())
         stack.enter_context(trace_half_precision_layouts())
-        stack.enter_context(trace_checkpoints(source.modules))
+        stack.enter_context(trace_checkpoints(source.modules, job.checkpoints))
         with fake:
             inputs = tuple(make_empty(item.shape, item.order, dtype=item.dtype, device=device) for item in shapes)
         with (
@@ -249,6 +252,7 @@ def capture(
                 program = name_checks(program, reads.values)
             program = clean_up(program, source.modules)
             require_own_data(program, tensors)
+            program = replace(program, recompute=source.recompute)
             if source.draws_by_counter:
                 mark_counter_draws(program.graph)
     assert job.result_spec is not None

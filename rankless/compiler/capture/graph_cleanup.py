@@ -16,6 +16,7 @@ from torch._functorch._aot_autograd.descriptors import (
     PlainAOTOutput,
     TangentAOTInput,
 )
+from torch.utils.checkpoint import CheckpointPolicy
 
 from rankless.compiler.capture.linear_layers import unmerge_linears
 from rankless.compiler.ir.logical_program import (
@@ -33,6 +34,8 @@ from rankless.compiler.tracing.symbolic_sizes import is_symbolic
 from rankless.errors import CaptureError
 
 aten = torch.ops.aten
+KEPT = frozenset(CheckpointPolicy) - {CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE}
+"""What a selective checkpoint of the script says of values that it keeps."""
 ALIAS_OPS = (aten.detach.default, aten.alias.default)
 
 
@@ -63,6 +66,8 @@ def name_inputs_and_outputs(
             "line": origin.line or line,
             "module": origin.module,
             "backward": node.meta.get("partitioner_tag") == "is_backward",
+            "checkpoint": origin.checkpoint,
+            "kept": node.meta.get("recompute") in KEPT,
             "val": value,
             "desc": descriptor,
         }

@@ -39,6 +39,8 @@ class LocalProgram:
     storage: StateStorage
     """Which of its states this worker holds in pieces."""
     collectives: tuple[CollectiveRecord, ...]
+    recomputed: int = 0
+    """The number of operators of the forward pass that the backward pass computes again."""
 
     def __call__(self, values: Sequence[Tensor], sizes: Sequence[int] = ()) -> Sequence[Tensor]:
         """Run the program once, without recording gradients and with the captured casts of autocast.
@@ -178,4 +180,5 @@ def build_local_program(
         sharded=sharded,
         storage=storage,
         collectives=local.collectives,
+        recomputed=local.recomputed,
     )

@@ -95,7 +95,7 @@ def draw_dropout_mask(
     if len(parts) != 1 or not is_outermost(mask, parts[0][0]):
         return take_parts(mask.bernoulli_(1 - probability), parts)
     dim, start, length = parts[0]
-    row = mask.numel() // max(1, mask.shape[dim])
+    row = mask.numel() // mask.shape[dim]
     advance_generator(start * row)
     part = torch.empty_like(mask.narrow(dim, start, length)).bernoulli_(1 - probability)
     advance_generator((mask.shape[dim] - start - length) * row)

@@ -84,13 +84,16 @@ class LogicalProgram:
 
     Node `meta["val"]` is a `LogicalValue`, or a tuple of them; `meta["line"]` is "file.py:12"; `meta["module"]` is the
     `ModuleName` of the module that computes it, or None; `meta["backward"]` is whether it computes gradients;
-    `meta["counter"]` is whether it draws random numbers by counter.
+    `meta["counter"]` is whether it draws random numbers by counter; `meta["checkpoint"]` is the number of the script's
+    activation checkpoint that computes it, or None, and `meta["kept"]` whether the checkpoint keeps its value.
     """
 
     name: str
     graph: fx.Graph
     inputs: dict[fx.Node, ProgramInput]
     outputs: tuple[tuple[fx.Node, ProgramOutput], ...]
+    recompute: float = 0.0
+    """How much of what the model's blocks compute is computed again for gradients, from 0 to 1, besides checkpoints."""
 
     def text(self) -> str:
         """Return the program as lines of text, equal on all ranks that captured the same program."""
@@ -104,9 +107,12 @@ class LogicalProgram:
             else:
                 description = f"{node.target}({', '.join(map(repr, node.args))}, {node.kwargs})"
                 description += " by counter" if draws_by_counter(node) else ""
+                if node.meta.get("checkpoint") is not None:
+                    description += f" in checkpoint {node.meta['checkpoint']}" + ", kept" * bool(node.meta.get("kept"))
                 if "generator" in node.meta:
                     description += f" from generator {self.generators.index(node.meta['generator'])} of the script"
             lines.append(f"{node.name} = {description} : {format_value(node)}  # {node.meta.get('line', '')}")
+        lines += [f"recompute {self.recompute}"] * bool(self.recompute)
         lines += [f"-> {node.name} : {output.kind} {output.name}" for node, output in self.outputs]
         return "\n".join(lines)
 

@@ -7,6 +7,8 @@ parts into this text.
 from dataclasses import dataclass
 
 SEPARATOR = "\x1f"
+PARTS = 4
+"""The parts of an encoded origin after its line."""
 
 
 @dataclass(frozen=True)
@@ -25,18 +27,21 @@ class OperatorOrigin:
     module: ModuleName | None = None
     generator: int | None = None
     """The number of the script's generator that a random operator draws from; None for PyTorch's own."""
+    checkpoint: int | None = None
+    """The number of the activation checkpoint that computes it; None outside of checkpoints."""
 
     def encode(self) -> str:
         """Return the origin as one text. `decode_origin` ignores what PyTorch adds at its end."""
         path, kind = (self.module.path, self.module.kind) if self.module is not None else ("", "")
-        generator = "" if self.generator is None else str(self.generator)
-        return SEPARATOR.join((self.line, path, kind, generator, ""))
+        numbers = ["" if number is None else str(number) for number in (self.generator, self.checkpoint)]
+        return SEPARATOR.join((self.line, path, kind, *numbers, ""))
 
 
 def decode_origin(text: str | None) -> OperatorOrigin:
     """Return the origin in a stack trace of the capture."""
     line, *rest = (text or "").split(SEPARATOR)
-    if len(rest) < 3:
+    if len(rest) < PARTS:
         return OperatorOrigin(line)
-    path, kind, generator = rest[:3]
-    return OperatorOrigin(line, ModuleName(path, kind) if path else None, int(generator) if generator else None)
+    path, kind, *numbers = rest[:PARTS]
+    generator, checkpoint = (int(number) if number else None for number in numbers)
+    return OperatorOrigin(line, ModuleName(path, kind) if path else None, generator, checkpoint)

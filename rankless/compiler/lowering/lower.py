@@ -16,9 +16,12 @@ from rankless.compiler.ir.logical_program import (
     draws_by_counter,
     format_operator,
     format_value,
+    is_fresh,
 )
 from rankless.compiler.ir.memory_order import find_memory_order, find_repeated_dims, order_memory, repeat_memory
 from rankless.compiler.ir.tensor_parts import Part, list_parts
+from rankless.compiler.lowering.recomputation import recompute
+from rankless.compiler.lowering.recomputed_regions import choose_regions
 from rankless.compiler.lowering.sums_in_place import add_in_place
 from rankless.compiler.lowering.value_check import ValueCheck
 from rankless.compiler.rules.random import CounterDraw, lower_counter_draw
@@ -71,6 +74,11 @@ class LocalGraph:
     pending_gradients: tuple[fx.Node, ...]
 
     @property
+    def recomputed(self) -> int:
+        """The number of operators of the forward pass that the backward pass computes again."""
+        return sum("repeats" in node.meta and node.target is not getitem for node in self.graph.nodes)
+
+    @property
     def collectives(self) -> tuple[CollectiveRecord, ...]:
         """All collectives, in the order in which the program starts them."""
         return tuple(node.meta["collective"] for node in self.graph.nodes if "collective" in node.meta)
@@ -103,6 +111,8 @@ class LoweringPass:
         # Set the arguments afterwards: PyTorch warns about sizes among the arguments of a new node.
         node.args, node.kwargs = args, kwargs
         node.meta.update(self.origin)
+        logical = {} if self.current_node is None else self.current_node.meta
+        node.meta.update(checkpoint=logical.get("checkpoint"), kept=logical.get("kept"))
         return node
 
     @property
@@ -184,7 +194,7 @@ class LoweringPass:
         for node in logical.graph.nodes:
             if node in logical.inputs:
                 local = self.graph.placeholder(node.name)
-                local.meta["described"] = logical.inputs[node].name
+                local.meta.update(described=logical.inputs[node].name, kind=logical.inputs[node].kind)
                 self.values[node] = {self.sharded.sharding(node): local}
                 inputs.append((local, logical.inputs[node]))
         for node in logical.graph.nodes:
@@ -336,6 +346,14 @@ class LoweringPass:
         moved = self.add_collective(Redistribution(axis, before, after), local, size, reason, purpose=purpose)
         return self.restore_layout(moved, node.meta["val"])
 
+    def count_local_bytes(self, local: fx.Node) -> int:
+        """Return the bytes of a local value that has memory of its own; 0 for a view, and for several values."""
+        logical = local.meta.get("logical")
+        if logical is None or not is_fresh(logical) or not isinstance(logical.meta["val"], LogicalValue):
+            return 0
+        shape = compute_local_shape(logical.meta["val"].shape, self.sharded.sharding(logical), self.ranks)
+        return count_bytes(logical, shape)
+
     def restore_layout(self, moved: fx.Node, logical: LogicalValue) -> fx.Node:
         """Return a value that a collective has made contiguous in its traced order; see Note [memory layout]."""
         shape, strides = ([int(size_hint(item)) for item in sizes] for sizes in (logical.shape, logical.strides))
@@ -369,6 +387,8 @@ def replace_argument(argument: Any, values: Any) -> Any:
 
 def lower(sharded: ShardedProgram, mesh: Mesh) -> LocalGraph:
     """Return the program of the rank of `mesh`."""
-    local = LoweringPass(sharded, mesh).lower_graph()
+    lowering = LoweringPass(sharded, mesh)
+    local = lowering.lower_graph()
+    recompute(local.graph, choose_regions(local.graph, sharded.logical.recompute, lowering.count_local_bytes))
     add_in_place(local.graph)
     return local

@@ -9,7 +9,6 @@ import torch
 from torch import fx
 
 aten = torch.ops.aten
-PAIR = 2
 
 
 def add_in_place(graph: fx.Graph) -> None:
@@ -17,7 +16,7 @@ def add_in_place(graph: fx.Graph) -> None:
     order = {node: position for position, node in enumerate(graph.nodes)}
     for node in graph.nodes:
         terms = [item for item in node.args if isinstance(item, fx.Node)]
-        if node.target is not aten.add.Tensor or node.kwargs or len(terms) != PAIR:
+        if node.target is not aten.add.Tensor or node.kwargs or len(terms) < len(node.args):
             continue
         first, second = terms
         for term, other in ((first, second), (second, first)):

@@ -4,8 +4,9 @@ PyTorch's reentrant checkpoint calls `backward()` within the backward pass, whic
 implementation gives the same gradients. What else differs is kept: without a tensor argument that requires a gradient,
 parameters get none.
 
-A trace has one forward pass and no second one in backward, because the program keeps what it needs. The second pass
-would also change buffers a second time, as the running statistics of batch norm. Such a checkpoint is refused.
+A trace has one forward pass and no second one in backward. Its operators carry the number of their checkpoint, and
+`rankless.compiler.lowering.recomputation` lets the program compute them again. PyTorch's second pass would also change
+buffers a second time, as the running statistics of batch norm. Such a checkpoint is refused.
 """
 
 import contextlib
@@ -34,20 +35,50 @@ class TraceableCheckpoint:
             return function(*args)
 
 
+class CheckpointNumbers:
+    """The number of the activation checkpoint in which a trace is. Of nested ones the outermost counts."""
+
+    def __init__(self) -> None:
+        self.current: int | None = None
+        """None outside of checkpoints."""
+        self._count = 0
+
+    def begin_pass(self) -> None:
+        """Number the checkpoints of another pass from the start, because PyTorch traces a function several times."""
+        self.current, self._count = None, 0
+
+    @contextlib.contextmanager
+    def enter(self) -> Iterator[None]:
+        """Within the context, the trace is in a checkpoint."""
+        before = self.current
+        if before is None:
+            self.current = self._count
+            self._count += 1
+        try:
+            yield
+        finally:
+            self.current = before
+
+
 @contextlib.contextmanager
-def trace_checkpoints(modules: Mapping[str, nn.Module]) -> Iterator[None]:
+def trace_checkpoints(modules: Mapping[str, nn.Module], numbers: CheckpointNumbers) -> Iterator[None]:
     """Within the context, reentrant checkpoints can be traced, and those that change buffers are refused.
 
     Args:
         modules: The modules of the job, whose buffers count.
+        numbers: Receives the number of the checkpoint in which the trace is.
     """
     names = vars(checkpoints)
     before = {name: names[name] for name in ("CheckpointFunction", "_checkpoint_without_reentrant_generator")}
     run_checkpoint = before["_checkpoint_without_reentrant_generator"]
 
     def run_and_compare(*args: Any, **kwargs: Any) -> Generator[None, None, None]:
+        if not torch.is_grad_enabled():
+            yield from run_checkpoint(*args, **kwargs)
+            return
         values = read_buffers(modules)
-        yield from run_checkpoint(*args, **kwargs)
+        with numbers.enter():
+            yield from run_checkpoint(*args, **kwargs)
         if torch.is_grad_enabled():
             require_same_buffers(values, read_buffers(modules))
 

@@ -11,6 +11,7 @@ import torch.fx.traceback as fx_traceback
 from torch.overrides import TorchFunctionMode
 
 from rankless.compiler.ir.operator_origin import OperatorOrigin
+from rankless.compiler.tracing.activation_checkpoints import CheckpointNumbers
 from rankless.compiler.tracing.module_names import ModuleNames, find_module
 from rankless.compiler.tracing.refused_functions import GET_DATA, SET_DATA, ModuleTensors, find_refusal
 from rankless.compiler.tracing.replaced_functions import find_replacement
@@ -65,8 +66,10 @@ class SourceLineMode(TorchFunctionMode):
         names: ModuleNames,
         call_log: list[Any],
         traced: TracedFunction,
+        checkpoints: CheckpointNumbers,
     ) -> None:
         super().__init__()
+        self._checkpoints = checkpoints
         self._traced = traced
         self._generators = generators
         self._names = names
@@ -96,7 +99,7 @@ class SourceLineMode(TorchFunctionMode):
         if refusal is not None:
             raise refusal.add_location(line)
         generator, drawn = self._generators.take(kwargs)
-        origin = OperatorOrigin(line, find_module(frame, self._names), generator)
+        origin = OperatorOrigin(line, find_module(frame, self._names), generator, self._checkpoints.current)
         fx_traceback.current_meta["stack_trace"] = origin.encode()
         # PyTorch queries symbolic sizes in some passes and has them cached in others.
         if not getattr(func, "__name__", "").startswith(("sym_", "_sym_")):
@@ -119,13 +122,16 @@ def record_origins(
     names: ModuleNames,
     call_log: list[Any],
     traced: TracedFunction,
+    checkpoints: CheckpointNumbers,
 ) -> Iterator[None]:
     """Within the context, every traced operator carries its encoded `OperatorOrigin` as `meta["stack_trace"]`.
 
     The context appends each call, in order, to `call_log`.
     """
     before = dict(fx_traceback.current_meta)
-    with fx_traceback.preserve_node_meta(), SourceLineMode(tensors, generators, names, call_log, traced):
+    checkpoints.begin_pass()
+    mode = SourceLineMode(tensors, generators, names, call_log, traced, checkpoints)
+    with fx_traceback.preserve_node_meta(), mode:
         yield
     fx_traceback.current_meta.clear()
     fx_traceback.current_meta.update(before)

@@ -149,6 +149,7 @@ def describe_program(job: JobDefinition, local: LocalProgram) -> JobProgram:
         calls_per_step=job.step_options.accumulate if job.trains else 1,
         operators=count_operators(logical),
         whole_operators=len(find_whole_operators(sharded)),
+        recomputed=local.recomputed,
         inputs=tuple(
             describe_input(node, given, sharded.sharding(node), local.storage) for node, given in logical.inputs.items()
         ),

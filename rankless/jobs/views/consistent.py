@@ -22,7 +22,7 @@ from rankless.jobs.call_loss_weights import LossWeightReader
 from rankless.jobs.call_sync import CallSync
 from rankless.jobs.definition import CallResult, JobDefinition
 from rankless.jobs.model_sync import require_same_kind_of_device
-from rankless.jobs.planned_division import PlannedDivision
+from rankless.jobs.planned_division import PlannedDivision, apply_plan
 from rankless.jobs.programs.bound_program import BoundProgram, collect_inputs
 from rankless.jobs.programs.cache_entries import CacheLookup
 from rankless.jobs.programs.program_cache import ProgramCache
@@ -32,7 +32,7 @@ class ConsistentView:
     """Runs one job on a mesh."""
 
     def __init__(self, job: JobDefinition, world: World) -> None:
-        self._job = job
+        self._job = job = apply_plan(job, world)
         self._world = world
         self._loss_weights = LossWeightReader(job, world, weights_only=False) if job.accumulates else None
         self._programs = ProgramCache(job, world) if self._loss_weights is None else self._loss_weights.programs

@@ -1,4 +1,4 @@
-"""Trainings as people write them, with states divided between workers.
+"""Trainings as people write them, for comparisons of several workers with one device.
 
 Each function receives `make`, which makes a job in this process's world, and returns tensors. The same code runs on
 one device and on several workers, and must return the same.
@@ -228,7 +228,7 @@ def lengths_vary(make):
 
 def attention_with_dropout(make):
     model = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
-    optimizer = adamw(model)
+    optimizer = sgd(model)
     train = make(lambda x: model(x).square().mean(), model, optimizer)
     return [*[train(torch.randn(5, 3, 8)) for _ in range(4)], *show(model, optimizer)]
 
