@@ -7,6 +7,7 @@ from functools import cached_property
 import torch
 
 from rankless.context.accumulation_passes import LoaderPasses
+from rankless.context.hidden_gradients import HiddenGradients
 from rankless.context.model_change_detector import ModelChangeDetector
 from rankless.context.observers import CallInspector, CompiledProgramRecorder, JobRecorder
 from rankless.context.optimizer_changes import OptimizerChanges
@@ -60,6 +61,8 @@ class World:
     """Receives batches from loaders and steps from train jobs. None if nobody shows progress."""
     passes: LoaderPasses = field(default_factory=LoaderPasses)
     """Receives batches and ends of passes from loaders, for jobs that accumulate several calls into a step."""
+    hidden_gradients: HiddenGradients = field(default_factory=HiddenGradients)
+    """Knows which parameters have no `.grad` for the script."""
     plan: ParallelPlan | None = None
     """The plan of the run; None lets each job make its own."""
     once: OnceState = field(default_factory=OnceState)

@@ -7,7 +7,7 @@ it. The accumulator keeps the running mean, so values do not grow with the numbe
 gradient.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -68,6 +68,20 @@ class GradientAccumulator:
         """Set `.grad` to the accumulated gradient, without the latest call."""
         for parameter in parameters:
             parameter.grad = self._gradients.get(id(parameter))
+
+    def move(self, before: Tensor, after: Tensor, divide: Callable[[Tensor], Tensor]) -> None:
+        """Let another tensor hold a gradient that is accumulated, because workers now have pieces of it.
+
+        Args:
+            before: What has held it.
+            after: What holds it from now on.
+            divide: Returns a copy of this worker's piece of a gradient.
+        """
+        gradient = self._gradients.pop(id(before), None)
+        if gradient is not None:
+            piece = self._gradients[id(after)] = divide(gradient)
+            self._versions[id(after)] = piece._version
+            self._versions.pop(id(before), None)
 
     def _add(self, parameter: Tensor, old: float, new: float) -> None:
         accumulated, gradient = self._gradients.get(id(parameter)), parameter.grad

@@ -1,6 +1,7 @@
 """Turn the gradients of a job's calls into optimizer steps: accumulate, check, measure, clip, step."""
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -29,8 +30,11 @@ class OptimizerStepper:
         self._accumulator = GradientAccumulator()
         self._owner = world.owner
         self._hides = hides_gradients(job, world.plan)
-        self._hidden: list[Tensor | None] = []
+        self._hidden: list[tuple[Tensor, Tensor | None]] = []
+        """Parameters without `.grad` after the last call, and the gradients that a recorder compares."""
         self._parameters: Sequence[Tensor] = ()
+        self._holders: dict[int, Tensor] = {}
+        """What had the gradient of each parameter at the last call, by the parameter's id."""
         self._calls = 0
         self._pass: weakref.ref[AccumulationPass] | None = None
         self._calls_in_pass = 0
@@ -45,6 +49,7 @@ class OptimizerStepper:
         holders = self._owner.get_holders(parameters)
         if accumulate > 1:
             self._enter_pass()
+            self._follow_division(holders)
         try:
             if job.step_options.check_finite:
                 self._require_finite(loss, parameters, holders)
@@ -68,12 +73,28 @@ class OptimizerStepper:
         if not self._accumulator.calls:
             return False
         self._owner.begin_call()
-        if self._hides:
-            self._accumulator.restore(self._owner.get_holders(self._parameters))
+        moved = self._follow_division(self._owner.get_holders(self._parameters))
+        hidden = [parameter for parameter, _ in self._hidden]
+        self._accumulator.restore([*self._owner.get_holders(hidden), *moved])
         self._step()
         self._hide_gradients()
         self._owner.end_call()
         return True
+
+    def _follow_division(self, holders: Sequence[Tensor]) -> list[Tensor]:
+        """Move accumulated gradients to what holds them now, if another job has divided parameters since the last call.
+
+        Returns:
+            What holds them now.
+        """
+        moved = []
+        for parameter, holder in zip(self._parameters, holders, strict=True):
+            before = self._holders.get(id(parameter), holder)
+            if before is not holder:
+                self._accumulator.move(before, holder, functools.partial(self._owner.divide_gradient, parameter))
+                moved.append(holder)
+        self._holders = {id(item): holder for item, holder in zip(self._parameters, holders, strict=True)}
+        return moved
 
     def on_pass_end(self, ended: AccumulationPass) -> None:
         """Make the step of the last calls of a pass."""
@@ -118,23 +139,25 @@ class OptimizerStepper:
 
     def _hide_gradients(self) -> None:
         """Leave no `.grad` where workers have only pieces of gradients."""
-        if not self._hides:
-            return
-        if self._world.recorder is not None:
-            self._hidden = [parameter.grad for parameter in self._parameters]
-        for parameter in self._parameters:
+        if self._hides:
+            self._world.hidden_gradients.add(self._parameters)
+        is_recorded = self._world.recorder is not None
+        self._hidden = [
+            (parameter, parameter.grad if is_recorded else None)
+            for parameter in self._world.hidden_gradients.select(self._parameters)
+        ]
+        for parameter, _ in self._hidden:
             parameter.grad = None
 
     @contextlib.contextmanager
     def _show_gradients(self) -> Iterator[None]:
         """Within the context, parameters have their whole gradients, which a recorder compares."""
-        pairs = list(zip(self._parameters, self._hidden, strict=True)) if self._hides else []
-        for parameter, hidden in pairs:
+        for parameter, hidden in self._hidden:
             parameter.grad = self._owner.gather_gradient(parameter) if hidden is None else hidden
         try:
             yield
         finally:
-            for parameter, _ in pairs:
+            for parameter, _ in self._hidden:
                 parameter.grad = None
 
     def _step(self) -> None:

@@ -118,6 +118,13 @@ class DividedOwner:
         placement = known.layout.placement
         return all_gather(known.piece.grad, among=self._group, dim=placement.dim, lengths=placement.lengths)
 
+    def divide_gradient(self, parameter: Tensor, whole: Tensor) -> Tensor:
+        """Return a copy of what this worker holds of a whole gradient."""
+        known = self._divided.get(id(parameter))
+        if known is None or not known.divides_gradient:
+            return whole.clone()
+        return known.layout.copy_piece(whole, self._group.rank)
+
     def measure_norm(self, holders: Sequence[Tensor]) -> Tensor:
         """Return the norm of the whole gradient, equal on all workers. Collective if gradients are divided.
 

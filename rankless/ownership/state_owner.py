@@ -53,6 +53,10 @@ class StateOwner(Protocol):
         """Return the whole gradient of a parameter; None if it has none. Collective."""
         ...
 
+    def divide_gradient(self, parameter: Tensor, whole: Tensor) -> Tensor:
+        """Return a copy of what this worker holds of a whole gradient."""
+        ...
+
     def measure_norm(self, holders: Sequence[Tensor]) -> Tensor:
         """Return the norm of the whole gradient. Collective."""
         ...
@@ -105,6 +109,10 @@ class WholeOwner:
     def gather_gradient(self, parameter: Tensor) -> Tensor | None:
         """Return its `.grad`."""
         return parameter.grad
+
+    def divide_gradient(self, parameter: Tensor, whole: Tensor) -> Tensor:  # noqa: ARG002
+        """Return a copy."""
+        return whole.clone()
 
     def measure_norm(self, holders: Sequence[Tensor]) -> Tensor:
         """Return the norm of all gradients together."""
