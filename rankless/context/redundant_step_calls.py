@@ -119,6 +119,11 @@ class LeftoverCalls:
         """Whether a train job has been called."""
         return self._job is not None and self._job.trains
 
+    @property
+    def latest_job(self) -> JobLabel | None:
+        """The train job whose call was the last one of a train job; before, that of the last call."""
+        return self._job
+
     def begin_call(self, job: JobLabel) -> None:
         """Note a call of a job, and observe the script's own calls from the first one on."""
         if self._job is None:

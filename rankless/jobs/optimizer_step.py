@@ -73,28 +73,24 @@ class OptimizerStepper:
         if not self._accumulator.calls:
             return False
         self._owner.begin_call()
-        moved = self._follow_division(self._owner.get_holders(self._parameters))
-        hidden = [parameter for parameter, _ in self._hidden]
-        self._accumulator.restore([*self._owner.get_holders(hidden), *moved])
+        holders = self._owner.get_holders(self._parameters)
+        self._follow_division(holders)
+        if self._world.leftovers.latest_job != self._job.label:
+            self._accumulator.restore(holders)  # `.grad` is of another job
+        else:
+            self._accumulator.restore(self._owner.get_holders([parameter for parameter, _ in self._hidden]))
         self._step()
         self._hide_gradients()
         self._owner.end_call()
         return True
 
-    def _follow_division(self, holders: Sequence[Tensor]) -> list[Tensor]:
-        """Move accumulated gradients to what holds them now, if another job has divided parameters since the last call.
-
-        Returns:
-            What holds them now.
-        """
-        moved = []
+    def _follow_division(self, holders: Sequence[Tensor]) -> None:
+        """Move accumulated gradients to what holds them now, if another job has divided parameters since."""
         for parameter, holder in zip(self._parameters, holders, strict=True):
             before = self._holders.get(id(parameter), holder)
             if before is not holder:
                 self._accumulator.move(before, holder, functools.partial(self._owner.divide_gradient, parameter))
-                moved.append(holder)
         self._holders = {id(item): holder for item, holder in zip(self._parameters, holders, strict=True)}
-        return moved
 
     def on_pass_end(self, ended: AccumulationPass) -> None:
         """Make the step of the last calls of a pass."""
