@@ -146,6 +146,30 @@ def value_that_was_computed_from_another_model():
     return Script(function=loss, modules={"model": model}, batches=batches())
 
 
+def own_parameters_listed_before():
+    model = perceptron()
+    parameters = list(model.parameters())
+
+    def loss(features, labels):
+        penalty = sum(item.square().sum() for item in parameters)  # the line
+        return F.cross_entropy(model(features), labels) + penalty
+
+    return Script(function=loss, modules={"model": model}, batches=batches())
+
+
+def own_parameters_listed_before_and_changed():
+    model = perceptron()
+    parameters = list(model.parameters())
+
+    def loss(features, labels):
+        with torch.no_grad():
+            parameters[0].clamp_(-0.1, 0.1)  # the line
+        return F.cross_entropy(model(features), labels)
+
+    return Script(function=loss, modules={"model": model}, batches=batches())
+
+
+OTHER_NAME = r"parameter 'model.0.weight' under a name of the script"
 NOT_PASSED = r"of a module that was not passed"
 
 CASES = [
@@ -153,6 +177,8 @@ CASES = [
     AdversarialCase(build=teacher_that_is_detached),
     AdversarialCase(build=parameter_of_another_model_in_an_autograd_function, refused=NOT_PASSED),
     AdversarialCase(build=value_that_was_computed_from_another_model, refused=NOT_PASSED),
+    AdversarialCase(build=own_parameters_listed_before, refused=r"parameter 'model.\d.\w+' under a name of the script"),
+    AdversarialCase(build=own_parameters_listed_before_and_changed, refused=OTHER_NAME),
     AdversarialCase(build=weights_clipped),
     AdversarialCase(build=weights_clipped_through_data),
     AdversarialCase(build=bias_from_the_batch),

@@ -121,11 +121,17 @@ class TraceableJobModule(nn.Module):
         self.effects = SideEffects(source.function, source.modules)
         self.result_spec: pytree.TreeSpec | None = None
         self.result_leaves: tuple[Any, ...] = ()
+        self.originals = self.describe_tensors()
         self.module_tensors = ModuleTensors({})
         self.generators = ScriptGenerators()
         self.checkpoints = CheckpointNumbers()
         self.reads = reads
         self.traced = TracedFunction(TraceableJobModule.forward.__code__, source.line)
+
+    def describe_tensors(self) -> dict[str, Tensor]:
+        """Return the parameters and buffers of the modules by description: within the trace, what stands for them."""
+        found: dict[str, Tensor] = {f"parameter {name!r}": item for name, item in self.named_parameters()}
+        return found | {f"buffer {name!r}": item for name, item in self.named_buffers()}
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Call `forward` directly, without the hooks that the script registered for all modules."""
@@ -133,9 +139,8 @@ class TraceableJobModule(nn.Module):
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Run the job; return the loss (if the job trains) and then every tensor of the result, detached."""
-        traced: dict[str, Tensor] = {f"parameter {name!r}": item for name, item in self.named_parameters()}
-        traced |= {f"buffer {name!r}": item for name, item in self.named_buffers()}
-        names, self.module_tensors = name_modules(self.source.modules), ModuleTensors(traced)
+        traced = self.describe_tensors()
+        names, self.module_tensors = name_modules(self.source.modules), ModuleTensors(traced, self.originals)
         known = self.module_tensors
         if self.reads is not None:
             self.reads.begin_pass()

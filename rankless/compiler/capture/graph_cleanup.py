@@ -29,7 +29,7 @@ from rankless.compiler.ir.logical_program import (
     is_random_node,
 )
 from rankless.compiler.ir.operator_origin import decode_origin
-from rankless.compiler.tracing.refused_functions import ModuleTensors
+from rankless.compiler.tracing.refused_functions import ModuleTensors, refuse_other_name
 from rankless.compiler.tracing.symbolic_sizes import is_symbolic
 from rankless.errors import CaptureError
 
@@ -208,6 +208,9 @@ def make_constant_input(node: fx.Node, graph_module: fx.GraphModule, tensors: Mo
         )
     if tensors.is_differentiated(constant):
         users = {find_line(user) for user in node.users}
+        own = tensors.describe_original(constant)
+        if own is not None:
+            raise refuse_other_name(own).add_location(", ".join(sorted(users)))
         raise CaptureError(
             expected="every parameter that the job uses to belong to a module passed as model=",
             found=f"a parameter of shape {list(constant.shape)} of a module that was not passed",

@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -58,10 +59,16 @@ GET_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]  # a getset d
 
 
 class ModuleTensors:
-    """The parameters and buffers of a traced job, with a description that has their name."""
+    """The parameters and buffers of a traced job, with a description that has their name.
 
-    def __init__(self, described: Mapping[str, Tensor]) -> None:
+    Args:
+        described: What stands for them in the trace, by description.
+        originals: The tensors themselves, by description.
+    """
+
+    def __init__(self, described: Mapping[str, Tensor], originals: Mapping[str, Tensor] = MappingProxyType({})) -> None:
         self._described = {id(tensor): text for text, tensor in described.items()}
+        self._originals = {id(tensor): text for text, tensor in originals.items()}
         self._data: dict[int, tuple[Tensor, Tensor]] = {}
         self._differentiated: dict[int, Tensor] = {}
         self.lines_of_set_data: dict[str, str] = {}
@@ -70,6 +77,10 @@ class ModuleTensors:
     def describe(self, tensor: Any) -> str | None:
         """Return a description such as "parameter 'model.weight'"; None for all other objects."""
         return self._described.get(id(tensor))
+
+    def describe_original(self, tensor: Tensor) -> str | None:
+        """Return the description of a parameter or buffer that the script has under another name; None for others."""
+        return self._originals.get(id(tensor))
 
     def note_graph(self, loss: Tensor) -> None:
         """Note the tensors of the script, such as another model's parameters, that a loss's gradient would reach."""
@@ -164,6 +175,9 @@ def find_changed_outside(
         is_traced = isinstance(unwrap_transforms(tensor), FunctionalTensor)
         is_traced = is_traced or module_tensors.describe(tensor) is not None
         if isinstance(tensor, Tensor) and not is_traced:
+            own = module_tensors.describe_original(tensor)
+            if own is not None:
+                return refuse_other_name(own)
             return CaptureError(
                 expected="a job that changes no tensors but buffers of its modules",
                 found=f"a tensor of shape {list(tensor.shape)} from outside the job changed in place by {name}()",
@@ -171,6 +185,15 @@ def find_changed_outside(
                 "tensor after the call",
             )
     return None
+
+
+def refuse_other_name(described: str) -> CaptureError:
+    """Return the error for a parameter or buffer that the function does not take from its module."""
+    return CaptureError(
+        expected="a job that takes parameters and buffers from their modules, whose tensors the trace replaces",
+        found=f"{described} under a name of the script, such as a list made before the call",
+        fix="take it from the module within the function, as in `for parameter in model.parameters()`",
+    )
 
 
 def unwrap_transforms(value: Any) -> Any:
