@@ -86,8 +86,21 @@ def all_gather(tensor: Tensor, *, among: WorkerGroup, dim: int, lengths: Sequenc
 
 def reduce_scatter(tensor: Tensor, *, among: WorkerGroup, dim: int, lengths: Sequence[int]) -> Tensor:
     """Return this rank's rows along `dim` of the sum of all ranks' tensors."""
-    summed = all_reduce(tensor, among=among)
-    return summed.narrow(dim, sum(lengths[: among.rank]), lengths[among.rank]).contiguous()
+    if among.group is None:
+        return tensor
+    leading = tensor.movedim(dim, 0)
+    longest, shape = max(lengths), leading.shape[1:]
+    if all(length == longest for length in lengths):
+        padded = leading.contiguous()
+    else:  # equal pieces only, as in `all_gather`
+        padded = leading.new_zeros((among.size, longest, *shape))
+        for piece, part in zip(padded, leading.split(list(lengths)), strict=True):
+            piece[: part.shape[0]] = part
+    summed = leading.new_empty((longest, *shape))
+    if summed.numel():
+        own, given = (torch.view_as_real(item) if item.is_complex() else item for item in (summed, padded))
+        dist.reduce_scatter_single(own.view(-1), given.view(-1), group=among.group)
+    return summed[: lengths[among.rank]].movedim(0, dim).contiguous()
 
 
 def all_to_all(

@@ -30,7 +30,7 @@ class ProgramCommunication(msgspec.Struct, frozen=True, kw_only=True):
     """A collective that moves a value between workers at every call."""
 
     kind: str
-    """The function of `torch.distributed` that runs: "all_reduce", "all_gather" or "all_to_all"."""
+    """The function of `torch.distributed` that runs: "all_reduce", "all_gather", "reduce_scatter" or "all_to_all"."""
     purpose: CommunicationPurpose
     """What needs the result: an operator as its input or within its computation, the optimizer, or the job's caller."""
     value: str
@@ -47,6 +47,8 @@ class ProgramCommunication(msgspec.Struct, frozen=True, kw_only=True):
     backward: bool = False
     """Whether the collective belongs to the computation of gradients."""
     reason: str
+    axis: str = ""
+    """The axis of the mesh along which the value moves; several names for a sum along several."""
     gathered: bool = False
     """Whether every worker gets the whole of a value that was split between the workers."""
     overlapped: bool

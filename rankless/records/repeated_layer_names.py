@@ -29,12 +29,12 @@ def _fill_in(pattern: str, members: Sequence[Sequence[int]]) -> str:
     """Return the pattern of a path with the numbers of all its modules, or of one and how many more there are."""
     columns = [sorted(set(numbers)) for numbers in zip(*members, strict=True)]
     if prod(map(len, columns)) == len(members):
-        return pattern.format(*map(_format_numbers, columns))
+        return pattern.format(*map(format_numbers, columns))
     return f"{pattern.format(*members[0])} and {len(members) - 1} like it"
 
 
-def _format_numbers(numbers: Sequence[int]) -> str:
-    """Return numbers as text: "3", "[0-5]" or "[0,2-4]"."""
+def format_numbers(numbers: Sequence[int]) -> str:
+    """Return sorted numbers as text: "3", "[0-5]" or "[0,2-4]"."""
     if len(numbers) == 1:
         return str(numbers[0])
     ranges: list[list[int]] = []

@@ -19,6 +19,7 @@ from rankless.records.job_programs import (
 )
 from rankless.records.quantities import format_decimal_bytes
 from rankless.records.repeated_layer_names import format_modules
+from rankless.terminal.module_table import group_by_module, render_modules
 
 WIDTH = 100
 """Columns if the output is not a terminal."""
@@ -110,6 +111,11 @@ def _render_job(job: PlannedJob, width: int) -> Iterator[str]:
         title = f"data moved per call{step}, in order of start (~ overlaps with computation):"
         yield from _wrap(title, width, indent=2)
         yield from _render_moves(program.moves, width)
+    rows = list(render_modules(group_by_module(program)))
+    if rows:
+        yield "  by module:"
+        for row in rows:
+            yield from _hang("    ", row, width)
     for text in (_describe_total(job), _describe_gathers(program)):
         yield from _wrap(text, width, indent=2)
     if job.memory is not None:

@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+import msgspec
 import pytest
 from support.json_schema import check_result
 from support.warm_runs import rankless
@@ -16,6 +17,7 @@ from rankless.records.job_programs import (
     ReplicatedOperator,
 )
 from rankless.records.quantities import format_decimal_bytes
+from rankless.terminal.module_table import group_by_module, render_modules
 from rankless.terminal.program_table import make_plan_report, render_plan
 
 SCRIPT = """
@@ -77,6 +79,7 @@ def test_the_first_step_gives_a_table_and_json(tmp_path: Path) -> None:
     assert planned["gathered_bytes"] == gathered["bytes"] == 10 * 8 * 4
     assert 0 < program["whole_operators"] < program["operators"]
     assert planned["moved_bytes"] == sum(move["bytes"] for move in program["moves"])
+    assert {move["axis"] for move in program["moves"]} == {"data"}
     statistics = [move for move in program["moves"] if move["reason"] == "statistics of the whole batch"]
     assert [move["module"] for move in statistics] == [f"model.{layer}.norm" for layer in range(4)]
     assert {(move["module_type"], move["backward"]) for move in statistics} == {("BatchNorm1d", False)}
@@ -215,3 +218,39 @@ def test_the_table_is_wrapped_to_the_least_width_on_a_narrower_terminal() -> Non
 )
 def test_bytes_use_the_shortest_unit(size: int, text: str) -> None:
     assert format_decimal_bytes(size) == text
+
+
+def test_modules_have_their_parameters_and_what_is_sent_for_them() -> None:
+    def move(value: str, sent: int, *, module: str = "", axis: str = "data") -> ProgramCommunication:
+        return ProgramCommunication(
+            kind="all_reduce",
+            purpose="input" if module else "gradient",
+            value=value,
+            bytes=sent,
+            sent_bytes=sent,
+            line="a.py:1",
+            module=module,
+            reason="a reason",
+            axis=axis,
+            overlapped=False,
+        )
+
+    sizes = {"model.words.weight": 600, "model.layers.0.a.weight": 200, "model.layers.1.a.weight": 200}
+    program = msgspec.structs.replace(
+        make_table_program(),
+        inputs=tuple(
+            ProgramInputRecord(kind="parameter", name=name, shape=(1,), dtype="float32", bytes=size, placement="whole")
+            for name, size in sizes.items()
+        ),
+        moves=(
+            move(", ".join(sizes), 1000),
+            move("float32[8] of matmul", 70, module="model.layers.1.a", axis="tensor"),
+            move("float32[] of mean", 4),
+        ),
+    )
+    assert list(render_modules(group_by_module(program))) == [
+        "parameters  sent along data  sent along tensor  module",
+        "     600 B            600 B                  -  model.words",
+        "     400 B            400 B               70 B  model.layers.[0-1]",
+        "         -              4 B                  -  outside of modules",
+    ]

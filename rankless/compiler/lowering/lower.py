@@ -178,6 +178,7 @@ class LoweringPass:
             bytes=size,
             sent_bytes=target.sent_bytes(size),
             reason=reason,
+            axis=target.axis.name,
             gathered=isinstance(target, Redistribution) and target.is_gather,
             **self.origin,
         )

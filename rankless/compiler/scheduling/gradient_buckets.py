@@ -291,6 +291,7 @@ def add_bucket(
         sent_bytes=sum(all_reduce_bytes(size, axis.size) for axis in bucket.axes) // (2 if is_scattered else 1),
         line=str(last.meta.get("line", "")),
         reason=f"{len(group)} gradients" if len(group) > 1 else "a gradient",
+        axis=", ".join(axis.name for axis in bucket.axes),
         backward=True,
         overlapped=True,
     )

@@ -220,6 +220,7 @@ def describe_gather(group: Sequence[GatheredValue], sizes: dict[fx.Node, int], a
         sent_bytes=size * (axis.size - 1) // axis.size,
         line=str(user.get("line", "")),
         reason=f"{len(group)} parameters held in pieces" if len(group) > 1 else "a parameter held in pieces",
+        axis=axis.name,
         module=user.get("module"),
         backward=bool(user.get("backward")),
         overlapped=True,

@@ -35,6 +35,8 @@ class CollectiveRecord:
     sent_bytes: int
     line: str
     reason: str
+    axis: str
+    """The axis along which the value moves; several names for a sum along several."""
     module: ModuleName | None = None
     backward: bool = False
     gathered: bool = False
@@ -86,12 +88,14 @@ class Redistribution:
 
     @property
     def kind(self) -> str:
-        """The collective that runs: a reduce_scatter is an all_reduce of which each rank keeps its part."""
+        """The collective that runs."""
         match self.source, self.target:
             case Shard(), Shard():
                 return "all_to_all"
             case Shard(), _:
                 return "all_gather"
+            case _, Shard():
+                return "reduce_scatter"
         return "all_reduce" if is_partial_sum(self.source) else "all_gather"
 
     @property
@@ -107,17 +111,16 @@ class Redistribution:
     def sent_bytes(self, size: int) -> int:
         """Return what one worker sends for a logical value of `size` bytes.
 
-        An all-gather pads pieces to the longest.
+        An all-gather and a reduce-scatter pad pieces to the longest.
         """
         source, target, ranks = self.source, self.target, self.axis.size
         if isinstance(source, Shard) and isinstance(target, Shard):
             return size * (ranks - 1) // ranks**2
-        if isinstance(source, Shard):
-            lengths = [int(size_hint(length)) for length in source.lengths]
+        divided = source if isinstance(source, Shard) else target
+        if isinstance(divided, Shard):
+            lengths = [int(size_hint(length)) for length in divided.lengths]
             return size * max(lengths) * (ranks - 1) // max(1, sum(lengths))
-        if not is_partial_sum(source) and not isinstance(target, Shard):
-            return size * (ranks - 1)
-        return all_reduce_bytes(size, ranks)  # a reduce_scatter runs as an all_reduce; each worker keeps its part
+        return all_reduce_bytes(size, ranks) if is_partial_sum(source) else size * (ranks - 1)
 
     def __call__(self, value: torch.Tensor, *lengths: tuple[int, ...]) -> torch.Tensor:
         """Redistribute this rank's piece; `lengths` are those of `self.lengths` in the present call."""

@@ -179,6 +179,7 @@ def describe_collective(collective: CollectiveRecord, *, trains: bool) -> Progra
         module_type="" if module is None else module.kind,
         backward=collective.backward,
         reason=reason,
+        axis=collective.axis,
         gathered=collective.gathered,
         overlapped=collective.overlapped,
     )
