@@ -5,6 +5,7 @@ import torch
 from support.processes import on_mesh
 from torch import nn
 
+from bench.models import GPT
 from rankless.context.world import World
 from rankless.jobs.definition import StepOptions
 from rankless.jobs.job import make_job
@@ -89,3 +90,36 @@ def test_few_whole_parameters_and_gradients_exist_at_any_time():
         assert held["peak"] >= 2 * BLOCK_BYTES
     for held in on_mesh(2, train, "gradients"):
         assert held["peak"] <= 5 * BLOCK_BYTES + activations, held["peak"] / BLOCK_BYTES
+
+
+def train_gpt(mesh):
+    """Return this worker's state between calls, the peak within a call, and the bytes of the model and of a block."""
+    torch.manual_seed(0)
+    model = GPT(layers=12, width=256)
+    optimizer = torch.optim.AdamW(model.parameters())
+    meter = MeteredCalls()
+    world = World(mesh=mesh, notify=lambda _: None, send_record=lambda _: None, programs=meter)
+    job = make_job(
+        lambda x: model(x).square().mean(),
+        model=model,
+        optimizer=optimizer,
+        view=None,
+        world=lambda: world,
+        step_options=StepOptions(zero="parameters"),
+    )
+    for _ in range(3):
+        job(torch.ones(4, 8, dtype=torch.long))
+    held = [*model.parameters(), *(value for entries in optimizer.state.values() for value in entries.values())]
+    gradients = [holder.grad for holder in world.owner.get_holders(list(model.parameters()))]
+    state = sum(map(count_local_bytes, [*held, *(item for item in gradients if item is not None)]))
+    return state, meter.peaks[-1], count_bytes(model), count_bytes(model.blocks[0])
+
+
+def count_bytes(model):
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+
+
+def test_four_workers_hold_a_quarter_and_gather_a_block():
+    """With parameters, gradients and two states of AdamW; the peak within a call has activations too."""
+    for state, peak, whole, block in on_mesh(4, train_gpt):
+        assert state + peak <= 1.1 * (4 * whole / 4 + block)
