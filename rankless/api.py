@@ -648,7 +648,7 @@ def load(path: str | os.PathLike[str], *, strict: bool = True, random: bool = Tr
     """
     saver = _current().saver
     saver.wait()
-    loaded = checkpoint.load(path, objects, mesh=saver.mesh, strict=strict, random=random)
+    loaded = checkpoint.load(path, objects, mesh=saver.mesh, owner=saver.owner, strict=strict, random=random)
     if loaded.left_out:
         _world().notify(f"loading {os.fspath(path)} left out:\n{loaded.left_out}")
     return loaded.extra

@@ -144,7 +144,7 @@ class Checkpoints:
             agreement.summary = "none is there" if found is None else f"step {found.position.step} is there"
         if found is None:
             return None
-        loaded = load(found.path, objects, mesh=saver.mesh, strict=strict, random=random)
+        loaded = load(found.path, objects, mesh=saver.mesh, owner=saver.owner, strict=strict, random=random)
         if loaded.left_out:
             self._notify(f"loading {found.path} left out:\n{loaded.left_out}")
         return Restored(step=found.position.step, metric=found.position.metric, extra=loaded.extra)

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.optim import Optimizer
 
+from rankless.ownership.unread_tensor import UnreadTensor
 from rankless.parallel.tensor_placement import Shard
 
 
@@ -51,6 +52,10 @@ class StateOwner(Protocol):
 
     def gather_gradient(self, parameter: Tensor) -> Tensor | None:
         """Return the whole gradient of a parameter; None if it has none. Collective."""
+        ...
+
+    def take_state(self, parameter: Tensor, key: str, stored: UnreadTensor) -> Tensor:
+        """Return an entry of a parameter's optimizer state as this worker holds it, read as far as it needs it."""
         ...
 
     def measure_norm(self, holders: Sequence[Tensor]) -> Tensor:
@@ -105,6 +110,10 @@ class WholeOwner:
     def gather_gradient(self, parameter: Tensor) -> Tensor | None:
         """Return its `.grad`."""
         return parameter.grad
+
+    def take_state(self, parameter: Tensor, key: str, stored: UnreadTensor) -> Tensor:  # noqa: ARG002
+        """Return the entry itself, which is read later."""
+        return stored
 
     def measure_norm(self, holders: Sequence[Tensor]) -> Tensor:
         """Return the norm of all gradients together."""

@@ -6,16 +6,16 @@ import sys
 import traceback
 from pathlib import Path
 
-import safetensors.torch
 import torch
 import torch.distributed as dist
 from checkpoint.saved_objects import SOLO, save
 
+from rankless.checkpoint import tensor_file_writer
 from rankless.parallel.mesh import Mesh
 
 DISK_EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir", "os.scandir", "shutil.rmtree"}
-PIECES = 40
-"""The number of pieces in which a file is written. A kill may follow each of them."""
+PIECES = 12
+"""The number of pieces in which each tensor is written. A kill may follow each of them."""
 
 
 class Countdown:
@@ -37,14 +37,17 @@ class Countdown:
             self.point()
             sync(descriptor)
 
-        def save_file(tensors, file, metadata=None):
-            self.write(file, safetensors.torch.save(tensors, metadata))
+        def write_all(descriptor, data, offset):
+            size = -(-len(data) // PIECES) or 1
+            for start in range(0, len(data), size):
+                self.point()
+                os.pwrite(descriptor, data[start : start + size], offset + start)
 
         def write_bytes(file, data):
             self.write(file, data)
 
         os.fsync = fsync
-        safetensors.torch.save_file = save_file
+        tensor_file_writer.write_all = write_all
         Path.write_bytes = write_bytes
         sys.addaudithook(lambda event, _: self.point() if event in DISK_EVENTS else None)
 
