@@ -17,6 +17,7 @@ from rankless import checkpoint
 from rankless.collectives.broadcast_state import require_synchronized
 from rankless.config.environment import is_launched
 from rankless.context.once import call_once
+from rankless.context.redundant_step_calls import divide_states_of_jobs
 from rankless.context.world import World
 from rankless.data.generators import take_process_states
 from rankless.data.loader import Loader, LoaderOptions, Reading
@@ -617,7 +618,7 @@ def save(
         {'epoch': 1}
     """
     options = checkpoint.SaveOptions(layout=layout, background=background, extra=extra)
-    _current().saver.save(path, objects, options=options)
+    _find_saver("rankless.save").save(path, objects, options=options)
 
 
 def load(path: str | os.PathLike[str], *, strict: bool = True, random: bool = True, **objects: Any) -> Any:
@@ -646,8 +647,9 @@ def load(path: str | os.PathLike[str], *, strict: bool = True, random: bool = Tr
         >>> torch.equal(model.weight, copy.weight)
         True
     """
-    saver = _current().saver
+    saver = _find_saver("rankless.load")
     saver.wait()
+    divide_states_of_jobs(objects.values())
     loaded = checkpoint.load(path, objects, mesh=saver.mesh, owner=saver.owner, strict=strict, random=random)
     if loaded.left_out:
         _world().notify(f"loading {os.fspath(path)} left out:\n{loaded.left_out}")
@@ -693,8 +695,9 @@ def checkpoints(
         folder,
         retention=checkpoint.Retention(keep_last=keep_last, keep_best=keep_best, mode=mode),
         options=checkpoint.SaveOptions(layout=layout, background=background),
-        saver=lambda: _current().saver,
+        saver=lambda: _find_saver("a method of rankless.checkpoints"),
         notify=lambda text: _world().notify(text),
+        prepare_load=divide_states_of_jobs,
     )
 
 
@@ -704,6 +707,13 @@ def _world() -> World:
 
 def _current() -> ProcessContext:
     return current_context(make_observer=_make_display_observer)
+
+
+def _find_saver(operation: str) -> checkpoint.Saver:
+    """Return what saves in this process. Raises RanklessError inside `rankless.once`."""
+    context = _current()
+    context.world.require_not_in_once(operation)
+    return context.saver
 
 
 def _make_display_observer() -> RecordObserver:

@@ -94,9 +94,14 @@ class UsedGradients:
 
 
 class StepHook:
-    """A hook of each optimizer of a job, from the job's definition on. It checks steps from its first call on."""
+    """A hook of each optimizer of a job, from the job's definition on. It checks steps from its first call on.
 
-    def __init__(self) -> None:
+    Args:
+        divide_states: Divides the job's states between workers, for a load into the optimizer.
+    """
+
+    def __init__(self, divide_states: Callable[[], None]) -> None:
+        self.divide_states = divide_states
         self.leftovers: LeftoverCalls | None = None
 
     def __call__(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -104,6 +109,14 @@ class StepHook:
         has_closure = len(args) > 1 or kwargs.get("closure") is not None  # it computes gradients of its own
         if self.leftovers is not None and not has_closure:
             self.leftovers.check_step(optimizer, sys._getframe(1))
+
+
+def divide_states_of_jobs(objects: Iterable[Any]) -> None:
+    """Divide the states of the jobs of all optimizers among some objects, before these load a state. Collective."""
+    for item in objects:
+        for hook in item._optimizer_step_pre_hooks.values() if isinstance(item, Optimizer) else ():
+            if isinstance(hook, StepHook):
+                hook.divide_states()
 
 
 class LeftoverCalls:

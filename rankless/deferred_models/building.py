@@ -66,11 +66,16 @@ class DeferredBuild:
 
 
 def materialize(modules: Iterable[nn.Module]) -> None:
-    """Compute the values of all deferred tensors of some modules, one storage after the other.
+    """Compute the values of all deferred tensors of some modules, one storage after the other."""
+    materialize_tensors(find_deferred(modules))
+
+
+def materialize_tensors(tensors: Iterable[DeferredTensor]) -> None:
+    """Compute the values of deferred tensors, one storage after the other.
 
     All deferred tensors that share a storage get their values together, also those of other modules: they share it on.
     """
-    wanted = find_deferred(modules)
+    wanted = list(tensors)
     sharing: dict[tuple[OperatorRecording, int], list[DeferredTensor]] = {}
     for recording in {item.recording for item in wanted}:
         for number, item in list(recording.alive.items()):
