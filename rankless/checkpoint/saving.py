@@ -154,7 +154,9 @@ class Saver:
                 if mesh.rank in share.writers:
                     uncommitted.reserve(mesh.rank, token)
         name = f"tensors-{mesh.rank}.safetensors" if options.layout == "sharded" else "tensors.safetensors"
-        file = TensorFileWriter(uncommitted.folder / name, share.tensors | share.gathered, share.pieces)
+        written = share.tensors | share.gathered
+        in_order = {key: written[key] for key in [*content.shared_tensors, *written] if key in written}
+        file = TensorFileWriter(uncommitted.folder / name, in_order, share.pieces)
         if share.gathered:
             with Agreement(mesh=mesh, doing=doing), disk_errors(uncommitted.target):
                 self._write_gathered(share.gathered, file)
@@ -179,9 +181,9 @@ class Saver:
         """Return what this rank writes: as it is now, or copies of it if the script goes on meanwhile."""
         rank, ranks = self.mesh.rank, self.mesh.size
         share = (
-            share_by_owner(content.object_tensors, rank=rank, ranks=ranks)
+            share_by_owner(content.shared_tensors, rank=rank, ranks=ranks)
             if options.layout == "sharded"
-            else share_whole(content.object_tensors, rank=rank)
+            else share_whole(content.shared_tensors, rank=rank)
         )
         if rank == 0:
             share.tensors.update(content.extra_tensors)

@@ -120,9 +120,9 @@ class PlannedDivision:
             require_whole_tensors(job, plan, tensors)
         before = owner.version
         divided = [name for name, state in plan.states.items() if state.optimizer_state is not None]
-        for names in [[name] for name in divided] if complete else group_by_size(divided, tensors):
-            for name in names if complete else ():
-                complete(name, tensors[name])
+        for names in group_by_size(divided, tensors) if complete is None else [[name] for name in divided]:
+            if complete is not None:
+                complete(names[0], tensors[names[0]])
             owner.divide(JobPlan(states={name: plan.states[name] for name in names}), tensors, line=job.line)
             owner.begin_call()  # frees the memory of whole parameters
         return owner.version != before
