@@ -133,6 +133,7 @@ class StoredTensors:
         self._names = {reference.name for reference in self._references}
         self._sources: dict[str, FileTensor] = {}
         self._alive: weakref.WeakValueDictionary[str, Tensor] = weakref.WeakValueDictionary()
+        self._readers: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
         self._opened = contextlib.ExitStack()
 
     def __enter__(self) -> "StoredTensors":
@@ -168,13 +169,13 @@ class StoredTensors:
         made = self._alive.get(name)
         if made is None:
             source = self._sources[name]
-            made = source.read() if source.is_small_integer else UnreadTensor(StoredValue(source))
+            made = source.read() if source.is_small_integer else UnreadTensor(StoredValue(source, self._readers))
             self._alive[name] = made
         return made
 
     def settle(self) -> None:
         """Give all tensors that are still in use their values, one after the other."""
-        settle(list(self._alive.values()))
+        settle(list(self._readers.values()))
 
     def _find_needed(self, entry: TensorFile) -> list[str]:
         names = ((name, entry.pieces.get(name)) for name in entry.tensors)

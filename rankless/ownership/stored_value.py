@@ -44,33 +44,33 @@ class StoredValue:
 
     Args:
         source: Where the elements are.
+        readers: All tensors that are alive and not read yet, by id.
     """
 
-    def __init__(self, source: TensorSource) -> None:
+    def __init__(self, source: TensorSource, readers: "weakref.WeakValueDictionary[int, Tensor]") -> None:
         self.name = source.name
         self.shape = source.shape
         self.dtype = source.dtype
         self.device = source.device
-        self.tensors: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
-        """The tensors that have this value, by id."""
+        self.source = source
+        self.readers = readers
         self.whole: Tensor | None = None
         """The value, once something has read it that may change or keep it."""
-        self._source = source
 
     def gather(self) -> Tensor:
         """Return the whole value, and keep it. Changes of it are changes of the tensors."""
         if self.whole is None:
-            self.whole = self._source.read()
+            self.whole = self.source.read()
         return self.whole
 
     def read(self) -> Tensor:
         """Return a whole value that the caller owns."""
-        return self._source.read() if self.whole is None else self.whole.clone()
+        return self.source.read() if self.whole is None else self.whole.clone()
 
     def read_rows(self, dim: int, start: int, length: int) -> Tensor:
         """Return some rows along a dim, which the caller owns."""
         if self.whole is None:
-            return self._source.read_rows(dim, start, length)
+            return self.source.read_rows(dim, start, length)
         return self.whole.narrow(dim, start, length).clone()
 
 
@@ -78,22 +78,22 @@ class ConvertedSource:
     """A source in another dtype, or on another device.
 
     Args:
-        value: The value to convert.
+        source: The source to convert.
         dtype: The dtype.
         device: The device.
     """
 
-    def __init__(self, value: StoredValue, dtype: torch.dtype, device: torch.device) -> None:
-        self.name = value.name
-        self.shape = value.shape
+    def __init__(self, source: TensorSource, dtype: torch.dtype, device: torch.device) -> None:
+        self.name = source.name
+        self.shape = source.shape
         self.dtype = dtype
         self.device = device
-        self._value = value
+        self._source = source
 
     def read(self) -> Tensor:
         """Return the whole tensor."""
-        return self._value.read().to(device=self.device, dtype=self.dtype)
+        return self._source.read().to(device=self.device, dtype=self.dtype)
 
     def read_rows(self, dim: int, start: int, length: int) -> Tensor:
         """Return some rows along a dim."""
-        return self._value.read_rows(dim, start, length).to(device=self.device, dtype=self.dtype)
+        return self._source.read_rows(dim, start, length).to(device=self.device, dtype=self.dtype)

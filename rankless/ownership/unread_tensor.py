@@ -32,7 +32,7 @@ class UnreadTensor(CallsWithWholes, Tensor):
         """Make a tensor of a value."""
         made: UnreadTensor = Tensor._make_wrapper_subclass(cls, value.shape, dtype=value.dtype, device=value.device)
         made.partition = value
-        value.tensors[id(made)] = made
+        value.readers[id(made)] = made
         return made
 
     @classmethod
@@ -92,19 +92,21 @@ def convert(tensor: UnreadTensor, dtype: torch.dtype | None = None, device: Any 
         return tensor
     if value.whole is not None:
         return value.whole.to(dtype=wanted[0], device=wanted[1])
-    return UnreadTensor(StoredValue(ConvertedSource(value, *wanted)))
+    return UnreadTensor(StoredValue(ConvertedSource(value.source, *wanted), value.readers))
 
 
-def settle(tensors: Iterable[Tensor]) -> None:
+def settle(readers: Iterable[Tensor]) -> None:
     """Give unread tensors their values, one after the other, each together with those that share its memory.
 
     Args:
-        tensors: Tensors that are alive. Those that have become plain meanwhile are passed over.
+        readers: All unread tensors that are alive. Those that have become plain are passed over.
     """
-    for tensor in tensors:
+    sharing: dict[StoredValue, list[UnreadTensor]] = {}
+    for tensor in readers:
         if isinstance(tensor, UnreadTensor):
-            value = tensor.partition
-            whole = value.gather()
-            for item in list(value.tensors.values()):
-                become(item, whole.detach())
-            value.whole = None
+            sharing.setdefault(tensor.partition, []).append(tensor)
+    for value, tensors in sharing.items():
+        whole = value.gather()
+        for item in tensors:
+            become(item, whole.detach())
+        value.whole = None
