@@ -152,11 +152,8 @@ def show_state(value: Any, before: Any, divided: DividedParameter, key: str, val
     known = find_partition(before) if isinstance(before, Tensor) else None
     if known is not None and known.piece is value:
         return before
-    if divided.is_owned:
-        layout = PieceLayout.of(value, divided.own(value.shape[0]))
-    else:
-        whole = PieceLayout.of(value, divided.layout.placement)
-        layout = PieceLayout(divided.layout.shape, whole.order, whole.placement)
+    # Where dims have one row, the order of dims cannot be told from a worker's piece; all must have the same.
+    layout = PieceLayout.of(value, divided.own(value.shape[0])) if divided.is_owned else divided.layout
     return make_partitioned_tensor(Partition(layout, value, f"{key} of {divided.name}", values))
 
 

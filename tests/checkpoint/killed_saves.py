@@ -59,7 +59,7 @@ class Countdown:
                 stream.write(data[start : start + size])
 
 
-def save_until_killed(path, objects, *, points, killed_rank=0, ranks=1, **options):
+def save_until_killed(path, objects, *, points, killed_rank=0, ranks=1, save_with=save, **options):
     """Save on `ranks` forked processes, of which `killed_rank` dies at its n-th point. Return whether it survived.
 
     As a launcher would, this ends the other ranks when that rank has died.
@@ -67,7 +67,9 @@ def save_until_killed(path, objects, *, points, killed_rank=0, ranks=1, **option
     store = path.with_name(f"{path.name}.store")
     store.unlink(missing_ok=True)
     children = [
-        os.fork() or _child(path, objects, points, (rank, ranks, killed_rank), options) for rank in range(ranks)
+        os.fork()
+        or _child(path, points, (rank, ranks, killed_rank), lambda mesh: save_with(path, objects, mesh=mesh, **options))
+        for rank in range(ranks)
     ]
     killed = _was_killed(children.pop(killed_rank))
     for child in children:
@@ -87,14 +89,14 @@ def _was_killed(child, expected_code=0):
     return False
 
 
-def _child(path, objects, points, rank_numbers, options):
+def _child(path, points, rank_numbers, save_on):
     rank, ranks, killed_rank = rank_numbers
     code = 1
     try:
         mesh = _mesh(rank, ranks, path.with_name(f"{path.name}.store"))
         if rank == killed_rank:
             Countdown(points).arm()
-        save(path, objects, mesh=mesh, **options)
+        save_on(mesh)
         code = 0
     except Exception:
         traceback.print_exc()
