@@ -131,8 +131,7 @@ class Saver:
         doing: str,
     ) -> WriteTask:
         """Do everything that needs the other ranks, or the objects as they are now."""
-        mesh = self.mesh
-        token = uuid.uuid4().hex
+        mesh, token = self.mesh, uuid.uuid4().hex
         fix = "build, divide and save the same objects, to the same path, on every rank"
         with Agreement(mesh=mesh, doing=doing, fix=fix) as agreement:
             self.owner.begin_call()  # frees whole values that the script has read
@@ -148,23 +147,12 @@ class Saver:
             agreement.summary = f"{doing}, {options.layout}{' in the background' * options.background}, {description}"
             agreement.note = hashlib.sha256(pack_random_state(mesh.device, rank=0)).digest()
         random = self._gather_random(same=len(set(agreement.notes)) == 1, tensors=share.tensors)
-        if share.writers:
-            token = broadcast_bytes(token.encode(), mesh=mesh).decode()
-            with Agreement(mesh=mesh, doing=doing):
-                if mesh.rank in share.writers:
-                    uncommitted.reserve(mesh.rank, token)
-        name = f"tensors-{mesh.rank}.safetensors" if options.layout == "sharded" else "tensors.safetensors"
-        written = share.tensors | share.gathered
-        in_order = {key: written[key] for key in [*content.shared_tensors, *written] if key in written}
-        file = TensorFileWriter(uncommitted.folder / name, in_order, share.pieces)
-        if share.gathered:
-            with Agreement(mesh=mesh, doing=doing), disk_errors(uncommitted.target):
-                self._write_gathered(share.gathered, file)
+        self._reserve(uncommitted, share.writers, token, doing=doing)
         return WriteTask(
             rank=mesh.rank,
             writers=share.writers,
             uncommitted=uncommitted,
-            file=file,
+            file=self._begin_file(uncommitted, content, share, options=options, doing=doing),
             tensors=share.tensors,
             manifest=Manifest(
                 rankless=RANKLESS_VERSION,
@@ -176,6 +164,33 @@ class Saver:
             ),
             series=series,
         )
+
+    def _reserve(self, uncommitted: UncommittedCheckpoint, writers: list[int], token: str, *, doing: str) -> None:
+        """Let the ranks that write a file reserve it in the folder that rank 0 has made."""
+        if writers:
+            token = broadcast_bytes(token.encode(), mesh=self.mesh).decode()
+            with Agreement(mesh=self.mesh, doing=doing):
+                if self.mesh.rank in writers:
+                    uncommitted.reserve(self.mesh.rank, token)
+
+    def _begin_file(
+        self,
+        uncommitted: UncommittedCheckpoint,
+        content: Content,
+        share: FileShare,
+        *,
+        options: SaveOptions,
+        doing: str,
+    ) -> TensorFileWriter:
+        """Return this rank's file, to which what all ranks gather is written."""
+        name = f"tensors-{self.mesh.rank}.safetensors" if options.layout == "sharded" else "tensors.safetensors"
+        written = share.tensors | share.gathered
+        in_order = {key: written[key] for key in [*content.shared_tensors, *written] if key in written}
+        file = TensorFileWriter(uncommitted.folder / name, in_order, share.pieces)
+        if share.gathered:
+            with Agreement(mesh=self.mesh, doing=doing), disk_errors(uncommitted.target):
+                self._write_gathered(share.gathered, file)
+        return file
 
     def _share(self, content: Content, options: SaveOptions) -> FileShare:
         """Return what this rank writes: as it is now, or copies of it if the script goes on meanwhile."""
