@@ -602,14 +602,16 @@ def save(
 
     Args:
         path: The folder of the checkpoint.
-        layout: "whole": rank 0 writes one file. "sharded": each rank writes a file, about the same number of bytes.
+        layout: "whole": rank 0 writes one file, for which all ranks gather divided states, one tensor at a time.
+            "sharded": each rank writes a file, with its own pieces of divided states, about the same number of bytes.
         background: Whether to copy the state, return, and write in a thread. The next save or load and the end of the
-            script wait for it, and raise its error.
+            script wait for it, and raise its error. Divided states of a "whole" checkpoint are written before.
         extra: Plain data that `load` returns: numbers, text, lists, dicts, tensors.
         **objects: What to save, by name: modules, optimizers, schedulers, loaders, anything with a `state_dict`.
 
     Raises:
         CheckpointError: The state cannot be saved, the ranks' arguments differ, or the disk is full. Every rank raises.
+        RanklessError: The call is inside `rankless.once`.
 
     Example:
         >>> model = torch.nn.Linear(3, 1)
@@ -624,8 +626,9 @@ def save(
 def load(path: str | os.PathLike[str], *, strict: bool = True, random: bool = True, **objects: Any) -> Any:
     """Restore the state of objects from the folder `path`, and return the checkpoint's `extra`.
 
-    Call it on every rank. The number of ranks may differ from that of the save. Either all objects are restored or
-    none.
+    Call it on every rank. The number of ranks, and how jobs divide states, may differ from those of the save. Each rank
+    reads its pieces of divided states. Jobs whose optimizers are among the objects divide their states first, as their
+    first call would. Either all objects are restored or none.
 
     Args:
         path: The folder of the checkpoint.
@@ -639,6 +642,8 @@ def load(path: str | os.PathLike[str], *, strict: bool = True, random: bool = Tr
 
     Raises:
         CheckpointError: There is no checkpoint, it is damaged, or it does not fit the objects. Every rank raises.
+        ConfigError: A job with `zero=` cannot divide its states.
+        RanklessError: The call is inside `rankless.once`.
 
     Example:
         >>> model, copy = torch.nn.Linear(3, 1), torch.nn.Linear(3, 1)

@@ -18,7 +18,7 @@ from itertools import repeat
 from operator import attrgetter, is_
 from types import FrameType
 from typing import Any
-from weakref import ref
+from weakref import WeakMethod, ref
 
 import torch
 from torch import Tensor
@@ -101,8 +101,20 @@ class StepHook:
     """
 
     def __init__(self, divide_states: Callable[[], None]) -> None:
-        self.divide_states = divide_states
+        self._divide_states: WeakMethod[Callable[[], None]] | None = WeakMethod(
+            divide_states
+        )  # the optimizer may live on
         self.leftovers: LeftoverCalls | None = None
+
+    def divide_states(self) -> None:
+        """Divide the states of the job, if it still exists."""
+        divide_states = None if self._divide_states is None else self._divide_states()
+        if divide_states is not None:
+            divide_states()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy has, which is no hook of an optimizer."""
+        return {**self.__dict__, "_divide_states": None}
 
     def __call__(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise `StepError` if a step, which begins now, is a leftover."""
