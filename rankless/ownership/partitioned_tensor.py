@@ -198,8 +198,8 @@ def call_with_wholes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
         if func == Tensor.data.__set__:  # type: ignore[attr-defined]
             replace_value(args[0], args[1])
             return None
-        if func == Tensor.copy_ and isinstance(stored := getattr(args[-1], "partition", None), StoredValue):
-            return copy_stored(args[0], stored, kwargs)
+        if func == Tensor.copy_ and len(args) > 1 and isinstance(getattr(args[1], "partition", None), StoredValue):
+            return copy_stored(args[0], args[1].partition)
         originals: dict[int, Tensor] = {}
         replaced = pytree.tree_map(lambda item: get_whole(item, originals), (tuple(args), dict(kwargs)))
         result = func(*replaced[0], **replaced[1])
@@ -207,14 +207,14 @@ def call_with_wholes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
         return pytree.tree_map(lambda item: originals.get(id(item), item), result)
 
 
-def copy_stored(target: Tensor, value: StoredValue, kwargs: Mapping[str, Any]) -> Tensor:
+def copy_stored(target: Tensor, value: StoredValue) -> Tensor:
     """Copy a stored value to a tensor, which may be divided, and keep nothing of it."""
     partition = find_partition(target)
     if partition is not None and partition.layout.shape == value.shape:
         partition.take(value)
         return target
     plain = target.partition.gather() if isinstance(target, CallsWithWholes) else target
-    plain.copy_(value.read(), **kwargs)
+    plain.copy_(value.read())
     return target
 
 
