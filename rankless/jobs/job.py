@@ -118,7 +118,7 @@ class Job(Generic[Parameters, Result]):
             >>> rankless.job(model=torch.nn.Linear(3, 1))(print).plan is None
             True
         """
-        return self._view.division.plan if isinstance(self._view, ConsistentView) else None
+        return self._view.division.plan if self._was_called and isinstance(self._view, ConsistentView) else None
 
     @property
     def owner(self) -> StateOwner:
