@@ -17,6 +17,7 @@ from rankless import checkpoint
 from rankless.collectives.broadcast_state import require_synchronized
 from rankless.config.environment import is_launched
 from rankless.context.once import call_once
+from rankless.context.redundant_step_calls import divide_states_of_jobs
 from rankless.context.world import World
 from rankless.data.generators import take_process_states
 from rankless.data.loader import Loader, LoaderOptions, Reading
@@ -606,14 +607,16 @@ def save(
 
     Args:
         path: The folder of the checkpoint.
-        layout: "whole": rank 0 writes one file. "sharded": each rank writes a file, about the same number of bytes.
+        layout: "whole": rank 0 writes one file, for which all ranks gather divided states, one tensor at a time.
+            "sharded": each rank writes a file, with its own pieces of divided states, about the same number of bytes.
         background: Whether to copy the state, return, and write in a thread. The next save or load and the end of the
-            script wait for it, and raise its error.
+            script wait for it, and raise its error. Divided states of a "whole" checkpoint are written before.
         extra: Plain data that `load` returns: numbers, text, lists, dicts, tensors.
         **objects: What to save, by name: modules, optimizers, schedulers, loaders, anything with a `state_dict`.
 
     Raises:
         CheckpointError: The state cannot be saved, the ranks' arguments differ, or the disk is full. Every rank raises.
+        RanklessError: The call is inside `rankless.once`.
 
     Example:
         >>> model = torch.nn.Linear(3, 1)
@@ -622,14 +625,15 @@ def save(
         {'epoch': 1}
     """
     options = checkpoint.SaveOptions(layout=layout, background=background, extra=extra)
-    _current().saver.save(path, objects, options=options)
+    _find_saver("rankless.save").save(path, objects, options=options)
 
 
 def load(path: str | os.PathLike[str], *, strict: bool = True, random: bool = True, **objects: Any) -> Any:
     """Restore the state of objects from the folder `path`, and return the checkpoint's `extra`.
 
-    Call it on every rank. The number of ranks may differ from that of the save. Either all objects are restored or
-    none.
+    Call it on every rank. The number of ranks, and how jobs divide states, may differ from those of the save. Each rank
+    reads its pieces of divided states. Jobs whose optimizers are among the objects divide their states first, as their
+    first call would. Either all objects are restored or none.
 
     Args:
         path: The folder of the checkpoint.
@@ -643,6 +647,8 @@ def load(path: str | os.PathLike[str], *, strict: bool = True, random: bool = Tr
 
     Raises:
         CheckpointError: There is no checkpoint, it is damaged, or it does not fit the objects. Every rank raises.
+        ConfigError: A job with `zero=` cannot divide its states.
+        RanklessError: The call is inside `rankless.once`.
 
     Example:
         >>> model, copy = torch.nn.Linear(3, 1), torch.nn.Linear(3, 1)
@@ -651,9 +657,10 @@ def load(path: str | os.PathLike[str], *, strict: bool = True, random: bool = Tr
         >>> torch.equal(model.weight, copy.weight)
         True
     """
-    saver = _current().saver
+    saver = _find_saver("rankless.load")
     saver.wait()
-    loaded = checkpoint.load(path, objects, mesh=saver.mesh, strict=strict, random=random)
+    divide_states_of_jobs(objects.values())
+    loaded = checkpoint.load(path, objects, mesh=saver.mesh, owner=saver.owner, strict=strict, random=random)
     if loaded.left_out:
         _world().notify(f"loading {os.fspath(path)} left out:\n{loaded.left_out}")
     return loaded.extra
@@ -698,8 +705,9 @@ def checkpoints(
         folder,
         retention=checkpoint.Retention(keep_last=keep_last, keep_best=keep_best, mode=mode),
         options=checkpoint.SaveOptions(layout=layout, background=background),
-        saver=lambda: _current().saver,
+        saver=lambda: _find_saver("a method of rankless.checkpoints"),
         notify=lambda text: _world().notify(text),
+        prepare_load=divide_states_of_jobs,
     )
 
 
@@ -709,6 +717,13 @@ def _world() -> World:
 
 def _current() -> ProcessContext:
     return current_context(make_observer=_make_display_observer)
+
+
+def _find_saver(operation: str) -> checkpoint.Saver:
+    """Return what saves in this process. Raises RanklessError inside `rankless.once`."""
+    context = _current()
+    context.world.require_not_in_once(operation)
+    return context.saver
 
 
 def _make_display_observer() -> RecordObserver:

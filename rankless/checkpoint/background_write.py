@@ -6,9 +6,10 @@ from typing import Protocol
 import msgspec
 from torch import Tensor
 
-from rankless.checkpoint.file_io import write_manifest, write_tensors
+from rankless.checkpoint.file_io import write_manifest
 from rankless.checkpoint.folder import UncommittedCheckpoint, disk_errors
 from rankless.checkpoint.manifest import Manifest, SeriesPosition
+from rankless.checkpoint.tensor_file_writer import TensorFileWriter
 
 
 class CheckpointSeries(Protocol):
@@ -29,8 +30,10 @@ class WriteTask:
     writers: list[int]
     """The ranks other than 0 that write a file."""
     uncommitted: UncommittedCheckpoint
-    file_name: str
+    file: TensorFileWriter
+    """This rank's file, if it writes one. What all ranks gather has been written to it."""
     tensors: dict[str, Tensor]
+    """The rest of the file."""
     manifest: Manifest
     """The manifest without its list of files, which is known after the write."""
     series: CheckpointSeries | None
@@ -46,13 +49,17 @@ class WriteTask:
                 else:
                     self.uncommitted.report_failure(self.rank, because=error)
                 raise
+            finally:
+                self.file.close()
         if self.rank == 0 and self.series is not None:
             self.series.remove_expired()
 
     def _write(self) -> None:
         if self.rank != 0 and self.rank not in self.writers:
             return
-        file = write_tensors(self.uncommitted.folder / self.file_name, self.tensors)
+        for name, tensor in self.tensors.items():
+            self.file.write(name, tensor)
+        file = self.file.finish()
         if self.rank != 0:
             self.uncommitted.report_written(self.rank, file)
             return

@@ -1,7 +1,7 @@
 """`Checkpoints`: the checkpoints of a training run in one folder, as a script saves and resumes them."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,7 @@ class Checkpoints:
         options: SaveOptions,
         saver: Callable[[], Saver],
         notify: Callable[[str], None],
+        prepare_load: Callable[[Iterable[Any]], None] = lambda _objects: None,
     ) -> None:
         check_retention(retention)
         self.folder = Path(os.path.realpath(folder))
@@ -70,6 +71,7 @@ class Checkpoints:
         self._options = options
         self._saver = saver
         self._notify = notify
+        self._prepare_load = prepare_load
 
     def save(self, step: int, *, metric: Any = None, extra: Any = None, **objects: Any) -> None:
         """Write the state of objects and of all random number generators, as of `step`.
@@ -144,7 +146,8 @@ class Checkpoints:
             agreement.summary = "none is there" if found is None else f"step {found.position.step} is there"
         if found is None:
             return None
-        loaded = load(found.path, objects, mesh=saver.mesh, strict=strict, random=random)
+        self._prepare_load(objects.values())
+        loaded = load(found.path, objects, mesh=saver.mesh, owner=saver.owner, strict=strict, random=random)
         if loaded.left_out:
             self._notify(f"loading {found.path} left out:\n{loaded.left_out}")
         return Restored(step=found.position.step, metric=found.position.metric, extra=loaded.extra)

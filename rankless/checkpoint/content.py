@@ -15,6 +15,7 @@ from rankless.checkpoint.random_state import capture_random_state
 from rankless.checkpoint.state_tree import TreeWriter
 from rankless.deferred_models.building import materialize
 from rankless.errors import CheckpointError
+from rankless.ownership.partitioned_tensor import DetachedWithoutGather, Partition, find_partition
 
 EXTRA = "extra"
 RANDOM = "random"
@@ -23,30 +24,54 @@ RANDOM = "random"
 
 @dataclass(kw_only=True)
 class Content:
-    """A checkpoint as trees of nodes, and the tensors that they refer to, not copied."""
+    """A checkpoint as trees of nodes, and the tensors that they refer to, not copied and not gathered."""
 
     objects: dict[str, Node]
-    object_tensors: dict[str, Tensor]
+    shared_tensors: dict[str, Tensor]
+    """The tensors of all objects, and the divided ones of the extra data: all ranks have them, or pieces of them."""
     extra: Node
     extra_tensors: dict[str, Tensor]
+    """The others of the extra data, which rank 0 writes."""
 
-    def describe(self) -> str:
-        """Return a text that is equal on ranks whose objects hold tensors of equal names, shapes and dtypes."""
-        lines = [f"{name} {tensor.dtype} {tuple(tensor.shape)}" for name, tensor in self.object_tensors.items()]
+    def describe(self, *, all_tensors: bool) -> str:
+        """Return a text that is equal on ranks whose objects hold tensors of equal names, shapes, dtypes and divisions.
+
+        Args:
+            all_tensors: Whether it covers all tensors, or only those that are divided between ranks.
+        """
+        partitions = {name: find_partition(tensor) for name, tensor in self.shared_tensors.items()}
+        lines = [
+            f"{name} {tensor.dtype} {tuple(tensor.shape)} {describe_division(partitions[name])}"
+            for name, tensor in self.shared_tensors.items()
+            if all_tensors or partitions[name] is not None
+        ]
         checksum = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-        return f"{len(lines)} tensors of {', '.join(self.objects) or 'no object'} (names and shapes: {checksum[:12]})"
+        divided = sum(partition is not None for partition in partitions.values())
+        counts = f"{len(lines)} tensors of " * all_tensors + (", ".join(self.objects) or "no object")
+        return f"{counts}, {divided} of them divided (names, shapes and divisions: {checksum[:12]})"
+
+
+def describe_division(partition: Partition | None) -> str:
+    """Return a text that is equal for tensors that are divided in the same way."""
+    if partition is None:
+        return "whole"
+    placement = partition.layout.placement
+    return f"rows {placement.lengths} of dim {placement.dim}"
 
 
 def gather_content(objects: Mapping[str, Any], extra: object) -> Content:
     """Return the state of the objects. Raises `CheckpointError`, which names what cannot be saved."""
     materialize(item for item in objects.values() if isinstance(item, nn.Module))
     writer, extra_writer = TreeWriter(), TreeWriter()
-    nodes = {name: writer.encode(_state(name, subject), (name,)) for name, subject in objects.items()}
+    with DetachedWithoutGather():
+        nodes = {name: writer.encode(_state(name, subject), (name,)) for name, subject in objects.items()}
+        extra_node = extra_writer.encode(extra, (EXTRA,))
+    divided = {name: tensor for name, tensor in extra_writer.tensors.items() if find_partition(tensor) is not None}
     return Content(
         objects=nodes,
-        object_tensors=writer.tensors,
-        extra=extra_writer.encode(extra, (EXTRA,)),
-        extra_tensors=extra_writer.tensors,
+        shared_tensors=writer.tensors | divided,
+        extra=extra_node,
+        extra_tensors={name: tensor for name, tensor in extra_writer.tensors.items() if name not in divided},
     )
 
 

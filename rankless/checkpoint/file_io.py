@@ -3,23 +3,20 @@
 import hashlib
 import os
 import stat
-from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 import msgspec
-import safetensors
-import safetensors.torch
-from torch import Tensor
 
 from rankless.checkpoint.manifest import (
     FORMAT,
     MANIFEST_NAME,
+    READABLE_VERSIONS,
     TENSORS_NAME,
-    VERSION,
     Manifest,
     Preamble,
     TensorFile,
+    TensorPiece,
     encode_manifest,
     has_valid_checksum,
 )
@@ -30,14 +27,6 @@ Header = TypeVar("Header", bound=msgspec.Struct)
 
 MANIFEST_LIMIT_BYTES = 256 << 20
 """Longer than any manifest we write (a million tensors). A longer one could fill the memory before its check."""
-
-
-def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> TensorFile:
-    """Write tensors to a file, sync it, and return the file's entry of the manifest."""
-    safetensors.torch.save_file(dict(tensors), file, metadata={"format": "pt"})
-    sync(file)
-    with file.open("rb") as stream:
-        return TensorFile(file.name, os.fstat(stream.fileno()).st_size, _checksum(stream), sorted(tensors))
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -67,9 +56,9 @@ def read_manifest(folder: Path) -> Manifest:
         raise _not_a_checkpoint_error(folder, f"a {MANIFEST_NAME} that cannot be read ({error})") from error
     if preamble.format != FORMAT:
         raise _not_a_checkpoint_error(folder, f"a {MANIFEST_NAME} of format {preamble.format!r:.80}")
-    if preamble.version != VERSION:
+    if preamble.version not in READABLE_VERSIONS:
         raise CheckpointError(
-            expected=f"a checkpoint of version {VERSION}, in {folder}",
+            expected=f"a checkpoint of version {' or '.join(map(str, READABLE_VERSIONS))}, in {folder}",
             found=f"version {preamble.version}",
             fix=f"load it with the version of Rankless that wrote it; this is {RANKLESS_VERSION}",
         )
@@ -92,31 +81,6 @@ def peek(folder: Path, header: type[Header]) -> Header | None:
         return None
 
 
-def read_tensors(folder: Path, files: Sequence[TensorFile], wanted: Iterable[str]) -> dict[str, Tensor]:
-    """Return the wanted tensors by name, on the CPU and owned by the caller, after a check of their files.
-
-    It does not read files that hold none of them.
-    """
-    wanted = set(wanted)
-    holders = [entry for entry in files if not wanted.isdisjoint(entry.tensors)]
-    for entry in holders:
-        _check_file(folder / entry.name, entry)
-    tensors: dict[str, Tensor] = {}
-    for entry in holders:
-        file = folder / entry.name
-        try:
-            with safetensors.safe_open(file, framework="pt") as stored:
-                if sorted(stored.keys()) != sorted(entry.tensors):
-                    raise damaged_file_error(file, "other tensors than the manifest lists")
-                for name in entry.tensors:
-                    if name in wanted:
-                        # Without the clone it would change with the file that it is mapped from.
-                        tensors[name] = stored.get_tensor(name).clone()
-        except (OSError, safetensors.SafetensorError) as error:
-            raise damaged_file_error(file, f"{type(error).__name__}: {error}") from error
-    return tensors
-
-
 def damaged_file_error(file: Path, found: str) -> CheckpointError:
     """Return the error for a file that is not as it was written."""
     return CheckpointError(
@@ -126,13 +90,14 @@ def damaged_file_error(file: Path, found: str) -> CheckpointError:
     )
 
 
-def _check_file(file: Path, entry: TensorFile) -> None:
+def check_file(file: Path, entry: TensorFile) -> None:
+    """Raise `CheckpointError` unless a tensor file has the size and the checksum of its entry in the manifest."""
     try:
         with _open_regular(file) as stream:
             size = os.fstat(stream.fileno()).st_size
             if size != entry.size_bytes:
                 raise damaged_file_error(file, f"{size} bytes instead of {entry.size_bytes}")
-            if _checksum(stream) != entry.sha256:
+            if compute_checksum(stream) != entry.sha256:
                 raise damaged_file_error(file, "another checksum")
     except OSError as error:
         raise damaged_file_error(file, f"{type(error).__name__}: {error}") from error
@@ -148,6 +113,33 @@ def _check_names(file: Path, manifest: Manifest) -> None:
         raise damaged_file_error(file, "a file or a tensor that it lists twice")
     if not manifest.random:
         raise damaged_file_error(file, "no random state")
+    _check_pieces(file, manifest)
+
+
+def _check_pieces(file: Path, manifest: Manifest) -> None:
+    """Raise `CheckpointError` unless the pieces of each tensor are its rows, each once."""
+    whole = {name for entry in manifest.files for name in entry.tensors if name not in entry.pieces}
+    found: dict[str, list[TensorPiece]] = {}
+    for entry in manifest.files:
+        for name, piece in entry.pieces.items():
+            if name not in entry.tensors or name != piece.name:
+                raise damaged_file_error(file, f"a piece called {name!r:.80}, which {entry.name} does not have")
+            found.setdefault(piece.tensor, []).append(piece)
+    for name, pieces in found.items():
+        first = pieces[0]
+        if name in whole or any((piece.shape, piece.dim) != (first.shape, first.dim) for piece in pieces):
+            raise damaged_file_error(file, f"pieces of {name} that do not belong together")
+        rows = 0
+        for piece in sorted(pieces, key=lambda item: (item.start, item.stop)):
+            if piece.start != rows or piece.stop <= piece.start:
+                kind = "missing" if piece.start > rows else "in two pieces"
+                raise damaged_file_error(
+                    file, f"rows {min(rows, piece.start)} to {max(rows, piece.start)} of {name} {kind}"
+                )
+            rows = piece.stop
+        size = first.shape[first.dim] if 0 <= first.dim < len(first.shape) else 0
+        if rows != size:
+            raise damaged_file_error(file, f"pieces of {name} with {rows} rows instead of {size}")
 
 
 def _manifest_bytes(folder: Path) -> bytes:
@@ -173,7 +165,8 @@ def _open_regular(file: Path) -> BinaryIO:
     return open(descriptor, "rb")
 
 
-def _checksum(stream: BinaryIO) -> str:
+def compute_checksum(stream: BinaryIO) -> str:
+    """Return the SHA-256 of the rest of an open file."""
     return hashlib.file_digest(stream, "sha256").hexdigest()  # type: ignore[arg-type]  # an open file is one
 
 

@@ -1,5 +1,6 @@
-"""`load`: every rank reads the files, and either all objects are restored or none."""
+"""`load`: every rank reads what it needs of the files, and either all objects are restored or none."""
 
+import contextlib
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -10,15 +11,19 @@ from torch import nn
 
 from rankless.checkpoint.collective_errors import Agreement
 from rankless.checkpoint.differences import Differences, compare_module, compare_optimizer, select_fitting
-from rankless.checkpoint.file_io import read_manifest, read_tensors
+from rankless.checkpoint.file_io import read_manifest
 from rankless.checkpoint.folder import find_checkpoint
 from rankless.checkpoint.manifest import Manifest, Node, TensorReference
 from rankless.checkpoint.manifest import Mapping as MappingNode
 from rankless.checkpoint.manifest import Sequence as SequenceNode
 from rankless.checkpoint.random_state import restore_random_state, select_rank_state
 from rankless.checkpoint.state_tree import decode
+from rankless.checkpoint.stored_tensors import StoredTensors
 from rankless.deferred_models.building import materialize
 from rankless.errors import CheckpointError
+from rankless.ownership.partitioned_tensor import DetachedWithoutGather
+from rankless.ownership.state_owner import StateOwner, WholeOwner
+from rankless.ownership.unread_tensor import UnreadTensor
 from rankless.parallel.mesh import Mesh
 
 
@@ -32,41 +37,73 @@ class Loaded:
 
 
 def load(
-    path: str | os.PathLike[str], objects: Mapping[str, Any], *, mesh: Mesh, strict: bool = True, random: bool = True
+    path: str | os.PathLike[str],
+    objects: Mapping[str, Any],
+    *,
+    mesh: Mesh,
+    owner: StateOwner | None = None,
+    strict: bool = True,
+    random: bool = True,
 ) -> Loaded:
     """Restore objects from the checkpoint at `path`, and the random number generators unless `random` is False.
 
     Every object takes the state of its name through its own `load_state_dict`. A checkpoint may hold more objects. If
     not `strict`, a module keeps its tensors for which the checkpoint has none of that name and shape, an object that
-    was not saved stays as it is, and dtypes are converted. Every rank calls it and reads the files; the number of ranks
-    may differ from that of the save. Raises `CheckpointError` on every rank. It restores nothing unless all files are
-    intact and all states fit.
+    was not saved stays as it is, and dtypes are converted. Every rank calls it and reads what it needs of the files;
+    the number of ranks, and how states are divided, may differ from that of the save. Raises `CheckpointError` on every
+    rank. It restores nothing unless all files are intact and all states fit. `owner` holds the states of jobs.
     """
+    owner = owner or WholeOwner()
     fix = "give every rank the same files, in a shared folder or a copy on each host"
-    with Agreement(mesh=mesh, doing=f"read {os.fspath(path)}", fix=fix) as agreement:
-        materialize(item for item in objects.values() if isinstance(item, nn.Module))
-        folder = find_checkpoint(path)
-        manifest = read_manifest(folder)
-        held = _select_saved(objects, manifest, strict=strict)
-        nodes: list[Node] = [manifest.objects[name] for name in held]
-        generators = select_rank_state(manifest.random, mesh.rank)
-        nodes += [manifest.extra, *([generators] if random else [])]
-        tensors = read_tensors(folder, manifest.files, {name for node in nodes for name in _references(node)})
-        states = {name: decode(manifest.objects[name], tensors) for name in held}
-        extra = decode(manifest.extra, tensors)
-        random_state = decode(generators, tensors) if random else None
-        differences = {name: _compare(name, subject, states[name]) for name, subject in held.items()}
-        # An optimizer cannot be restored in part, because its state belongs to all parameters or to none.
-        _refuse({name: found for name, found in differences.items() if strict or not isinstance(held[name], nn.Module)})
-        agreement.summary = f"a checkpoint with checksum {manifest.sha256}"
-    with Agreement(mesh=mesh, doing=f"restore {os.fspath(path)}"):
-        for name, subject in held.items():
-            _restore(name, subject, states[name], strict=strict)
-        if random:
-            restore_random_state(random_state, mesh.device)
+    with contextlib.ExitStack() as files:
+        with Agreement(mesh=mesh, doing=f"read {os.fspath(path)}", fix=fix) as agreement:
+            owner.begin_call()  # frees whole values that the script has read
+            materialize(item for item in objects.values() if isinstance(item, nn.Module))
+            folder = find_checkpoint(path)
+            manifest = read_manifest(folder)
+            held = _select_saved(objects, manifest, strict=strict)
+            generators = select_rank_state(manifest.random, mesh.rank)
+            nodes = [*(manifest.objects[name] for name in held), manifest.extra, *([generators] if random else [])]
+            references = [reference for node in nodes for reference in _list_references(node)]
+            tensors = files.enter_context(StoredTensors(folder, manifest.files, references))
+            tensors.open()
+            differences = _compare_all(held, manifest, tensors, strict=strict)
+            agreement.summary = f"a checkpoint with checksum {manifest.sha256}"
+        with Agreement(mesh=mesh, doing=f"restore {os.fspath(path)}"):
+            for name, subject in held.items():
+                _restore(name, subject, manifest.objects[name], tensors, strict=strict)
+                _keep_values(subject, tensors, owner)
+            extra = decode(manifest.extra, tensors.get)
+            random_state = decode(generators, tensors.get) if random else None
+            tensors.settle()
+            if random:
+                restore_random_state(random_state, mesh.device)
     unsaved = [f"nothing was saved as {name}" for name in objects if name not in held]
     left_out = [*unsaved, *(difference.describe() for difference in differences.values() if difference)]
     return Loaded(extra=extra, left_out="\n".join(left_out))
+
+
+def _compare_all(
+    held: Mapping[str, Any], manifest: Manifest, tensors: StoredTensors, *, strict: bool
+) -> dict[str, Differences]:
+    """Return what does not fit the objects. Raises `CheckpointError` for what must."""
+    with DetachedWithoutGather():
+        differences = {
+            name: _compare(name, subject, decode(manifest.objects[name], tensors.get)) for name, subject in held.items()
+        }
+    # An optimizer cannot be restored in part, because its state belongs to all parameters or to none.
+    _refuse({name: found for name, found in differences.items() if strict or not isinstance(held[name], nn.Module)})
+    return differences
+
+
+def _keep_values(subject: Any, tensors: StoredTensors, owner: StateOwner) -> None:
+    """Read what an object has kept of the state that it was given: this worker's pieces, or whole tensors."""
+    if isinstance(subject, torch.optim.Optimizer):
+        for parameter, entries in subject.state.items():
+            for key, value in entries.items() if isinstance(entries, dict) else ():
+                if isinstance(value, UnreadTensor):
+                    entries[key] = owner.take_state(parameter, key, value)
+    tensors.settle()
 
 
 def _select_saved(objects: Mapping[str, Any], manifest: Manifest, *, strict: bool) -> dict[str, Any]:
@@ -87,17 +124,17 @@ def _select_saved(objects: Mapping[str, Any], manifest: Manifest, *, strict: boo
     return {name: subject for name, subject in objects.items() if name in manifest.objects}
 
 
-def _references(node: Node) -> Iterator[str]:
+def _list_references(node: Node) -> Iterator[TensorReference]:
     match node:
         case TensorReference():
-            yield node.name
+            yield node
         case SequenceNode():
             for item in node.items:
-                yield from _references(item)
+                yield from _list_references(item)
         case MappingNode():
             for _, item in node.items:
-                yield from _references(item)
-            yield from _references(node.metadata)
+                yield from _list_references(item)
+            yield from _list_references(node.metadata)
 
 
 def _compare(name: str, subject: Any, state: Any) -> Differences:
@@ -117,13 +154,17 @@ def _refuse(differences: Mapping[str, Differences]) -> None:
         )
 
 
-def _restore(name: str, subject: Any, state: Any, *, strict: bool) -> None:
+def _restore(name: str, subject: Any, node: Node, tensors: StoredTensors, *, strict: bool) -> None:
+    state = decode(node, tensors.get)
     try:
         if not strict and isinstance(subject, nn.Module) and isinstance(state, Mapping):
-            subject.load_state_dict(select_fitting(subject, state), strict=False)
+            with DetachedWithoutGather():
+                state = select_fitting(subject, state)
+            subject.load_state_dict(state, strict=False)
         else:
             subject.load_state_dict(state)
     except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
+        tensors.settle()
         raise CheckpointError(
             expected=f"the state saved as {name} to fit the {type(subject).__name__} it is loaded into",
             found=f"{type(error).__name__}: {str(error).strip()}",

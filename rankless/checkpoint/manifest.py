@@ -4,9 +4,11 @@
 # has one, `tensors.safetensors`; a sharded one has `tensors-RANK.safetensors` for each rank that writes. A tensor is
 # named by its path from the object's name, joined by dots: `model.conv.weight`, `optimizer.state.0.exp_avg`. A second
 # tensor of the same name gets "#2". A tensor with several paths (tied weights) is in a file once, under the first
-# path. So `safetensors.torch.load_file` alone reads all weights. The manifest holds the rest: the state of every
-# object as a tree of typed nodes, in which a tensor is a reference. Nothing is pickled: any editor can read a
-# manifest, and reading it runs no code. docs/guides/checkpoints.md describes it for other programs.
+# path. So `safetensors.torch.load_file` alone reads all weights. In a sharded checkpoint, a tensor that is divided
+# between ranks is in their files as pieces, whose names end in the rows: `model.conv.weight[4:8]`. The manifest holds
+# the rest: the state of every object as a tree of typed nodes, in which a tensor is a reference. Nothing is pickled:
+# any editor can read a manifest, and reading it runs no code. docs/guides/checkpoints.md describes it for other
+# programs. Version 2 had no pieces.
 """
 
 import hashlib
@@ -16,7 +18,8 @@ from typing import Literal
 import msgspec
 
 FORMAT = "rankless checkpoint"
-VERSION = 2
+VERSION = 3
+READABLE_VERSIONS = (2, 3)
 MANIFEST_NAME = "manifest.json"
 TENSORS_NAME = re.compile(r"tensors(-(0|[1-9][0-9]{0,6}))?\.safetensors")
 """The allowed names of a tensor file. None of them leads out of the folder."""
@@ -69,13 +72,37 @@ Node = None | bool | int | float | str | SpecialFloat | Bytes | NumpyScalar | Te
 """One value of an object's state."""
 
 
+class TensorPiece(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The rows from `start` to `stop` along `dim` of the tensor called `tensor`, which as a whole has `shape`."""
+
+    tensor: str
+    shape: tuple[int, ...]
+    dim: int
+    start: int
+    stop: int
+
+    @property
+    def name(self) -> str:
+        """The piece's name in its file: the tensor's, and its rows as NumPy writes them."""
+        return f"{self.tensor}[{':, ' * self.dim}{self.start}:{self.stop}]"
+
+    @property
+    def piece_shape(self) -> tuple[int, ...]:
+        """The shape of the piece."""
+        return (*self.shape[: self.dim], self.stop - self.start, *self.shape[self.dim + 1 :])
+
+
 class TensorFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A tensor file of the folder: its name, its size, its SHA-256 and the names of its tensors."""
+    """A tensor file of the folder: its name, its size, its SHA-256 and the names of its tensors.
+
+    `pieces` describes, by name, those that are pieces of tensors.
+    """
 
     name: str
     size_bytes: int
     sha256: str
     tensors: list[str]
+    pieces: dict[str, TensorPiece] = msgspec.field(default_factory=dict)
 
 
 class SeriesPosition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

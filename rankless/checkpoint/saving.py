@@ -1,6 +1,7 @@
 """`Saver`: all ranks compare what they hold, those that hold something write it, and rank 0 commits.
 
-# Note [in the background]: the tensors are copied, and a thread of the same process writes them. The thread calls no
+# Note [in the background]: the tensors are copied, and a thread of the same process writes them. A rank copies its
+# pieces of divided tensors; those that are written whole are written before the thread starts. The thread calls no
 # collective: two threads that start collectives on one group would sooner or later start them in different orders on
 # the ranks, and all would hang. The ranks agree before the thread starts. Then they exchange messages through the
 # folder (Note [files of ranks] in `folder`). They exchange the result at the next save, load or wait, which the script
@@ -13,7 +14,7 @@ import os
 import threading
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from torch import Tensor
@@ -21,11 +22,15 @@ from torch import Tensor
 from rankless.checkpoint.background_write import CheckpointSeries, WriteTask
 from rankless.checkpoint.collective_errors import Agreement
 from rankless.checkpoint.content import Content, gather_content, pack_random_state, unpack_random_state
-from rankless.checkpoint.folder import UncommittedCheckpoint, resolve_target
+from rankless.checkpoint.file_shares import FileShare, share_by_owner, share_whole
+from rankless.checkpoint.folder import UncommittedCheckpoint, disk_errors, resolve_target
 from rankless.checkpoint.manifest import Manifest, Node
-from rankless.checkpoint.snapshot import Snapshot, assign_tensors
+from rankless.checkpoint.snapshot import Snapshot
+from rankless.checkpoint.tensor_file_writer import TensorFileWriter
 from rankless.collectives.byte_messages import all_gather_bytes, broadcast_bytes
 from rankless.errors import CheckpointError
+from rankless.ownership.partitioned_tensor import find_partition
+from rankless.ownership.state_owner import StateOwner, WholeOwner
 from rankless.parallel.mesh import Mesh
 from rankless.version import VERSION as RANKLESS_VERSION
 
@@ -36,6 +41,7 @@ Layout = Literal["whole", "sharded"]
 class SaveOptions:
     """How to save. "whole": rank 0 writes one file. "sharded": each rank writes a file.
 
+    Tensors that are divided between ranks are written whole in the one, tensor by tensor, and in pieces in the other.
     With `background` the objects are copied, and written while the script goes on. `extra` is plain data.
     """
 
@@ -45,11 +51,17 @@ class SaveOptions:
 
 
 class Saver:
-    """Saves objects, one save at a time. Every rank calls `save` and `wait`."""
+    """Saves objects, one save at a time. Every rank calls `save` and `wait`.
 
-    def __init__(self, *, mesh: Mesh) -> None:
+    Args:
+        mesh: All ranks.
+        owner: Holds the states of jobs, of which a rank may have pieces only. Default: every rank has everything.
+    """
+
+    def __init__(self, *, mesh: Mesh, owner: StateOwner | None = None) -> None:
         self.mesh = mesh
-        self._background_snapshot = Snapshot(reuse_memory=True)
+        self.owner = owner or WholeOwner()
+        self._background_snapshot = Snapshot()
         self._thread: threading.Thread | None = None
         self._failures: list[BaseException] = []
 
@@ -119,36 +131,29 @@ class Saver:
         doing: str,
     ) -> WriteTask:
         """Do everything that needs the other ranks, or the objects as they are now."""
-        mesh = self.mesh
-        sharded = options.layout == "sharded"
-        token = uuid.uuid4().hex
-        fix = "build and save the same objects, to the same path, on every rank"
+        mesh, token = self.mesh, uuid.uuid4().hex
+        fix = "build, divide and save the same objects, to the same path, on every rank"
         with Agreement(mesh=mesh, doing=doing, fix=fix) as agreement:
+            self.owner.begin_call()  # frees whole values that the script has read
             self.join()
             _check(options)
             content = gather_content(objects, options.extra)
-            shares = assign_tensors(content.object_tensors, ranks=mesh.size if sharded else 1)
-            tensors = self._copy(content, shares, reuse_memory=options.background)
+            share = self._share(content, options)
             position = None
             if mesh.rank == 0:
                 position = series.next_position() if series is not None else None
                 uncommitted.open(token)
-            description = content.describe() if sharded else ", ".join(objects)
+            description = content.describe(all_tensors=options.layout == "sharded")
             agreement.summary = f"{doing}, {options.layout}{' in the background' * options.background}, {description}"
             agreement.note = hashlib.sha256(pack_random_state(mesh.device, rank=0)).digest()
-        random = self._gather_random(same=len(set(agreement.notes)) == 1, tensors=tensors)
-        writers = [rank for rank, share in enumerate(shares) if rank > 0 and share]
-        if writers:
-            token = broadcast_bytes(token.encode(), mesh=mesh).decode()
-            with Agreement(mesh=mesh, doing=doing):
-                if mesh.rank in writers:
-                    uncommitted.reserve(mesh.rank, token)
+        random = self._gather_random(same=len(set(agreement.notes)) == 1, tensors=share.tensors)
+        self._reserve(uncommitted, share.writers, token, doing=doing)
         return WriteTask(
             rank=mesh.rank,
-            writers=writers,
+            writers=share.writers,
             uncommitted=uncommitted,
-            file_name=f"tensors-{mesh.rank}.safetensors" if sharded else "tensors.safetensors",
-            tensors=tensors,
+            file=self._begin_file(uncommitted, content, share, options=options, doing=doing),
+            tensors=share.tensors,
             manifest=Manifest(
                 rankless=RANKLESS_VERSION,
                 position=position,
@@ -160,14 +165,64 @@ class Saver:
             series=series,
         )
 
-    def _copy(self, content: Content, shares: list[list[str]], *, reuse_memory: bool) -> dict[str, Tensor]:
-        """Return copies of the tensors that this rank writes, as they are now."""
-        rank = self.mesh.rank
-        names = list(shares[rank]) if rank < len(shares) else []
-        names += content.extra_tensors if rank == 0 else []
-        snapshot = self._background_snapshot if reuse_memory else Snapshot(reuse_memory=False)
-        snapshot.take(content.object_tensors | content.extra_tensors, names)
-        return dict(snapshot.tensors)
+    def _reserve(self, uncommitted: UncommittedCheckpoint, writers: list[int], token: str, *, doing: str) -> None:
+        """Let the ranks that write a file reserve it in the folder that rank 0 has made."""
+        if writers:
+            token = broadcast_bytes(token.encode(), mesh=self.mesh).decode()
+            with Agreement(mesh=self.mesh, doing=doing):
+                if self.mesh.rank in writers:
+                    uncommitted.reserve(self.mesh.rank, token)
+
+    def _begin_file(
+        self,
+        uncommitted: UncommittedCheckpoint,
+        content: Content,
+        share: FileShare,
+        *,
+        options: SaveOptions,
+        doing: str,
+    ) -> TensorFileWriter:
+        """Return this rank's file, to which what all ranks gather is written."""
+        name = f"tensors-{self.mesh.rank}.safetensors" if options.layout == "sharded" else "tensors.safetensors"
+        written = share.tensors | share.gathered
+        in_order = {key: written[key] for key in [*content.shared_tensors, *written] if key in written}
+        file = TensorFileWriter(uncommitted.folder / name, in_order, share.pieces)
+        if share.gathered:
+            with Agreement(mesh=self.mesh, doing=doing), disk_errors(uncommitted.target):
+                self._write_gathered(share.gathered, file)
+        return file
+
+    def _share(self, content: Content, options: SaveOptions) -> FileShare:
+        """Return what this rank writes: as it is now, or copies of it if the script goes on meanwhile."""
+        rank, ranks = self.mesh.rank, self.mesh.size
+        share = (
+            share_by_owner(content.shared_tensors, rank=rank, ranks=ranks)
+            if options.layout == "sharded"
+            else share_whole(content.shared_tensors, rank=rank)
+        )
+        if rank == 0:
+            share.tensors.update(content.extra_tensors)
+        if not options.background:
+            return share
+        self._background_snapshot.take(share.tensors)
+        return replace(share, tensors=dict(self._background_snapshot.tensors))
+
+    def _write_gathered(self, tensors: Mapping[str, Tensor], file: TensorFileWriter) -> None:
+        """Gather divided tensors one after the other. Rank 0 writes each to its file before the next."""
+        failure = None
+        for name, tensor in tensors.items():
+            partition = find_partition(tensor)
+            assert partition is not None
+            whole = partition.gather_once()
+            if self.mesh.rank == 0 and failure is None:
+                try:
+                    file.write(name, whole)
+                except OSError as error:  # raised when no other rank waits for this one
+                    failure = error
+            del whole
+        if failure is not None:
+            file.close()
+            raise failure
 
     def _gather_random(self, *, same: bool, tensors: dict[str, Tensor]) -> list[Node]:
         """Return every rank's random state, or the one that all have. Rank 0 adds their tensors to its own."""

@@ -3,6 +3,7 @@
 import math
 import re
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from collections.abc import Mapping as AnyMapping
 from typing import Any
 
@@ -19,6 +20,7 @@ from rankless.checkpoint.manifest import (
     SpecialFloat,
     TensorReference,
 )
+from rankless.checkpoint.tensor_file_writer import ELEMENT_CODES
 from rankless.errors import CheckpointError
 from rankless.ownership.partitioned_tensor import find_partition
 
@@ -28,24 +30,10 @@ MAX_DEPTH = 100
 """How deep a state may be nested. The parser has a limit of its own, not far above."""
 NUMPY_DTYPE = re.compile(r"[<>|]?[biufc][0-9]{1,2}")
 MAPPING_TYPES: dict[type, Any] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
-ELEMENT_TYPES = frozenset(
-    {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.bool}
-    | {
-        torch.int64,
-        torch.int32,
-        torch.int16,
-        torch.int8,
-        torch.uint64,
-        torch.uint32,
-        torch.uint16,
-        torch.uint8,
-    }
-    | {torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz}
-)
 
 
 class TreeWriter:
-    """Turns states into nodes, and keeps the tensors that they refer to in `tensors`, not copied."""
+    """Turns states into nodes, and keeps the tensors that they refer to in `tensors`, not copied and not gathered."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
@@ -99,14 +87,13 @@ class TreeWriter:
 
     def _tensor(self, tensor: Tensor, path: tuple[str, ...]) -> TensorReference:
         partition = find_partition(tensor)
-        if partition is not None:
-            tensor = partition.gather()
-        if type(tensor) not in TENSOR_CLASSES or tensor.layout != torch.strided or tensor.is_meta:
+        is_writable = partition is not None or type(tensor) in TENSOR_CLASSES
+        if not is_writable or tensor.layout != torch.strided or tensor.is_meta:
             found = f"a {type(tensor).__name__} on {tensor.device} with layout {tensor.layout}"
             raise _unwritable_error(path, found)
-        if tensor.dtype not in ELEMENT_TYPES:
+        if tensor.dtype not in ELEMENT_CODES:
             raise _unwritable_error(path, f"a tensor of dtype {tensor.dtype}")
-        identity = _identity(tensor)
+        identity = _identity(tensor) if partition is None else (id(partition),)
         known = self._references.get(identity)
         if known is not None and tensor.numel() > 0:
             return known
@@ -115,14 +102,19 @@ class TreeWriter:
             number += 1
             name = f"{'.'.join(path)}#{number}"
         # The tensor stays alive here. Otherwise another tensor could get the address of a temporary one.
-        self.tensors[name] = tensor.detach()
+        self.tensors[name] = tensor.detach() if partition is None else tensor
         reference = TensorReference(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
         self._references[identity] = reference
         return reference
 
 
-def decode(node: Node, tensors: AnyMapping[str, Tensor]) -> Any:
-    """Return the value of a node, with tensors in place of references."""
+def decode(node: Node, find: Callable[[str], Tensor]) -> Any:
+    """Return the value of a node, with tensors in place of references.
+
+    Args:
+        node: The node.
+        find: Returns the tensor of a name.
+    """
     match node:
         case SpecialFloat(text):
             return float(text)
@@ -131,30 +123,24 @@ def decode(node: Node, tensors: AnyMapping[str, Tensor]) -> Any:
         case NumpyScalar(dtype, data):
             return _numpy_scalar(dtype, data)
         case TensorReference():
-            return _resolve_reference(node, tensors)
+            return _resolve_reference(node, find)
         case Sequence(kind, items):
-            decoded = [decode(item, tensors) for item in items]
+            decoded = [decode(item, find) for item in items]
             return decoded if kind == "list" else tuple(decoded)
         case Mapping(kind, items, metadata):
-            pairs = {key: decode(item, tensors) for key, item in items}
+            pairs = {key: decode(item, find) for key, item in items}
             if kind == "dict":
                 return pairs
             mapping: Any = OrderedDict(pairs) if kind == "ordered" else Counter(pairs)
             if metadata is not None:
-                mapping._metadata = decode(metadata, tensors)
+                mapping._metadata = decode(metadata, find)
             return mapping
     return node
 
 
-def _resolve_reference(reference: TensorReference, tensors: AnyMapping[str, Tensor]) -> Any:
-    """Return the tensor or numpy array of a reference, after a check of dtype and shape."""
-    tensor = tensors.get(reference.name)
-    if tensor is None or (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) != (
-        reference.dtype,
-        reference.shape,
-    ):
-        found = "no such tensor" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
-        raise _damaged_manifest_error(f"the tensor {reference.name}, {reference.dtype} {reference.shape}", found)
+def _resolve_reference(reference: TensorReference, find: Callable[[str], Tensor]) -> Any:
+    """Return the tensor or numpy array of a reference."""
+    tensor = find(reference.name)
     if reference.numpy is None:
         return tensor
     # A copy: the caller may write to it, and two references to one array become two arrays.

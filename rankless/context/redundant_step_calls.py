@@ -18,7 +18,7 @@ from itertools import repeat
 from operator import attrgetter, is_
 from types import FrameType
 from typing import Any
-from weakref import ref
+from weakref import WeakMethod, ref
 
 import torch
 from torch import Tensor
@@ -94,16 +94,41 @@ class UsedGradients:
 
 
 class StepHook:
-    """A hook of each optimizer of a job, from the job's definition on. It checks steps from its first call on."""
+    """A hook of each optimizer of a job, from the job's definition on. It checks steps from its first call on.
 
-    def __init__(self) -> None:
+    Args:
+        divide_states: Divides the job's states between workers, for a load into the optimizer.
+    """
+
+    def __init__(self, divide_states: Callable[[], None]) -> None:
+        self._divide_states: WeakMethod[Callable[[], None]] | None = WeakMethod(
+            divide_states
+        )  # the optimizer may live on
         self.leftovers: LeftoverCalls | None = None
+
+    def divide_states(self) -> None:
+        """Divide the states of the job, if it still exists."""
+        divide_states = None if self._divide_states is None else self._divide_states()
+        if divide_states is not None:
+            divide_states()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy has, which is no hook of an optimizer."""
+        return {**self.__dict__, "_divide_states": None}
 
     def __call__(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise `StepError` if a step, which begins now, is a leftover."""
         has_closure = len(args) > 1 or kwargs.get("closure") is not None  # it computes gradients of its own
         if self.leftovers is not None and not has_closure:
             self.leftovers.check_step(optimizer, sys._getframe(1))
+
+
+def divide_states_of_jobs(objects: Iterable[Any]) -> None:
+    """Divide the states of the jobs of all optimizers among some objects, before these load a state. Collective."""
+    for item in objects:
+        for hook in item._optimizer_step_pre_hooks.values() if isinstance(item, Optimizer) else ():
+            if isinstance(hook, StepHook):
+                hook.divide_states()
 
 
 class LeftoverCalls:

@@ -66,11 +66,16 @@ class DeferredBuild:
 
 
 def materialize(modules: Iterable[nn.Module]) -> None:
-    """Compute the values of all deferred tensors of some modules, one storage after the other.
+    """Compute the values of all deferred tensors of some modules, one storage after the other."""
+    materialize_tensors(find_deferred(modules))
+
+
+def materialize_tensors(tensors: Iterable[DeferredTensor]) -> None:
+    """Compute the values of deferred tensors, one storage after the other.
 
     All deferred tensors that share a storage get their values together, also those of other modules: they share it on.
     """
-    wanted = find_deferred(modules)
+    wanted = list(tensors)
     sharing: dict[tuple[OperatorRecording, int], list[DeferredTensor]] = {}
     for recording in {item.recording for item in wanted}:
         for number, item in list(recording.alive.items()):
@@ -110,13 +115,19 @@ def list_values(module: nn.Module) -> Iterator[Any]:
             yield value
 
 
-def become(tensor: DeferredTensor, value: Tensor) -> None:
-    """Turn a deferred tensor into one with a value: the object stays the same."""
+def become(tensor: Tensor, value: Tensor) -> None:
+    """Turn a tensor without memory into one with a value: the object stays the same.
+
+    Args:
+        tensor: A tensor of a subclass, such as a `DeferredTensor`. It loses the attributes that its class declares.
+        value: The value.
+    """
     is_parameter = isinstance(tensor, nn.Parameter)
     requires_grad = tensor.requires_grad and tensor.is_leaf
     real = nn.Parameter(value, requires_grad) if is_parameter else value.requires_grad_(requires_grad)
-    attributes = {name: item for name, item in vars(tensor).items() if name not in ("recording", "number", "_is_param")}
-    tensor.__class__ = type(real)  # type: ignore[assignment]  # the object becomes another kind
+    own = {*type(tensor).__annotations__, "_is_param"}
+    attributes = {name: item for name, item in vars(tensor).items() if name not in own}
+    tensor.__class__ = type(real)
     vars(tensor).clear()
     vars(tensor).update(attributes)
     torch._C._swap_tensor_impl(tensor, real)

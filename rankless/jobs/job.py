@@ -17,7 +17,6 @@ from rankless.compiler.capture.trace_errors import keep_user_frames
 from rankless.context.missing_optimizer import MissingOptimizerCheck
 from rankless.context.redundant_step_calls import StepHook
 from rankless.context.world import World, WorldSource
-from rankless.deferred_models.building import materialize
 from rankless.errors import ConfigError, RanklessError, RanksDiverged
 from rankless.jobs.argument_annotations import PerDevice, Placeholder, PlaceholderCheck, read_placeholders
 from rankless.jobs.arguments import flatten_arguments
@@ -39,20 +38,16 @@ from rankless.jobs.definition import (
     require_recomputation,
     require_weighted_calls,
 )
-from rankless.jobs.dtype_override import cast_arguments, cast_job, require_floating
+from rankless.jobs.dtype_override import cast_arguments, require_floating
 from rankless.jobs.optimizer_step import OptimizerStepper, count_group_parameters, require_known_parameters
 from rankless.jobs.views.consistent import ConsistentView
-from rankless.jobs.views.mirrored import MirroredView
-from rankless.jobs.views.one_device import PlainView
-from rankless.jobs.views.whole_batch import WholeBatchView
+from rankless.jobs.views.view_start import JobView, divides_states, start_view
 from rankless.ownership.state_owner import StateOwner, WholeOwner
 from rankless.records.parallel_plan import JobPlan, Recompute
 from rankless.user_code import caller_line, display_name, is_user_code
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
-
-JobView = PlainView | ConsistentView | MirroredView | WholeBatchView
 
 
 class Job(Generic[Parameters, Result]):
@@ -74,9 +69,10 @@ class Job(Generic[Parameters, Result]):
         self.definition = definition
         self._world = world
         self._view: JobView | None = None
+        self._was_called = False
         self._stepper: OptimizerStepper | None = None
         self._optimizer_check = MissingOptimizerCheck(definition.label, definition.modules)
-        self._step_hooks = [StepHook() for _ in definition.optimizers]
+        self._step_hooks = [StepHook(self.divide_states) for _ in definition.optimizers]
         for hook, optimizer in zip(self._step_hooks, definition.optimizers, strict=True):
             optimizer.register_step_pre_hook(hook)
         self._stepped = False
@@ -116,7 +112,7 @@ class Job(Generic[Parameters, Result]):
             >>> rankless.job(model=torch.nn.Linear(3, 1))(print).was_called
             False
         """
-        return self._view is not None
+        return self._was_called
 
     @property
     def plan(self) -> JobPlan | None:
@@ -126,7 +122,7 @@ class Job(Generic[Parameters, Result]):
             >>> rankless.job(model=torch.nn.Linear(3, 1))(print).plan is None
             True
         """
-        return self._view.division.plan if isinstance(self._view, ConsistentView) else None
+        return self._view.division.plan if self._was_called and isinstance(self._view, ConsistentView) else None
 
     @property
     def owner(self) -> StateOwner:
@@ -138,6 +134,20 @@ class Job(Generic[Parameters, Result]):
             0
         """
         return self._world().owner if self.was_called else WholeOwner()
+
+    def divide_states(self) -> None:
+        """Divide the job's states between workers now, if its first call would. Collective.
+
+        `rankless.load` calls it, so that no worker reads the whole state of an optimizer.
+
+        Example:
+            >>> rankless.job(model=torch.nn.Linear(3, 1))(print).divide_states()
+        """
+        world, job = self._world(), self.definition
+        if divides_states(job, world):
+            self._view = self._view or start_view(job, world)
+            assert isinstance(self._view, ConsistentView)
+            self._view.divide_states()
 
     def __call__(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         """Run the job on a whole batch. A train job also makes its optimizer's step.
@@ -169,10 +179,9 @@ class Job(Generic[Parameters, Result]):
         if self._check.placeholders:
             self._check(args, kwargs, recast=world.dtype is not None)
         if self._view is None:
-            materialize(job.modules.values())
-            if world.dtype is not None:
-                cast_job(job, world.dtype)
-            self._view = make_view(job, world)
+            self._view = start_view(job, world)
+        if not self._was_called:
+            self._was_called = True
             for hook in self._step_hooks:
                 hook.leftovers = world.leftovers
         if job.trains and count_group_parameters(job) != self._group_sizes:
@@ -291,7 +300,7 @@ class Job(Generic[Parameters, Result]):
                 found=pending,
                 fix="make that step first",
             )
-        return {**self.__dict__, "_view": None, "_stepper": None, "_stepped": False}
+        return {**self.__dict__, "_view": None, "_was_called": False, "_stepper": None, "_stepped": False}
 
     def _get_stepper(self, world: World) -> OptimizerStepper:
         if self._stepper is None:
@@ -364,17 +373,6 @@ def resolve_view(view: str | None, placeholders: Mapping[str, Placeholder], line
     if view == "whole":
         return "whole"
     return "mirrored" if view == "mirrored" or is_list else "consistent"
-
-
-def make_view(job: JobDefinition, world: World) -> JobView:
-    """Return the view that runs a job's calls in this world."""
-    if job.view == "mirrored":
-        return MirroredView(job, world)
-    # Values are computed again in a program. The run that `verify` compares with is the plain script.
-    recomputes = job.recomputed_fraction > 0 and world.recorder is None
-    if world.mesh.size == 1 and not recomputes:
-        return PlainView(job, world)
-    return ConsistentView(job, world) if job.captured else WholeBatchView(job, world)
 
 
 def raise_if_diverged(world: World, error: Exception) -> None:

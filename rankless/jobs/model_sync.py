@@ -1,6 +1,7 @@
 """Check that a job's models are the same on every rank, or synchronize them from rank 0."""
 
 import hashlib
+from collections.abc import Sequence
 
 import msgspec
 import torch
@@ -34,10 +35,15 @@ def require_same_kind_of_device(job: JobDefinition, world: World) -> None:
 def sync_models(job: JobDefinition, world: World, *, when: str) -> None:
     """Compare the models of all ranks. If they differ, broadcast rank 0's and warn."""
     require_initialized(job.modules, job.line)
-    different = find_differing_tensors(job, world)
+    sync_tensors(list_whole_tensors(job), job, world, when=when)
+
+
+def sync_tensors(tensors: Sequence[tuple[str, Tensor]], job: JobDefinition, world: World, *, when: str) -> None:
+    """Compare some tensors of a job's models on all ranks. If they differ, broadcast rank 0's and warn."""
+    different = find_differing_tensors(tensors, job, world)
     if not different:
         return
-    for _, tensor in list_whole_tensors(job):
+    for _, tensor in tensors:
         with torch.no_grad():
             for part in list_dense_parts(tensor):
                 broadcast(part, among=world.mesh)
@@ -49,7 +55,7 @@ def sync_models(job: JobDefinition, world: World, *, when: str) -> None:
 
 def check_models_equal(job: JobDefinition, world: World, *, call: int) -> None:
     """Raise `RanksDiverged` on every rank if a parameter, a buffer or optimizer state differs between ranks."""
-    different = find_differing_tensors(job, world, with_state=True)
+    different = find_differing_tensors([*list_whole_tensors(job), *list_state_tensors(job)], job, world)
     if different:
         raise RanksDiverged(
             expected=f"the same parameters and buffers on every rank before call {call} of job {job.name!r}, "
@@ -60,14 +66,12 @@ def check_models_equal(job: JobDefinition, world: World, *, call: int) -> None:
         )
 
 
-def find_differing_tensors(job: JobDefinition, world: World, *, with_state: bool = False) -> dict[str, list[int]]:
-    """Return the tensors that differ from rank 0's, with the ranks where they do. Collective.
-
-    With `with_state` it compares the tensors of the optimizers' state too.
-    """
+def find_differing_tensors(
+    tensors: Sequence[tuple[str, Tensor]], job: JobDefinition, world: World
+) -> dict[str, list[int]]:
+    """Return the tensors that differ from rank 0's, with the ranks where they do. Collective."""
     names, own_digests = [], []
-    state = list_state_tensors(job) if with_state else []
-    for name, tensor in [*list_whole_tensors(job), *state]:
+    for name, tensor in tensors:
         parts = list_dense_parts(tensor.detach())
         sizes = "".join(f" {list(part.shape)}" for part in parts if part.layout != tensor.layout)
         names.append(f"{name} {tensor.dtype} {list(tensor.shape)}{sizes}")

@@ -1,6 +1,6 @@
 """The plan of one job: divide its states between workers as it says, and tell the compiler how they are stored."""
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,8 +14,9 @@ from rankless.jobs.arguments import FlattenedArguments, name_argument
 from rankless.jobs.definition import JobDefinition
 from rankless.jobs.optimizer_step import count_group_parameters
 from rankless.ownership.default_policy import make_default_plan
-from rankless.ownership.divided_owner import DividedOwner
+from rankless.ownership.divided_owner import GATHER_BYTES, DividedOwner
 from rankless.ownership.optimizer_pieces import READS_WHOLE, list_parameters, require_divisible
+from rankless.ownership.piece_layout import group_in_order
 from rankless.parallel.tensor_placement import Shard, Sharding
 from rankless.records.parallel_plan import JobPlan, StatePlan
 
@@ -88,19 +89,31 @@ class PlannedDivision:
             dim = next((item.dim for item in sharding if isinstance(item, Shard)), None)
             self._arguments.setdefault(name_argument(self._job.function, arguments, place), dim)
 
-    def update(self) -> bool:
+    @property
+    def is_up_to_date(self) -> bool:
+        """Whether there is nothing to divide."""
+        job = self._job
+        if not isinstance(self._world.owner, DividedOwner) or (job.step_options.zero is None and self._given is None):
+            return True
+        return count_group_parameters(job) == self._known
+
+    def update(self, complete: Callable[[str, Tensor], None] | None = None) -> bool:
         """Divide states that are not divided yet. Return whether there were any. Collective if there are.
+
+        Whole parameters are freed group by group.
+
+        Args:
+            complete: Called with the name of a tensor that is about to be divided, and the tensor, which has a value
+                afterwards. Each tensor is then freed before the next. Default: all have values.
 
         Raises:
             ConfigError: The plan is for another model.
         """
+        if self.is_up_to_date:
+            return False
         job, owner = self._job, self._world.owner
-        if not isinstance(owner, DividedOwner) or (job.step_options.zero is None and self._given is None):
-            return False
-        counts = count_group_parameters(job)
-        if counts == self._known:
-            return False
-        self._known = counts
+        assert isinstance(owner, DividedOwner)
+        self._known = count_group_parameters(job)
         tensors = named_tensors(job.modules)
         plan = self.plan
         if self._given is not None:
@@ -110,8 +123,12 @@ class PlannedDivision:
                 require_divisible(optimizer, job=job.name, line=job.line)
             require_whole_tensors(job, plan, tensors)
         before = owner.version
-        owner.divide(plan, tensors, line=job.line)
-        owner.begin_call()  # frees the memory of whole parameters
+        divided = [name for name, state in plan.states.items() if state.optimizer_state is not None]
+        for names in group_by_size(divided, tensors) if complete is None else [[name] for name in divided]:
+            if complete is not None:
+                complete(names[0], tensors[names[0]])
+            owner.divide(JobPlan(states={name: plan.states[name] for name in names}), tensors, line=job.line)
+            owner.begin_call()  # frees the memory of whole parameters
         return owner.version != before
 
 
@@ -120,6 +137,16 @@ def apply_plan(job: JobDefinition, world: World) -> JobDefinition:
     if world.plan is None:
         return job
     return replace(job, recompute=find_job_plan(job, world.plan.jobs).recompute or None)
+
+
+def group_by_size(names: Sequence[str], tensors: Mapping[str, Tensor]) -> list[list[str]]:
+    """Group the names of tensors, in their order, up to a size."""
+    return group_in_order(
+        names,
+        kind=lambda _name: None,
+        size=lambda name: tensors[name].numel() * tensors[name].element_size(),
+        limit=lambda _name, _groups: GATHER_BYTES,
+    )
 
 
 def find_job_plan(job: JobDefinition, jobs: Mapping[str, JobPlan]) -> JobPlan:

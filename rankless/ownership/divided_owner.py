@@ -14,10 +14,11 @@ from torch.optim import Optimizer
 from rankless.collectives.mesh_collectives import all_gather, all_reduce, all_reduce_maximum, start_all_gather
 from rankless.errors import ConfigError
 from rankless.ownership.divided_parameter import DividedParameter, make_divided_parameter
-from rankless.ownership.optimizer_pieces import list_parameters, on_pieces
+from rankless.ownership.optimizer_pieces import list_parameters, on_pieces, read_state
 from rankless.ownership.owned_state import share_state
 from rankless.ownership.partitioned_tensor import WholeValues
 from rankless.ownership.piece_layout import PieceGroup, PieceLayout, group_in_order
+from rankless.ownership.unread_tensor import UnreadTensor
 from rankless.parallel.mesh import WorkerGroup
 from rankless.parallel.tensor_placement import Shard
 from rankless.records.parallel_plan import JobPlan, StateDivision
@@ -124,6 +125,11 @@ class DividedOwner:
         if known is None or not known.divides_gradient:
             return whole.clone()
         return known.layout.copy_piece(whole, self._group.rank)
+
+    def take_state(self, parameter: Tensor, key: str, stored: UnreadTensor) -> Tensor:
+        """Return an entry of a parameter's optimizer state: divided like the parameter, with this worker's piece."""
+        known = self._divided.get(id(parameter))
+        return stored if known is None else read_state(stored, known, key, self._values)
 
     def measure_norm(self, holders: Sequence[Tensor]) -> Tensor:
         """Return the norm of the whole gradient, equal on all workers. Collective if gradients are divided.

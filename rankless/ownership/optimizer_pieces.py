@@ -26,6 +26,7 @@ from rankless.ownership.partitioned_tensor import (
     make_partitioned_tensor,
 )
 from rankless.ownership.piece_layout import PieceLayout
+from rankless.ownership.unread_tensor import UnreadTensor
 
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.ASGD,
@@ -151,9 +152,29 @@ def show_state(value: Any, before: Any, divided: DividedParameter, key: str, val
     known = find_partition(before) if isinstance(before, Tensor) else None
     if known is not None and known.piece is value:
         return before
-    if divided.is_owned:
-        layout = PieceLayout.of(value, divided.own(value.shape[0]))
-    else:
-        whole = PieceLayout.of(value, divided.layout.placement)
-        layout = PieceLayout(divided.layout.shape, whole.order, whole.placement)
+    # Where dims have one row, the order of dims cannot be told from a worker's piece; all must have the same.
+    layout = PieceLayout.of(value, divided.own(value.shape[0])) if divided.is_owned else divided.layout
     return make_partitioned_tensor(Partition(layout, value, f"{key} of {divided.name}", values))
+
+
+def read_state(stored: UnreadTensor, divided: DividedParameter, key: str, values: WholeValues) -> Tensor:
+    """Return an entry of a parameter's state that is divided like the parameter, with this worker's rows of a file.
+
+    Args:
+        stored: The entry, which is in a file. One that has not the parameter's shape is returned as it is.
+        divided: The parameter.
+        key: The entry's key.
+        values: Gathers whole values for the script.
+    """
+    shape, rank = tuple(stored.shape), values.group.rank
+    if not shape or (not divided.is_owned and shape != divided.layout.shape):
+        return stored
+    order = divided.layout.order if shape == divided.layout.shape else tuple(range(len(shape)))
+    placement = divided.own(shape[0]) if divided.is_owned else divided.layout.placement
+    layout = PieceLayout(shape, order, placement)
+    piece = torch.empty_strided(
+        layout.piece_shape(rank), layout.piece_strides(rank), dtype=stored.dtype, device=stored.device
+    )
+    made = make_partitioned_tensor(Partition(layout, piece, f"{key} of {divided.name}", values))
+    made.partition.take(stored.partition)
+    return made

@@ -15,11 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from rankless.collectives.mesh_collectives import all_reduce_maximum, start_all_gather
 from rankless.errors import ConfigError, RanklessError
 from rankless.ownership.piece_layout import PieceGroup, PieceLayout
+from rankless.ownership.stored_value import StoredValue
 from rankless.parallel.mesh import WorkerGroup
 
 
@@ -113,11 +115,30 @@ class Partition:
         """Return the whole value, without autograd history. Collective, unless it is there already."""
         return self._values.gather(self)
 
+    def gather_once(self) -> Tensor:
+        """Return the whole value, and keep it only if it is there already. Collective, unless it is."""
+        return self._values.gather_now(self) if self.whole is None else self.whole
+
+    def take(self, value: StoredValue) -> None:
+        """Take a new value, of which only this worker's rows are read, unless the script holds a whole one."""
+        placement, rank = self.layout.placement, self._values.group.rank
+        with torch.no_grad():
+            self.piece.copy_(value.read_rows(placement.dim, placement.start(rank), placement.lengths[rank]))
+            if self.whole is not None:
+                self.whole.copy_(value.read())
+
+    def get_current_piece(self) -> Tensor:
+        """Return this worker's piece, with what the script has changed in the whole value."""
+        if self.whole is None:
+            return self.piece.detach()
+        return self.layout.get_piece(self.whole, self._values.group.rank)
+
 
 class CallsWithWholes:
     """A tensor whose functions get whole values; see Note [divided tensors]."""
 
-    partition: Partition
+    partition: Any
+    """Has the whole value: its method `gather` returns it."""
 
     @classmethod
     def __torch_function__(
@@ -130,9 +151,13 @@ class CallsWithWholes:
 class PartitionedTensor(CallsWithWholes, Tensor):
     """A tensor of which each worker holds one piece."""
 
+    partition: Partition
+
 
 class PartitionedParameter(CallsWithWholes, nn.Parameter):
     """A parameter of which each worker holds one piece."""
+
+    partition: Partition
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """Return a plain parameter with the whole value."""
@@ -173,6 +198,8 @@ def call_with_wholes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
         if func == Tensor.data.__set__:  # type: ignore[attr-defined]
             replace_value(args[0], args[1])
             return None
+        if func == Tensor.copy_ and len(args) > 1 and isinstance(getattr(args[1], "partition", None), StoredValue):
+            return copy_stored(args[0], args[1].partition)
         originals: dict[int, Tensor] = {}
         replaced = pytree.tree_map(lambda item: get_whole(item, originals), (tuple(args), dict(kwargs)))
         result = func(*replaced[0], **replaced[1])
@@ -180,11 +207,23 @@ def call_with_wholes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
         return pytree.tree_map(lambda item: originals.get(id(item), item), result)
 
 
+def copy_stored(target: Tensor, value: StoredValue) -> Tensor:
+    """Copy a stored value to a tensor, which may be divided, and keep nothing of it."""
+    partition = find_partition(target)
+    if partition is not None and partition.layout.shape == value.shape:
+        partition.take(value)
+        return target
+    plain = target.partition.gather() if isinstance(target, CallsWithWholes) else target
+    plain.copy_(value.read())
+    return target
+
+
 def get_whole(item: Any, originals: dict[int, Tensor]) -> Any:
     """Return the whole value in place of a divided tensor; anything else as it is."""
-    if not isinstance(item, Partitioned):
+    if not isinstance(item, CallsWithWholes):
         return item
     whole = item.partition.gather()
+    assert isinstance(item, Tensor)
     if torch.is_grad_enabled() and item.requires_grad:
         whole = ReadParameter.apply(item, whole)  # type: ignore[no-untyped-call]
     originals[id(whole)] = item
@@ -226,6 +265,16 @@ def divide_parameter(parameter: nn.Parameter, partition: Partition) -> None:
     parameter.data = make_without_memory(partition.layout, partition.piece)
     parameter.__class__ = PartitionedParameter
     parameter.partition = partition  # type: ignore[attr-defined]  # it has another class now
+
+
+class DetachedWithoutGather(TorchFunctionMode):
+    """Within the context, `detach()` and `.data` of divided tensors return divided ones, as for `state_dict()`."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function of PyTorch."""
+        is_detach = func in (Tensor.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
+        partition = find_partition(args[0]) if is_detach else None
+        return func(*args, **(kwargs or {})) if partition is None else make_partitioned_tensor(partition)
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.optim import Optimizer
 
+from rankless.ownership.unread_tensor import UnreadTensor
 from rankless.parallel.tensor_placement import Shard
 
 
@@ -55,6 +56,10 @@ class StateOwner(Protocol):
 
     def divide_gradient(self, parameter: Tensor, whole: Tensor) -> Tensor:
         """Return a copy of what this worker holds of a whole gradient."""
+        ...
+
+    def take_state(self, parameter: Tensor, key: str, stored: UnreadTensor) -> Tensor:
+        """Return an entry of a parameter's optimizer state as this worker holds it, read as far as it needs it."""
         ...
 
     def measure_norm(self, holders: Sequence[Tensor]) -> Tensor:
@@ -113,6 +118,10 @@ class WholeOwner:
     def divide_gradient(self, parameter: Tensor, whole: Tensor) -> Tensor:  # noqa: ARG002
         """Return a copy."""
         return whole.clone()
+
+    def take_state(self, parameter: Tensor, key: str, stored: UnreadTensor) -> Tensor:  # noqa: ARG002
+        """Return the entry itself, which is read later."""
+        return stored
 
     def measure_norm(self, holders: Sequence[Tensor]) -> Tensor:
         """Return the norm of all gradients together."""

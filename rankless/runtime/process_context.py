@@ -82,7 +82,7 @@ class ProcessContext:
             **({} if config is None else self._make_recorders(config)),
             meter=_make_meter(mesh, observer if progress else None, config) if mesh.rank == 0 else None,
         )
-        self.saver = Saver(mesh=self.world.mesh)
+        self.saver = Saver(mesh=self.world.mesh, owner=self.world.owner)
         atexit.register(self.leave)
 
     def _make_recorders(self, config: WorkerConfig) -> dict[str, Any]:

@@ -6,16 +6,16 @@ import sys
 import traceback
 from pathlib import Path
 
-import safetensors.torch
 import torch
 import torch.distributed as dist
 from checkpoint.saved_objects import SOLO, save
 
+from rankless.checkpoint import tensor_file_writer
 from rankless.parallel.mesh import Mesh
 
 DISK_EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir", "os.scandir", "shutil.rmtree"}
-PIECES = 40
-"""The number of pieces in which a file is written. A kill may follow each of them."""
+PIECES = 12
+"""The number of pieces in which each tensor is written. A kill may follow each of them."""
 
 
 class Countdown:
@@ -37,14 +37,17 @@ class Countdown:
             self.point()
             sync(descriptor)
 
-        def save_file(tensors, file, metadata=None):
-            self.write(file, safetensors.torch.save(tensors, metadata))
+        def write_all(descriptor, data, offset):
+            size = -(-len(data) // PIECES) or 1
+            for start in range(0, len(data), size):
+                self.point()
+                os.pwrite(descriptor, data[start : start + size], offset + start)
 
         def write_bytes(file, data):
             self.write(file, data)
 
         os.fsync = fsync
-        safetensors.torch.save_file = save_file
+        tensor_file_writer.write_all = write_all
         Path.write_bytes = write_bytes
         sys.addaudithook(lambda event, _: self.point() if event in DISK_EVENTS else None)
 
@@ -56,7 +59,7 @@ class Countdown:
                 stream.write(data[start : start + size])
 
 
-def save_until_killed(path, objects, *, points, killed_rank=0, ranks=1, **options):
+def save_until_killed(path, objects, *, points, killed_rank=0, ranks=1, save_with=save, **options):
     """Save on `ranks` forked processes, of which `killed_rank` dies at its n-th point. Return whether it survived.
 
     As a launcher would, this ends the other ranks when that rank has died.
@@ -64,7 +67,9 @@ def save_until_killed(path, objects, *, points, killed_rank=0, ranks=1, **option
     store = path.with_name(f"{path.name}.store")
     store.unlink(missing_ok=True)
     children = [
-        os.fork() or _child(path, objects, points, (rank, ranks, killed_rank), options) for rank in range(ranks)
+        os.fork()
+        or _child(path, points, (rank, ranks, killed_rank), lambda mesh: save_with(path, objects, mesh=mesh, **options))
+        for rank in range(ranks)
     ]
     killed = _was_killed(children.pop(killed_rank))
     for child in children:
@@ -84,14 +89,14 @@ def _was_killed(child, expected_code=0):
     return False
 
 
-def _child(path, objects, points, rank_numbers, options):
+def _child(path, points, rank_numbers, save_on):
     rank, ranks, killed_rank = rank_numbers
     code = 1
     try:
         mesh = _mesh(rank, ranks, path.with_name(f"{path.name}.store"))
         if rank == killed_rank:
             Countdown(points).arm()
-        save(path, objects, mesh=mesh, **options)
+        save_on(mesh)
         code = 0
     except Exception:
         traceback.print_exc()

@@ -12,7 +12,7 @@ from torch import nn
 
 from rankless.checkpoint import load
 from rankless.checkpoint.file_io import read_manifest
-from rankless.checkpoint.snapshot import assign_tensors
+from rankless.checkpoint.file_shares import assign_tensors
 from rankless.errors import CheckpointError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -79,9 +79,9 @@ def test_each_rank_of_a_sharded_save_writes_about_as_much(tmp_path):
 def test_tensors_are_assigned_by_bytes_whatever_their_order():
     sizes = {"a": 100, "b": 60, "c": 50, "d": 0, "e": 1}
     tensors = {name: torch.zeros(size) for name, size in sizes.items()}
-    assert assign_tensors(tensors, ranks=2) == [["a", "e", "d"], ["b", "c"]]
-    assert assign_tensors(dict(reversed(tensors.items())), ranks=2) == assign_tensors(tensors, ranks=2)
-    assert assign_tensors({"a": torch.zeros(1)}, ranks=3) == [["a"], [], []]
+    assert assign_tensors(tensors, [0, 0]) == [["a", "e", "d"], ["b", "c"]]
+    assert assign_tensors(dict(reversed(tensors.items())), [0, 0]) == assign_tensors(tensors, [0, 0])
+    assert assign_tensors({"a": torch.zeros(1)}, [0, 0, 0]) == [["a"], [], []]
 
 
 def save_one_tensor(mesh, path):
@@ -165,6 +165,6 @@ def test_the_manifest_is_json_that_any_program_reads(tmp_path):
     save(tmp_path / "c", {"model": nn.Linear(2, 1)}, extra={"lr": float("inf")})
     manifest = json.loads((tmp_path / "c" / "manifest.json").read_text())
     assert manifest["format"] == "rankless checkpoint"
-    assert manifest["version"] == 2
+    assert manifest["version"] == 3
     assert [entry["name"] for entry in manifest["files"]] == ["tensors.safetensors"]
     assert "model.weight" in manifest["files"][0]["tensors"]

@@ -12,6 +12,8 @@ from rankless.compiler.capture.autocast import clear_autocast_cache
 from rankless.compiler.capture.capture import TENSOR_LEAF, CapturedJob
 from rankless.compiler.tracing.symbolic_sizes import evaluate_size
 from rankless.context.world import World
+from rankless.deferred_models.building import find_deferred, materialize_tensors
+from rankless.deferred_models.deferred_tensor import DeferredTensor
 from rankless.jobs.arguments import (
     FlattenedArguments,
     find_refused_argument,
@@ -21,7 +23,7 @@ from rankless.jobs.call_fingerprint import RandomStates, format_call
 from rankless.jobs.call_loss_weights import LossWeightReader
 from rankless.jobs.call_sync import CallSync
 from rankless.jobs.definition import CallResult, JobDefinition
-from rankless.jobs.model_sync import require_same_kind_of_device
+from rankless.jobs.model_sync import require_same_kind_of_device, sync_models, sync_tensors
 from rankless.jobs.planned_division import PlannedDivision, apply_plan
 from rankless.jobs.programs.bound_program import BoundProgram, collect_inputs
 from rankless.jobs.programs.cache_entries import CacheLookup
@@ -42,6 +44,24 @@ class ConsistentView:
         self._generators: list[torch.Generator] = []
         """Generators of the script from which the job has drawn."""
         require_same_kind_of_device(job, world)
+
+    def divide_states(self) -> None:
+        """Divide the job's states before its first call, unless that has been done. Collective."""
+        if self.division.is_up_to_date:
+            return
+        self._world.mesh.check_sync_point(f"the division of the states of job {self._job.name!r}")
+        self._world.owner.begin_call()
+        if find_deferred(self._job.modules.values()):
+            self.division.update(self._complete)
+        else:
+            sync_models(self._job, self._world, when="before its states were divided")
+            self.division.update()
+
+    def _complete(self, name: str, tensor: Tensor) -> None:
+        """Compute the value of a tensor that is about to be divided, if it is deferred."""
+        if isinstance(tensor, DeferredTensor):
+            materialize_tensors([tensor])
+            sync_tensors([(name, tensor)], self._job, self._world, when="before its states were divided")
 
     def run(self, arguments: FlattenedArguments) -> CallResult:
         """Return the job's whole result, the same on every rank. A train job also sets its parameters' gradients."""

@@ -5,7 +5,7 @@ that add in no fixed order, clocks and files can break that. After each call the
 call computed: results, loss, gradients, and the parameters and buffers that it changed. If anything differs, every rank
 takes rank 0's, and the script is warned once.
 
-A later view may split such a job. It can take the place of this one in `rankless.jobs.job.make_view`.
+A later view may split such a job. It can take the place of this one in `rankless.jobs.views.view_start.make_view`.
 """
 
 import zlib

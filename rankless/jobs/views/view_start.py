@@ -1,0 +1,47 @@
+"""The view of a job, made at its first call, or when `rankless.load` divides its states before."""
+
+from torch.nn.parameter import is_lazy
+
+from rankless.context.world import World
+from rankless.deferred_models.building import find_deferred, materialize
+from rankless.jobs.definition import JobDefinition
+from rankless.jobs.dtype_override import cast_job
+from rankless.jobs.views.consistent import ConsistentView
+from rankless.jobs.views.mirrored import MirroredView
+from rankless.jobs.views.one_device import PlainView
+from rankless.jobs.views.whole_batch import WholeBatchView
+
+JobView = PlainView | ConsistentView | MirroredView | WholeBatchView
+
+
+def start_view(job: JobDefinition, world: World) -> JobView:
+    """Return the view that runs a job's calls in this world. The job's models then have values.
+
+    Models of `rankless.deferred()` whose states the job divides are computed and divided tensor by tensor.
+    """
+    view = None
+    if world.dtype is None and divides_states(job, world) and find_deferred(job.modules.values()):
+        view = ConsistentView(job, world)
+        view.divide_states()
+    materialize(job.modules.values())
+    if world.dtype is not None:
+        cast_job(job, world.dtype)
+    return view or make_view(job, world)
+
+
+def make_view(job: JobDefinition, world: World) -> JobView:
+    """Return the view that a job has in this world."""
+    if job.view == "mirrored":
+        return MirroredView(job, world)
+    # Values are computed again in a program. The run that `verify` compares with is the plain script.
+    recomputes = job.recomputed_fraction > 0 and world.recorder is None
+    if world.mesh.size == 1 and not recomputes:
+        return PlainView(job, world)
+    return ConsistentView(job, world) if job.captured else WholeBatchView(job, world)
+
+
+def divides_states(job: JobDefinition, world: World) -> bool:
+    """Return whether a job can divide states between workers before its first call."""
+    is_asked = job.step_options.zero is not None or world.plan is not None
+    is_captured = job.view == "consistent" and job.captured and world.mesh.size > 1
+    return is_asked and is_captured and not any(is_lazy(item) for item in job.parameters())
