@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
+from support.metered_calls import MeteredCalls
 from support.processes import on_mesh
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -13,31 +14,10 @@ from bench.models import CHARACTERS, CONTEXT, GPT
 from rankless.context.world import World
 from rankless.jobs.definition import StepOptions
 from rankless.jobs.job import make_job
-from rankless.jobs.memory_meter import PeakMemoryMode
 
 LAYERS = 12
 MOST = 0.3
 """The part of the activations of a GPT with twelve layers that may remain."""
-
-
-class MeteredCalls:
-    """Runs a job's programs, and measures the peak memory of each call."""
-
-    def __init__(self):
-        self.peaks = []
-        self.collectives = []
-
-    def record(self, _job, local):
-        self.collectives = [(move.kind, move.value, move.backward) for move in local.collectives]
-
-    def run(self, _job, bound, values, sizes):
-        with PeakMemoryMode(values) as meter:
-            outputs = bound.local(values, sizes)
-        self.peaks.append(meter.peak_bytes)
-        return outputs
-
-    def finish(self, _known):
-        pass
 
 
 def measure(mesh, make_training, recompute, zero):

@@ -6,6 +6,7 @@ import recomputed_cases
 import torch
 from support.processes import on_mesh
 from support.trainings import CASES as TRAININGS
+from support.trainings import require_equal, run_in_float64
 
 from rankless.context.world import World
 from rankless.errors import ConfigError
@@ -13,37 +14,19 @@ from rankless.jobs.definition import StepOptions
 from rankless.jobs.job import make_job
 from rankless.parallel.mesh import Mesh
 
-BOUND = 1e-12
 OWN = {**recomputed_cases.CASES, **checkpointed_cases.CASES}
 CASES = {**TRAININGS, **OWN}
 
 
 def run_case(mesh, name, recompute, zero=None):
     """Return what a case returns on this worker."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        torch.manual_seed(3)
-        world = World(mesh=mesh, notify=lambda _: None, send_record=lambda _: None)
 
-        def make(function, model, optimizer, **options):
-            step_options = StepOptions(**options, zero=None if optimizer is None else zero)
-            job = make_job(
-                function, model=model, optimizer=optimizer, view=None, world=lambda: world, step_options=step_options
-            )
-            return job if optimizer is None else job.configure({}, recompute=recompute)
+    def build(world, function, model, optimizer, options):
+        options = StepOptions(**options, zero=None if optimizer is None else zero)
+        job = make_job(function, model=model, optimizer=optimizer, view=None, world=lambda: world, step_options=options)
+        return job if optimizer is None else job.configure({}, recompute=recompute)
 
-        return [value.detach().clone() for value in CASES[name](make)]
-    finally:
-        torch.set_default_dtype(before)
-
-
-def require_equal(found, wanted):
-    assert len(found) == len(wanted)
-    for place, (ours, plain) in enumerate(zip(found, wanted, strict=True)):
-        assert (ours.shape, ours.dtype) == (plain.shape, plain.dtype), place
-        off = float((ours - plain).abs().max()) / max(1.0, float(plain.abs().max()))
-        assert off <= BOUND, f"value {place} is off by {off:.3g}"
+    return run_in_float64(CASES[name], mesh, build)
 
 
 def list_parameters():
@@ -70,7 +53,12 @@ def test_with_other_settings_too(name, workers, recompute, zero):
         require_equal(found, wanted)
 
 
-@pytest.mark.parametrize("name", ["blocks_in_a_list", "noise_in_blocks", "batch_norm_in_blocks", "lengths_vary"])
+ON_ONE_DEVICE = ("blocks_in_a_list", "noise_in_blocks", "batch_norm_in_blocks", "calls_accumulated", "lengths_vary")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ON_ONE_DEVICE else pytest.mark.exhaustive) for name in CASES]
+)
 def test_a_training_on_one_device_computes_blocks_again_too(name):
     require_equal(run_case(Mesh.solo(), name, "blocks"), run_case(Mesh.solo(), name, None))
 

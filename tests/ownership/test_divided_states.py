@@ -1,18 +1,15 @@
 """Trainings with divided states return what they return on one device."""
 
 import pytest
-import torch
 from divided_accesses import ACCESSES
 from support.processes import on_mesh
-from support.trainings import CASES
+from support.trainings import CASES, require_equal, run_in_float64
 
-from rankless.context.world import World
 from rankless.jobs.definition import StepOptions
 from rankless.jobs.job import make_job
 from rankless.parallel.mesh import Mesh
 from rankless.records.parallel_plan import ZERO_LEVELS
 
-BOUND = 1e-12
 ALL = {**CASES, **ACCESSES}
 WITH_EVERY_LEVEL = (
     "fused_channels_last",
@@ -27,33 +24,21 @@ WITH_EVERY_LEVEL = (
 
 
 def run_case(mesh, name, zero):
-    """Return what a case returns on this worker, and the share of its parameters that this worker holds."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        torch.manual_seed(3)
-        world = World(mesh=mesh, notify=lambda _: None, send_record=lambda _: None)
+    """Return what a case returns on this worker."""
 
-        def make(function, model, optimizer, **options):
-            options = StepOptions(**options, zero=None if optimizer is None else zero)
-            return make_job(
-                function, model=model, optimizer=optimizer, view=None, world=lambda: world, step_options=options
-            )
+    def build(world, function, model, optimizer, options):
+        step_options = StepOptions(**options, zero=None if optimizer is None else zero)
+        return make_job(
+            function, model=model, optimizer=optimizer, view=None, world=lambda: world, step_options=step_options
+        )
 
-        return [value.detach().clone() for value in ALL[name](make)]
-    finally:
-        torch.set_default_dtype(before)
+    return run_in_float64(ALL[name], mesh, build)
 
 
 def check(name, zero, workers):
     wanted = run_case(Mesh.solo(), name, zero)
     for found in on_mesh(workers, run_case, name, zero):
-        assert len(found) == len(wanted)
-        for place, (ours, plain) in enumerate(zip(found, wanted, strict=True)):
-            assert ours.shape == plain.shape, place
-            assert ours.dtype == plain.dtype, place
-            off = float((ours - plain).abs().max()) / max(1.0, float(plain.abs().max()))
-            assert off <= BOUND, f"value {place} is off by {off:.3g}"
+        require_equal(found, wanted)
 
 
 def list_parameters():

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.metered_calls import MeteredCalls
 from support.processes import on_mesh
 from torch import nn
 
@@ -9,30 +10,23 @@ from bench.models import GPT
 from rankless.context.world import World
 from rankless.jobs.definition import StepOptions
 from rankless.jobs.job import make_job
-from rankless.jobs.memory_meter import PeakMemoryMode
 from rankless.ownership.partitioned_tensor import count_local_bytes, find_partition
 
 LAYERS, WIDTH = 24, 512
 BLOCK_BYTES = WIDTH * WIDTH * 4
 
 
-class MeteredCalls:
-    """Runs a job's programs, and measures their peak memory after the first call."""
+def make_metered(mesh, model, optimizer, zero):
+    """Return a world, the meter of its programs, and a train job."""
+    meter = MeteredCalls()
+    world = World(mesh=mesh, notify=lambda _: None, send_record=lambda _: None, programs=meter)
+    options = StepOptions(zero=zero)
 
-    def __init__(self):
-        self.peaks = []
+    def loss(x):
+        return model(x).square().mean()
 
-    def record(self, _job, _local):
-        pass
-
-    def run(self, _job, bound, values, sizes):
-        with PeakMemoryMode(values) as meter:
-            outputs = bound.local(values, sizes)
-        self.peaks.append(meter.peak_bytes)
-        return outputs
-
-    def finish(self, _known):
-        pass
+    job = make_job(loss, model=model, optimizer=optimizer, view=None, world=lambda: world, step_options=options)
+    return world, meter, job
 
 
 def train(mesh, zero):
@@ -40,16 +34,7 @@ def train(mesh, zero):
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    meter = MeteredCalls()
-    world = World(mesh=mesh, notify=lambda _: None, send_record=lambda _: None, programs=meter)
-    job = make_job(
-        lambda x: model(x).square().mean(),
-        model=model,
-        optimizer=optimizer,
-        view=None,
-        world=lambda: world,
-        step_options=StepOptions(zero=zero),
-    )
+    world, meter, job = make_metered(mesh, model, optimizer, zero)
     for _ in range(3):
         job(torch.ones(4, WIDTH))
     holders = world.owner.get_holders(list(model.parameters()))
@@ -97,16 +82,7 @@ def train_gpt(mesh):
     torch.manual_seed(0)
     model = GPT(layers=12, width=256)
     optimizer = torch.optim.AdamW(model.parameters())
-    meter = MeteredCalls()
-    world = World(mesh=mesh, notify=lambda _: None, send_record=lambda _: None, programs=meter)
-    job = make_job(
-        lambda x: model(x).square().mean(),
-        model=model,
-        optimizer=optimizer,
-        view=None,
-        world=lambda: world,
-        step_options=StepOptions(zero="parameters"),
-    )
+    world, meter, job = make_metered(mesh, model, optimizer, "parameters")
     for _ in range(3):
         job(torch.ones(4, 8, dtype=torch.long))
     held = [*model.parameters(), *(value for entries in optimizer.state.values() for value in entries.values())]
