@@ -198,6 +198,11 @@ class GroupSignals:
                 gone = min(ranks & ended or ranks)
                 self.fail(FailureKind.ENDED if gone in ended else FailureKind.CLOSED, gone)
 
+    def require_living_peers(self) -> None:
+        """Raise a `CollectiveError` unless the group can be used and no rank has left: all others wait for this one."""
+        self.check()
+        self._require_living(lambda: False, [{rank} for rank, _ in self._posted])
+
     def check(self) -> None:
         """Raise the `CollectiveError` that says why the group cannot be used, if it cannot."""
         if self.is_forked:
