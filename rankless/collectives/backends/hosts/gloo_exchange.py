@@ -114,7 +114,7 @@ class GlooExchange:
     def shut_down(self) -> None:
         """End all connections: the waits of this rank, and of the ranks at the other ends, raise."""
         for connection in self._connections:
-            with suppress(OSError), socket.socket(fileno=os.dup(connection.descriptor)) as copy:
+            with suppress(OSError), _copy_socket(connection.descriptor) as copy:
                 # Gloo may have closed the socket, and the descriptor may be another file's by now.
                 if _find_ends(copy) == (connection.own, connection.other):
                     copy.shutdown(socket.SHUT_RDWR)
@@ -128,10 +128,20 @@ def _list_connections() -> dict[tuple[Address, Address], int]:
     """Return the descriptors of this process's TCP connections, by the addresses of both ends."""
     found = {}
     for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as copy:
+        with suppress(OSError), _copy_socket(int(name)) as copy:
             if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM:
                 found[_find_ends(copy)] = int(name)
     return found
+
+
+def _copy_socket(descriptor: int) -> socket.socket:
+    """Return the socket of a descriptor under another one. Raises OSError if it is no socket."""
+    copy = os.dup(descriptor)
+    try:
+        return socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        raise
 
 
 def _find_ends(connection: socket.socket) -> tuple[Address, Address]:

@@ -1,6 +1,7 @@
 """A `torch.distributed` process group of ranks on several hosts, which reduce within each host first."""
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rankless.collectives.backends.calls.call_arguments import require_dense, require_other_rank
-from rankless.collectives.backends.calls.tensor_views import flatten_bytes, is_plain, write_back
+from rankless.collectives.backends.calls.tensor_views import flatten_bytes, write_back
 from rankless.collectives.backends.group_failure import Membership
 from rankless.collectives.backends.hosts.hosts_group import HostsGroup
 from rankless.collectives.backends.process_group import SharedMemoryProcessGroup
@@ -16,31 +17,45 @@ from rankless.collectives.backends.process_group import SharedMemoryProcessGroup
 HIERARCHICAL = "hierarchical"
 
 
-class _StridedReceive(dist.Work):
-    """A message for a tensor whose values do not lie one after the other. They are there after `wait`.
+class GlooMessage(dist.Work):
+    """A message over Gloo. `wait` may be called again: Gloo's own work would wait for a further message.
 
     Args:
-        work: The message's work.
-        tensor: The tensor.
-        flat: Where the message arrives.
+        work: Gloo's work.
+        finish: Called once, when the message is done.
     """
 
-    def __init__(self, work: Any, tensor: Tensor, flat: Tensor) -> None:
+    def __init__(self, work: Any, finish: Callable[[], None] | None = None) -> None:
         super().__init__()
-        self._work, self._tensor, self._flat = work, tensor, flat
+        self._work, self._finish = work, finish
+        self._lock = threading.Lock()
+        self._is_done = False
+        self._source = -1
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return True when the message is there. Raises as Gloo does."""
-        is_there: bool = self._work.wait() if timeout is None else self._work.wait(timeout)
-        write_back(self._tensor, self._flat)
-        return is_there
+        """Return True when the message is sent, or is there. Raises as Gloo does."""
+        with self._lock:
+            if not self._is_done:
+                if timeout is None:
+                    self._work.wait()
+                else:
+                    self._work.wait(timeout)
+                if self._finish is not None:
+                    self._finish()
+                    self._source = int(self._work._source_rank())
+                self._is_done = True
+        return True
 
     def is_completed(self) -> bool:
-        """Return whether the message has arrived, or has failed."""
-        return bool(self._work.is_completed())
+        """Return whether the message is done, or has failed."""
+        return self._is_done or bool(self._work.is_completed())
+
+    def source_rank(self) -> int:
+        """Return the sender of a received message, as a rank of the group; -1 for a sent one."""
+        return self._source
 
     def _source_rank(self) -> int:
-        return int(self._work._source_rank())
+        return self._source
 
 
 class HierarchicalProcessGroup(SharedMemoryProcessGroup):
@@ -73,7 +88,7 @@ class HierarchicalProcessGroup(SharedMemoryProcessGroup):
         (tensor,) = tensors
         require_dense([tensor])
         require_other_rank(dstRank, self._member)
-        return self._gloo.send([flatten_bytes(tensor)], dstRank, tag)
+        return GlooMessage(self._gloo.send([_never_empty(flatten_bytes(tensor))], dstRank, tag))
 
     def recv(self, tensors: Sequence[Tensor], srcRank: int, tag: int = 0) -> Any:
         """Begin to receive a tensor from a rank of the group."""
@@ -88,8 +103,7 @@ class HierarchicalProcessGroup(SharedMemoryProcessGroup):
         (tensor,) = tensors
         require_dense([tensor])
         flat = flatten_bytes(tensor)
-        work = receive(flat)
-        return work if is_plain(tensor) else _StridedReceive(work, tensor, flat)
+        return GlooMessage(receive(_never_empty(flat)), lambda: write_back(tensor, flat))
 
     @property
     def _gloo(self) -> Any:
@@ -99,3 +113,8 @@ class HierarchicalProcessGroup(SharedMemoryProcessGroup):
     def getBackendName(self) -> str:
         """Return the name of the backend to torch's C++ code."""
         return HIERARCHICAL
+
+
+def _never_empty(flat: Tensor) -> Tensor:
+    """Return the bytes, or one byte instead of none: Gloo does not tell the sender of an empty message."""
+    return flat if len(flat) else flat.new_zeros(1)
