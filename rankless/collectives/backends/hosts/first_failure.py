@@ -1,4 +1,4 @@
-"""The first failure of a group, which all its ranks read from the store: only one host can see what has happened there."""
+"""The first failure of a group. All its ranks read it from the store, because only one host can see what happened."""
 
 import json
 import threading

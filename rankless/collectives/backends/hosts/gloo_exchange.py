@@ -1,8 +1,9 @@
 """Moves bytes between the ranks of several hosts, over a Gloo group that is used for nothing else.
 
-Note [shutting down]: Gloo cannot end an operation that waits: `abort` does nothing, and the group's destructor waits until
-the operation's timeout. So each rank remembers which sockets belong to the group, and shuts them down when the group fails.
-The ranks find the sockets when they make the group: a new socket is one of the group's if another rank has its other end.
+Note [shutting down]: Gloo cannot end an operation that waits: `abort` does nothing, and the group's destructor waits
+until the operation's timeout. So each rank remembers which sockets belong to the group, and shuts them down when the
+group fails. The ranks find the sockets when they make the group: a new socket is one of the group's if another rank has
+its other end.
 """
 
 import json

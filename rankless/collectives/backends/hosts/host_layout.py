@@ -21,9 +21,7 @@ class HostLayout:
     def from_identities(cls, rank: int, identities: Sequence[str]) -> "HostLayout":
         """Return the layout of ranks whose hosts have these identities, in the order of ranks."""
         names = list(dict.fromkeys(identities))
-        hosts = tuple(
-            tuple(peer for peer, identity in enumerate(identities) if identity == name) for name in names
-        )
+        hosts = tuple(tuple(peer for peer, identity in enumerate(identities) if identity == name) for name in names)
         return cls(rank=rank, hosts=hosts)
 
     @property

@@ -20,8 +20,8 @@ from rankless.collectives.backends.shared_group import SharedGroup
 class HostMovement:
     """The collectives of one group on several hosts that combine no values, with the methods of `SharedMovement`.
 
-    All tensors are flat, contiguous and of dtype uint8. All methods raise `CollectiveError` if another rank ends, aborts
-    or is late; the group cannot be used afterwards.
+    All tensors are flat, contiguous and of dtype uint8. All methods raise `CollectiveError` if another rank ends,
+    aborts or is late; the group cannot be used afterwards.
 
     Args:
         layout: The hosts of the group.

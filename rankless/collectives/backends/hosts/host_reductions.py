@@ -1,8 +1,8 @@
 """all_reduce, reduce and reduce_scatter of ranks on several hosts.
 
 Note [within hosts first]: each host reduces in shared memory into its first rank. The first ranks combine their hosts'
-values, and copy the result to their hosts. Values are combined in the order of ranks within a host, and then in the order
-of hosts. An average is a sum that the first ranks divide.
+values, and copy the result to their hosts. Values are combined in the order of ranks within a host, and then in the
+order of hosts. An average is a sum that the first ranks divide.
 """
 
 from collections.abc import Sequence
@@ -15,9 +15,9 @@ from torch.distributed import ReduceOp
 
 from rankless.collectives.backends.hosts.host_layout import HostLayout
 from rankless.collectives.backends.hosts.host_waits import HostWaits
+from rankless.collectives.backends.hosts.leader_exchange import LeaderExchange, as_bytes
 from rankless.collectives.backends.reductions import Reduction
 from rankless.collectives.backends.shared_group import SharedGroup
-from rankless.collectives.backends.hosts.leader_exchange import LeaderExchange, as_bytes
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class HostReduction:
 class HostReductions:
     """The reductions of one group on several hosts, with the methods of `SharedReductions`.
 
-    All tensors are flat and contiguous. All methods raise `CollectiveError` if another rank ends, aborts or is late; the
-    group cannot be used afterwards.
+    All tensors are flat and contiguous. All methods raise `CollectiveError` if another rank ends, aborts or is late;
+    the group cannot be used afterwards.
 
     Args:
         layout: The hosts of the group.

@@ -1,8 +1,8 @@
 """How long a rank waits for its host and for other hosts, and what ends its waits.
 
-Note [times of a collective]: a rank that is late ends the group by the name that the ranks beside it find. Ranks that wait
-for it through others wait longer: the first ranks of other hosts by one grace, and the ranks that these keep waiting by
-two. So the rank next to the cause reports it first, unless the ranks have begun to wait at very different times.
+Note [times of a collective]: a rank that is late ends the group, and the ranks of its own host know its name. Ranks
+that wait for it through others wait longer: the first ranks of other hosts by one grace, and the other ranks there by
+two. So a rank that knows the name reports it first, unless the ranks have begun to wait at very different times.
 """
 
 import os

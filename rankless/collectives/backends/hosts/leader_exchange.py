@@ -1,8 +1,8 @@
 """Collectives of one rank of each host, by exchanges of bytes between them.
 
 Note [pairs and shares]: two hosts, and few bytes, are exchanged whole: each host sends its values to all others, and
-combines all hosts' values. Otherwise each host combines a share of the values, and sends its result to the others. Values
-are combined in the order of hosts, so all hosts get the same bits. Gloo's own reductions take fewer dtypes.
+combines all hosts' values. Otherwise each host combines a share of the values, and sends its result to the others.
+Values are combined in the order of hosts, so all hosts get the same bits. Gloo's own reductions take fewer dtypes.
 
 Note [pieces]: a long tensor is cut into pieces. While a host combines one piece, the next is on its way.
 """
@@ -53,9 +53,7 @@ class LeaderExchange:
         for piece, found in self._exchange_pieces(pieces, wait):
             reduction.reduce([piece if value is None else value for value in found], piece)
 
-    def _exchange_pieces(
-        self, pieces: Sequence[Tensor], wait: Wait
-    ) -> Iterator[tuple[Tensor, list[Tensor | None]]]:
+    def _exchange_pieces(self, pieces: Sequence[Tensor], wait: Wait) -> Iterator[tuple[Tensor, list[Tensor | None]]]:
         """Yield each piece with all hosts' values of it; None for this host's."""
         started = self._send_to_all(pieces[0]) if pieces else None
         for number, piece in enumerate(pieces):

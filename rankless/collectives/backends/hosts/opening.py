@@ -72,11 +72,8 @@ def _open(
     except CollectiveError as error:
         exchange.publish("opened", json.dumps({"failure": str(error.found)}))
         raise
-    is_open = not isinstance(local, Support)
-    answers = [
-        json.loads(answer)
-        for answer in exchange.gather("opened", json.dumps({"reason": "" if is_open else str(local.reason)}))
-    ]
+    own = {"reason": local.reason if isinstance(local, Support) else ""}
+    answers = [json.loads(answer) for answer in exchange.gather("opened", json.dumps(own))]
     for rank, answer in enumerate(answers):
         if "failure" in answer:
             raise CollectiveError(
@@ -96,7 +93,9 @@ def _open(
     return HostsGroup(member, layout, FirstFailure(store), local=local, leaders=leaders, everyone=everyone)
 
 
-def _open_memory(store: Any, member: Membership, layout: HostLayout, timeout: timedelta) -> SharedGroup | Support | None:
+def _open_memory(
+    store: Any, member: Membership, layout: HostLayout, timeout: timedelta
+) -> SharedGroup | Support | None:
     members = layout.members
     if len(members) == 1:
         return None

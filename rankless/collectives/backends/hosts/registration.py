@@ -15,9 +15,9 @@ from rankless.collectives.backends.shared_group import SharedGroup
 def register_hierarchical_backend() -> None:
     """Let `init_process_group`, `new_group` and device meshes make groups of the backend "hierarchical".
 
-    Such a group is one in shared memory if all its ranks are on one host, and one of Gloo if every host has one of them,
-    or if a host has no memory to share. If the default group is hierarchical, new groups are too unless they name another
-    backend.
+    Such a group is one in shared memory if all its ranks are on one host, and one of Gloo if every host has one of
+    them, or if a host has no memory to share. If the default group is hierarchical, new groups are too unless they name
+    another backend.
 
     Example:
         >>> register_hierarchical_backend()
