@@ -24,9 +24,8 @@ from rankless.collectives.backends.memory.store_exchange import StoreExchange
 
 SLICE = timedelta(milliseconds=50)
 """The longest wait before a rank looks whether the group has failed."""
-_ENDLESS = timedelta(days=7)
-"""Gloo's own timeout of an exchange, which `wait` ends before. Messages from rank to rank have the group's timeout."""
 
+_SLICE_IS_OVER = "Operation timed out"
 Address = tuple[str, int]
 
 
@@ -56,6 +55,9 @@ class GlooExchange:
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         self.rank, self.size = rank, size
+        self.limit_seconds = timeout.total_seconds()
+        """How long `wait` may take for what `start` begins, about. Gloo's own timeout is longer, and ends what is left
+        where the connections cannot be shut down."""
         gloo: Any = dist.ProcessGroupGloo
         before = set(_list_connections())
         self.group: Any = gloo(store, rank, size, timeout)
@@ -77,7 +79,7 @@ class GlooExchange:
             The work, for `wait`. The tensors must not change until then.
         """
         options = AllToAllOptions()
-        options.timeout = _ENDLESS
+        options.timeout = timedelta(seconds=2 * self.limit_seconds + 10)
         return self.group.alltoall_base(incoming, outgoing, list(incoming_counts), list(outgoing_counts), options)
 
     def wait(self, work: Any, seconds: float, check: Callable[[], None]) -> None:
@@ -94,11 +96,13 @@ class GlooExchange:
         """
         start = time.monotonic()
         while not work.is_completed():
-            with suppress(RuntimeError):  # of the slice, or of the operation, which is then completed
+            try:
                 work.wait(SLICE)
                 return
-            if work.is_completed():
-                break
+            except RuntimeError as error:
+                # The operation has failed, the slice is over, or a signal handler of the script raises.
+                if work.is_completed() or _SLICE_IS_OVER not in str(error):
+                    raise
             check()
             if time.monotonic() - start > seconds:
                 raise LateError

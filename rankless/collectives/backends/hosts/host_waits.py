@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from rankless.collectives.backends.group_failure import Membership, make_error
+from rankless.collectives.backends.group_failure import FOUND, Membership, make_error
 from rankless.collectives.backends.hosts.first_failure import FirstFailure
 from rankless.collectives.backends.hosts.gloo_exchange import GlooExchange, LateError
 from rankless.collectives.backends.hosts.host_layout import HostLayout
@@ -19,6 +19,8 @@ from rankless.errors import CollectiveError
 from rankless.records.group_failures import FailureKind, encode_failure
 
 _LONGEST_GRACE_SECONDS = 5.0
+_LOST = "is lost ("
+_ON_ANOTHER_HOST = FOUND[FailureKind.OTHER_HOST].partition("} ")[2]
 
 
 class HostWaits:
@@ -75,11 +77,17 @@ class HostWaits:
     @contextmanager
     def limit_waits(self, seconds: float) -> Iterator[None]:
         """Within the context, collectives wait at most so long for other ranks, instead of the group's timeout."""
-        usual, self._limit_seconds = self._limit_seconds, seconds
+        usual = self._limit_seconds
+        self._set_limit(seconds)
         try:
             yield
         finally:
-            self._limit_seconds = usual
+            self._set_limit(usual)
+
+    def _set_limit(self, seconds: float) -> None:
+        self._limit_seconds = seconds
+        for exchange in self._exchanges:
+            exchange.limit_seconds = seconds
 
     @contextmanager
     def wait_for_host(self, graces: int = 0) -> Iterator[None]:
@@ -115,16 +123,18 @@ class HostWaits:
 
     def fail(self, error: CollectiveError) -> NoReturn:
         """End the group on all ranks, and raise the first error that a rank has reported."""
-        if not self.is_forked and not self._is_closed and self._error is None:
-            is_witness = "connection" not in str(error.found) and "other hosts" not in str(error.found)
+        if self.is_forked:
+            raise error
+        if self._error is None:
             self._error = error
-            if self._local is not None:
-                self._local.signals.end_group(FailureKind.OTHER_HOST, self._layout.members.index(self.member.rank))
-            self._error = self._failure.report(error, is_witness=is_witness)
+            if not self._is_closed:
+                if self._local is not None:
+                    own = self._layout.members.index(self.member.rank)
+                    self._local.signals.end_group(FailureKind.OTHER_HOST, own)
+                self._error = self._failure.report(error, is_witness=_knows_cause(error))
             for exchange in self._exchanges:
                 exchange.shut_down()
-            raise self._error
-        raise self._error or error
+        raise self._error
 
     def abort(self, kind: FailureKind) -> None:
         """End the group on all ranks: their waits raise."""
@@ -158,6 +168,11 @@ class HostWaits:
             whose = f"rank {self.member.global_ranks[ranks[peer]]}"
         return CollectiveError(
             expected="every rank of the group to take part in its collectives",
-            found=f"the connection to {whose} is lost ({message.partition('. ')[0]})",
+            found=f"the connection to {whose} {_LOST}{message.partition('. ')[0]})",
             fix=f"see why {whose} ended, and if its host can be reached; create a new group to go on",
         )
+
+
+def _knows_cause(error: CollectiveError) -> bool:
+    """Whether an error says what ended the group, and not only that another rank has ended it."""
+    return not any(part in str(error.found) for part in (_LOST, _ON_ANOTHER_HOST))
