@@ -84,6 +84,8 @@ class GroupSignals:
         self._spin_count = self._longest_spin
         self._vain_spins = 0
         self._fence = threading.Lock()
+        self.watch: Callable[[], None] | None = None
+        """Called now and then while a collective sleeps. It raises if the wait is in vain."""
         words[MARK_OFFSET // WORD_BYTES] = GROUP_MARK
 
     def post(self) -> int:
@@ -174,6 +176,8 @@ class GroupSignals:
                 last_check = now
                 sets = list(awaited())
                 self._require_living(is_ready, sets)
+                if self.watch is not None and channel == COLLECTIVE_CHANNEL:
+                    self.watch()
                 if fails_late and now - start >= limit_seconds and not is_ready():
                     late = min(min(ranks) for ranks in sets if ranks)
                     self.fail(FailureKind.LATE, self._find_last_awaited(late), limit_seconds)

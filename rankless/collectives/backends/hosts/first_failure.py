@@ -8,7 +8,7 @@ from typing import Any
 from rankless.errors import CollectiveError
 
 _KEY = "first failure"
-_STORE_SECONDS = 1.0
+_STORE_SECONDS = 2.0
 """How long a rank waits for the store. Its server may be gone, or unreachable."""
 WITNESS_SECONDS = 0.3
 """How long a rank that has only lost a connection waits for one that knows why."""
@@ -25,16 +25,16 @@ class FirstFailure:
     def __init__(self, store: Any) -> None:
         self._store = store
 
-    def report(self, error: CollectiveError, *, is_witness: bool) -> CollectiveError:
+    def report(self, error: CollectiveError, *, wait_seconds: float) -> CollectiveError:
         """Return the error that all ranks raise: the first that a rank has reported.
 
         Args:
             error: What this rank has found.
-            is_witness: Whether this rank knows the cause itself. Otherwise others may report theirs first.
+            wait_seconds: How long others that know more may report first.
         """
         found: list[str] = []
         thread = threading.Thread(
-            target=self._exchange, args=(error, is_witness, found), name="rankless-failure", daemon=True
+            target=self._exchange, args=(error, wait_seconds, found), name="rankless-failure", daemon=True
         )
         thread.start()
         thread.join(_STORE_SECONDS)
@@ -43,9 +43,9 @@ class FirstFailure:
             return error
         return CollectiveError(expected=first["expected"], found=first["found"], fix=first["fix"])
 
-    def _exchange(self, error: CollectiveError, is_witness: bool, found: list[str]) -> None:
+    def _exchange(self, error: CollectiveError, wait_seconds: float, found: list[str]) -> None:
         try:
-            deadline = time.monotonic() + (0.0 if is_witness else WITNESS_SECONDS)
+            deadline = time.monotonic() + wait_seconds
             while time.monotonic() < deadline and not self._store.check([_KEY]):
                 time.sleep(_POLL_SECONDS)
             own = json.dumps({"expected": str(error.expected), "found": str(error.found), "fix": error.fix})

@@ -8,6 +8,7 @@ its other end.
 
 import json
 import os
+import select
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -108,12 +109,16 @@ class GlooExchange:
                 raise LateError
         work.wait()
 
-    def find_peer(self, message: str) -> int | None:
-        """Return the rank whose connection an error of Gloo names; None if it names none of this group."""
+    def find_closed(self) -> int | None:
+        """Return a rank whose connection is closed; None if there is none."""
         for connection in self._connections:
-            address, port = connection.other
-            if f"[{address}]:{port}" in message:
-                return connection.peer
+            try:
+                with _copy_socket(connection.descriptor) as copy:
+                    if _find_ends(copy) == (connection.own, connection.other) and not _is_closed(copy):
+                        continue
+            except OSError:
+                pass  # not connected any more
+            return connection.peer
         return None
 
     def shut_down(self) -> None:
@@ -137,6 +142,13 @@ def _list_connections() -> dict[tuple[Address, Address], int]:
             if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM:
                 found[_find_ends(copy)] = int(name)
     return found
+
+
+def _is_closed(connection: socket.socket) -> bool:
+    """Return whether the other end has closed a connection, without reading from it."""
+    poll = select.poll()
+    poll.register(connection, select.POLLRDHUP)
+    return bool(poll.poll(0))
 
 
 def _copy_socket(descriptor: int) -> socket.socket:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from rankless.collectives.backends.group_failure import FOUND, Membership, make_error
-from rankless.collectives.backends.hosts.first_failure import FirstFailure
+from rankless.collectives.backends.hosts.first_failure import WITNESS_SECONDS, FirstFailure
 from rankless.collectives.backends.hosts.gloo_exchange import GlooExchange, LateError
 from rankless.collectives.backends.hosts.host_layout import HostLayout
 from rankless.collectives.backends.shared_group import SharedGroup
@@ -53,7 +53,10 @@ class HostWaits:
     def check(self) -> None:
         """Raise the `CollectiveError` that says why the group cannot be used, if it cannot."""
         if self._local is not None and not (self._is_closed or self._error):
-            self._local.signals.check()
+            try:
+                self._local.signals.check()
+            except CollectiveError as error:
+                self.fail(error)
         if self.is_forked:
             raise CollectiveError(
                 expected="collectives only in the process that has joined the group",
@@ -91,12 +94,27 @@ class HostWaits:
 
     @contextmanager
     def wait_for_host(self, graces: int = 0) -> Iterator[None]:
-        """Within the context, waits in shared memory have the time of the call, and some graces."""
+        """Within the context, waits in shared memory have the time of the call, and some graces.
+
+        Without graces the hosts exchange afterwards, so they end too if the connection to another host is lost.
+        """
         if self._local is None:
             yield
             return
-        with self._local.signals.limit_waits(self._limit_seconds + graces * self._grace_seconds):
-            yield
+        signals = self._local.signals
+        signals.watch = self._require_connections if graces == 0 and self._layout.is_leader else None
+        try:
+            with signals.limit_waits(self._limit_seconds + graces * self._grace_seconds):
+                yield
+        finally:
+            signals.watch = None
+
+    def _require_connections(self) -> None:
+        """Raise a `CollectiveError` if the first rank of another host has closed its connection."""
+        leaders = self._exchanges[-1]
+        peer = leaders.find_closed()
+        if peer is not None:
+            raise self._make_lost_error(self._layout.leaders[peer], "it is closed")
 
     def wait_for_hosts(self, exchange: GlooExchange, work: Any, *, members_wait: bool) -> None:
         """Wait for an exchange with other hosts.
@@ -131,7 +149,7 @@ class HostWaits:
                 if self._local is not None:
                     own = self._layout.members.index(self.member.rank)
                     self._local.signals.end_group(FailureKind.OTHER_HOST, own)
-                self._error = self._failure.report(error, is_witness=_knows_cause(error))
+                self._error = self._failure.report(error, wait_seconds=_find_patience(error))
             for exchange in self._exchanges:
                 exchange.shut_down()
         raise self._error
@@ -161,18 +179,21 @@ class HostWaits:
 
     def _make_connection_error(self, exchange: GlooExchange, error: RuntimeError) -> CollectiveError:
         message = str(error).partition("] ")[2] or str(error)
-        peer = exchange.find_peer(message)
-        whose = "a rank of another host"
-        if peer is not None:
-            ranks = self._layout.leaders if exchange.size == len(self._layout.hosts) else range(self._layout.size)
-            whose = f"rank {self.member.global_ranks[ranks[peer]]}"
+        peer = exchange.find_closed()
+        ranks = self._layout.leaders if exchange.size == len(self._layout.hosts) else range(self._layout.size)
+        return self._make_lost_error(None if peer is None else ranks[peer], message.partition(". ")[0])
+
+    def _make_lost_error(self, peer: int | None, how: str) -> CollectiveError:
+        whose = "a rank of another host" if peer is None else f"rank {self.member.global_ranks[peer]}"
         return CollectiveError(
             expected="every rank of the group to take part in its collectives",
-            found=f"the connection to {whose} {_LOST}{message.partition('. ')[0]})",
+            found=f"the connection to {whose} {_LOST}{how})",
             fix=f"see why {whose} ended, and if its host can be reached; create a new group to go on",
         )
 
 
-def _knows_cause(error: CollectiveError) -> bool:
-    """Whether an error says what ended the group, and not only that another rank has ended it."""
-    return not any(part in str(error.found) for part in (_LOST, _ON_ANOTHER_HOST))
+def _find_patience(error: CollectiveError) -> float:
+    """Return how long a rank waits for one that knows more than its own error says."""
+    if _ON_ANOTHER_HOST in str(error.found):
+        return 3 * WITNESS_SECONDS
+    return WITNESS_SECONDS if _LOST in str(error.found) else 0.0

@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -18,12 +19,12 @@ from rankless.errors import CollectiveError
 from rankless.parallel.mesh import Mesh
 
 pytestmark = pytest.mark.slow
-MOST_SECONDS = 5.0
+MOST_SECONDS = 15.0
 
 
 def call_until_failure(mesh: Mesh, hosts: str, ending_rank: int, how: str) -> tuple[str, float]:
     """Make calls until one rank ends; return the error, and how long the failing call took."""
-    timeout_seconds = 1.0 if how == "stopping" else 30.0
+    timeout_seconds = 3.0 if how == "stopping" else 30.0
     group = make_group(mesh, hosts, timeout_seconds=timeout_seconds)
     processes: list[Any] = [None] * mesh.size
     dist.all_gather_object(processes, os.getpid(), group=mesh.group)
@@ -84,7 +85,7 @@ def test_a_stopped_rank_ends_the_calls_of_all_hosts_after_the_timeout(hosts: str
         answers = pool.call(call_until_failure, (hosts, rank, "stopping"))
     answers.pop(rank)
     for error, seconds in answers:
-        assert f"rank {rank} did not take part within 1 s" in error, error
+        assert f"rank {rank} did not take part within 3 s" in error, error
         assert seconds < MOST_SECONDS
 
 
@@ -129,7 +130,7 @@ def limit_a_call(mesh: Mesh, hosts: str) -> str:
     error = ""
     if mesh.rank == 0:
         options: Any = dist.AllreduceOptions()
-        options.timeout, options.asyncOp = torch.distributed.distributed_c10d.timedelta(seconds=0.4), False
+        options.timeout, options.asyncOp = timedelta(seconds=0.4), False
         with pytest.raises(CollectiveError) as caught:
             group.allreduce([torch.ones(3)], options)
         error = str(caught.value)
