@@ -3,9 +3,12 @@
 Note [within hosts first]: each host reduces in shared memory into its first rank. The first ranks combine their hosts'
 values, and copy the result to their hosts. Values are combined in the order of ranks within a host, and then in the
 order of hosts. An average is a sum that the first ranks divide.
+
+Note [pieces]: a long tensor is cut into pieces. While one is on its way between hosts, each host copies the result of
+the piece before to its ranks, and reduces the next. All ranks of a host do so in the same order.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +18,10 @@ from torch.distributed import ReduceOp
 
 from rankless.collectives.backends.hosts.host_layout import HostLayout
 from rankless.collectives.backends.hosts.host_waits import HostWaits
-from rankless.collectives.backends.hosts.leader_exchange import LeaderExchange, as_bytes
+from rankless.collectives.backends.hosts.leader_exchange import LeaderExchange, as_bytes, count_piece_bytes
 from rankless.collectives.backends.reductions import Reduction
 from rankless.collectives.backends.shared_group import SharedGroup
+from rankless.collectives.backends.slots import split_rounds
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,7 @@ class HostReductions:
         self, layout: HostLayout, waits: HostWaits, *, local: SharedGroup | None, leaders: LeaderExchange | None
     ) -> None:
         self._layout, self._waits, self._local, self._leaders = layout, waits, local, leaders
+        self._piece_bytes = count_piece_bytes(len(layout.hosts))
         self.rank, self.size = layout.rank, layout.size
         self._reductions: dict[tuple[Any, torch.dtype], HostReduction] = {}
 
@@ -60,14 +65,25 @@ class HostReductions:
         return self._reductions[key]
 
     def all_reduce(self, tensor: Tensor, reduction: HostReduction) -> None:
-        """Replace the values by their reduction over all ranks. See note [within hosts first]."""
-        if not len(tensor):
-            return
-        self._reduce_within_host(tensor, reduction)
-        if self._leaders is not None:
-            self._leaders.all_reduce(tensor, reduction.combination, self._wait)
-            self._divide(tensor, reduction)
-        self._copy_within_host(tensor)
+        """Replace the values by their reduction over all ranks. See notes [within hosts first] and [pieces]."""
+        before = None
+        for start, end in split_rounds(len(tensor), self._piece_bytes // tensor.element_size()):
+            piece = tensor[start:end]
+            self._reduce_within_host(piece, reduction)
+            started = None
+            if self._leaders is not None:
+                started = self._leaders.start_all_reduce(piece, reduction.combination, self._wait)
+            if before is not None:
+                self._finish_piece(*before, reduction)
+            before = piece, started
+        if before is not None:
+            self._finish_piece(*before, reduction)
+
+    def _finish_piece(self, piece: Tensor, started: Callable[[], None] | None, reduction: HostReduction) -> None:
+        if started is not None:
+            started()
+            self._divide(piece, reduction)
+        self._copy_within_host(piece)
 
     def reduce(self, tensor: Tensor, reduction: HostReduction, root: int) -> None:
         """Replace the values of rank `root` by their reduction over all ranks. Other ranks keep theirs."""
@@ -82,9 +98,10 @@ class HostReductions:
         self._reduce_within_host(values, reduction)
         own = values.split([len(block) for block in blocks])[self._layout.host]
         if self._leaders is not None:
-            self._leaders.reduce_scatter(
+            finish = self._leaders.start_reduce_scatter(
                 values.split([len(block) for block in blocks]), reduction.combination, self._wait
             )
+            finish()
             self._divide(own, reduction)
         self._copy_within_host(own)
         members = self._layout.members

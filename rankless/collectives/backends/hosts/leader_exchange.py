@@ -3,11 +3,9 @@
 Note [pairs and shares]: two hosts, and few bytes, are exchanged whole: each host sends its values to all others, and
 combines all hosts' values. Otherwise each host combines a share of the values, and sends its result to the others.
 Values are combined in the order of hosts, so all hosts get the same bits. Gloo's own reductions take fewer dtypes.
-
-Note [pieces]: a long tensor is cut into pieces. While a host combines one piece, the next is on its way.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,9 +13,9 @@ from torch import Tensor
 
 from rankless.collectives.backends.hosts.gloo_exchange import GlooExchange
 from rankless.collectives.backends.reductions import Reduction
-from rankless.collectives.backends.slots import split_rounds, split_shares
+from rankless.collectives.backends.slots import split_shares
 
-PIECE_BYTES = 1 << 20
+PIECE_BYTES = 1 << 19
 WHOLE_BYTES = 64 << 10
 """The most bytes that more than two hosts exchange whole."""
 Wait = Callable[[Any], None]
@@ -36,32 +34,35 @@ class LeaderExchange:
         self.exchange = exchange
         self.host, self.host_count = exchange.rank, exchange.size
 
-    def all_reduce(self, values: Tensor, reduction: Reduction, wait: Wait) -> None:
-        """Replace the values by their reduction over all hosts."""
-        if self.host_count == 2 or values.nbytes <= WHOLE_BYTES:
-            self._all_reduce_whole(values, reduction, wait)
-            return
-        shares = [values[first:last] for first, last in split_shares(len(values), self.host_count)]
-        self.reduce_scatter(shares, reduction, wait)
-        own = as_bytes(shares[self.host])
-        for share, gathered in zip(shares, self.all_gather(own, [share.nbytes for share in shares], wait), strict=True):
-            as_bytes(share).copy_(gathered)
+    def start_all_reduce(self, values: Tensor, reduction: Reduction, wait: Wait) -> Callable[[], None]:
+        """Begin to replace the values by their reduction over all hosts. See note [pairs and shares].
 
-    def _all_reduce_whole(self, values: Tensor, reduction: Reduction, wait: Wait) -> None:
-        """See notes [pairs and shares] and [pieces]."""
-        pieces = [values[start:end] for start, end in split_rounds(len(values), PIECE_BYTES // values.element_size())]
-        for piece, found in self._exchange_pieces(pieces, wait):
-            reduction.reduce([piece if value is None else value for value in found], piece)
+        Returns:
+            What to call for the result. Until then the values must not change.
+        """
+        if self.host_count > 2 and values.nbytes > WHOLE_BYTES:
+            return self._start_shares(values, reduction, wait)
+        work, found = self._send_to_all(values)
 
-    def _exchange_pieces(self, pieces: Sequence[Tensor], wait: Wait) -> Iterator[tuple[Tensor, list[Tensor | None]]]:
-        """Yield each piece with all hosts' values of it; None for this host's."""
-        started = self._send_to_all(pieces[0]) if pieces else None
-        for number, piece in enumerate(pieces):
-            assert started is not None
-            work, found = started
-            started = self._send_to_all(pieces[number + 1]) if number + 1 < len(pieces) else None
+        def finish() -> None:
             wait(work)
-            yield piece, found
+            reduction.reduce([values if value is None else value for value in found], values)
+
+        return finish
+
+    def _start_shares(self, values: Tensor, reduction: Reduction, wait: Wait) -> Callable[[], None]:
+        shares = [values[first:last] for first, last in split_shares(len(values), self.host_count)]
+        finish_own = self.start_reduce_scatter(shares, reduction, wait)
+
+        def finish() -> None:
+            finish_own()
+            own = as_bytes(shares[self.host])
+            gathered = self.all_gather(own, [share.nbytes for share in shares], wait)
+            for host, share in enumerate(shares):
+                if host != self.host:
+                    as_bytes(share).copy_(gathered[host])
+
+        return finish
 
     def _send_to_all(self, values: Tensor) -> tuple[Any, list[Tensor | None]]:
         counts = [0 if host == self.host else values.nbytes for host in range(self.host_count)]
@@ -73,20 +74,25 @@ class LeaderExchange:
         parts = [part.view(values.dtype) for part in incoming.split(counts)]
         return work, [None if host == self.host else part for host, part in enumerate(parts)]
 
-    def reduce_scatter(self, blocks: Sequence[Tensor], reduction: Reduction, wait: Wait) -> None:
-        """Replace this host's block by the reduction of all hosts' values for it. The others may change too."""
+    def start_reduce_scatter(self, blocks: Sequence[Tensor], reduction: Reduction, wait: Wait) -> Callable[[], None]:
+        """Begin to replace this host's block by the reduction of all hosts' values for it. Returns as above."""
         own = blocks[self.host]
         outgoing_counts = [0 if host == self.host else block.nbytes for host, block in enumerate(blocks)]
         incoming_counts = [0 if host == self.host else own.nbytes for host in range(self.host_count)]
         outgoing = torch.cat([as_bytes(block) for host, block in enumerate(blocks) if host != self.host])
         incoming = torch.empty(sum(incoming_counts), dtype=torch.uint8)
         if not len(outgoing) and not len(incoming):
-            return
-        wait(self.exchange.start(outgoing, outgoing_counts, incoming, incoming_counts))
-        if len(own):
-            found = [part.view(own.dtype) for part in incoming.split(incoming_counts)]
-            found[self.host] = own
-            reduction.reduce(found, own)
+            return lambda: None
+        work = self.exchange.start(outgoing, outgoing_counts, incoming, incoming_counts)
+
+        def finish() -> None:
+            wait(work)
+            if len(own):
+                found = [part.view(own.dtype) for part in incoming.split(incoming_counts)]
+                found[self.host] = own
+                reduction.reduce(found, own)
+
+        return finish
 
     def all_gather(self, own: Tensor, byte_counts: Sequence[int], wait: Wait) -> list[Tensor]:
         """Return the bytes of each host, given their numbers; this host's are its own tensor."""
@@ -137,6 +143,11 @@ class LeaderExchange:
     def barrier(self, wait: Wait) -> None:
         """Return when all hosts have called this."""
         wait(self._send_to_all(torch.zeros(1, dtype=torch.uint8))[0])
+
+
+def count_piece_bytes(host_count: int) -> int:
+    """Return the most bytes of one all_reduce of so many hosts. Shares of many hosts stay long enough."""
+    return PIECE_BYTES * max(1, host_count // 2)
 
 
 def as_bytes(values: Tensor) -> Tensor:
