@@ -30,12 +30,12 @@ _SLICE_IS_OVER = "Operation timed out"
 Address = tuple[str, int]
 
 
-class LateError(Exception):
+class ExchangeTimeout(Exception):
     """An operation is not done within its time."""
 
 
 @dataclass(frozen=True)
-class _Connection:
+class _RankConnection:
     """A socket of a Gloo group: its descriptor, the addresses of both ends, and the rank at the other end."""
 
     descriptor: int
@@ -92,7 +92,7 @@ class GlooExchange:
             check: Called again and again. It raises if the group has failed.
 
         Raises:
-            LateError: The operation is not done in time.
+            ExchangeTimeout: The operation is not done in time.
             RuntimeError: A connection is lost.
         """
         start = time.monotonic()
@@ -106,7 +106,7 @@ class GlooExchange:
                     raise
             check()
             if time.monotonic() - start > seconds:
-                raise LateError
+                raise ExchangeTimeout
         work.wait()
 
     def find_closed(self) -> int | None:
@@ -171,14 +171,14 @@ def _plain(address: str) -> str:
     return address.removeprefix("::ffff:")
 
 
-def _match_ends(exchange: StoreExchange, opened: dict[tuple[Address, Address], int]) -> list[_Connection]:
+def _match_ends(exchange: StoreExchange, opened: dict[tuple[Address, Address], int]) -> list[_RankConnection]:
     """Return which new connections of this process lead to another rank of the exchange."""
     answers = exchange.gather("connections", json.dumps([list(ends) for ends in opened]))
     owners = {
         (tuple(own), tuple(other)): peer for peer, answer in enumerate(answers) for own, other in json.loads(answer)
     }
     return [
-        _Connection(descriptor, own, other, owners[other, own])
+        _RankConnection(descriptor, own, other, owners[other, own])
         for (own, other), descriptor in opened.items()
         if owners.get((other, own), exchange.rank) != exchange.rank
     ]

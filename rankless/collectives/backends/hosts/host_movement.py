@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from rankless.collectives.backends.hosts.gloo_exchange import GlooExchange
-from rankless.collectives.backends.hosts.host_layout import HostLayout
 from rankless.collectives.backends.hosts.host_waits import HostWaits
 from rankless.collectives.backends.hosts.leader_exchange import LeaderExchange
+from rankless.collectives.backends.hosts.ranks_of_hosts import RanksOfHosts
 from rankless.collectives.backends.shared_group import SharedGroup
 
 
@@ -33,7 +33,7 @@ class HostMovement:
 
     def __init__(
         self,
-        layout: HostLayout,
+        layout: RanksOfHosts,
         waits: HostWaits,
         *,
         local: SharedGroup | None,

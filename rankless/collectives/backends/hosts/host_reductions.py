@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from rankless.collectives.backends.hosts.host_layout import HostLayout
 from rankless.collectives.backends.hosts.host_waits import HostWaits
 from rankless.collectives.backends.hosts.leader_exchange import LeaderExchange, as_bytes, count_piece_bytes
+from rankless.collectives.backends.hosts.ranks_of_hosts import RanksOfHosts
 from rankless.collectives.backends.reductions import Reduction
 from rankless.collectives.backends.shared_group import SharedGroup
 from rankless.collectives.backends.slots import split_rounds
@@ -46,7 +46,7 @@ class HostReductions:
     """
 
     def __init__(
-        self, layout: HostLayout, waits: HostWaits, *, local: SharedGroup | None, leaders: LeaderExchange | None
+        self, layout: RanksOfHosts, waits: HostWaits, *, local: SharedGroup | None, leaders: LeaderExchange | None
     ) -> None:
         self._layout, self._waits, self._local, self._leaders = layout, waits, local, leaders
         self._piece_bytes = count_piece_bytes(len(layout.hosts))

@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 
 from rankless.collectives.backends.group_failure import FOUND, Membership, make_error
 from rankless.collectives.backends.hosts.first_failure import WITNESS_SECONDS, FirstFailure
-from rankless.collectives.backends.hosts.gloo_exchange import GlooExchange, LateError
-from rankless.collectives.backends.hosts.host_layout import HostLayout
+from rankless.collectives.backends.hosts.gloo_exchange import ExchangeTimeout, GlooExchange
+from rankless.collectives.backends.hosts.ranks_of_hosts import RanksOfHosts
 from rankless.collectives.backends.shared_group import SharedGroup
 from rankless.errors import CollectiveError
 from rankless.records.group_failures import FailureKind, encode_failure
@@ -37,7 +37,7 @@ class HostWaits:
     def __init__(
         self,
         member: Membership,
-        layout: HostLayout,
+        layout: RanksOfHosts,
         *,
         local: SharedGroup | None,
         exchanges: tuple[GlooExchange, ...],
@@ -132,7 +132,7 @@ class HostWaits:
             check = self._local.signals.require_living_peers
         try:
             exchange.wait(work, self._limit_seconds + self._grace_seconds, check)
-        except LateError:
+        except ExchangeTimeout:
             raise self._make_late_error(exchange) from None
         except RuntimeError as error:
             if isinstance(error, CollectiveError):

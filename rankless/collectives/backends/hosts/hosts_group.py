@@ -8,11 +8,11 @@ import torch
 from rankless.collectives.backends.group_failure import Membership
 from rankless.collectives.backends.hosts.first_failure import FirstFailure
 from rankless.collectives.backends.hosts.gloo_exchange import GlooExchange
-from rankless.collectives.backends.hosts.host_layout import HostLayout
 from rankless.collectives.backends.hosts.host_movement import HostMovement
 from rankless.collectives.backends.hosts.host_reductions import HostReductions
 from rankless.collectives.backends.hosts.host_waits import HostWaits
 from rankless.collectives.backends.hosts.leader_exchange import LeaderExchange
+from rankless.collectives.backends.hosts.ranks_of_hosts import RanksOfHosts
 from rankless.collectives.backends.operation_queue import OperationQueue, SharedMemoryWork
 from rankless.collectives.backends.shared_group import SharedGroup
 from rankless.errors import CollectiveError
@@ -36,7 +36,7 @@ class HostsGroup:
     def __init__(
         self,
         member: Membership,
-        layout: HostLayout,
+        layout: RanksOfHosts,
         failure: FirstFailure,
         *,
         local: SharedGroup | None,

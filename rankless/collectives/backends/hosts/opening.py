@@ -11,8 +11,8 @@ import torch.distributed as dist
 from rankless.collectives.backends.group_failure import Membership
 from rankless.collectives.backends.hosts.first_failure import FirstFailure
 from rankless.collectives.backends.hosts.gloo_exchange import GlooExchange
-from rankless.collectives.backends.hosts.host_layout import HostLayout
 from rankless.collectives.backends.hosts.hosts_group import HostsGroup
+from rankless.collectives.backends.hosts.ranks_of_hosts import RanksOfHosts
 from rankless.collectives.backends.memory.store_exchange import StoreExchange
 from rankless.collectives.backends.shared_group import SharedGroup, open_shared_group
 from rankless.collectives.shared_memory_file import host_identity
@@ -45,7 +45,7 @@ def open_hosts_group(
     exchange = StoreExchange(store, "hosts", rank=member.rank, size=member.size, timeout=timeout)
     own = {"host": host if host is not None else find_host_name(), "objection": objection or is_supported().reason}
     answers = [json.loads(answer) for answer in exchange.gather("host", json.dumps(own))]
-    layout = HostLayout.from_identities(member.rank, [answer["host"] for answer in answers])
+    layout = RanksOfHosts.from_identities(member.rank, [answer["host"] for answer in answers])
     support = _find_support(member, [answer["objection"] for answer in answers])
     if not support:
         return support
@@ -65,7 +65,7 @@ def find_host_name() -> str:
 
 
 def _open(
-    store: Any, exchange: StoreExchange, member: Membership, layout: HostLayout, timeout: timedelta
+    store: Any, exchange: StoreExchange, member: Membership, layout: RanksOfHosts, timeout: timedelta
 ) -> HostsGroup | Support:
     try:
         local = _open_memory(store, member, layout, timeout)
@@ -94,7 +94,7 @@ def _open(
 
 
 def _open_memory(
-    store: Any, member: Membership, layout: HostLayout, timeout: timedelta
+    store: Any, member: Membership, layout: RanksOfHosts, timeout: timedelta
 ) -> SharedGroup | Support | None:
     members = layout.members
     if len(members) == 1:

@@ -14,9 +14,9 @@ from support.processes import on_mesh
 
 from rankless import collectives
 from rankless.collectives.backends.group_failure import Membership
-from rankless.collectives.backends.hosts.host_layout import HostLayout
 from rankless.collectives.backends.hosts.hosts_group import HostsGroup
 from rankless.collectives.backends.hosts.opening import find_host_name, open_hosts_group
+from rankless.collectives.backends.hosts.ranks_of_hosts import RanksOfHosts
 from rankless.collectives.backends.hosts.registration import register_hierarchical_backend
 from rankless.collectives.backends.memory import shared_region
 from rankless.collectives.backends.shared_group import SharedGroup
@@ -26,7 +26,7 @@ from rankless.parallel.mesh import Mesh
 
 
 def test_a_layout_names_the_hosts_in_the_order_of_their_first_ranks():
-    layout = HostLayout.from_identities(3, ["b", "a", "b", "a", "c"])
+    layout = RanksOfHosts.from_identities(3, ["b", "a", "b", "a", "c"])
     assert layout.hosts == ((0, 2), (1, 3), (4,))
     assert (layout.host, layout.members, layout.is_leader, layout.size) == (1, (1, 3), False, 5)
     assert layout.leaders == (0, 1, 4)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
-class HostLayout:
+class RanksOfHosts:
     """The hosts of a group, and one rank's place.
 
     Attributes:
@@ -18,7 +18,7 @@ class HostLayout:
     hosts: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def from_identities(cls, rank: int, identities: Sequence[str]) -> "HostLayout":
+    def from_identities(cls, rank: int, identities: Sequence[str]) -> "RanksOfHosts":
         """Return the layout of ranks whose hosts have these identities, in the order of ranks."""
         names = list(dict.fromkeys(identities))
         hosts = tuple(tuple(peer for peer, identity in enumerate(identities) if identity == name) for name in names)
