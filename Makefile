@@ -50,7 +50,7 @@ docs: $(READY)
 check: lint docs test
 
 bench: $(READY)
-	$(BIN)/python -m bench $(BENCH) $(if $(JSON),--json $(JSON))
+	PYTHONPATH=tests $(BIN)/python -m bench $(BENCH) $(if $(JSON),--json $(JSON))
 
 soak: $(READY)
 	PYTHONPATH=tests $(BIN)/python tests/support/soak.py

@@ -25,6 +25,7 @@ MODULES = {
     "checks": "checks",
     "variable_shapes": "variable_shapes",
     "collectives": "collectives",
+    "host_collectives": "host_collectives",
     "hang_watch": "hang_watch",
     "horovod": "horovod",
     "horovod_hosts": "horovod_hosts",

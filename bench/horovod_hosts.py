@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.hosts import NAMES, two_hosts
+from support.hosts import NAMES, two_hosts
 
 from bench.commands import LIMIT_SECONDS, SCRIPTS
 from bench.pairs import Row, make_row

@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tests.hosts import Hosts, two_hosts
+from support.hosts import Hosts, two_hosts
 
 from bench.commands import BIN, LIMIT_SECONDS, SCRIPTS
 from bench.pairs import Row, make_row, measure

@@ -33,7 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--backend",
         choices=BACKENDS,
         help="Backend of the default process group. Default: RANKLESS_BACKEND, else shared_memory for workers on the "
-        "CPU of one host, nccl for workers with a GPU each, and gloo for others.",
+        "CPU of one host, hierarchical for workers on the CPU of several, nccl for workers with a GPU each, and gloo "
+        "for others.",
     )
     parser.add_argument("--threads", type=int, metavar="K", help="CPU threads per worker. Default: cores / workers.")
     parser.add_argument(

@@ -37,11 +37,13 @@ def choose_backend(devices_of_hosts: Sequence[Sequence[str]], requested: Backend
         return BackendChoice("gloo", "workers share a GPU, which NCCL refuses")
     if not all(on_cpu):
         return BackendChoice("gloo", "some workers are on the CPU and some on a GPU")
-    if len(devices_of_hosts) > 1:
-        return BackendChoice("gloo", "the workers are on the CPU of several hosts")
+    if len(devices_of_hosts) == len(on_cpu) > 1:
+        return BackendChoice("gloo", "each worker is on the CPU of a host of its own")
     support = is_supported()
     if not support:
         return BackendChoice("gloo", f"no shared memory: {support.reason}")
+    if len(devices_of_hosts) > 1:
+        return BackendChoice("hierarchical", "the workers are on the CPU of several hosts, some of which have several")
     return BackendChoice("shared_memory", "all workers are on the CPU of one host")
 
 
@@ -73,18 +75,19 @@ def require_usable_backend(requested: Backend | None, devices: Sequence[str], *,
             found=f"workers on {', '.join(devices)}",
             fix="omit --backend nccl (RANKLESS_BACKEND), or change -n or --devices",
         )
-    if requested != "shared_memory":
+    if requested not in ("shared_memory", "hierarchical"):
         return
     found = ""
-    if not on_cpu:
+    if any(device.startswith("cuda") for device in devices):
         found = f"workers on {', '.join(devices)}"
-    elif host_count > 1:
-        found = f"{host_count} hosts"
+    elif (host_count > 1) != (requested == "hierarchical"):
+        found = "one host" if host_count == 1 else f"{host_count} hosts"
     elif not (support := is_supported()):
         found = support.reason
     if found:
+        where = "one host" if requested == "shared_memory" else "several hosts"
         raise ConfigError(
-            expected="workers on the CPU of one host, which can share memory",
+            expected=f"workers on the CPU of {where}, which can share memory",
             found=found,
-            fix="omit --backend shared_memory (RANKLESS_BACKEND)",
+            fix=f"omit --backend {requested} (RANKLESS_BACKEND)",
         )

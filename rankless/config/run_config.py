@@ -14,7 +14,7 @@ ShowChoice = Literal["first", "all"]
 AgentOutput = Literal["quiet", "table", "summary"]
 """What the agent prints of a run that succeeds: nothing, the table of workers, or that and a line at the end."""
 Precision = Literal["float64"]
-Backend = Literal["gloo", "nccl", "shared_memory"]
+Backend = Literal["gloo", "nccl", "shared_memory", "hierarchical"]
 """A backend of `torch.distributed`."""
 UNKNOWN_HOST = -1
 AgentStart = Literal["ssh", "manual", "script"]

@@ -24,6 +24,7 @@ class FailureKind(enum.IntEnum):
     MISMATCH = 5
     INTERRUPTED = 6
     RUN_ENDED = 7
+    OTHER_HOST = 8
 
 
 def encode_failure(kind: FailureKind, rank: int, seconds: float = 0.0) -> int:

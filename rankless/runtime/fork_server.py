@@ -112,7 +112,8 @@ def preload_modules(*, with_jobs: bool, more: tuple[str, ...] = ()) -> bool:
 
 def _group_modules(config: HostConfig) -> tuple[str, ...]:
     """Return what to preload for workers that make their process group in shared memory."""
-    wants = any(each.config.backend == "shared_memory" and each.config.world_size > 1 for each in config.workers)
+    own = ("shared_memory", "hierarchical")
+    wants = any(each.config.backend in own and each.config.world_size > 1 for each in config.workers)
     return GROUP_MODULES if wants else ()
 
 

@@ -21,7 +21,7 @@ from rankless.errors import RanklessError
 from rankless.runtime.fast_exit import FastExit
 from rankless.runtime.fork_server_protocol import SpawnedProcess, receive_call, send_call
 from rankless.runtime.hooks import import_aliases
-from rankless.runtime.hooks.default_group import use_shared_memory
+from rankless.runtime.hooks.default_group import use_fastest_group
 from rankless.runtime.process_tree import set_parent_death_signal
 from rankless.runtime.rendezvous.job_rendezvous import print_notice
 from rankless.runtime.user_program import unload_shadowed
@@ -74,7 +74,7 @@ def _set_up(process: SpawnedProcess) -> None:
     if torch.distributed.is_available():
         torch.distributed.set_debug_level_from_env()  # type: ignore[attr-defined]  # public, missing in the stubs
         if process.count > 1 and environment.user_backend() in (None, "shared_memory"):
-            use_shared_memory(process.rank, process.count, print_notice)
+            use_fastest_group(process.rank, process.count, print_notice)
     sys.argv = ["-c"]
     import_aliases.install()
 

@@ -182,9 +182,12 @@ class WorkerProcess:
         )
         if self._config.observation.is_reference or self._config.observation.is_foreign:
             importlib.import_module("rankless.runtime.reference_worker").record_reference_run(self._config)
-        if self._is_in_shared_memory_run():
-            importlib.import_module("rankless.runtime.hooks.default_group").use_shared_memory(
-                self._config.rank, self._config.world_size, self._notify
+        if self._may_share_memory():
+            importlib.import_module("rankless.runtime.hooks.default_group").use_fastest_group(
+                self._config.rank,
+                self._config.world_size,
+                self._notify,
+                has_several_hosts=self._config.backend == "hierarchical",
             )
         if self._file_writes is not None:
             self._file_writes.patch_torch_save(importlib.import_module("torch.serialization"))
@@ -197,10 +200,11 @@ class WorkerProcess:
                 "to make it effective use `rankless run --no-warm`, or `rankless torchrun --start-method spawn`"
             )
 
-    def _is_in_shared_memory_run(self) -> bool:
-        """Whether the ranks of this run share memory. Those of an elastic job may join on other hosts."""
+    def _may_share_memory(self) -> bool:
+        """Whether ranks of this run share memory. Those of an elastic job may join on other hosts."""
         config = self._config
-        return config.backend == "shared_memory" and config.world_size > 1 and config.rounds_descriptor is None
+        wants = config.backend in ("shared_memory", "hierarchical")
+        return wants and config.world_size > 1 and config.rounds_descriptor is None
 
     def _warn_of_mistakes(self) -> None:
         """Install the hooks that warn about mistakes. All ranks run the same script, so rank 0 is enough."""

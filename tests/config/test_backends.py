@@ -17,7 +17,9 @@ CPU, OWN_GPUS, ONE_GPU = ("cpu", "cpu"), ("cuda:0", "cuda:1"), ("cuda:0", "cuda:
     ("hosts", "name", "reason"),
     [
         ([CPU], "shared_memory", "all workers are on the CPU of one host"),
-        ([CPU, CPU], "gloo", "the workers are on the CPU of several hosts"),
+        ([CPU, CPU], "hierarchical", "the workers are on the CPU of several hosts, some of which have several"),
+        ([CPU, CPU[:1]], "hierarchical", "the workers are on the CPU of several hosts, some of which have several"),
+        ([CPU[:1], CPU[:1]], "gloo", "each worker is on the CPU of a host of its own"),
         ([OWN_GPUS], "nccl", "every worker has a GPU of its own"),
         ([OWN_GPUS, OWN_GPUS], "nccl", "every worker has a GPU of its own"),
         ([ONE_GPU], "gloo", "workers share a GPU, which NCCL refuses"),
@@ -32,9 +34,10 @@ def test_the_fastest_backend_that_the_devices_allow_is_chosen(hosts: list[tuple[
 
 def test_a_machine_without_ordered_stores_uses_gloo_and_says_why(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(shared_memory_support, "has_ordered_stores", lambda: False)
-    choice = choose_backend([CPU])
-    assert choice.name == "gloo"
-    assert "whose stores arrive in order" in choice.reason
+    for hosts in ([CPU], [CPU, CPU]):
+        choice = choose_backend(hosts)
+        assert choice.name == "gloo"
+        assert "whose stores arrive in order" in choice.reason
 
 
 def test_the_option_overrides_the_variable(monkeypatch: pytest.MonkeyPatch):
@@ -55,6 +58,8 @@ def test_the_option_overrides_the_variable(monkeypatch: pytest.MonkeyPatch):
         ("nccl", ONE_GPU, 1, "workers on cuda:0, cuda:0"),
         ("shared_memory", OWN_GPUS, 1, "workers on cuda:0, cuda:1"),
         ("shared_memory", CPU, 2, "2 hosts"),
+        ("hierarchical", CPU, 1, "one host"),
+        ("hierarchical", OWN_GPUS, 2, "workers on cuda:0, cuda:1"),
     ],
 )
 def test_a_backend_that_cannot_connect_the_workers_is_refused(

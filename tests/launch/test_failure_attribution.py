@@ -1,6 +1,8 @@
 """Failure attribution names the root cause from the records in their order of arrival."""
 
-from rankless.launch.supervisor.failure_attribution import Verdict, attribute_failure
+import pytest
+
+from rankless.launch.supervisor.failure_attribution import Verdict, attribute_failure, is_secondary_failure
 from rankless.records.events import AnyRecord, Exited, GroupTeardown, HangDetected, Raised, ScriptFinished, Started
 
 LOST = "RuntimeError: [gloo/transport/tcp/pair.cc] Connection closed by peer [127.0.0.1]:4411"
@@ -49,6 +51,18 @@ def test_the_first_rank_that_raises_is_the_root_cause() -> None:
 
 def test_a_secondary_failure_that_reports_first_is_not_the_root_cause() -> None:
     assert verdict_on(raised(0, LOST), raised(1)).root_cause_rank == 1
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "rank 1 cannot go on with the ranks of other hosts",
+        "the connection to rank 2 is lost (it is closed)",
+        "the connection to a rank of another host is lost (Broken link)",
+    ],
+)
+def test_a_host_that_has_lost_another_is_a_secondary_failure(message: str) -> None:
+    assert is_secondary_failure(raised(0, message))
 
 
 def test_a_chained_traceback_shows_a_secondary_failure() -> None:

@@ -34,6 +34,7 @@ FOUND = {
     FailureKind.MISMATCH: "rank {rank} found that the calls of the ranks do not match",
     FailureKind.INTERRUPTED: "rank {rank} left a collective because of an exception",
     FailureKind.RUN_ENDED: "the launcher ends the run, and has ended the group",
+    FailureKind.OTHER_HOST: "rank {rank} cannot go on with the ranks of other hosts",
 }
 FIXES = {
     FailureKind.ABORTED: "see why rank {rank} aborted",
@@ -43,6 +44,7 @@ FIXES = {
     FailureKind.MISMATCH: "make every rank call the same collectives in the same order; rank {rank} has the details",
     FailureKind.INTERRUPTED: "see the exception on rank {rank}",
     FailureKind.RUN_ENDED: "see in the launcher's report why the run ends",
+    FailureKind.OTHER_HOST: "see the error of rank {rank}",
 }
 
 

@@ -84,6 +84,8 @@ class GroupSignals:
         self._spin_count = self._longest_spin
         self._vain_spins = 0
         self._fence = threading.Lock()
+        self.watch: Callable[[], None] | None = None
+        """Called now and then while a collective sleeps. It raises if the wait is in vain."""
         words[MARK_OFFSET // WORD_BYTES] = GROUP_MARK
 
     def post(self) -> int:
@@ -174,6 +176,8 @@ class GroupSignals:
                 last_check = now
                 sets = list(awaited())
                 self._require_living(is_ready, sets)
+                if self.watch is not None and channel == COLLECTIVE_CHANNEL:
+                    self.watch()
                 if fails_late and now - start >= limit_seconds and not is_ready():
                     late = min(min(ranks) for ranks in sets if ranks)
                     self.fail(FailureKind.LATE, self._find_last_awaited(late), limit_seconds)
@@ -197,6 +201,11 @@ class GroupSignals:
             if ranks and ranks <= ended | closed and not is_ready():
                 gone = min(ranks & ended or ranks)
                 self.fail(FailureKind.ENDED if gone in ended else FailureKind.CLOSED, gone)
+
+    def require_living_peers(self) -> None:
+        """Raise a `CollectiveError` unless the group can be used and no rank has left: all others wait for this one."""
+        self.check()
+        self._require_living(lambda: False, [{rank} for rank, _ in self._posted])
 
     def check(self) -> None:
         """Raise the `CollectiveError` that says why the group cannot be used, if it cannot."""

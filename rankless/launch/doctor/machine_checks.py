@@ -61,7 +61,7 @@ def check_backend(request: CheckHost) -> CheckResult:
         return make_failure(check_name, str(error.found), error.fix)
     hosts = [devices, devices] if request.has_several else [devices]
     choice = choose_backend(hosts, requested)
-    if choice.name == "shared_memory" and not can_reserve(request.workers * GROUP_BYTES_PER_RANK):
+    if choice.name in ("shared_memory", "hierarchical") and not can_reserve(request.workers * GROUP_BYTES_PER_RANK):
         fix = f"allow memfd_create, or make {SHARED_MEMORY} larger: as root mount -o remount,size=8G {SHARED_MEMORY}"
         return make_warning(check_name, "gloo: the workers cannot reserve memory to share", fix)
     return make_pass(check_name, f"{choice.name}: {choice.reason}")

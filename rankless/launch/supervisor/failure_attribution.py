@@ -47,6 +47,7 @@ _LOST_CONNECTION = re.compile(
     r"|remote process exited or there was a network error|Socket Timeout|failed to recv, got 0 bytes"
     r"|rank \d+ (raised|failed)\b|Horovod has been shut down"
     r"|the process of rank \d+ has ended|rank \d+ (aborted|has closed) the group|the launcher ends the run"
+    r"|the connection to (rank \d+|a rank of another host) is lost|cannot go on with the ranks of other hosts"
     r"|rank \d+ left a collective because of an exception|rank \d+ found that the calls of the ranks do not match"
 )
 

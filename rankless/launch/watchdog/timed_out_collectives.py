@@ -14,9 +14,9 @@ from rankless.records.events import Raised, RankStatus
 
 _TIMED_OUT = re.compile(
     r"(?:Timed out waiting|[Ww]ait timeout after) (?P<milliseconds>\d+) ?ms"
-    r"|rank \d+ did not take part within (?P<seconds>[\d.e+]+) s"
+    r"|(?:rank \d+|a rank) did not take part within (?P<seconds>[\d.e+]+) s"
 )
-"""The messages of Gloo, of the TCP store, and of groups in shared memory."""
+"""The messages of Gloo, of the TCP store, and of groups whose ranks reduce in shared memory."""
 _TRACEBACK_HEADER = "Traceback (most recent call last):"
 _FRAME = re.compile(r'^ +File "(.*)", line (\d+), in (.*)$', re.MULTILINE)
 

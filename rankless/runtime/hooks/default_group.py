@@ -1,8 +1,8 @@
-"""Gives a script that makes its own Gloo group one in shared memory, where that is safe.
+"""Gives a script that makes its own Gloo group one in shared memory, or a hierarchical one, where that is safe.
 
-It is safe if all ranks of the run are in the group, on the CPU of one host, and the script asks for nothing that only
-Gloo has. The decision follows from the run and the call, so all ranks make the same one. A script that relies on the
-name of the backend, or runs with TORCH_DISTRIBUTED_DEBUG=DETAIL, keeps Gloo by `--backend gloo` or by itself.
+It is safe if all ranks of the run are in the group, on the CPU, and the script asks for nothing that only Gloo has. The
+decision follows from the run and the call, so all ranks make the same one. A script that relies on the name of the
+backend, or runs with TORCH_DISTRIBUTED_DEBUG=DETAIL, keeps Gloo by `--backend gloo` or by itself.
 """
 
 import functools
@@ -20,15 +20,19 @@ import torch.distributed.distributed_c10d as groups
 from rankless.runtime.rendezvous.original_init import ORIGINAL
 
 _CPU_BACKENDS = (None, "gloo", "cpu:gloo")
+_OWN_BACKENDS = ("shared_memory", "hierarchical")
 
 
-def use_shared_memory(rank: int, world_size: int, notify: Callable[[str], None]) -> None:
+def use_fastest_group(
+    rank: int, world_size: int, notify: Callable[[str], None], *, has_several_hosts: bool = False
+) -> None:
     """Replace `init_process_group`, and `monitored_barrier`, which PyTorch restricts to Gloo.
 
     Args:
         rank: The rank of this process.
         world_size: The number of ranks, all of which call this.
         notify: Called on rank 0 with the reason if there is no shared memory.
+        has_several_hosts: Whether the launcher has started the ranks on several hosts. Default: it has not.
     """
     process_id = os.getpid()
     init, monitored_barrier = groups.init_process_group, groups.monitored_barrier
@@ -46,15 +50,19 @@ def use_shared_memory(rank: int, world_size: int, notify: Callable[[str], None])
         # Imported here: a script that makes no group needs none of this.
         process_groups = importlib.import_module("rankless.runtime.rendezvous.process_group")
         request = process_groups.GroupRequest(
-            store=_find_store(given, timeout), rank=rank, size=world_size, timeout=timeout
+            store=_find_store(given, timeout),
+            rank=rank,
+            size=world_size,
+            timeout=timeout,
+            has_several_hosts=has_several_hosts,
         )
-        process_groups.init_shared_memory_group(request, notify=notify, init=init)
+        process_groups.init_cpu_group(request, notify=notify, init=init)
 
     @functools.wraps(monitored_barrier)
     def barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
         found: Any = dist.group.WORLD if group is None else group
-        if isinstance(found, dist.ProcessGroup) and dist.get_backend(found) == "shared_memory":
-            return found.monitored_barrier(timeout, wait_all_ranks)  # type: ignore[attr-defined]  # our class has it
+        if isinstance(found, dist.ProcessGroup) and dist.get_backend(found) in _OWN_BACKENDS:
+            return found.monitored_barrier(timeout, wait_all_ranks)  # type: ignore[attr-defined]  # our classes have it
         return monitored_barrier(group, timeout, wait_all_ranks)
 
     setattr(init_process_group, ORIGINAL, init)

@@ -1,4 +1,6 @@
-"""Makes the default process group of a job: in shared memory where all ranks are on one host, else of Gloo or NCCL.
+"""Makes the default process group of a job.
+
+It is in shared memory where all ranks are on one host, and hierarchical where hosts have several; else of Gloo or NCCL.
 
 No other module makes process groups, except for a process that is alone.
 """
@@ -15,9 +17,13 @@ from torch.distributed.distributed_c10d import default_pg_timeout
 
 from rankless.collectives.backends import register_backend
 from rankless.collectives.backends.group_failure import Membership
-from rankless.collectives.backends.shared_group import NO_MEMORY, SharedGroup, open_shared_group
+from rankless.collectives.backends.hosts.hosts_group import HostsGroup
+from rankless.collectives.backends.hosts.opening import ONE_RANK_PER_HOST, open_hosts_group
+from rankless.collectives.backends.hosts.registration import register_hierarchical_backend
+from rankless.collectives.backends.shared_group import NO_MEMORY, SEVERAL_HOSTS, SharedGroup, open_shared_group
 from rankless.config import environment
 from rankless.config.run_config import Backend
+from rankless.config.shared_memory_support import Support
 from rankless.errors import JoinError
 from rankless.runtime.rendezvous.job_rendezvous import STORE_TIMEOUT, print_notice
 from rankless.runtime.rendezvous.original_init import find_original_init
@@ -38,12 +44,14 @@ class GroupRequest:
         rank: This process's rank.
         size: The number of ranks.
         timeout: How long the ranks wait for each other in its collectives.
+        has_several_hosts: Whether the launcher has started the ranks on several hosts. Default: it does not say.
     """
 
     store: Any
     rank: int
     size: int
     timeout: timedelta = default_pg_timeout
+    has_several_hosts: bool = False
 
 
 def make_world_group(
@@ -55,8 +63,9 @@ def make_world_group(
     others still connect to it. Rank 0, whose process serves the store, destroys the group only after all ranks know
     that. Raises JoinError if some ranks have not made the group within STORE_TIMEOUT.
     """
-    if backend == "shared_memory":
-        init_shared_memory_group(GroupRequest(store=store, rank=rank, size=world_size), notify=print_notice)
+    if backend in ("shared_memory", "hierarchical"):
+        request = GroupRequest(store=store, rank=rank, size=world_size, has_several_hosts=backend == "hierarchical")
+        init_cpu_group(request, notify=print_notice)
     else:
         bound = device if backend == "nccl" else None
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, device_id=bound)
@@ -78,52 +87,68 @@ def make_world_group(
     return end
 
 
-def init_shared_memory_group(
+def init_cpu_group(
     request: GroupRequest,
     *,
     notify: Callable[[str], None],
     init: Callable[..., None] | None = None,
 ) -> None:
-    """Make the default process group in shared memory, or of Gloo if the ranks cannot share any.
+    """Make the default process group for ranks on the CPU: the fastest one that their hosts allow.
 
-    All ranks call this. They agree on the backend, also if RANKLESS_BACKEND differs between them.
+    It is in shared memory if all ranks are on one host, and hierarchical if a host has several of them; otherwise it is
+    of Gloo. All ranks call this. They agree on the backend, also if RANKLESS_BACKEND differs between them.
 
     Args:
         request: The group.
-        notify: Called on rank 0 with the reason if there is no memory.
+        notify: Called on rank 0 with the reason if a host has no memory to share.
         init: What to call with the backend. Default: `dist.init_process_group`, as it was before our own hook.
     """
-    opened = None
+    opened: SharedGroup | HostsGroup | Support | None = None
     if request.size > 1:
-        opened = _open_memory(request)
-        if opened is NO_MEMORY and request.rank == 0:
-            notify(f"collectives use Gloo instead of shared memory: {NO_MEMORY.reason}")
-    shared = opened if isinstance(opened, SharedGroup) else None
+        opened = _open_group(request)
+        if isinstance(opened, Support) and request.rank == 0 and _is_surprise(opened, request):
+            notify(f"collectives use Gloo instead of shared memory: {opened.reason}")
+    backend = "gloo"
+    if isinstance(opened, SharedGroup | HostsGroup):
+        backend = "shared_memory" if isinstance(opened, SharedGroup) else "hierarchical"
     (init or find_original_init())(
-        "gloo" if shared is None else "shared_memory",
+        backend,
         store=request.store,
         rank=request.rank,
         world_size=request.size,
         timeout=request.timeout,
-        pg_options=shared,
+        pg_options=None if backend == "gloo" else opened,
     )
 
 
-def _open_memory(request: GroupRequest) -> Any:
+def _is_surprise(support: Support, request: GroupRequest) -> bool:
+    """Whether the user does not know the reason for Gloo from the choice of the backend, or from RANKLESS_BACKEND."""
+    if support is NO_MEMORY:
+        return True
+    return request.has_several_hosts and support is not ONE_RANK_PER_HOST and "RANKLESS_BACKEND" not in support.reason
+
+
+def _open_group(request: GroupRequest) -> SharedGroup | HostsGroup | Support:
     register_backend()
+    register_hierarchical_backend()
     # A store may serve several groups one after the other, so each has keys of its own.
     number = request.store.add(f"rankless/shared memory/{request.rank}", 1)
     choice = environment.user_backend()
-    return open_shared_group(
-        dist.PrefixStore(f"rankless/shared memory {number}", request.store),  # type: ignore[attr-defined]  # not in the stubs
-        Membership(
-            rank=request.rank,
-            global_ranks=tuple(range(request.size)),
-            timeout_seconds=request.timeout.total_seconds(),
-        ),
-        request.timeout,
-        objection=f"RANKLESS_BACKEND={choice}" if choice not in (None, "shared_memory") else "",
+    objection = f"RANKLESS_BACKEND={choice}" if choice not in (None, "shared_memory", "hierarchical") else ""
+    member = Membership(
+        rank=request.rank, global_ranks=tuple(range(request.size)), timeout_seconds=request.timeout.total_seconds()
     )
+    if not request.has_several_hosts:
+        store = _derive(request.store, f"rankless/shared memory {number}")
+        opened = open_shared_group(store, member, request.timeout, objection=objection)
+        if opened is not SEVERAL_HOSTS:
+            return opened
+    store = _derive(request.store, f"rankless/hosts {number}")
+    return open_hosts_group(store, member, request.timeout, objection=objection)
+
+
+def _derive(store: Any, prefix: str) -> Any:
+    return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]  # not in the stubs
 
 
 def _wait_for_count(store: Any, key: str, world_size: int) -> int:

@@ -1,0 +1,11 @@
+"""Collectives across hosts: ranks reduce in shared memory within each host, and the first ranks then between hosts.
+
+Enters: a `torch.distributed.Store` that the ranks share. Leaves: what a process group of the backend "hierarchical"
+runs its collectives in, or why the ranks cannot have one. `registration` makes it known to torch. Decision 0033
+has the reasons.
+
+The layers, from below: `ranks_of_hosts` says who is on which host. `gloo_exchange` moves bytes between ranks of several
+hosts. `first_failure` tells all ranks why the group ended. `host_waits` limits and ends waits. `leader_exchange` has
+the algorithms between hosts, and `host_reductions` and `host_movement` the whole collectives. `hosts_group` holds
+everything, `opening` makes it, and `process_group` has torch's signatures.
+"""

@@ -1,0 +1,107 @@
+"""A group of processes of several hosts: everything that it holds, from its opening to its closing."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from rankless.collectives.backends.group_failure import Membership
+from rankless.collectives.backends.hosts.first_failure import FirstFailure
+from rankless.collectives.backends.hosts.gloo_exchange import GlooExchange
+from rankless.collectives.backends.hosts.host_movement import HostMovement
+from rankless.collectives.backends.hosts.host_reductions import HostReductions
+from rankless.collectives.backends.hosts.host_waits import HostWaits
+from rankless.collectives.backends.hosts.leader_exchange import LeaderExchange
+from rankless.collectives.backends.hosts.ranks_of_hosts import RanksOfHosts
+from rankless.collectives.backends.operation_queue import OperationQueue, SharedMemoryWork
+from rankless.collectives.backends.shared_group import SharedGroup
+from rankless.errors import CollectiveError
+from rankless.records.group_failures import FailureKind
+
+Operation = Callable[[], None]
+
+
+class HostsGroup:
+    """What a group on several hosts holds. It has the attributes of `SharedGroup` that a process group uses.
+
+    Args:
+        member: This process's place in the group.
+        layout: The hosts of the group.
+        failure: Tells all ranks why the group ended.
+        local: The shared memory of this rank's host; None for a rank that is alone on its host.
+        leaders: Connects the first ranks of the hosts; None for other ranks.
+        everyone: Connects all ranks.
+    """
+
+    def __init__(
+        self,
+        member: Membership,
+        layout: RanksOfHosts,
+        failure: FirstFailure,
+        *,
+        local: SharedGroup | None,
+        leaders: GlooExchange | None,
+        everyone: GlooExchange,
+    ) -> None:
+        self.layout, self._local, self._everyone = layout, local, everyone
+        self._exchanges = (everyone,) if leaders is None else (everyone, leaders)
+        self.signals = HostWaits(member, layout, local=local, exchanges=self._exchanges, failure=failure)
+        between = None if leaders is None else LeaderExchange(leaders)
+        self.reductions = HostReductions(layout, self.signals, local=local, leaders=between)
+        self.movement = HostMovement(layout, self.signals, local=local, leaders=between, everyone=everyone)
+        self.queue = _GuardedQueue(self.signals)
+
+    @property
+    def messages(self) -> Any:
+        """The Gloo group of all ranks, which carries messages from one rank to another."""
+        return self._everyone.group
+
+    def allocate(self, count: int, dtype: torch.dtype) -> None:  # noqa: ARG002
+        """Return None: ranks of several hosts share no memory."""
+        self.signals.check()
+
+    def abort(self) -> None:
+        """End the group for all ranks: their waits raise at once."""
+        self.signals.abort(FailureKind.ABORTED)
+
+    def close(self) -> None:
+        """Leave the group. Operations that are not done fail. In a forked process this does nothing."""
+        if self.signals.is_forked:
+            return
+        self.signals.close()
+        if self._local is not None:
+            self._local.close()
+        self.queue.close()
+        for exchange in self._exchanges:
+            exchange.close()
+
+
+class _GuardedQueue:
+    """An `OperationQueue` whose operations end the group on all ranks if they fail.
+
+    Args:
+        waits: The waits of the group.
+    """
+
+    def __init__(self, waits: HostWaits) -> None:
+        self._waits = waits
+        self._queue = OperationQueue("rankless-collectives", lambda: waits.abort(FailureKind.INTERRUPTED))
+
+    def run(self, operation: Operation, outputs: list[Any]) -> SharedMemoryWork:
+        """Run an operation after all that were started before. See `OperationQueue.run`."""
+        return self._queue.run(lambda: self._guard(operation), outputs)
+
+    def start(self, operation: Operation, outputs: list[Any]) -> SharedMemoryWork:
+        """Queue an operation. See `OperationQueue.start`."""
+        return self._queue.start(lambda: self._guard(operation), outputs)
+
+    def close(self) -> None:
+        """Run what is queued, and end the thread."""
+        self._queue.close()
+
+    def _guard(self, operation: Operation) -> None:
+        try:
+            self._waits.check()
+            operation()
+        except CollectiveError as error:
+            self._waits.fail(error)

@@ -1,0 +1,155 @@
+"""Collectives of one rank of each host, by exchanges of bytes between them.
+
+Note [pairs and shares]: two hosts, and few bytes, are exchanged whole: each host sends its values to all others, and
+combines all hosts' values. Otherwise each host combines a share of the values, and sends its result to the others.
+Values are combined in the order of hosts, so all hosts get the same bits. Gloo's own reductions take fewer dtypes.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rankless.collectives.backends.hosts.gloo_exchange import GlooExchange
+from rankless.collectives.backends.reductions import Reduction
+from rankless.collectives.backends.slots import split_shares
+
+PIECE_BYTES = 1 << 19
+WHOLE_BYTES = 64 << 10
+"""The most bytes that more than two hosts exchange whole."""
+Wait = Callable[[Any], None]
+
+
+class LeaderExchange:
+    """The collectives of the first ranks of the hosts.
+
+    All tensors are flat and contiguous. The methods raise what `wait` raises.
+
+    Args:
+        exchange: Connects the first ranks, in the order of hosts.
+    """
+
+    def __init__(self, exchange: GlooExchange) -> None:
+        self.exchange = exchange
+        self.host, self.host_count = exchange.rank, exchange.size
+
+    def start_all_reduce(self, values: Tensor, reduction: Reduction, wait: Wait) -> Callable[[], None]:
+        """Begin to replace the values by their reduction over all hosts. See note [pairs and shares].
+
+        Returns:
+            What to call for the result. Until then the values must not change.
+        """
+        if self.host_count > 2 and values.nbytes > WHOLE_BYTES:
+            return self._start_shares(values, reduction, wait)
+        work, found = self._send_to_all(values)
+
+        def finish() -> None:
+            wait(work)
+            reduction.reduce([values if value is None else value for value in found], values)
+
+        return finish
+
+    def _start_shares(self, values: Tensor, reduction: Reduction, wait: Wait) -> Callable[[], None]:
+        shares = [values[first:last] for first, last in split_shares(len(values), self.host_count)]
+        finish_own = self.start_reduce_scatter(shares, reduction, wait)
+
+        def finish() -> None:
+            finish_own()
+            own = as_bytes(shares[self.host])
+            gathered = self.all_gather(own, [share.nbytes for share in shares], wait)
+            for host, share in enumerate(shares):
+                if host != self.host:
+                    as_bytes(share).copy_(gathered[host])
+
+        return finish
+
+    def _send_to_all(self, values: Tensor) -> tuple[Any, list[Tensor | None]]:
+        counts = [0 if host == self.host else values.nbytes for host in range(self.host_count)]
+        outgoing = as_bytes(values)
+        if self.host_count > 2:
+            outgoing = outgoing.repeat(self.host_count - 1)
+        incoming = torch.empty(sum(counts), dtype=torch.uint8)
+        work = self.exchange.start(outgoing, counts, incoming, counts)
+        parts = [part.view(values.dtype) for part in incoming.split(counts)]
+        return work, [None if host == self.host else part for host, part in enumerate(parts)]
+
+    def start_reduce_scatter(self, blocks: Sequence[Tensor], reduction: Reduction, wait: Wait) -> Callable[[], None]:
+        """Begin to replace this host's block by the reduction of all hosts' values for it. Returns as above."""
+        own = blocks[self.host]
+        outgoing_counts = [0 if host == self.host else block.nbytes for host, block in enumerate(blocks)]
+        incoming_counts = [0 if host == self.host else own.nbytes for host in range(self.host_count)]
+        outgoing = torch.cat([as_bytes(block) for host, block in enumerate(blocks) if host != self.host])
+        incoming = torch.empty(sum(incoming_counts), dtype=torch.uint8)
+        if not len(outgoing) and not len(incoming):
+            return lambda: None
+        work = self.exchange.start(outgoing, outgoing_counts, incoming, incoming_counts)
+
+        def finish() -> None:
+            wait(work)
+            if len(own):
+                found = [part.view(own.dtype) for part in incoming.split(incoming_counts)]
+                found[self.host] = own
+                reduction.reduce(found, own)
+
+        return finish
+
+    def all_gather(self, own: Tensor, byte_counts: Sequence[int], wait: Wait) -> list[Tensor]:
+        """Return the bytes of each host, given their numbers; this host's are its own tensor."""
+        incoming_counts = [0 if host == self.host else count for host, count in enumerate(byte_counts)]
+        outgoing_counts = [0 if host == self.host else len(own) for host in range(self.host_count)]
+        incoming = torch.empty(sum(incoming_counts), dtype=torch.uint8)
+        outgoing = own.repeat(self.host_count - 1) if self.host_count > 2 else own
+        if len(outgoing) or len(incoming):
+            wait(self.exchange.start(outgoing, outgoing_counts, incoming, incoming_counts))
+        found = list(incoming.split(incoming_counts))
+        found[self.host] = own
+        return found
+
+    def broadcast(self, data: Tensor, root: int, wait: Wait) -> None:
+        """Copy the bytes of host `root` to all hosts."""
+        if not len(data):
+            return
+        if self.host_count > 2 and len(data) > WHOLE_BYTES:
+            self._broadcast_shares(data, root, wait)
+            return
+        self._send_from(root, [data] * self.host_count, wait)
+
+    def _broadcast_shares(self, data: Tensor, root: int, wait: Wait) -> None:
+        """Send a share to each host, which sends it to all others: the root's network carries the data once."""
+        parts = iter(split_shares(len(data), self.host_count - 1))
+        shares = [data[:0] if host == root else data[slice(*next(parts))] for host in range(self.host_count)]
+        self._send_from(root, shares, wait)
+        own = shares[self.host]
+        takes = [host not in (root, self.host) and self.host != root for host in range(self.host_count)]
+        outgoing_counts = [len(own) if take else 0 for take in takes]
+        incoming_counts = [len(share) if take else 0 for take, share in zip(takes, shares, strict=True)]
+        incoming = torch.empty(sum(incoming_counts), dtype=torch.uint8)
+        wait(self.exchange.start(own.repeat(sum(takes)), outgoing_counts, incoming, incoming_counts))
+        for share, take, found in zip(shares, takes, incoming.split(incoming_counts), strict=True):
+            if take:
+                share.copy_(found)
+
+    def _send_from(self, root: int, shares: Sequence[Tensor], wait: Wait) -> None:
+        none, counts = torch.empty(0, dtype=torch.uint8), [0] * self.host_count
+        if self.host != root:
+            incoming_counts = [len(shares[self.host]) if host == root else 0 for host in range(self.host_count)]
+            wait(self.exchange.start(none, counts, shares[self.host], incoming_counts))
+            return
+        others = [share for host, share in enumerate(shares) if host != root]
+        outgoing_counts = [0 if host == root else len(share) for host, share in enumerate(shares)]
+        wait(self.exchange.start(torch.cat(others) if len(others) > 1 else others[0], outgoing_counts, none, counts))
+
+    def barrier(self, wait: Wait) -> None:
+        """Return when all hosts have called this."""
+        wait(self._send_to_all(torch.zeros(1, dtype=torch.uint8))[0])
+
+
+def count_piece_bytes(host_count: int) -> int:
+    """Return the most bytes of one all_reduce of so many hosts. Shares of many hosts stay long enough."""
+    return PIECE_BYTES * max(1, host_count // 2)
+
+
+def as_bytes(values: Tensor) -> Tensor:
+    """Return flat values as flat bytes."""
+    return values if values.dtype is torch.uint8 else values.view(torch.uint8)
