@@ -4,7 +4,7 @@
 checks its arguments, and then runs as an operation of the group's queue: in order with all others.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
@@ -70,23 +70,32 @@ class SharedMemoryProcessGroup(_ProcessGroup):  # type: ignore[misc]  # its base
         self._description = BACKEND_NAME
         self._shared: SharedGroup | None = shared
 
-    def allocate(self, count: int, dtype: torch.dtype) -> Tensor | None:
+    def allocate(
+        self,
+        count: int,
+        dtype: torch.dtype,
+        *,
+        limit_bytes: int | None = None,
+        on_close: Callable[[], None] | None = None,
+    ) -> Tensor | None:
         """Return a flat tensor in the group's memory, filled with zeros.
 
         `all_reduce` of exactly this tensor copies nothing into shared memory. All ranks call this in the same order,
-        with the same arguments. The memory is free when the group is closed and the tensor is gone.
+        with the same arguments. The memory is free when the tensor and all its views are gone.
 
         Args:
             count: The number of values.
             dtype: Their dtype.
+            limit_bytes: The most bytes that all such tensors may take of each rank's memory. Default: any number.
+            on_close: A method that is called when the group is closed. The group does not keep its object alive.
 
         Returns:
-            The tensor. None on all ranks if there is no memory.
+            The tensor. None on all ranks if there is no memory, or on any rank not so much within the limit.
 
         Raises:
             CollectiveError: The group cannot be used, or a rank does not call this within the group's timeout.
         """
-        return self._open.allocate(count, dtype)
+        return self._open.allocate(count, dtype, limit_bytes=limit_bytes, on_close=on_close)
 
     @property
     def timeout(self) -> timedelta:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -65,19 +65,33 @@ class SharedGroup:
         signals, rank = self.signals, member.rank
         self.queue = OperationQueue("rankless-collectives", lambda: signals.end_group(FailureKind.INTERRUPTED, rank))
         self._exchange, self._member = exchange, member
-        self._allocations = 0
 
-    def allocate(self, count: int, dtype: torch.dtype) -> torch.Tensor | None:
+    def allocate(
+        self,
+        count: int,
+        dtype: torch.dtype,
+        *,
+        limit_bytes: int | None = None,
+        on_close: Callable[[], None] | None = None,
+    ) -> torch.Tensor | None:
         """Return a tensor in memory that all ranks map. See `SharedMemoryProcessGroup.allocate`."""
         self.signals.check()
-        self._allocations += 1
-        stride = _round_up(max(1, count * dtype.itemsize))
-        region = open_shared_region(self._exchange.derive(f"tensor {self._allocations}"), stride * self._member.size)
-        if region is None:
-            return None
-        with torch.inference_mode(False):
-            tensors = [part[: count * dtype.itemsize].view(dtype) for part in region.bytes.split(stride)]
-        return self.reductions.add_shared(tensors)
+        tensors, stride = self.reductions.tensors, _round_up(max(1, count * dtype.itemsize))
+        tensors.allocations += 1
+        exchange = self._exchange.derive(f"tensor {tensors.allocations}")
+
+        def check() -> None:
+            self.signals.check()
+            self._exchange.check()
+
+        exchange.check = check
+        if limit_bytes is not None:
+            # Ranks free memory at different times, so all must agree on whether there is enough.
+            is_enough = tensors.reserved_bytes + stride <= limit_bytes
+            if not all(exchange.gather("limit", "yes" if is_enough else "")):
+                return None
+        region = open_shared_region(exchange, stride * self._member.size)
+        return None if region is None else tensors.add(region, count, dtype, on_close)
 
     def abort(self) -> None:
         """End the group for all ranks: their waits raise at once."""
@@ -92,6 +106,7 @@ class SharedGroup:
             return
         self.signals.close()
         self.queue.close()
+        self.reductions.tensors.close()
         self.messages.close()
 
 

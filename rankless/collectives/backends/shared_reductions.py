@@ -18,6 +18,7 @@ import torch
 
 from rankless.collectives.backends.operation_signature import Collective, encode_signature
 from rankless.collectives.backends.reductions import Reduction
+from rankless.collectives.backends.shared_tensors import SharedTensor, SharedTensors
 from rankless.collectives.backends.slots import HALF_BYTES, Slots, split_rounds, split_shares
 from rankless.collectives.backends.small_reductions import SmallReduction
 
@@ -41,7 +42,7 @@ class SharedReductions:
         self._slots = slots
         self.rank, self.size = slots.rank, slots.size
         self._reductions: dict[tuple[Any, torch.dtype], Reduction] = {}
-        self._shared: dict[int, list[torch.Tensor]] = {}
+        self.tensors = SharedTensors(slots.rank, slots.size)
         self._small: dict[tuple[int, torch.dtype, int], SmallReduction] = {}
 
     def get_reduction(self, operation: Any, dtype: torch.dtype) -> Reduction:
@@ -51,12 +52,6 @@ class SharedReductions:
             self._reductions[key] = Reduction(operation, dtype)
         return self._reductions[key]
 
-    def add_shared(self, tensors: list[torch.Tensor]) -> torch.Tensor:
-        """Register tensors in shared memory, one for each rank, and return this rank's."""
-        own = tensors[self._slots.rank]
-        self._shared[own.data_ptr()] = tensors
-        return own
-
     def all_reduce(self, tensor: torch.Tensor, reduction: Reduction) -> None:
         """Replace the values by their reduction over all ranks."""
         size = self._slots.size
@@ -65,7 +60,7 @@ class SharedReductions:
         if tensor.nbytes * size <= ONE_SHOT_BYTES and len(tensor):
             self._get_small(tensor, reduction).run(tensor)
             return
-        shared = self._shared.get(tensor.data_ptr()) if len(tensor) else None
+        shared = self.tensors.find(tensor) if len(tensor) else None
         if shared is not None and self._all_reduce_shared(tensor, shared, reduction):
             return
         if size == 2:
@@ -169,33 +164,32 @@ class SharedReductions:
                     signals.wait_for(owner % slots.size, phase)
                     piece[first:last].copy_(views[owner % slots.size][first:last])
 
-    def _all_reduce_shared(self, tensor: torch.Tensor, shared: list[torch.Tensor], reduction: Reduction) -> bool:
+    def _all_reduce_shared(self, tensor: torch.Tensor, shared: SharedTensor, reduction: Reduction) -> bool:
         """See note [shared tensors]. Returns False if a rank passes another tensor; nothing has then been changed."""
         slots, signals, rank = self._slots, self._slots.signals, self._slots.rank
-        if len(tensor) != len(shared[rank]) or tensor.dtype != shared[rank].dtype:
-            return False
         signature = _sign(Collective.ALL_REDUCE, len(tensor), reduction, tensor.dtype)
-        number = list(self._shared).index(tensor.data_ptr()) + 1
-        half = slots.begin_round((signature, number))
+        half = slots.begin_round((signature, shared.number))
         signals.wait_for_all(signals.post())
         self._require_same(half, signature)
-        if any(signals.read_table(peer, half, 1) != number for peer in range(slots.size)):
+        if any(signals.read_table(peer, half, 1) != shared.number for peer in range(slots.size)):
             return False
         shares = split_shares(len(tensor), slots.size)
         first, last = shares[rank]
-        reduction.reduce([one[first:last] for one in shared], tensor[first:last])
+        reduction.reduce([part[first:last] for part in shared.parts], tensor[first:last])
         phase = signals.post()
         for owner in range(rank + 1, rank + slots.size):
             first, last = shares[owner % slots.size]
             signals.wait_for(owner % slots.size, phase)
-            tensor[first:last].copy_(shared[owner % slots.size][first:last])
+            tensor[first:last].copy_(shared.parts[owner % slots.size][first:last])
         signals.wait_for_all(signals.post())
         return True
 
     def _has_shared_call(self, half: int) -> bool:
         """Whether a rank passes a tensor in shared memory while this one does not. They then both start again."""
         signals = self._slots.signals
-        return bool(self._shared) and any(signals.read_table(peer, half, 1) for peer in range(self._slots.size))
+        # Not whether this rank still has such tensors: another may, when this one's are gone.
+        has_any = self.tensors.allocations > 0
+        return has_any and any(signals.read_table(peer, half, 1) for peer in range(self._slots.size))
 
     def _require_same(self, half: int, signature: int) -> None:
         for rank in range(self._slots.size):

@@ -102,8 +102,9 @@ class GradientBucket:
             work = start_all_reduce(self.memory.flat, among=axis)
             if work is not None:
                 work.wait()
+        views, self.gradient_views = self.gradient_views, []
         # Return new tensors over the same memory: an optimizer or a user may keep or detach them.
-        return [view.detach() for view in self.gradient_views]
+        return [view.detach() for view in views]
 
 
 class ScatteredBucket:
@@ -257,7 +258,8 @@ def make_bucket(
         flat = memory.get(number, pieces.chunk_size, first.value)
         return ScatteredBucket(first.axes, axis, pieces, flat, memory.staging)
     whole = tuple(gradient.layout for gradient in group)
-    return GradientBucket(first.axes, memory.get(number, sum(layout.size for layout in whole), first.value), whole)
+    size = sum(layout.size for layout in whole)
+    return GradientBucket(first.axes, memory.get(number, size, first.value, among=first.axes[0]), whole)
 
 
 def get_output(graph: fx.Graph) -> fx.Node:

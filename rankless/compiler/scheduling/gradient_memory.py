@@ -4,17 +4,24 @@ Note [memory of a gradient]: autograd gives each `.grad` memory of its own, in t
 fill their memory, else contiguous (`AccumulateGrad`, "gradient layout contract"). Fused optimizers depend on the
 strides. A script may keep a `.grad`, or change it in place. So buckets are used again only if nobody holds the
 gradients of the last step.
+
+Note [shared memory of a gradient]: workers of one host reduce a bucket where it is if it lies in memory that they
+share. They get that memory together, at the first call of a program that uses the bucket. If a script holds gradients
+of one worker, only that worker uses other memory until they are gone: the group notices, and copies its values.
 """
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from rankless.collectives.backends.reduced_memory import allocate_reduced
 from rankless.compiler.ir.logical_program import LogicalValue
 from rankless.ownership.piece_layout import is_dense
+from rankless.parallel.mesh import WorkerGroup
 
 
 @dataclass(frozen=True)
@@ -38,23 +45,22 @@ def find_gradient_layout(parameter: LogicalValue) -> GradientLayout:
     return GradientLayout(shape, torch.empty(shape, device="meta").stride())
 
 
-class FlatMemory:
-    """One flat tensor that is used again from step to step, and views of it.
+class ViewedMemory:
+    """One flat tensor and views of it.
 
-    `renew` replaces it by new memory if somebody holds a view from the last step.
+    Args:
+        flat: The tensor. Nobody else has it.
     """
 
-    def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.flat = torch.empty(size, dtype=dtype, device=device)
+    def __init__(self, flat: Tensor) -> None:
+        self.flat = flat
         self._views: dict[tuple[GradientLayout, ...], list[Tensor]] = {}
 
-    def renew(self) -> None:
-        """Replace the memory if it is used elsewhere."""
+    def is_used_elsewhere(self) -> bool:
+        """Return whether somebody else holds a tensor over this memory."""
         own = 1 + sum(map(len, self._views.values()))
         storage = self.flat.untyped_storage()  # one more use
-        if torch._C._storage_Use_Count(storage._cdata) > own + 1:
-            self.flat = torch.empty_like(self.flat)
-            self._views.clear()
+        return torch._C._storage_Use_Count(storage._cdata) > own + 1
 
     def get_views(self, layouts: tuple[GradientLayout, ...]) -> list[Tensor]:
         """Return views of consecutive pieces of the memory in the given layouts."""
@@ -65,6 +71,61 @@ class FlatMemory:
                 piece.as_strided(layout.shape, layout.strides) for piece, layout in zip(pieces, layouts, strict=True)
             ]
         return self._views[layouts]
+
+
+class FlatMemory:
+    """One flat tensor that is used again from step to step, and views of it.
+
+    `renew` must be called before its first use. It replaces the tensor by new memory if somebody holds a view from the
+    last step.
+
+    Args:
+        size: The number of values.
+        dtype: Their dtype.
+        device: Where they are.
+        share: Called once, by `renew`, with a method of this: it returns memory that workers share, if there is any,
+            and calls the method when that memory is of no more use. Default: there is none.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        share: Callable[[Callable[[], None]], Tensor | None] = lambda _: None,
+    ) -> None:
+        self._size, self._dtype, self._device = size, dtype, device
+        self._share: Callable[[Callable[[], None]], Tensor | None] | None = share
+        self._shared: ViewedMemory | None = None
+        self._current: ViewedMemory | None = None
+
+    @property
+    def flat(self) -> Tensor:
+        """The tensor."""
+        assert self._current is not None, "renew has not been called"
+        return self._current.flat
+
+    def renew(self) -> None:
+        """Replace the memory if it is used elsewhere. See Note [shared memory of a gradient]."""
+        if self._share is not None:
+            share, self._share = self._share, None
+            shared = share(self.release_shared)
+            self._shared = None if shared is None else ViewedMemory(shared)
+        if self._shared is not None and not self._shared.is_used_elsewhere():
+            self._current = self._shared
+        elif self._current is None or self._current is self._shared or self._current.is_used_elsewhere():
+            self._current = ViewedMemory(torch.empty(self._size, dtype=self._dtype, device=self._device))
+
+    def release_shared(self) -> None:
+        """Give up the memory that workers share."""
+        if self._current is self._shared:
+            self._current = None
+        self._shared = None
+
+    def get_views(self, layouts: tuple[GradientLayout, ...]) -> list[Tensor]:
+        """Return views of consecutive pieces of the memory in the given layouts."""
+        assert self._current is not None, "renew has not been called"
+        return self._current.get_views(layouts)
 
 
 class StagingUser(Protocol):
@@ -103,12 +164,27 @@ class GradientMemory:
         """Where whole gradients are put together before each worker gets its pieces of the sum."""
         self._flats: dict[Hashable, FlatMemory] = {}
 
-    def get(self, number: int, size: int, like: LogicalValue) -> FlatMemory:
-        """Return the memory of the bucket with this number in a program, for `size` elements."""
-        key = number, size, like.dtype, like.device
+    def get(self, number: int, size: int, like: LogicalValue, *, among: WorkerGroup | None = None) -> FlatMemory:
+        """Return the memory of a bucket.
+
+        Args:
+            number: The number of the bucket in its program.
+            size: The number of its elements.
+            like: Has their dtype and device.
+            among: The workers that reduce all of it. Default: none do.
+        """
+        group = None if among is None else among.group
+        key = number, size, like.dtype, like.device, group
         if key not in self._flats:
-            self._flats[key] = FlatMemory(size, like.dtype, like.device)
+            share = partial(_share, size, like.dtype, like.device, among)
+            self._flats[key] = FlatMemory(size, like.dtype, like.device, share)
         return self._flats[key]
+
+
+def _share(
+    size: int, dtype: torch.dtype, device: torch.device, among: WorkerGroup | None, on_close: Callable[[], None]
+) -> Tensor | None:
+    return None if among is None else allocate_reduced(size, dtype, device, among=among, on_close=on_close)
 
 
 @dataclass(frozen=True)
