@@ -56,7 +56,14 @@ class HostsGroup:
         """The Gloo group of all ranks, which carries messages from one rank to another."""
         return self._everyone.group
 
-    def allocate(self, count: int, dtype: torch.dtype) -> None:  # noqa: ARG002
+    def allocate(
+        self,
+        count: int,  # noqa: ARG002
+        dtype: torch.dtype,  # noqa: ARG002
+        *,
+        limit_bytes: int | None = None,  # noqa: ARG002
+        on_close: Callable[[], None] | None = None,  # noqa: ARG002
+    ) -> None:
         """Return None: ranks of several hosts share no memory."""
         self.signals.check()
 
