@@ -53,6 +53,25 @@ for number in range(1_000_000):
         with open(f"rank{rank}.pid", "w") as file:
             print(os.getpid(), file=file)
 """
+JOB = """
+import sys, torch, rankless
+
+torch.manual_seed(0)
+torch.set_default_dtype(torch.float64)
+layers = torch.nn.Linear(20, 300), torch.nn.ReLU(), torch.nn.Linear(300, 100), torch.nn.Linear(100, 1)
+model = torch.nn.Sequential(*layers)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+@rankless.job(model=model, optimizer=optimizer, zero=sys.argv[1] if len(sys.argv) > 1 else None)
+def train(inputs):
+    return model(inputs).square().mean()
+
+generator = torch.Generator().manual_seed(1)
+for _ in range(5):
+    loss = train(torch.randn(16, 20, generator=generator))
+total = sum(float(parameter.abs().sum()) for parameter in model.parameters())
+print(f"{float(loss):.12f} {total:.9f}", flush=True)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +101,16 @@ assert all(torch.allclose(one, other, rtol=1e-12, atol=1e-14) for one, other in 
 """
     compared = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert compared.returncode == 0, compared.stderr
+
+
+@pytest.mark.parametrize("arguments", [[], ["parameters"]], ids=["whole", "divided"])
+def test_a_job_trains_hierarchically_as_on_one_device(hosts: Hosts, arguments: list[str], tmp_path: Path):
+    """Its gradients are in buckets for which one host would share memory."""
+    (tmp_path / "job.py").write_text(JOB)
+    done = hosts.run("a", command(hosts, "-q", "job.py", *arguments), cwd=tmp_path, seconds=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    plain = subprocess.run([sys.executable, "job.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines()[-1] == plain.stdout.splitlines()[-1]
 
 
 @pytest.mark.parametrize("options", [["--backend", "gloo"], []], ids=["option", "variable"])
