@@ -5,8 +5,8 @@ import pytest
 import recomputed_cases
 import torch
 from support.processes import on_mesh
+from support.training_runs import require_equal, run_in_float64
 from support.trainings import CASES as TRAININGS
-from support.trainings import require_equal, run_in_float64
 
 from rankless.context.world import World
 from rankless.errors import ConfigError

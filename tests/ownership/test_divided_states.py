@@ -3,7 +3,8 @@
 import pytest
 from divided_accesses import ACCESSES
 from support.processes import on_mesh
-from support.trainings import CASES, require_equal, run_in_float64
+from support.training_runs import require_equal, run_in_float64
+from support.trainings import CASES
 
 from rankless.jobs.definition import StepOptions
 from rankless.jobs.job import make_job

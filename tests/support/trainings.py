@@ -10,10 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from rankless.context.world import World
-
 CLASSES = 4
-BOUND = 1e-12
 
 
 def batches(count=5, rows=8, features=6):
@@ -390,37 +387,6 @@ def list_cases(names):
         and getattr(getattr(function, "__code__", None), "co_varnames", ())[:1] == ("make",)
         and function.__code__.co_argcount == 1
     }
-
-
-def run_in_float64(training, mesh, build):
-    """Return what a training returns on this worker.
-
-    Args:
-        training: The function of a case.
-        mesh: The workers.
-        build: Makes a job from a world, a function, a model, an optimizer and step options by name.
-    """
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        torch.manual_seed(3)
-        world = World(mesh=mesh, notify=lambda _: None, send_record=lambda _: None)
-
-        def make(function, model, optimizer, **options):
-            return build(world, function, model, optimizer, options)
-
-        return [value.detach().clone() for value in training(make)]
-    finally:
-        torch.set_default_dtype(before)
-
-
-def require_equal(found, wanted):
-    """Assert that a worker returns what one device returns, to 1e-12 of the largest entry."""
-    assert len(found) == len(wanted)
-    for place, (ours, plain) in enumerate(zip(found, wanted, strict=True)):
-        assert (ours.shape, ours.dtype) == (plain.shape, plain.dtype), place
-        off = float((ours - plain).abs().max()) / max(1.0, float(plain.abs().max()))
-        assert off <= BOUND, f"value {place} is off by {off:.3g}"
 
 
 CASES = list_cases(globals())
