@@ -9,7 +9,16 @@ import torch.distributed as dist
 
 
 def write_times(ours: Callable[[], object], peer: Callable[[], object], *, pairs: int, calls: int, warmup: int) -> None:
-    """Write the seconds of one call of each side to times.json, a pair for each block.
+    """Write the result of `measure_calls` to times.json on rank 0."""
+    times = measure_calls(ours, peer, pairs=pairs, calls=calls, warmup=warmup)
+    if dist.get_rank() == 0:
+        Path("times.json").write_text(json.dumps(times))
+
+
+def measure_calls(
+    ours: Callable[[], object], peer: Callable[[], object], *, pairs: int, calls: int, warmup: int
+) -> list[tuple[float, float]]:
+    """Return the seconds of one call of each side, a pair for each block.
 
     Args:
         ours: Rankless's side.
@@ -27,8 +36,7 @@ def write_times(ours: Callable[[], object], peer: Callable[[], object], *, pairs
         else:
             first = time_calls(peer, calls)
             times.append((time_calls(ours, calls), first))
-    if dist.get_rank() == 0:
-        Path("times.json").write_text(json.dumps(times))
+    return times
 
 
 def time_calls(call: Callable[[], object], calls: int) -> float:

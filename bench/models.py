@@ -16,6 +16,14 @@ class MLP(nn.Sequential):
         super().__init__(*hidden, nn.Linear(512, 10))
 
 
+class LargeMLP(nn.Sequential):
+    """Six layers of width 2048: 25 million parameters, which take 100 MB."""
+
+    def __init__(self) -> None:
+        hidden = [part for _ in range(6) for part in (nn.Linear(2048, 2048), nn.ReLU())]
+        super().__init__(*hidden, nn.Linear(2048, 10))
+
+
 class LeNet(nn.Sequential):
     """Convolutions of 32 and 64 filters and a hidden layer of width 512, on 28 x 28 pixels."""
 
@@ -126,6 +134,8 @@ def random_batch(name: str) -> tuple[Tensor, Tensor]:
         return random_text(rows=32)
     if name == "attention":
         return torch.randn(32, CONTEXT, 128), random_text(rows=32)[1]
+    if name == "mlp_100_mb":
+        return random_classes((16, 2048))
     return random_classes((256, 512) if name.startswith("mlp") else (100, 1, 28, 28))
 
 

@@ -16,10 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rankless
 from bench.alternating import write_times
-from bench.models import GPT, MLP, Attention, Block, LeNet, Transformer, loss_of, random_batch
+from bench.models import GPT, MLP, Attention, Block, LargeMLP, LeNet, Transformer, loss_of, random_batch
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "mlp": MLP,
+    "mlp_100_mb": LargeMLP,
     "mlp_dropout": lambda: MLP(dropout=0.1),
     "lenet": LeNet,
     "lenet_norm": lambda: LeNet(norm=True),

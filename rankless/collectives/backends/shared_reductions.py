@@ -7,9 +7,9 @@ rank copies all shares out. A rank's own share is read from its tensor, so only 
 Note [one shot]: for few values, and between two ranks, each rank reduces all of them: one wait instead of two.
 
 Note [shared tensors]: a tensor that a group has allocated is in its memory already. Each rank reduces its share from
-all ranks' tensors into its own tensor, then copies the other shares from their owners. A third wait keeps a rank from
-changing its tensor while others read it. If one rank passes such a tensor and another does not, all notice at the
-first wait, and make the call without it.
+all ranks' tensors into its own tensor, and copies the result into the others', piece by piece, while it is in the
+cache. No other rank touches its share, so the ranks wait only at the beginning and at the end. If one rank passes such
+a tensor and another does not, all notice at the first wait, and make the call without it.
 """
 
 from typing import Any
@@ -24,6 +24,8 @@ from rankless.collectives.backends.small_reductions import SmallReduction
 
 ONE_SHOT_BYTES = 64 << 10
 """The most bytes that ranks always reduce in one shot, all ranks' values together."""
+SHARED_PIECE_BYTES = 512 << 10
+"""So much of shared tensors, of all ranks together, is reduced and copied at a time."""
 _MOST_SMALL = 256
 """So many lengths of small tensors are remembered."""
 
@@ -173,15 +175,17 @@ class SharedReductions:
         self._require_same(half, signature)
         if any(signals.read_table(peer, half, 1) != shared.number for peer in range(slots.size)):
             return False
-        shares = split_shares(len(tensor), slots.size)
-        first, last = shares[rank]
-        reduction.reduce([part[first:last] for part in shared.parts], tensor[first:last])
-        phase = signals.post()
-        for owner in range(rank + 1, rank + slots.size):
-            first, last = shares[owner % slots.size]
-            signals.wait_for(owner % slots.size, phase)
-            tensor[first:last].copy_(shared.parts[owner % slots.size][first:last])
+        first, last = split_shares(len(tensor), slots.size)[rank]
+        width = max(1, SHARED_PIECE_BYTES // slots.size // tensor.element_size())
+        pieces = zip(*(part[first:last].split(width) for part in shared.parts), strict=True)
+        for sources in pieces if first < last else ():
+            own = sources[rank]
+            reduction.reduce(sources, own)
+            for source in sources:
+                if source is not own:
+                    source.copy_(own)
         signals.wait_for_all(signals.post())
+        torch.autograd.graph.increment_version(tensor)  # the parts are other tensors over the same memory
         return True
 
     def _has_shared_call(self, half: int) -> bool:
