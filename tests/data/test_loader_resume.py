@@ -141,7 +141,7 @@ def test_a_checkpoint_can_hold_a_loader_state(case):
     state, generators = decode_value(interrupt(Mesh.solo(), case, "split", 2))
     writer = TreeWriter()
     node = writer.encode(state, ("loader",))
-    read = encode_value((decode(node, writer.tensors), generators))
+    read = encode_value((decode(node, writer.tensors.__getitem__), generators))
     assert_continued(case, 2, *resume(Mesh.solo(), case, "split", read))
 
 
