@@ -9,6 +9,7 @@ import functools
 import importlib
 import inspect
 import os
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -21,6 +22,7 @@ from rankless.runtime.rendezvous.original_init import ORIGINAL
 
 _CPU_BACKENDS = (None, "gloo", "cpu:gloo")
 _OWN_BACKENDS = ("shared_memory", "hierarchical")
+RETRY_SECONDS = 0.02
 
 
 def use_fastest_group(
@@ -34,12 +36,13 @@ def use_fastest_group(
         notify: Called on rank 0 with the reason if there is no shared memory.
         has_several_hosts: Whether the launcher has started the ranks on several hosts. Default: it has not.
     """
-    process_id = os.getpid()
+    process_id, has_had_group = os.getpid(), False
     init, monitored_barrier = groups.init_process_group, groups.monitored_barrier
     signature = inspect.signature(init)
 
     @functools.wraps(init)
     def init_process_group(*args: Any, **kwargs: Any) -> None:
+        nonlocal has_had_group
         call = signature.bind(*args, **kwargs)
         call.apply_defaults()
         if os.getpid() != process_id or not _is_safe(call.arguments, rank, world_size):
@@ -49,14 +52,22 @@ def use_fastest_group(
         timeout = given["timeout"] or groups.default_pg_timeout
         # Imported here: a script that makes no group needs none of this.
         process_groups = importlib.import_module("rankless.runtime.rendezvous.process_group")
-        request = process_groups.GroupRequest(
-            store=_find_store(given, timeout),
-            rank=rank,
-            size=world_size,
-            timeout=timeout,
-            has_several_hosts=has_several_hosts,
-        )
-        process_groups.init_cpu_group(request, notify=notify, init=init)
+
+        def make_group() -> None:
+            request = process_groups.GroupRequest(
+                store=_find_store(given, timeout),
+                rank=rank,
+                size=world_size,
+                timeout=timeout,
+                has_several_hosts=has_several_hosts,
+            )
+            process_groups.init_cpu_group(request, notify=notify, init=init)
+
+        if has_had_group and rank != 0 and given["store"] is None:
+            _try_until(make_group, time.monotonic() + timeout.total_seconds())
+        else:
+            make_group()
+        has_had_group = True
 
     @functools.wraps(monitored_barrier)
     def barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
@@ -68,6 +79,19 @@ def use_fastest_group(
     setattr(init_process_group, ORIGINAL, init)
     for module in (groups, dist):
         _replace(module, init_process_group, barrier)
+
+
+def _try_until(make_group: Callable[[], None], deadline: float) -> None:
+    """Make a group after another one. This rank may have reached the store of the one before, which rank 0 closes."""
+    while True:
+        try:
+            make_group()
+        except dist.DistNetworkError:
+            if dist.is_initialized() or time.monotonic() > deadline:
+                raise
+            time.sleep(RETRY_SECONDS)
+        else:
+            return
 
 
 def _is_safe(given: dict[str, Any], rank: int, world_size: int) -> bool:
