@@ -69,6 +69,15 @@ def use_fastest_group(
             make_group()
         has_had_group = True
 
+    setattr(init_process_group, ORIGINAL, init)
+    barrier = _extend_barrier(monitored_barrier)
+    for module in (groups, dist):
+        _replace(module, init_process_group, barrier)
+
+
+def _extend_barrier(monitored_barrier: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `monitored_barrier` for our groups too."""
+
     @functools.wraps(monitored_barrier)
     def barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
         found: Any = dist.group.WORLD if group is None else group
@@ -76,9 +85,7 @@ def use_fastest_group(
             return found.monitored_barrier(timeout, wait_all_ranks)  # type: ignore[attr-defined]  # our classes have it
         return monitored_barrier(group, timeout, wait_all_ranks)
 
-    setattr(init_process_group, ORIGINAL, init)
-    for module in (groups, dist):
-        _replace(module, init_process_group, barrier)
+    return barrier
 
 
 def _try_until(make_group: Callable[[], None], deadline: float) -> None:
