@@ -17,7 +17,6 @@ from rankless import checkpoint
 from rankless.collectives.broadcast_state import require_synchronized
 from rankless.config.environment import is_launched
 from rankless.context.once import call_once
-from rankless.context.redundant_step_calls import divide_states_of_jobs
 from rankless.context.world import World
 from rankless.data.generators import take_process_states
 from rankless.data.loader import Loader, LoaderOptions, Reading
@@ -27,6 +26,7 @@ from rankless.errors import ConfigError
 from rankless.jobs.argument_annotations import PerDevice, Whole
 from rankless.jobs.definition import Models, Optimizers, RandomSource, StepOptions
 from rankless.jobs.job import Job, make_job
+from rankless.jobs.jobs_of_optimizers import divide_states_of_jobs
 from rankless.jobs.views.mirrored import LocalArgument
 from rankless.launch.self_launch import ScriptHosts, relaunch, require_script
 from rankless.launch.spawn_function import Spawned

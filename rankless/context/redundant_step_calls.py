@@ -18,7 +18,7 @@ from itertools import repeat
 from operator import attrgetter, is_
 from types import FrameType
 from typing import Any
-from weakref import WeakMethod, ref
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -97,38 +97,27 @@ class StepHook:
     """A hook of each optimizer of a job, from the job's definition on. It checks steps from its first call on.
 
     Args:
-        divide_states: Divides the job's states between workers, for a load into the optimizer.
+        job: The job. The hook does not keep it alive: the optimizer may live longer.
     """
 
-    def __init__(self, divide_states: Callable[[], None]) -> None:
-        self._divide_states: WeakMethod[Callable[[], None]] | None = WeakMethod(
-            divide_states
-        )  # the optimizer may live on
+    def __init__(self, job: object) -> None:
+        self._job_reference: ref[object] | None = ref(job)
         self.leftovers: LeftoverCalls | None = None
 
-    def divide_states(self) -> None:
-        """Divide the states of the job, if it still exists."""
-        divide_states = None if self._divide_states is None else self._divide_states()
-        if divide_states is not None:
-            divide_states()
+    @property
+    def job(self) -> Any:
+        """The job; None if it is gone, and in a copy of the hook."""
+        return None if self._job_reference is None else self._job_reference()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy has, which is no hook of an optimizer."""
-        return {**self.__dict__, "_divide_states": None}
+        return {**self.__dict__, "_job_reference": None}
 
     def __call__(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise `StepError` if a step, which begins now, is a leftover."""
         has_closure = len(args) > 1 or kwargs.get("closure") is not None  # it computes gradients of its own
         if self.leftovers is not None and not has_closure:
             self.leftovers.check_step(optimizer, sys._getframe(1))
-
-
-def divide_states_of_jobs(objects: Iterable[Any]) -> None:
-    """Divide the states of the jobs of all optimizers among some objects, before these load a state. Collective."""
-    for item in objects:
-        for hook in item._optimizer_step_pre_hooks.values() if isinstance(item, Optimizer) else ():
-            if isinstance(hook, StepHook):
-                hook.divide_states()
 
 
 class LeftoverCalls:
@@ -138,16 +127,13 @@ class LeftoverCalls:
         self._used: dict[JobLabel, UsedGradients] = {}
         self._job: JobLabel | None = None
         self._in_job = False
+        self.train_calls = 0
+        """How many calls of train jobs there have been."""
 
     @property
     def has_trained(self) -> bool:
         """Whether a train job has been called."""
         return self._job is not None and self._job.trains
-
-    @property
-    def latest_job(self) -> JobLabel | None:
-        """The train job whose call was the last one of a train job; before, that of the last call."""
-        return self._job
 
     def begin_call(self, job: JobLabel) -> None:
         """Note a call of a job, and observe the script's own calls from the first one on."""
@@ -156,6 +142,7 @@ class LeftoverCalls:
             observe(clip_grad, "_group_tensors_by_device_and_dtype", LeftoverCalls._on_clipping, self)
             for name in ("unscale_", "step", "update"):
                 observe(torch.amp.GradScaler, name, LeftoverCalls._on_grad_scaler, self)
+        self.train_calls += job.trains
         if job.trains or not self.has_trained:
             self._job = job
         known = self._used.pop(job, None)

@@ -72,7 +72,7 @@ class Job(Generic[Parameters, Result]):
         self._was_called = False
         self._stepper: OptimizerStepper | None = None
         self._optimizer_check = MissingOptimizerCheck(definition.label, definition.modules)
-        self._step_hooks = [StepHook(self.divide_states) for _ in definition.optimizers]
+        self._step_hooks = [StepHook(self) for _ in definition.optimizers]
         for hook, optimizer in zip(self._step_hooks, definition.optimizers, strict=True):
             optimizer.register_step_pre_hook(hook)
         self._stepped = False

@@ -33,6 +33,8 @@ class OptimizerStepper:
         self._hidden: list[tuple[Tensor, Tensor | None]] = []
         """Parameters without `.grad` after the last call, and the gradients that a recorder compares."""
         self._parameters: Sequence[Tensor] = ()
+        self._train_calls = 0
+        """How many calls of all train jobs there had been at the last call."""
         self._holders: dict[int, Tensor] = {}
         """What had the gradient of each parameter at the last call, by the parameter's id."""
         self._calls = 0
@@ -46,6 +48,7 @@ class OptimizerStepper:
         job, accumulate = self._job, self._job.step_options.accumulate
         self._parameters = parameters
         self._calls += 1
+        self._train_calls = self._world.leftovers.train_calls
         holders = self._owner.get_holders(parameters)
         if accumulate > 1:
             self._enter_pass()
@@ -75,7 +78,7 @@ class OptimizerStepper:
         self._owner.begin_call()
         holders = self._owner.get_holders(self._parameters)
         self._follow_division(holders)
-        if self._world.leftovers.latest_job != self._job.label:
+        if self._world.leftovers.train_calls != self._train_calls:
             self._accumulator.restore(holders)  # `.grad` is of another job
         else:
             self._accumulator.restore(self._owner.get_holders([parameter for parameter, _ in self._hidden]))

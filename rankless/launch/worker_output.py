@@ -11,6 +11,12 @@ from dataclasses import dataclass
 from typing import Literal, Protocol, TextIO
 
 _BLOCK = 1 << 16
+_UNFINISHED_SECONDS = 0.5
+"""How long an unfinished line stays as it is before the terminal shows it.
+
+A script may write a line in several pieces, and on a busy machine a long time may pass between two of them. A line of
+another rank would stand within it then.
+"""
 _LINE_ENDS = re.compile(rb"\r\n|\n|\r(?!\n|$)")
 """Progress bars end lines with a lone carriage return. One at the very end of the data may be half of a line end."""
 
@@ -129,14 +135,17 @@ class PassThrough:
 
 
 class WholeLines:
-    """Writes whole lines unchanged, and an unfinished line if no data follows it until the next call."""
+    """Writes whole lines unchanged, and an unfinished line if no data follows it for half a second."""
 
-    def __init__(self, write: Write) -> None:
+    def __init__(self, write: Write, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._write = write
+        self._clock = clock
         self._rest = b""
+        self._written_at = 0.0
 
     def write(self, data: bytes) -> None:
         """Write the lines that `data` completes."""
+        self._written_at = self._clock()
         data = self._rest + data
         end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
         self._rest = data[end:]
@@ -144,12 +153,15 @@ class WholeLines:
             self._write(data[:end])
 
     def idle(self) -> None:
+        """Write an unfinished line that has waited long enough."""
+        if self._rest and self._clock() - self._written_at >= _UNFINISHED_SECONDS:
+            self.close()
+
+    def close(self) -> None:
         """Write an unfinished line."""
         if self._rest:
             self._write(self._rest)
             self._rest = b""
-
-    close = idle
 
 
 class PrefixedLines:

@@ -1,5 +1,6 @@
 """The benchmarks measure what they say. No figure is judged here: a busy machine must not fail a test."""
 
+import importlib
 import json
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 from support.warm_runs import rankless
 
+from bench.__main__ import MODULES
 from bench.commands import rankless_run, seconds_to_report, torchrun
 from bench.pairs import make_row, measure
 
@@ -18,6 +20,11 @@ def run(command: list[str], *, folder: Path) -> None:
     """Have a script of a benchmark done, as its command line says; what starts cost is timed in another test."""
     done = rankless(*command[1:], folder=folder, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_benchmark_can_be_imported():
+    for name in MODULES.values():
+        assert importlib.import_module(f"bench.{name}").rows, name
 
 
 def test_a_row_tells_the_median_of_ratios_not_the_ratio_of_medians():

@@ -17,18 +17,35 @@ def test_a_prefix_precedes_each_line_whatever_its_end_and_wherever_it_is_cut():
             assert b"".join(shown) == b"[1] one\n[1] two\n[1] three\n"
 
 
-def test_lines_wait_for_their_end_and_unfinished_ones_for_an_idle_call():
+def test_lines_wait_for_their_end_and_unfinished_ones_for_half_a_second():
     shown: list[bytes] = []
-    lines = WholeLines(shown.append)
+    now = 7.0
+    lines = WholeLines(shown.append, clock=lambda: now)
     lines.write(b"one\ntw")
     assert shown == [b"one\n"]
+    now += 0.4
+    lines.idle()
     lines.write(b"o\n50%\r")
-    lines.write(b"name: ")
+    lines.write(b"na")
+    now += 0.4
+    lines.idle()
+    lines.write(b"me: ")
+    now += 0.4
+    lines.idle()
     assert shown == [b"one\n", b"two\n50%\r"]
+    now += 0.2
     lines.idle()
     lines.idle()
     lines.close()
     assert shown == [b"one\n", b"two\n50%\r", b"name: "]
+
+
+def test_the_end_of_a_file_shows_an_unfinished_line_at_once():
+    shown: list[bytes] = []
+    lines = WholeLines(shown.append)
+    lines.write(b"half")
+    lines.close()
+    assert shown == [b"half"]
 
 
 def test_the_warning_for_a_file_of_two_ranks_suits_programs_without_rankless():

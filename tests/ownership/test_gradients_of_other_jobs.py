@@ -24,7 +24,7 @@ def train_in_turn(mesh, zero, accumulate, turns):
     def make(function, modules, options):
         parameters = [item for module in modules for item in module.parameters()]
         return make_job(
-            function,
+            lambda x: function(x),  # both jobs have one name and one line, as those of a function that makes jobs
             model=modules,
             optimizer=torch.optim.AdamW(parameters, lr=0.1),
             view=None,

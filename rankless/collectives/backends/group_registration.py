@@ -31,15 +31,27 @@ def register_backend() -> None:
 
 def _make_registered_group(options: Any, shared: SharedGroup | None) -> Any:
     """Return the group that torch then registers. `shared` is its memory if it has been opened before."""
-    size, rank = options.group_size, options.group_rank
-    # The default group has no list of ranks.
-    global_ranks = tuple(options.global_ranks_in_group) or tuple(range(size))
-    member = Membership(rank=rank, global_ranks=global_ranks, timeout_seconds=options.timeout.total_seconds())
+    member = read_membership(options)
     opened = shared if isinstance(shared, SharedGroup) else open_shared_group(options.store, member, options.timeout)
     if isinstance(opened, SharedGroup):
         return SharedMemoryProcessGroup(options.store, member, opened, options.group_id)
+    return make_gloo_group(options)
+
+
+def read_membership(options: Any) -> Membership:
+    """Return this process's place in a group that torch asks a registered backend for."""
+    return Membership(
+        rank=options.group_rank,
+        # The default group has no list of ranks.
+        global_ranks=tuple(options.global_ranks_in_group) or tuple(range(options.group_size)),
+        timeout_seconds=options.timeout.total_seconds(),
+    )
+
+
+def make_gloo_group(options: Any) -> Any:
+    """Return a Gloo group in place of one that a registered backend cannot make."""
     gloo: Any = dist.ProcessGroupGloo
-    return gloo(options.store, rank, size, options.timeout)
+    return gloo(options.store, options.group_rank, options.group_size, options.timeout)
 
 
 def make_shared_memory_group(

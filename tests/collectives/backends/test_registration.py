@@ -1,6 +1,5 @@
 """The backend "shared_memory" of torch.distributed: default and new groups, meshes, calls' timeouts, and forks."""
 
-import os
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -9,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from collectives.backends.shared_groups import list_open, make_group, new_store, shared_group
+from support.forked_calls import use_in_a_fork
 from support.processes import on_mesh
 
 from rankless import collectives
@@ -115,29 +115,13 @@ def test_a_call_may_have_a_timeout_of_its_own(how: str):
     assert "rank 1 did not take part within 0.3 s" in on_mesh(2, limit_a_call, how)[0]
 
 
-def use_in_a_fork(mesh: Mesh) -> tuple[int, float]:
-    """A child of each rank calls the group and destroys it; the ranks then use it on."""
+def fork_and_call(mesh: Mesh) -> tuple[int, float]:
     with shared_group(mesh) as group:
-        dist.all_reduce(torch.ones(3), group=group, async_op=True).wait()
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                dist.all_reduce(torch.ones(3), group=group)
-            except CollectiveError as error:
-                code = 0 if "it has forked" in str(error) else 2
-            group.abort()
-            group.shutdown()
-            os._exit(code)
-        _, status = os.waitpid(child, 0)
-        dist.barrier(group=mesh.group)
-        values = torch.ones(3)
-        dist.all_reduce(values, group=group)
-        return os.waitstatus_to_exitcode(status), float(values[0])
+        return use_in_a_fork(group, mesh)
 
 
 def test_a_forked_process_cannot_use_or_damage_the_group_of_its_parent():
-    assert on_mesh(2, use_in_a_fork) == [(0, 2.0)] * 2
+    assert on_mesh(2, fork_and_call) == [(0, 2.0)] * 2
 
 
 def rebuild(mesh: Mesh) -> list[bool]:

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from rankless.collectives.backends.group_failure import Membership
+from rankless.collectives.backends.group_registration import make_gloo_group, read_membership
 from rankless.collectives.backends.hosts.hosts_group import HostsGroup
 from rankless.collectives.backends.hosts.opening import open_hosts_group
 from rankless.collectives.backends.hosts.process_group import HIERARCHICAL, HierarchicalProcessGroup
@@ -30,14 +30,10 @@ def register_hierarchical_backend() -> None:
 
 def _make_registered_group(options: Any, opened: HostsGroup | None) -> Any:
     """Return the group that torch then registers. `opened` is what the default group runs in."""
-    size, rank = options.group_size, options.group_rank
-    # The default group has no list of ranks.
-    global_ranks = tuple(options.global_ranks_in_group) or tuple(range(size))
-    member = Membership(rank=rank, global_ranks=global_ranks, timeout_seconds=options.timeout.total_seconds())
+    member = read_membership(options)
     found = opened if isinstance(opened, HostsGroup) else open_hosts_group(options.store, member, options.timeout)
     if isinstance(found, HostsGroup):
         return HierarchicalProcessGroup(options.store, member, found, options.group_id)
     if isinstance(found, SharedGroup):
         return SharedMemoryProcessGroup(options.store, member, found, options.group_id)
-    gloo: Any = dist.ProcessGroupGloo
-    return gloo(options.store, rank, size, options.timeout)
+    return make_gloo_group(options)

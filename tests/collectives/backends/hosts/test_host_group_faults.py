@@ -13,6 +13,7 @@ import torch.distributed as dist
 from collectives.backends.hosts.host_groups import hosts_group, make_group
 from collectives.backends.shared_groups import list_open
 from collectives.backends.test_group_faults import make_calls, own_workers
+from support.forked_calls import use_in_a_fork
 from support.processes import on_mesh
 
 from rankless.errors import CollectiveError
@@ -159,21 +160,10 @@ def test_a_new_group_works_after_one_has_failed_and_nothing_stays_open():
     assert on_mesh(4, make_again_after_a_failure, "aabb") == [(4.0, True)] * 4
 
 
-def use_in_a_fork(mesh: Mesh, hosts: str) -> tuple[int, float]:
+def fork_and_call(mesh: Mesh, hosts: str) -> tuple[int, float]:
     with hosts_group(mesh, hosts) as group:
-        dist.all_reduce(torch.ones(3), group=group, async_op=True).wait()
-        child = os.fork()
-        if child == 0:
-            code = 0 if "it has forked" in _catch(lambda: dist.all_reduce(torch.ones(3), group=group)) else 2
-            group.abort()
-            group.shutdown()
-            os._exit(code)
-        _, status = os.waitpid(child, 0)
-        dist.barrier(group=mesh.group)
-        values = torch.ones(3)
-        dist.all_reduce(values, group=group)
-        return os.waitstatus_to_exitcode(status), float(values[0])
+        return use_in_a_fork(group, mesh)
 
 
 def test_a_forked_process_cannot_use_or_damage_a_hierarchical_group():
-    assert on_mesh(3, use_in_a_fork, "aab") == [(0, 3.0)] * 3
+    assert on_mesh(3, fork_and_call, "aab") == [(0, 3.0)] * 3
