@@ -6,6 +6,8 @@ import uuid
 from contextlib import suppress
 from pathlib import Path
 
+from rankless.config.shared_memory_support import reserve
+
 
 def create_shared_file(size: int) -> str:
     """Create a file of that size with all its memory reserved, and return its path; "" if there is no memory."""
@@ -13,8 +15,7 @@ def create_shared_file(size: int) -> str:
         with suppress(OSError):
             descriptor, path = tempfile.mkstemp(prefix="rankless-shared-", dir=folder)
             try:
-                # Without the reservation, a write to the mapped file could kill the process.
-                os.write(descriptor, bytes(size))
+                reserve(descriptor, size)
                 return path
             except OSError:
                 os.unlink(path)

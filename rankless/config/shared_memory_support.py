@@ -1,10 +1,13 @@
 """Whether processes of this machine can run collectives in memory that they share. Imports no torch."""
 
+import errno
 import os
 import platform
 import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
+
+from rankless.config.control_groups import measure_memory
 
 GROUP_BYTES_PER_RANK = 4 << 20
 """A group of up to 64 ranks takes at most so much memory for each of them."""
@@ -78,5 +81,8 @@ def reserve(descriptor: int, byte_count: int) -> None:
     Raises:
         OSError: There is not so much memory.
     """
-    os.ftruncate(descriptor, byte_count)  # the kernel refuses more than the machine has before it reserves any of it
+    # The kernel would give an anonymous file all memory that there is, and then end some process.
+    if byte_count > measure_memory().free:
+        raise OSError(errno.ENOMEM, f"less memory is free than {byte_count:,} bytes")
+    os.ftruncate(descriptor, byte_count)
     os.posix_fallocate(descriptor, 0, byte_count)

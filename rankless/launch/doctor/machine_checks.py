@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]  # it has no stubs
 
 from rankless.config.backends import choose_backend, read_requested_backend, require_usable_backend
+from rankless.config.control_groups import list_control_group_folders, measure_memory, read_limit
 from rankless.config.cores import core_count
 from rankless.config.shared_memory_support import GROUP_BYTES_PER_RANK, can_reserve
 from rankless.config.validation import choose_devices
@@ -26,7 +27,6 @@ MIN_PROCESSES, RECOMMENDED_PROCESSES = 64, 1024
 WORKER_MEMORY_BYTES = 512 * MIB
 MIN_DISK_BYTES, RECOMMENDED_DISK_BYTES = 64 * MIB, 1024 * MIB
 MPIRUN_TIMEOUT_SECONDS = 3.0
-_CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 
 def check_shared_memory() -> CheckResult:
@@ -101,7 +101,7 @@ def check_locked_memory() -> CheckResult:
 def check_processes() -> CheckResult:
     """Check how many processes and threads may be started."""
     check_name = "processes"
-    limits = [_read_number(group / "pids.max") for group in _list_cgroup_folders("pids")]
+    limits = [read_limit(group / "pids.max") for group in list_control_group_folders("pids")]
     if os.geteuid() != 0:  # root has no per-user limit
         limits.append(resource.getrlimit(resource.RLIMIT_NPROC)[0])
     finite = [limit for limit in limits if limit is not None and limit != resource.RLIM_INFINITY]
@@ -122,14 +122,9 @@ def check_processes() -> CheckResult:
 def check_memory(request: CheckHost) -> CheckResult:
     """Check that the workers' processes fit in memory, without models and data."""
     check_name = "memory"
-    machine = psutil.virtual_memory()
-    free, whole, where = machine.available, machine.total, ""
-    for group in _list_cgroup_folders("memory"):
-        limit = _read_number(group / "memory.max") or _read_number(group / "memory.limit_in_bytes")
-        used = _read_number(group / "memory.current") or _read_number(group / "memory.usage_in_bytes") or 0
-        if limit is not None and limit < whole:
-            free, whole, where = max(0, min(free, limit - used)), limit, " (the control group's limit)"
-    seen = f"{format_bytes(free)} free of {format_bytes(whole)}{where}"
+    memory = measure_memory()
+    free, where = memory.free, " (the control group's limit)" if memory.is_limited else ""
+    seen = f"{format_bytes(free)} free of {format_bytes(memory.whole)}{where}"
     if free < request.workers * WORKER_MEMORY_BYTES:
         wanted = format_bytes(request.workers * WORKER_MEMORY_BYTES)
         return make_warning(
@@ -210,33 +205,13 @@ def _list_own_processes() -> list[psutil.Process]:
 def _read_cpu_quota() -> float | None:
     """Return how many cores' time the control group allows; None without a limit."""
     found = []
-    for group in _list_cgroup_folders("cpu"):
+    for group in list_control_group_folders("cpu"):
         with suppress(OSError, ValueError):
             fields = (group / "cpu.max").read_text(encoding="utf-8").split()
             found += [] if fields[0] == "max" else [int(fields[0]) / int(fields[1])]
-        allowed, period = _read_number(group / "cpu.cfs_quota_us"), _read_number(group / "cpu.cfs_period_us")
+        allowed, period = read_limit(group / "cpu.cfs_quota_us"), read_limit(group / "cpu.cfs_period_us")
         found += [allowed / period] if allowed and period and allowed > 0 else []
     return min(found, default=None)
-
-
-def _list_cgroup_folders(controller: str) -> list[Path]:
-    """Return the folders of this process's control group and its ancestors, for cgroup versions 1 and 2."""
-    folders = []
-    with suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
-            number, controllers, path = line.split(":", 2)
-            if number != "0" and controller not in controllers.split(","):
-                continue
-            root = _CGROUP_ROOT if number == "0" else _CGROUP_ROOT / controller
-            own = root / path.lstrip("/")
-            folders += [own, *(each for each in own.parents if each.is_relative_to(root))]
-    return folders
-
-
-def _read_number(path: Path) -> int | None:
-    with suppress(OSError, ValueError):
-        return int(path.read_text(encoding="utf-8"))
-    return None
 
 
 def _format_limit(number: int) -> str:

@@ -1,0 +1,52 @@
+"""The limits of this process's control group, and the memory that is free within them. Imports no torch."""
+
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]  # it has no stubs
+
+_ROOT = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The memory that this process may use, in bytes."""
+
+    free: int
+    whole: int
+    is_limited: bool
+    """Whether a control group allows less than the machine has, as in a container."""
+
+
+def measure_memory() -> Memory:
+    """Return how much memory this process may still use: of the machine, or of its control group if that is less."""
+    machine = psutil.virtual_memory()
+    found = Memory(machine.available, machine.total, is_limited=False)
+    for group in list_control_group_folders("memory"):
+        limit = read_limit(group / "memory.max") or read_limit(group / "memory.limit_in_bytes")
+        used = read_limit(group / "memory.current") or read_limit(group / "memory.usage_in_bytes") or 0
+        if limit is not None and limit < found.whole:
+            found = Memory(max(0, min(found.free, limit - used)), limit, is_limited=True)
+    return found
+
+
+def list_control_group_folders(controller: str) -> list[Path]:
+    """Return the folders of this process's control group and its ancestors, for cgroup versions 1 and 2."""
+    folders = []
+    with suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
+            number, controllers, path = line.split(":", 2)
+            if number != "0" and controller not in controllers.split(","):
+                continue
+            root = _ROOT if number == "0" else _ROOT / controller
+            own = root / path.lstrip("/")
+            folders += [own, *(each for each in own.parents if each.is_relative_to(root))]
+    return folders
+
+
+def read_limit(path: Path) -> int | None:
+    """Return the number in a file of a control group; None if there is none, as for "max"."""
+    with suppress(OSError, ValueError):
+        return int(path.read_text(encoding="utf-8"))
+    return None
