@@ -361,6 +361,7 @@ def job(
     random: RandomSource = "generator",
     check_synchronized_every: int | None = None,
     zero: ZeroLevel | None = None,
+    offload: bool = False,
     recompute: Recompute | None = None,
     batch_dims: Mapping[str, int | None] | None = None,
     dtype: torch.dtype | None = None,
@@ -394,6 +395,8 @@ def job(
         zero: What each worker holds only its part of, to save memory: "optimizer" for the state of the optimizer,
             "gradients" for gradients too, "parameters" for parameters too. With the last two the job leaves no `.grad`.
             Default: every worker holds everything.
+        offload: Whether what `zero` divides lies in the memory of the host instead of the GPU's, where the optimizer
+            then steps. The host has more memory, and steps are slower. On the CPU it changes nothing. Default: no.
         recompute: What is computed again for gradients instead of kept from the forward pass, to save memory: "blocks"
             for all repeated blocks of the model, such as the layers of a Transformer, or a number above 0 and at most 1
             for the first blocks, with this fraction of the memory of all. Random numbers stay the same. Default:
@@ -428,6 +431,7 @@ def job(
         check_finite=check_finite,
         check_synchronized_every=check_synchronized_every,
         zero=zero,
+        offload=offload,
     )
 
     def decorate(function: Callable[Arguments, Result]) -> Job[Arguments, Result]:

@@ -45,6 +45,8 @@ class StepOptions:
     """Number of calls after which the models of all ranks are compared."""
     zero: ZeroLevel | None = None
     """What is divided between workers: the state of optimizers, also gradients, or also parameters."""
+    offload: bool = False
+    """Whether the workers keep what they hold of it in the memory of the host."""
 
     @property
     def measures_norm(self) -> bool:
@@ -70,6 +72,12 @@ class StepOptions:
                 expected=f"zero= as one of {', '.join(map(repr, ZERO_LEVELS))}",
                 found=f"zero={self.zero!r}",
                 fix="omit it to hold everything on every worker",
+            )
+        if not isinstance(self.offload, bool) or (self.offload and self.zero is None):
+            raise ConfigError(
+                expected="offload=True with zero=, which says what lies in the memory of the host",
+                found=f"offload={self.offload!r}" + (" without zero=" if self.offload is True else ""),
+                fix='pass zero="optimizer", or omit offload=',
             )
         every = self.check_synchronized_every
         if every is not None and (not isinstance(every, int) or every < 1):

@@ -39,7 +39,8 @@ class PlannedDivision:
         """The plan by which the job runs."""
         job = self._job
         tensors = named_tensors(job.modules)
-        made = make_default_plan(tensors, job.optimizers, self._world.mesh, job.step_options.zero)
+        options = job.step_options
+        made = make_default_plan(tensors, job.optimizers, self._world.mesh, options.zero, options.offload)
         return JobPlan(
             states=made.states if self._given is None else self._given.states,
             arguments=self._arguments,

@@ -16,6 +16,7 @@ def make_default_plan(
     optimizers: Sequence[Optimizer],
     mesh: Mesh,
     zero: ZeroLevel | None,
+    offload: bool = False,
 ) -> JobPlan:
     """Return the data-parallel plan of a job.
 
@@ -24,6 +25,7 @@ def make_default_plan(
         optimizers: Its optimizers. A parameter of one that reads whole tensors belongs to one worker.
         mesh: The workers. The first axis with the role `data` divides states.
         zero: What is divided; None for nothing.
+        offload: Whether the pieces lie in the memory of the host.
     """
     stepped = {id(item): optimizer for optimizer in optimizers for item in list_parameters(optimizer)}
     loads = [0] * mesh.size
@@ -38,11 +40,11 @@ def make_default_plan(
         if zero is not None and isinstance(tensor, nn.Parameter) and id(tensor) in stepped:
             is_whole = type(stepped[id(tensor)]) in READS_WHOLE
             division = assign(tensor, axis, loads) if is_whole else divide(tensor, axis)
-        states[name] = plan_state(tensor, division, zero)
+        states[name] = plan_state(tensor, division, zero, offload)
     return JobPlan(states=states)
 
 
-def plan_state(tensor: Tensor, division: StateDivision | None, zero: ZeroLevel | None) -> StatePlan:
+def plan_state(tensor: Tensor, division: StateDivision | None, zero: ZeroLevel | None, offload: bool) -> StatePlan:
     """Return the plan of a tensor whose division is known."""
     return StatePlan(
         shape=tuple(tensor.shape),
@@ -50,6 +52,7 @@ def plan_state(tensor: Tensor, division: StateDivision | None, zero: ZeroLevel |
         value=division if zero == "parameters" else None,
         gradient=division if zero in ("gradients", "parameters") else None,
         optimizer_state=division,
+        offloaded=offload and division is not None,
     )
 
 

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from rankless.collectives.mesh_collectives import all_gather, all_reduce, all_reduce_maximum, start_all_gather
 from rankless.errors import ConfigError
 from rankless.ownership.divided_parameter import DividedParameter, make_divided_parameter
+from rankless.ownership.host_memory import copy_to_device, copy_to_host
 from rankless.ownership.optimizer_pieces import list_parameters, on_pieces, read_state
 from rankless.ownership.owned_state import share_state
 from rankless.ownership.partitioned_tensor import WholeValues
@@ -21,7 +22,7 @@ from rankless.ownership.piece_layout import PieceGroup, PieceLayout, group_in_or
 from rankless.ownership.unread_tensor import UnreadTensor
 from rankless.parallel.mesh import WorkerGroup
 from rankless.parallel.tensor_placement import Shard
-from rankless.records.parallel_plan import JobPlan, StateDivision
+from rankless.records.parallel_plan import JobPlan, StatePlan
 
 GATHER_BYTES = 25 * 2**20
 """The size of whole parameters that are gathered together after a step."""
@@ -40,7 +41,8 @@ class DividedOwner:
         self._group = group
         self._values = WholeValues(group, require_all)
         self._divided: dict[int, DividedParameter] = {}
-        self._pieces: set[int] = set()
+        self._pieces: dict[int, torch.device] = {}
+        """The device of each divided parameter, by the id of the worker's piece."""
 
     def divide(self, plan: JobPlan, tensors: Mapping[str, Tensor], *, line: str) -> None:
         """Divide the parameters of a job as its plan says. All workers have the same whole ones.
@@ -60,18 +62,17 @@ class DividedOwner:
             placement = Shard(division.dim, division.lengths)
             known = self._divided.get(id(parameter))
             if known is not None:
-                require_same_division(known, placement, state.value, state.gradient, line)
+                require_same_division(known, placement, state, line)
                 continue
             divided = make_divided_parameter(
                 parameter,
                 PieceLayout.of(parameter, placement),
                 self._values,
                 name=name,
-                divides_value=state.value is not None,
-                divides_gradient=state.gradient is not None,
+                state=state,
             )
             self._divided[id(parameter)] = divided
-            self._pieces.add(id(divided.piece))
+            self._pieces[id(divided.piece)] = parameter.device
             self.version += 1
 
     def begin_call(self) -> None:
@@ -86,6 +87,21 @@ class DividedOwner:
         """Return for each parameter the tensor that has this worker's gradient."""
         found = map(self._divided.get, map(id, parameters))
         return [item if known is None else known.holder for item, known in zip(parameters, found, strict=True)]
+
+    def take_gradients(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        """Give the holder of each parameter its gradient, on the host if its piece is there."""
+        known = [self._divided.get(id(item)) for item in parameters]
+        moved = [
+            place
+            for place, item in enumerate(known)
+            if item is not None and item.divides_gradient and item.is_offloaded
+        ]
+        placed = list(gradients)
+        if moved:
+            for place, gradient in zip(moved, copy_to_host([gradients[place] for place in moved]), strict=True):
+                placed[place] = gradient
+        for holder, gradient in zip(self.get_holders(parameters), placed, strict=True):
+            holder.grad = gradient
 
     def get_value(self, tensor: Tensor) -> Tensor:
         """Return what this worker has of a parameter or buffer."""
@@ -117,14 +133,15 @@ class DividedOwner:
         if known is None or not known.divides_gradient or known.piece.grad is None:
             return parameter.grad
         placement = known.layout.placement
-        return all_gather(known.piece.grad, among=self._group, dim=placement.dim, lengths=placement.lengths)
+        gradient = copy_to_device(known.piece.grad, parameter.device)
+        return all_gather(gradient, among=self._group, dim=placement.dim, lengths=placement.lengths)
 
     def divide_gradient(self, parameter: Tensor, whole: Tensor) -> Tensor:
         """Return a copy of what this worker holds of a whole gradient."""
         known = self._divided.get(id(parameter))
         if known is None or not known.divides_gradient:
             return whole.clone()
-        return known.layout.copy_piece(whole, self._group.rank)
+        return known.place(known.layout.copy_piece(whole, self._group.rank))
 
     def take_state(self, parameter: Tensor, key: str, stored: UnreadTensor) -> Tensor:
         """Return an entry of a parameter's optimizer state: divided like the parameter, with this worker's piece."""
@@ -144,7 +161,7 @@ class DividedOwner:
             accumulated = torch.float64 if is_double else torch.float32
             real = [torch.view_as_real(item) if item.is_complex() else item for item in pieces]
             squares = torch.stack([torch.linalg.vector_norm(item, 2.0, dtype=accumulated) ** 2 for item in real])
-            summed = all_reduce(squares, among=self._group).sqrt()
+            summed = all_reduce(copy_to_device(squares, self._list_devices(holders)[0]), among=self._group).sqrt()
             norms += [norm.to(item.abs().dtype) for norm, item in zip(summed, pieces, strict=True)]
         if not norms:
             return torch.tensor(0.0)
@@ -166,9 +183,14 @@ class DividedOwner:
         if not bad:
             return None
         flags = torch.stack([item.to(bad[-1].device) for item in bad])
-        if any(id(item) in self._pieces for item in holders):
-            flags = all_reduce_maximum(flags, among=self._group)
+        devices = self._list_devices(holders)
+        if devices:
+            flags = all_reduce_maximum(copy_to_device(flags, devices[0]), among=self._group)
         return next((number for number, is_bad in enumerate(flags.tolist()) if is_bad), None)
+
+    def _list_devices(self, holders: Sequence[Tensor]) -> list[torch.device]:
+        """Return the device of each divided parameter among the holders, on which the workers can sum."""
+        return [self._pieces[id(item)] for item in holders if id(item) in self._pieces]
 
     def step(self, optimizer: Optimizer) -> None:
         """Let an optimizer step on this worker's pieces; then all workers get the parameters that they hold whole."""
@@ -202,8 +224,9 @@ class ParameterGather:
     def start(self) -> None:
         """Begin to gather."""
         first = self._members[0]
-        chunk = self._pieces.join_pieces([member.piece.detach() for member in self._members])
-        self._in_place = self._pieces.is_one_memory and first.shares_memory
+        device = first.parameter.device
+        chunk = self._pieces.join_pieces([copy_to_device(member.piece.detach(), device) for member in self._members])
+        self._in_place = self._pieces.is_one_memory and first.has_ranges
         self._flat = (
             first.layout.flatten(first.parameter.detach())
             if self._in_place
@@ -233,18 +256,17 @@ def group_by_kind(members: Sequence[DividedParameter]) -> list[list[DividedParam
     )
 
 
-def require_same_division(
-    known: DividedParameter, placement: Shard, value: StateDivision | None, gradient: StateDivision | None, line: str
-) -> None:
+def require_same_division(known: DividedParameter, placement: Shard, state: StatePlan, line: str) -> None:
     """Raise `ConfigError` for a parameter that another job divides in another way."""
-    if (known.layout.placement, known.divides_value, known.divides_gradient) != (
+    if (known.layout.placement, known.divides_value, known.divides_gradient, known.is_offloaded) != (
         placement,
-        value is not None,
-        gradient is not None,
+        state.value is not None,
+        state.gradient is not None,
+        state.offloaded,
     ):
         raise ConfigError(
             expected=f"one division of {known.name} between workers",
-            found="another one in an earlier job, with another zero= or plan",
-            fix="pass the same zero= to all jobs whose optimizers step it",
+            found="another one in an earlier job, with another zero=, offload= or plan",
+            fix="pass the same zero= and offload= to all jobs whose optimizers step it",
             where=line,
         )

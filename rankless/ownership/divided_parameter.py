@@ -6,9 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from rankless.errors import ConfigError
+from rankless.ownership.host_memory import copy_to_host
 from rankless.ownership.partitioned_tensor import Partition, WholeValues, divide_parameter
 from rankless.ownership.piece_layout import PieceLayout
 from rankless.parallel.tensor_placement import Shard
+from rankless.records.parallel_plan import StatePlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +24,7 @@ class DividedParameter:
         name: What errors call it.
         divides_value: Whether the worker holds only its piece of the value.
         divides_gradient: Whether it holds only its piece of the gradient.
+        is_offloaded: Whether the piece lies in the memory of the host; see Note [offloaded pieces].
     """
 
     parameter: nn.Parameter
@@ -30,6 +33,7 @@ class DividedParameter:
     name: str
     divides_value: bool
     divides_gradient: bool
+    is_offloaded: bool
 
     @property
     def holder(self) -> nn.Parameter:
@@ -66,10 +70,19 @@ class DividedParameter:
         return Shard(0, tuple(rows if length else 0 for length in self.layout.placement.lengths))
 
     @property
-    def shares_memory(self) -> bool:
-        """Whether the piece is a part of the parameter's memory."""
+    def has_ranges(self) -> bool:
+        """Whether the parameter's memory is whole, with the piece of each worker as one range of it."""
         is_as_planned = self.parameter.stride() == self.layout.strides
         return not self.divides_value and is_as_planned and self.layout.is_contiguous_piece()
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether the piece is a part of the parameter's memory."""
+        return self.has_ranges and self.piece.device == self.parameter.device
+
+    def place(self, value: Tensor) -> Tensor:
+        """Return what belongs to the piece where the piece lies: on the device, or on the host."""
+        return copy_to_host([value])[0] if self.is_offloaded else value
 
     def _take_piece(self, gradient: Tensor, rank: int) -> Tensor:
         if gradient.layout is not torch.strided:
@@ -79,8 +92,8 @@ class DividedParameter:
                 fix="use sparse=False, or no zero=",
             )
         if self.layout.is_contiguous_piece() and gradient.stride() == self.layout.strides:
-            return self.layout.get_piece(gradient, rank)
-        return self.layout.copy_piece(gradient, rank)
+            return self.place(self.layout.get_piece(gradient, rank))
+        return self.place(self.layout.copy_piece(gradient, rank))
 
 
 def make_divided_parameter(
@@ -89,8 +102,7 @@ def make_divided_parameter(
     values: WholeValues,
     *,
     name: str,
-    divides_value: bool,
-    divides_gradient: bool,
+    state: StatePlan,
 ) -> DividedParameter:
     """Divide a parameter, which every worker has whole.
 
@@ -99,13 +111,14 @@ def make_divided_parameter(
         layout: How it is divided.
         values: Gathers whole values for the script.
         name: What errors call it.
-        divides_value: Whether each worker keeps only its piece of the value.
-        divides_gradient: Whether each worker gets only its piece of the gradient.
+        state: Which of its value and gradient each worker keeps only its piece of, and where.
     """
     whole = parameter.detach()
-    piece = nn.Parameter(layout.copy_piece(whole, values.group.rank), requires_grad=parameter.requires_grad)
-    if divides_value:
-        partition = Partition(layout, piece, name, values)
+    copied = layout.copy_piece(whole, values.group.rank)
+    placed = copy_to_host([copied])[0] if state.offloaded else copied
+    piece = nn.Parameter(placed, requires_grad=parameter.requires_grad)
+    if state.value is not None:
+        partition = Partition(layout, piece, name, values, device=whole.device)
         divide_parameter(parameter, partition)
         values.keep(partition, whole)
     return DividedParameter(
@@ -113,6 +126,7 @@ def make_divided_parameter(
         piece=piece,
         layout=layout,
         name=name,
-        divides_value=divides_value,
-        divides_gradient=divides_gradient,
+        divides_value=state.value is not None,
+        divides_gradient=state.gradient is not None,
+        is_offloaded=state.offloaded,
     )

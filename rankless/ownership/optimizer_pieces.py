@@ -142,7 +142,7 @@ def take_state(value: Any, divided: DividedParameter, key: str, rank: int) -> An
             found=f"{key} of the shape {list(value.shape)}",
             fix="load the state that the optimizer has saved, or omit zero=",
         )
-    return divided.layout.copy_piece(value, rank)
+    return divided.place(divided.layout.copy_piece(value, rank))
 
 
 def show_state(value: Any, before: Any, divided: DividedParameter, key: str, values: WholeValues) -> Any:
@@ -154,7 +154,9 @@ def show_state(value: Any, before: Any, divided: DividedParameter, key: str, val
         return before
     # Where dims have one row, the order of dims cannot be told from a worker's piece; all must have the same.
     layout = PieceLayout.of(value, divided.own(value.shape[0])) if divided.is_owned else divided.layout
-    return make_partitioned_tensor(Partition(layout, value, f"{key} of {divided.name}", values))
+    return make_partitioned_tensor(
+        Partition(layout, value, f"{key} of {divided.name}", values, device=divided.parameter.device)
+    )
 
 
 def read_state(stored: UnreadTensor, divided: DividedParameter, key: str, values: WholeValues) -> Tensor:
@@ -173,8 +175,10 @@ def read_state(stored: UnreadTensor, divided: DividedParameter, key: str, values
     placement = divided.own(shape[0]) if divided.is_owned else divided.layout.placement
     layout = PieceLayout(shape, order, placement)
     piece = torch.empty_strided(
-        layout.piece_shape(rank), layout.piece_strides(rank), dtype=stored.dtype, device=stored.device
+        layout.piece_shape(rank), layout.piece_strides(rank), dtype=stored.dtype, device=divided.piece.device
     )
-    made = make_partitioned_tensor(Partition(layout, piece, f"{key} of {divided.name}", values))
+    made = make_partitioned_tensor(
+        Partition(layout, piece, f"{key} of {divided.name}", values, device=divided.parameter.device)
+    )
     made.partition.take(stored.partition)
     return made

@@ -39,7 +39,7 @@ def share_state(optimizer: Optimizer, divided: Mapping[int, DividedParameter], v
     owned = [member for member in known if member.is_owned]
     if not owned:
         return
-    group, device = values.group, owned[0].piece.device
+    group, device = values.group, owned[0].parameter.device
     mesh = Mesh(rank=group.rank, size=group.size, group=group.group, device=device)
     own = [
         describe_state(optimizer.state.get(member.parameter, {})) if member.has_rows(group.rank) else []
@@ -89,7 +89,9 @@ def show_shared(entry: SharedEntry, before: Any, divided: DividedParameter, valu
             return before
     layout = PieceLayout(entry.shape, order_dims(entry.strides), divided.own(entry.shape[0]))
     piece = torch.empty(layout.piece_shape(values.group.rank), dtype=dtype, device=divided.piece.device)
-    return make_partitioned_tensor(Partition(layout, piece, f"{entry.key} of {divided.name}", values))
+    return make_partitioned_tensor(
+        Partition(layout, piece, f"{entry.key} of {divided.name}", values, device=divided.parameter.device)
+    )
 
 
 def sort_state(optimizer: Optimizer) -> None:

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from rankless.collectives.mesh_collectives import all_reduce_maximum, start_all_gather
 from rankless.errors import ConfigError, RanklessError
+from rankless.ownership.host_memory import copy_to_device
 from rankless.ownership.piece_layout import PieceGroup, PieceLayout
 from rankless.ownership.stored_value import StoredValue
 from rankless.parallel.mesh import WorkerGroup
@@ -56,8 +57,9 @@ class WholeValues:
     def gather_now(self, partition: "Partition") -> Tensor:
         """Return the whole value as its pieces are now. Collective."""
         group = PieceGroup((partition.layout,), self.group.size)
-        flat = partition.piece.new_empty(group.flat_size)
-        work = start_all_gather(flat, group.join_pieces([partition.piece.detach()]), among=self.group)
+        chunk = group.join_pieces([copy_to_device(partition.piece.detach(), partition.device)])
+        flat = chunk.new_empty(group.flat_size)
+        work = start_all_gather(flat, chunk, among=self.group)
         if work is not None:
             work.wait()
         return group.split_wholes(flat)[0]
@@ -80,7 +82,7 @@ class WholeValues:
                 partition.piece.copy_(partition.layout.get_piece(partition.whole, self.group.rank))
         # Workers may free memory at different times. They must agree on what they will gather.
         is_used = torch.tensor([has_other_users(partition.whole) for partition in self._open], dtype=torch.uint8)
-        used = all_reduce_maximum(is_used.to(self._open[0].piece.device), among=self.group).tolist()
+        used = all_reduce_maximum(is_used.to(self._open[0].device), among=self.group).tolist()
         for partition, keeps in zip(self._open, used, strict=True):
             if not keeps:
                 partition.whole = None
@@ -101,13 +103,17 @@ class Partition:
         layout: How the tensor is divided.
         piece: This worker's piece.
         name: What errors call the tensor.
+        device: Where the whole value lies. The piece may lie on the host.
         whole: The whole value, while the script uses it.
     """
 
-    def __init__(self, layout: PieceLayout, piece: Tensor, name: str, values: WholeValues) -> None:
+    def __init__(
+        self, layout: PieceLayout, piece: Tensor, name: str, values: WholeValues, *, device: torch.device
+    ) -> None:
         self.layout = layout
         self.piece = piece
         self.name = name
+        self.device = device
         self.whole: Tensor | None = None
         self._values = values
 
@@ -253,16 +259,15 @@ def has_other_users(tensor: Tensor | None) -> bool:
 
 def make_partitioned_tensor(partition: Partition) -> PartitionedTensor:
     """Return a tensor without memory of its own for a partition."""
-    layout, piece = partition.layout, partition.piece
     with torch._C.DisableTorchFunctionSubclass():
-        made = make_without_memory(layout, piece).as_subclass(PartitionedTensor)
+        made = make_without_memory(partition).as_subclass(PartitionedTensor)
     made.partition = partition
     return made
 
 
 def divide_parameter(parameter: nn.Parameter, partition: Partition) -> None:
     """Make a parameter a divided one. Its memory is freed once nothing else shares it."""
-    parameter.data = make_without_memory(partition.layout, partition.piece)
+    parameter.data = make_without_memory(partition)
     parameter.__class__ = PartitionedParameter
     parameter.partition = partition  # type: ignore[attr-defined]  # it has another class now
 
@@ -290,9 +295,10 @@ def as_plain_parameters(parameters: Iterable[Tensor]) -> Iterator[None]:
             item.__class__ = PartitionedParameter
 
 
-def make_without_memory(layout: PieceLayout, piece: Tensor) -> Tensor:
+def make_without_memory(partition: Partition) -> Tensor:
     """Return a plain tensor with the shape of the whole, and no elements in memory."""
-    made = piece.detach().new_empty_strided(layout.shape, layout.strides)
+    layout, piece = partition.layout, partition.piece.detach()
+    made = piece.new_empty_strided(layout.shape, layout.strides, device=partition.device)
     made.untyped_storage().resize_(0)
     return made
 

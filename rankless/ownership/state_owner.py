@@ -34,6 +34,10 @@ class StateOwner(Protocol):
         """Return the holder of each parameter."""
         ...
 
+    def take_gradients(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        """Give the holder of each parameter a new gradient, as a program has computed it."""
+        ...
+
     def get_value(self, tensor: Tensor) -> Tensor:
         """Return what this worker has of a parameter or buffer: all of it, or its piece."""
         ...
@@ -93,6 +97,11 @@ class WholeOwner:
     def get_holders(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """Return the parameters."""
         return list(parameters)
+
+    def take_gradients(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        """Set `.grad` of the parameters."""
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
 
     def get_value(self, tensor: Tensor) -> Tensor:
         """Return the tensor."""

@@ -108,6 +108,8 @@ class JobMemory(msgspec.Struct, frozen=True, kw_only=True):
     """The most that values of its programs took at any time, as measured in their first calls, without the inputs and
     the gradients. None if no program has run.
     """
+    is_offloaded: bool = False
+    """Whether what is divided between workers lies in the memory of the host, as `offload=True` asks."""
 
 
 class DefinedJob(msgspec.Struct, frozen=True, kw_only=True, tag="known"):

@@ -37,6 +37,8 @@ class StatePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     value: StateDivision | None = None
     gradient: StateDivision | None = None
     optimizer_state: StateDivision | None = None
+    offloaded: bool = False
+    """Whether the pieces lie in the memory of the host, and the optimizer steps there."""
 
 
 class JobPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

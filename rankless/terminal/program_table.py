@@ -150,7 +150,8 @@ def _describe_memory(memory: JobMemory) -> str:
         "activations": memory.activations or 0,
     }
     parts = [f"{name} {format_decimal_bytes(size)}" for name, size in kinds.items() if size]
-    return f"memory per worker: {', '.join(parts) or 'none'}"
+    place = "; what zero= divides lies in the memory of the host" if memory.is_offloaded else ""
+    return f"memory per worker: {', '.join(parts) or 'none'}{place}"
 
 
 def _describe_gathers(program: JobProgram) -> str:

@@ -22,7 +22,7 @@ def make_partition(mesh, whole, dim=0, kind="even", name="tensor"):
     """Return this rank's part of a tensor that all ranks have made."""
     layout = PieceLayout.of(whole, Shard(dim, lengths_of(whole.shape[dim], mesh.size, kind)))
     values = WholeValues(mesh.axes[0], lambda _operation: None)
-    return Partition(layout, layout.copy_piece(whole, mesh.rank), name, values)
+    return Partition(layout, layout.copy_piece(whole, mesh.rank), name, values, device=whole.device)
 
 
 def divide(mesh, whole, dim=0, kind="even"):

@@ -62,6 +62,7 @@ def test_a_saved_plan_runs_and_says_how_everything_is_held(plan: Path) -> None:
         "value": None,
         "gradient": None,
         "optimizer_state": None,
+        "offloaded": False,
     }
     assert run(plan, "--plan", "plan.json") == run(plan)
 

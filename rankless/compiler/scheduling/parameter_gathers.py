@@ -23,6 +23,7 @@ from rankless.compiler.ir.logical_program import LogicalProgram, LogicalValue, i
 from rankless.compiler.lowering.lower import LocalGraph
 from rankless.compiler.scheduling.stored_states import StateStorage, limit_group, make_layout
 from rankless.compiler.sharding.redistribute import CollectiveRecord
+from rankless.ownership.host_memory import copy_to_device
 from rankless.ownership.piece_layout import PieceGroup, PieceLayout, group_in_order
 from rankless.parallel.mesh import MeshAxis
 
@@ -35,15 +36,16 @@ StartedGather = tuple[Tensor, Tensor, dist.Work | None]
 
 
 class GatherOfParameters:
-    """One gather of a group of parameters, as two nodes of a local program."""
+    """One gather of a group of parameters to a device, as two nodes of a local program."""
 
-    def __init__(self, axis: MeshAxis, pieces: PieceGroup) -> None:
+    def __init__(self, axis: MeshAxis, pieces: PieceGroup, device: torch.device) -> None:
         self._axis = axis
         self._pieces = pieces
+        self._device = device
 
     def start(self, *pieces: Tensor) -> StartedGather:
-        """Begin to gather this worker's pieces and those of the others."""
-        chunk = self._pieces.join_pieces(pieces)
+        """Begin to gather this worker's pieces, which may lie on the host, and those of the others."""
+        chunk = self._pieces.join_pieces([copy_to_device(piece, self._device) for piece in pieces])
         flat = chunk.new_empty(self._pieces.flat_size)
         return flat, chunk, start_all_gather(flat, chunk, among=self._axis)
 
@@ -97,16 +99,21 @@ def gather_parameters(local: LocalGraph, program: LogicalProgram, storage: State
     if not layouts or storage.axis is None:
         return local
     values = {node: shapes[described.name] for node, described in local.inputs if node in layouts}
-    sizes = {node: value.numel() * value.element_size() for node, value in values.items()}
+    sizes = {node: count_bytes(value) for node, value in values.items()}
     limit = limit_group(list(sizes.values()))
     gathered = share_gathers(list_uses(local.graph, layouts), sizes, limit)
     groups = group_values(gathered, values, sizes, limit)
-    add_gathers(local.graph, groups, layouts, sizes, storage.axis)
+    add_gathers(local.graph, groups, layouts, values, storage.axis)
     output = next(node for node in local.graph.nodes if node.op == "output")
     outputs = tuple((node, described) for node, (_, described) in zip(output.args[0], local.outputs, strict=True))
     return LocalGraph(
         graph=local.graph, inputs=local.inputs, outputs=outputs, pending_gradients=local.pending_gradients
     )
+
+
+def count_bytes(value: LogicalValue) -> int:
+    """Return the size of a parameter."""
+    return value.numel() * value.element_size()
 
 
 def list_uses(graph: fx.Graph, layouts: dict[fx.Node, PieceLayout]) -> list[ParameterUse]:
@@ -170,7 +177,7 @@ def add_gathers(
     graph: fx.Graph,
     groups: Sequence[Sequence[GatheredValue]],
     layouts: dict[fx.Node, PieceLayout],
-    sizes: dict[fx.Node, int],
+    values: dict[fx.Node, LogicalValue],
     axis: MeshAxis,
 ) -> None:
     """Add the gathers of all groups, and let the uses take what they gather."""
@@ -178,10 +185,11 @@ def add_gathers(
     first = next(node for node in nodes if node.op != "placeholder")
     before_first = [nodes[group[0].position] for group in groups]
     for number, group in enumerate(groups):
-        gather = GatherOfParameters(axis, PieceGroup(tuple(layouts[item.parameter] for item in group), axis.size))
+        pieces = PieceGroup(tuple(layouts[item.parameter] for item in group), axis.size)
+        gather = GatherOfParameters(axis, pieces, values[group[0].parameter].device)
         with graph.inserting_before(first if number == 0 else before_first[number - 1]):
             started = graph.call_function(gather.start, tuple(item.parameter for item in group))
-        started.meta["collective"] = describe_gather(group, sizes, axis)
+        started.meta["collective"] = describe_gather(group, values, axis)
         with graph.inserting_before(before_first[number]):
             finished = graph.call_function(gather.finish, (started,))
             wholes = [graph.call_function(getitem, (finished, index)) for index in range(len(group))]
@@ -208,9 +216,11 @@ def use_gathered(graph: fx.Graph, item: GatheredValue, whole: fx.Node) -> None:
         use.user.replace_input_with(use.value, made[use.value])
 
 
-def describe_gather(group: Sequence[GatheredValue], sizes: dict[fx.Node, int], axis: MeshAxis) -> CollectiveRecord:
+def describe_gather(
+    group: Sequence[GatheredValue], values: dict[fx.Node, LogicalValue], axis: MeshAxis
+) -> CollectiveRecord:
     """Return the record of a group's gather."""
-    size = sum(sizes[item.parameter] for item in group)
+    size = sum(count_bytes(values[item.parameter]) for item in group)
     user: dict[str, Any] = group[0].uses[0].user.meta
     return CollectiveRecord(
         kind="all_gather",

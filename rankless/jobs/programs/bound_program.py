@@ -99,8 +99,7 @@ class OutputTargets:
         Returns:
             The job's results, and the tensors that have new values.
         """
-        for holder, place in zip(self._owner.get_holders(self._parameters.read()), self._gradients, strict=True):
-            holder.grad = outputs[place]
+        self._owner.take_gradients(self._parameters.read(), [outputs[place] for place in self._gradients])
         changed = []
         for place, target, renews_memory in self._updates:
             (tensor,) = target.read()

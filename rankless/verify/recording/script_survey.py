@@ -10,15 +10,17 @@ from rankless.jobs.job import Job
 from rankless.jobs.memory_meter import count_tensor_bytes
 from rankless.ownership.state_owner import StateOwner
 from rankless.records.job_programs import DefinedJob, JobMemory
+from rankless.records.parallel_plan import JobPlan
 from rankless.records.recorded_calls import ScriptSurvey
 
 
-def measure_job_memory(job: JobDefinition, owner: StateOwner) -> JobMemory:
+def measure_job_memory(job: JobDefinition, owner: StateOwner, plan: JobPlan | None) -> JobMemory:
     """Return the memory of a job's models, gradients and optimizers in this process.
 
     Args:
         job: The job.
         owner: Knows of which tensors this worker has only a piece.
+        plan: How the job is divided, if it is.
     """
     parameters = job.parameters()
     owned = [value for optimizer in job.optimizers for values in optimizer.state.values() for value in values.values()]
@@ -27,6 +29,7 @@ def measure_job_memory(job: JobDefinition, owner: StateOwner) -> JobMemory:
         buffers=count_tensor_bytes(item for module in job.modules.values() for item in module.buffers()),
         gradients=count_tensor_bytes(item.grad for item in owner.get_holders(parameters)),
         optimizer_state=count_tensor_bytes(owned),
+        is_offloaded=plan is not None and any(state.offloaded for state in plan.states.values()),
     )
 
 
@@ -44,7 +47,7 @@ def survey_script(models: Iterable[nn.Module]) -> ScriptSurvey:
                     job=definition.name,
                     line=definition.line,
                     called=thing.was_called,
-                    memory=measure_job_memory(definition, thing.owner),
+                    memory=measure_job_memory(definition, thing.owner, thing.plan),
                     plan=thing.plan,
                 )
             )
