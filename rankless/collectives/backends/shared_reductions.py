@@ -8,8 +8,9 @@ Note [one shot]: for few values, and between two ranks, each rank reduces all of
 
 Note [shared tensors]: a tensor that a group has allocated is in its memory already. Each rank reduces its share from
 all ranks' tensors into its own tensor, and copies the result into the others', piece by piece, while it is in the
-cache. No other rank touches its share, so the ranks wait only at the beginning and at the end. If one rank passes such
-a tensor and another does not, all notice at the first wait, and make the call without it.
+cache. No other rank touches its share, so the ranks wait only at the beginning and at the end. A reduce_scatter reads
+its share from all ranks' tensors, and changes none. If one rank passes such a tensor and another does not, all notice
+at the first wait, and make the call without it.
 """
 
 from typing import Any
@@ -90,12 +91,18 @@ class SharedReductions:
 
     def reduce_scatter(self, output: torch.Tensor, inputs: list[torch.Tensor], reduction: Reduction) -> None:
         """Reduce `inputs[r]` over all ranks for each rank r, into its `output`. The inputs may differ in length."""
+        shared = self.tensors.find_parts(inputs)
+        if shared is None or not self._reduce_scatter_shared(output, shared, reduction):
+            self._reduce_scatter_private(output, inputs, reduction)
+
+    def _reduce_scatter_private(self, output: torch.Tensor, inputs: list[torch.Tensor], reduction: Reduction) -> None:
+        """Reduce and scatter as if no tensor were shared."""
         slots, signals, rank, dtype = self._slots, self._slots.signals, self._slots.rank, output.dtype
         width = slots.region_bytes // output.element_size()
         signature = _sign(Collective.REDUCE_SCATTER, sum(map(len, inputs)), reduction, dtype)
         first = True
         for start, end in split_rounds(max(map(len, inputs)), width):
-            half = slots.begin_round((signature,) if first else ())
+            half = slots.begin_round((signature, 0) if first else ())
             views = slots.view(half, dtype)
             for peer, values in enumerate(inputs):
                 part = values[start:end]
@@ -105,6 +112,9 @@ class SharedReductions:
             signals.wait_for_all(phase)
             if first:
                 self._require_same(half, signature)
+                if self._has_shared_call(half):
+                    self._reduce_scatter_private(output, inputs, reduction)
+                    return
             part = inputs[rank][start:end]
             if len(part):
                 sources = [view[rank * width :][: len(part)] for view in views]
@@ -170,10 +180,7 @@ class SharedReductions:
         """See note [shared tensors]. Returns False if a rank passes another tensor; nothing has then been changed."""
         slots, signals, rank = self._slots, self._slots.signals, self._slots.rank
         signature = _sign(Collective.ALL_REDUCE, len(tensor), reduction, tensor.dtype)
-        half = slots.begin_round((signature, shared.number))
-        signals.wait_for_all(signals.post())
-        self._require_same(half, signature)
-        if any(signals.read_table(peer, half, 1) != shared.number for peer in range(slots.size)):
+        if not self._begin_shared(signature, shared):
             return False
         first, last = split_shares(len(tensor), slots.size)[rank]
         width = max(1, SHARED_PIECE_BYTES // slots.size // tensor.element_size())
@@ -187,6 +194,25 @@ class SharedReductions:
         signals.wait_for_all(signals.post())
         torch.autograd.graph.increment_version(tensor)  # the parts are other tensors over the same memory
         return True
+
+    def _reduce_scatter_shared(self, output: torch.Tensor, shared: SharedTensor, reduction: Reduction) -> bool:
+        """See note [shared tensors]. Returns False if a rank passes another tensor; nothing has then been changed."""
+        signals, count, size = self._slots.signals, len(output), self._slots.size
+        signature = _sign(Collective.REDUCE_SCATTER, count * size, reduction, output.dtype)
+        if not self._begin_shared(signature, shared):
+            return False
+        first = self.rank * count
+        reduction.reduce([part[first : first + count] for part in shared.parts], output)
+        signals.wait_for_all(signals.post())  # nobody reads the others' tensors any more
+        return True
+
+    def _begin_shared(self, signature: int, shared: SharedTensor) -> bool:
+        """Wait for all ranks, and return whether all of them pass their parts of one allocation."""
+        slots, signals = self._slots, self._slots.signals
+        half = slots.begin_round((signature, shared.number))
+        signals.wait_for_all(signals.post())
+        self._require_same(half, signature)
+        return all(signals.read_table(peer, half, 1) == shared.number for peer in range(slots.size))
 
     def _has_shared_call(self, half: int) -> bool:
         """Whether a rank passes a tensor in shared memory while this one does not. They then both start again."""

@@ -5,7 +5,7 @@ gone, and a tensor outlives its group. This rank's tensor has a storage of its o
 uses can be counted. The memory is unmapped with the last tensor over it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from weakref import WeakMethod, WeakValueDictionary
 
 import torch
@@ -62,11 +62,24 @@ class SharedTensors:
         return own
 
     def find(self, tensor: torch.Tensor) -> SharedTensor | None:
-        """Return the allocation that a flat tensor is this rank's whole part of."""
+        """Return the allocation of which a flat tensor has the first values of this rank's part, or all of them."""
         shared = self._by_address.get(tensor.data_ptr())
-        if shared is None or len(tensor) != len(shared.parts[0]) or tensor.dtype != shared.parts[0].dtype:
+        if shared is None or len(tensor) > len(shared.parts[0]) or tensor.dtype != shared.parts[0].dtype:
             return None
         return shared
+
+    def find_parts(self, tensors: Sequence[torch.Tensor]) -> SharedTensor | None:
+        """Return the allocation of which flat tensors are equal parts of this rank's part, one after the other."""
+        first = tensors[0]
+        shared = self.find(first) if len(first) else None
+        if shared is None or len(first) * len(tensors) > len(shared.parts[0]):
+            return None
+        places = range(first.data_ptr(), first.data_ptr() + first.nbytes * len(tensors), first.nbytes)
+        are_parts = all(
+            len(tensor) == len(first) and tensor.data_ptr() == place
+            for tensor, place in zip(tensors, places, strict=True)
+        )
+        return shared if are_parts else None
 
     def close(self) -> None:
         """Forget all tensors, and tell their owners."""

@@ -140,7 +140,7 @@ class ScatteredBucket:
     def start(self, _indices: Sequence[int], gradients: Sequence[Tensor]) -> None:
         """Copy the gradients together, and start to sum them."""
         like = self._memory.flat
-        flat = self._staging.take(self._pieces.flat_size, like.dtype, like.device, self)
+        flat = self._staging.take(self._pieces.flat_size, like, self, among=self._axis)
         self._pieces.join_wholes(gradients, flat)
         self._work = start_reduce_scatter(like, flat, among=self._axis)
 

@@ -137,23 +137,39 @@ class StagingUser(Protocol):
 
 
 class StagingMemory:
-    """Two flat tensors per dtype and device that buckets use in turn, so that one fills while the other is sent."""
+    """Two flat tensors per dtype and device that buckets use in turn, so that one fills while the other is sent.
+
+    They lie in memory that workers share, if there is any: workers then read each other's, and copy nothing in.
+    """
 
     def __init__(self) -> None:
         self._flats: dict[Hashable, Tensor] = {}
         self._users: dict[Hashable, StagingUser] = {}
         self._next = 0
 
-    def take(self, size: int, dtype: torch.dtype, device: torch.device, user: StagingUser) -> Tensor:
-        """Return memory for `size` elements, once the collective of its user before is done."""
+    def take(self, size: int, like: Tensor, user: StagingUser, *, among: WorkerGroup) -> Tensor:
+        """Return memory, once the collective of its user before is done. All workers call this in the same order.
+
+        Args:
+            size: The number of elements.
+            like: Has their dtype and device.
+            user: Uses the memory from now on.
+            among: The workers that sum what it puts there.
+        """
         self._next = 1 - self._next
-        key = self._next, dtype, device
+        key = self._next, like.dtype, like.device, among.group
         if key in self._users:
             self._users[key].wait()
         self._users[key] = user
         if key not in self._flats or self._flats[key].numel() < size:
-            self._flats[key] = torch.empty(size, dtype=dtype, device=device)
+            self._flats.pop(key, None)  # before the new memory
+            shared = allocate_reduced(size, like.dtype, like.device, among=among, on_close=self.release)
+            self._flats[key] = like.new_empty(size) if shared is None else shared
         return self._flats[key][:size]
+
+    def release(self) -> None:
+        """Give up the memory: workers do not share it any more."""
+        self._flats.clear()
 
 
 class GradientMemory:
