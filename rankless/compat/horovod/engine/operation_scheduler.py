@@ -96,6 +96,7 @@ class OperationScheduler:
                 store=store,
                 timeout=timedelta(seconds=settings.timeout_seconds),
                 check=self._check,
+                find_cause=self._find_cause,
                 activity=self.timeline.activity,
                 reduces_by_hosts=settings.reduces_by_hosts,
             )
@@ -367,6 +368,12 @@ class OperationScheduler:
         scheduled = {(batch.set_id, item.key) for batch in batches for item in batch.items}
         self._pending.fail_all(self._error, excluded=scheduled)
         self._changed.notify_all()
+
+    def _find_cause(self) -> HorovodInternalError | None:
+        """Return why nothing more is executed, or None. Called after an operation has failed."""
+        with self._lock:
+            self._receive()
+            return self._error
 
     def _check(self) -> None:
         """Raise HorovodInternalError after the shutdown. Called while a batch waits for other ranks."""
