@@ -40,8 +40,8 @@ class ExecutionContext:
     timeout: timedelta
     check: Callable[[], None]
     """Called while an operation waits. Raises HorovodInternalError if a peer is gone."""
-    find_cause: Callable[[], HorovodInternalError | None]
-    """Returns why nothing more is executed, if rank 0 or this rank has ended everything."""
+    find_cause: Callable[[str], HorovodInternalError | None]
+    """Called with a failure. Returns why nothing more is executed, if rank 0 or this rank has ended everything."""
     activity: Activity
     reduces_by_hosts: bool
     """Whether ranks of several hosts reduce within their hosts first."""
@@ -70,8 +70,9 @@ class OperationExecutor:
         except HorovodInternalError:
             raise
         except EXECUTION_ERRORS as error:  # the waiting thread, which may be another one, raises every error
-            self._raise_cause(wait_seconds=CAUSE_SECONDS if isinstance(error, CollectiveError) else 0.0)
-            raise HorovodInternalError(f"{keys[0]}: {error}") from error
+            failure = f"{keys[0]}: {error}"
+            cause = self._find_cause(failure, wait_seconds=CAUSE_SECONDS if isinstance(error, CollectiveError) else 0.0)
+            raise HorovodInternalError(*(cause.args if cause is not None else [failure])) from error
 
     def close(self, *, is_stuck: bool = False) -> None:
         """Release the backends. A thread that is stuck in a backend gets an error, and the peers may, too."""
@@ -84,13 +85,12 @@ class OperationExecutor:
         for key in [key for key in self._backends if key[0] == set_id]:
             self._backends.pop(key).close()
 
-    def _raise_cause(self, *, wait_seconds: float) -> None:
-        """Raise the reason for which nothing more is executed, if there is one within this time."""
+    def _find_cause(self, failure: str, *, wait_seconds: float) -> HorovodInternalError | None:
+        """Return the reason for which nothing more is executed, if there is one within this time."""
         deadline = time.monotonic() + wait_seconds
-        while (cause := self._context.find_cause()) is None and time.monotonic() < deadline:
+        while (cause := self._context.find_cause(failure)) is None and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
-        if cause is not None:
-            raise HorovodInternalError(*cause.args) from cause
+        return cause
 
     def _make_zero_request(self, item: OperationResponse) -> EngineRequest:
         """Return the request with which a rank that has joined takes part."""

@@ -369,11 +369,13 @@ class OperationScheduler:
         self._pending.fail_all(self._error, excluded=scheduled)
         self._changed.notify_all()
 
-    def _find_cause(self) -> HorovodInternalError | None:
-        """Return why nothing more is executed, or None. Called after an operation has failed."""
+    def _find_cause(self, failure: str) -> HorovodInternalError | None:
+        """Return why nothing more is executed, or None. Called with the failure of an operation."""
         with self._lock:
             self._receive()
-            return self._error
+            if self._error is None or not self._finish_deadline:
+                return self._error
+            return HorovodInternalError(f"{SHUT_DOWN} {failure}")  # a rank has left in order, perhaps because it failed
 
     def _check(self) -> None:
         """Raise HorovodInternalError after the shutdown. Called while a batch waits for other ranks."""
