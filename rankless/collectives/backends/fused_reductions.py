@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from rankless.collectives.backends.operation_signature import Collective, encode_signature
-from rankless.collectives.backends.shared_reductions import ONE_SHOT_BYTES
 from rankless.collectives.backends.slots import HALF_BYTES, Slots, split_shares
 
+WHOLE_BYTES = 512 << 10
+"""The most bytes that ranks always reduce in one shot, all ranks' values together."""
 LONG_BYTES = 32 << 10
 """Parts of so many bytes, on average, are reduced one by one. Shorter ones are reduced together, and then copied."""
 
@@ -56,7 +57,7 @@ class FusedReductions:
             Collective.FUSED_ALL_REDUCE, count=count, dtype=dtype, reduction=call.reduction.number
         )
         most = HALF_BYTES // dtype.itemsize
-        reduces_all = slots.size <= 2 or count * dtype.itemsize * slots.size <= ONE_SHOT_BYTES
+        reduces_all = slots.size <= 2 or count * dtype.itemsize * slots.size <= WHOLE_BYTES
         is_first = True
         for sources, targets in zip(cut_pieces(call.inputs, most), cut_pieces(call.outputs, most), strict=True):
             half = slots.begin_round((signature,) if is_first else ())
