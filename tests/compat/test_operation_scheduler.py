@@ -3,15 +3,18 @@
 import os
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from support.processes import on_mesh
 from support.warm_runs import run_script
 
+from rankless.collectives.backends.shared_group import NO_MEMORY
 from rankless.compat.horovod import context
 from rankless.compat.horovod.common.exceptions import HorovodInternalError
 from rankless.compat.horovod.engine import inline_payload
+from rankless.compat.horovod.engine.backends import opening
 from rankless.compat.horovod.engine.operation_scheduler import OperationScheduler
 from rankless.compat.horovod.engine.requests import EngineRequest, OperationKind, ReduceOpCode
 from rankless.parallel.mesh import Mesh
@@ -66,13 +69,8 @@ def test_values_are_reduced_to_the_same_bits_on_all_ranks(how: str, reduction: R
 
 
 def _by_group(mesh: Mesh, dtype: torch.dtype) -> torch.Tensor:
-    context.init()
-    try:
-        scheduler = context.current().scheduler
-        scheduler._executor._shared_memory[0] = None  # as on ranks that share no memory
-        return reduce(scheduler, values(mesh.rank, 40_000, dtype), "a")
-    finally:
-        context.shutdown()
+    with mock.patch.object(opening, "open_shared_group", return_value=NO_MEMORY):
+        return _reduced(mesh, 40_000, ReduceOpCode.SUM, dtype)
 
 
 @pytest.mark.slow

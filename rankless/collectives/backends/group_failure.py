@@ -14,11 +14,13 @@ class Membership:
         rank (int): Its rank in the group.
         global_ranks (tuple[int, ...]): The ranks of the group as ranks of the job, for errors.
         timeout_seconds (float): How long the ranks wait for each other.
+        timeout_name (str): What the user changes to make them wait longer, for errors.
     """
 
     rank: int
     global_ranks: tuple[int, ...]
     timeout_seconds: float
+    timeout_name: str = "timeout of the group"
 
     @property
     def size(self) -> int:
@@ -39,7 +41,7 @@ FOUND = {
 FIXES = {
     FailureKind.ABORTED: "see why rank {rank} aborted",
     FailureKind.ENDED: "see why rank {rank} ended",
-    FailureKind.LATE: "see if rank {rank} is stopped, busy, or makes other calls; a longer timeout of the group waits",
+    FailureKind.LATE: "see if rank {rank} is stopped, busy, or makes other calls; a longer {name} waits",
     FailureKind.CLOSED: "close the group only after the last collective of all ranks",
     FailureKind.MISMATCH: "make every rank call the same collectives in the same order; rank {rank} has the details",
     FailureKind.INTERRUPTED: "see the exception on rank {rank}",
@@ -55,5 +57,5 @@ def make_error(word: int, member: Membership) -> CollectiveError:
     return CollectiveError(
         expected="every rank of the group to take part in its collectives",
         found=FOUND[kind].format(**values),
-        fix=FIXES[kind].format(**values) + "; create a new group to go on",
+        fix=FIXES[kind].format(**values, name=member.timeout_name) + "; create a new group to go on",
     )

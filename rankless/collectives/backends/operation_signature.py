@@ -27,6 +27,7 @@ class Collective(enum.IntEnum):
     SCATTER = 7
     ALL_TO_ALL = 8
     BARRIER = 9
+    FUSED_ALL_REDUCE = 10
 
 
 @functools.lru_cache(maxsize=4096)

@@ -35,7 +35,9 @@ from rankless.collectives.backends.calls.movement_calls import (
 )
 from rankless.collectives.backends.calls.prepared_call import PreparedCall
 from rankless.collectives.backends.calls.reduction_calls import (
+    FusedTensors,
     prepare_all_reduce,
+    prepare_fused_all_reduce,
     prepare_reduce,
     prepare_reduce_scatter,
 )
@@ -48,6 +50,12 @@ from rankless.records.group_failures import FailureKind, encode_failure
 BACKEND_NAME = "shared_memory"
 _ProcessGroup: Any = dist.ProcessGroup
 """torch's stubs give several signatures to most methods. torch itself calls only those below."""
+
+
+class _Synchronous:
+    """Options of a call that returns when it is done."""
+
+    asyncOp = False
 
 
 class SharedMemoryProcessGroup(_ProcessGroup):  # type: ignore[misc]  # its base is Any, see above
@@ -123,6 +131,38 @@ class SharedMemoryProcessGroup(_ProcessGroup):  # type: ignore[misc]  # its base
     ) -> SharedMemoryWork:
         """Reduce several tensors of one dtype over all ranks, each in place."""
         return self._execute(prepare_all_reduce(self._open.reductions, tensors, get_operation(opts)), opts, timeout)
+
+    def all_reduce_fused(
+        self,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        operation: Any,
+        *,
+        before: Callable[[Tensor], object],
+        after: Callable[[Tensor], object],
+    ) -> None:
+        """Reduce tensors of one dtype over all ranks into others, as if they were one. Not a method of torch's groups.
+
+        Args:
+            inputs: This rank's values.
+            outputs: Tensors of the same lengths. One may be its input; otherwise the inputs keep their values.
+            operation: A `torch.distributed.ReduceOp`.
+            before: Called with flat copies of this rank's values, which it may change in place.
+            after: Called with reduced values, which it may change in place: all of a rank's, or some.
+
+        Raises:
+            CollectiveError: As the other collectives.
+        """
+        shared = self._open
+        call = prepare_fused_all_reduce(
+            shared.reductions,
+            shared.fused_reductions,
+            FusedTensors(inputs, outputs),
+            operation,
+            before=before,
+            after=after,
+        )
+        self._execute(call, _Synchronous())
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> SharedMemoryWork:
         """Copy the tensor of the root to all ranks."""

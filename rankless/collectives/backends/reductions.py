@@ -65,10 +65,8 @@ class Reduction:
         """
         if len(sources) == 1:
             output.copy_(sources[0])
-        elif len(sources) == 2:
+        elif len(sources) == 2 and not self.is_average:
             self._combine(sources[0], sources[1], out=output)
-            if self.is_average:
-                output.div_(2)
         elif output.numel() <= self._block:
             self._reduce_block(sources, output)
         else:
@@ -77,6 +75,10 @@ class Reduction:
                 self._reduce_block([source[start:end] for source in sources], output[start:end])
 
     def _reduce_block(self, sources: Sequence[torch.Tensor], output: torch.Tensor) -> None:
+        if len(sources) == 2:
+            self._combine(sources[0], sources[1], out=output)
+            output.div_(2)
+            return
         if self._scratch is None:
             with torch.inference_mode(False):
                 self._scratch = torch.empty(self._block, dtype=self._dtype)

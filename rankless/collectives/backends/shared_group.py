@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
+from rankless.collectives.backends.fused_reductions import FusedReductions
 from rankless.collectives.backends.group_failure import Membership, make_error
 from rankless.collectives.backends.memory.control_layout import ControlLayout
 from rankless.collectives.backends.memory.futex import Futex
 from rankless.collectives.backends.memory.peer_liveness import PeerProcesses, ProcessIdentity
 from rankless.collectives.backends.memory.shared_region import SharedRegion, open_shared_region
-from rankless.collectives.backends.memory.store_exchange import StoreExchange
+from rankless.collectives.backends.memory.store_exchange import StoreExchange, do_nothing
 from rankless.collectives.backends.messages.point_to_point import PointToPoint
 from rankless.collectives.backends.messages.rings import MessageRing, RingLayout
 from rankless.collectives.backends.operation_queue import OperationQueue
@@ -57,6 +58,7 @@ class SharedGroup:
         ring_bytes = region.bytes[first_ring:][: rings.byte_count]
         ring_words = region.view_words(first_ring, first_ring + rings.byte_count)
         self.reductions = SharedReductions(slots)
+        self.fused_reductions = FusedReductions(slots)
         self.movement = SharedMovement(slots)
         self.messages = PointToPoint(
             self.signals,
@@ -111,7 +113,7 @@ class SharedGroup:
 
 
 def open_shared_group(
-    store: Any, member: Membership, timeout: timedelta, *, objection: str = ""
+    store: Any, member: Membership, timeout: timedelta, *, objection: str = "", check: Callable[[], None] = do_nothing
 ) -> SharedGroup | Support:
     """Open a group of processes that share memory.
 
@@ -120,6 +122,7 @@ def open_shared_group(
         member: This process's place in the group.
         timeout: How long the ranks wait for each other.
         objection: Why this rank does not want such a group. Default: none.
+        check: Called while waiting. It raises if the wait is in vain. Default: nothing.
 
     Returns:
         The group. On all ranks, why there is none, if they are on several hosts, a rank objects, a machine does not
@@ -129,6 +132,7 @@ def open_shared_group(
         CollectiveError: A rank does not call this within the timeout, or its process has ended.
     """
     exchange = StoreExchange(store, "shared memory", rank=member.rank, size=member.size, timeout=timeout)
+    exchange.check = check
     own = {
         "host": host_identity(),
         "objection": objection or is_supported().reason,
@@ -150,7 +154,10 @@ def _open_memory(
     """Open the memory of a group, given the processes of all ranks."""
     peers = PeerProcesses({rank: one for rank, one in enumerate(identities) if rank != member.rank})
 
+    check = exchange.check
+
     def require_peers() -> None:
+        check()
         for rank in sorted(peers.find_ended()):
             raise make_error(encode_failure(FailureKind.ENDED, rank), member)
 

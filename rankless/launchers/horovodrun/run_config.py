@@ -134,7 +134,7 @@ def describe_ignored_options(flags: HorovodrunFlags) -> list[str]:
         "--mpi-threads-disable": flags.mpi_threads_disable is not None and "ignored: Rankless does not use MPI",
         "--num-nccl-streams": flags.num_nccl_streams is not None and "ignored: NCCL has one stream",
         "--thread-affinity": flags.thread_affinity is not None and "ignored: threads may use every core",
-        "--hierarchical-allgather": bool(flags.hierarchical_allgather) and "ignored: all ranks gather as one ring",
+        "--hierarchical-allgather": bool(flags.hierarchical_allgather) and "ignored: it follows the allreduce",
         "--autotune": bool(flags.autotune) and "ignored: Rankless does not tune",
         "--max-np and other elastic options": any(value is not None for value in elastic)
         and not flags.is_elastic

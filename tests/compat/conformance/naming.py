@@ -6,13 +6,15 @@ import re
 import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from unittest import mock
 
 import horovod.torch as hvd
 import torch
 from raised import raised
 from torch import nn
 
-from rankless.compat.horovod import context
+from rankless.collectives.backends.shared_group import NO_MEMORY
+from rankless.compat.horovod.engine.backends import opening
 
 
 class Trace:
@@ -216,7 +218,7 @@ def check_a_timeline_is_a_chrome_trace():
         later = [name for name in first if name != "INIT_FUSION_BUFFER"]
         found = trace.activities("allreduce.traced")
         assert sorted(found) == sorted(first + 4 * later), found
-        expected = ["NEGOTIATE_ALLGATHER", "ALLGATHER", "QUEUE", "GLOO_ALLGATHER"]
+        expected = ["NEGOTIATE_ALLGATHER", "ALLGATHER", "QUEUE", "SHARED_MEMORY_ALLGATHER"]
         assert trace.activities("allgather.traced") == expected, trace.activities("allgather.traced")
         assert any(one.get("name") == "CYCLE_START" for one in trace.events)
         marks = [one for one in trace.events if one["ph"] == "X"]
@@ -224,12 +226,18 @@ def check_a_timeline_is_a_chrome_trace():
         assert ranks == {str(rank) for rank in range(hvd.size())}, ranks
 
 
+def use_gloo():
+    """Make the world's next operations as on ranks that share no memory."""
+    with mock.patch.object(opening, "open_shared_group", return_value=NO_MEMORY):
+        hvd.allreduce(torch.ones(50_000))
+
+
 def check_a_timeline_of_a_fused_group():
     """WAIT_FOR_OTHER_TENSOR_DATA while others of a group are missing; INIT_FUSION_BUFFER where a buffer is made or
     grown; MEMCPY_IN_FUSION_BUFFER, GLOO_ALLREDUCE, MEMCPY_OUT_FUSION_BUFFER.
     """
     with Trace() as trace:
-        context.current().scheduler._executor._shared_memory[0] = None  # as on ranks that share no memory
+        use_gloo()
         for name, count in (("one", 30_000), ("two", 30_000), ("three", 40_000)):
             given = [torch.full((count,), float(number)) for number in range(3)]
             found = hvd.grouped_allreduce(given, name=name, op=hvd.Sum)

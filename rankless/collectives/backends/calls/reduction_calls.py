@@ -1,14 +1,20 @@
 """The checks of the arguments of all_reduce, reduce and reduce_scatter, and what each then runs."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from rankless.collectives.backends.calls.call_arguments import require_dense, require_one_dtype, require_values
+from rankless.collectives.backends.calls.call_arguments import (
+    require_count,
+    require_dense,
+    require_one_dtype,
+    require_values,
+)
 from rankless.collectives.backends.calls.prepared_call import PreparedCall
 from rankless.collectives.backends.calls.tensor_views import flatten, is_plain, write_back
+from rankless.collectives.backends.fused_reductions import FusedCall, FusedReductions
 from rankless.collectives.backends.reductions import view_as_reducible
 from rankless.collectives.backends.shared_reductions import SharedReductions
 
@@ -40,6 +46,44 @@ def prepare_all_reduce(reductions: SharedReductions, tensors: Sequence[Tensor], 
             view.detach().copy_(part.view(view.shape))
 
     return PreparedCall(run_one if len(views) == 1 else run_several, views, list(tensors))
+
+
+class FusedTensors(NamedTuple):
+    """What `prepare_fused_all_reduce` reduces: the inputs, and the outputs of the same lengths."""
+
+    inputs: Sequence[Tensor]
+    outputs: Sequence[Tensor]
+
+
+def prepare_fused_all_reduce(
+    reductions: SharedReductions,
+    fused: FusedReductions,
+    tensors: FusedTensors,
+    operation: Any,
+    *,
+    before: Callable[[Tensor], object],
+    after: Callable[[Tensor], object],
+) -> PreparedCall:
+    """Reduce tensors over all ranks into others, as if they were one. `before` and `after` are as in `FusedCall`.
+
+    Raises:
+        ConfigError: As `prepare_all_reduce`, or an output has another length than its input.
+    """
+    inputs, outputs = tensors
+    require_count(outputs, len(inputs), "outputs")
+    require_dense([*inputs, *outputs])
+    require_one_dtype([*inputs, *outputs])
+    for value, output in zip(inputs, outputs, strict=True):
+        require_values(output, value.numel(), "an output of an all_reduce")
+    reduction = reductions.get_reduction(operation, inputs[0].dtype)
+
+    def run() -> None:
+        flats = [flatten(output) for output in outputs]
+        fused.all_reduce(FusedCall([flatten(value) for value in inputs], flats, reduction, before, after))
+        for output, flat in zip(outputs, flats, strict=True):
+            write_back(output, flat)
+
+    return PreparedCall(run, outputs, list(outputs))
 
 
 def prepare_reduce(reductions: SharedReductions, tensor: Tensor, operation: Any, root: int) -> PreparedCall:

@@ -48,6 +48,8 @@ class HostWaits:
         self._limit_seconds = member.timeout_seconds
         self._error: CollectiveError | None = None
         self._is_closed = False
+        self.watch: Callable[[], None] | None = None
+        """Called now and then while a collective waits. It raises a `CollectiveError` if the wait is in vain."""
         self._process_id = os.getpid()
 
     def check(self) -> None:
@@ -102,12 +104,17 @@ class HostWaits:
             yield
             return
         signals = self._local.signals
-        signals.watch = self._require_connections if graces == 0 and self._layout.is_leader else None
+        signals.watch = self._look_at_hosts if graces == 0 and self._layout.is_leader else self.watch
         try:
             with signals.limit_waits(self._limit_seconds + graces * self._grace_seconds):
                 yield
         finally:
             signals.watch = None
+
+    def _look_at_hosts(self) -> None:
+        self._require_connections()
+        if self.watch is not None:
+            self.watch()
 
     def _require_connections(self) -> None:
         """Raise a `CollectiveError` if the first rank of another host has closed its connection."""
@@ -127,9 +134,15 @@ class HostWaits:
         Raises:
             CollectiveError: A rank is late, a connection is lost, or the group has failed.
         """
-        check: Callable[[], None] = self.check
-        if members_wait and self._local is not None:
-            check = self._local.signals.require_living_peers
+
+        def check() -> None:
+            if members_wait and self._local is not None:
+                self._local.signals.require_living_peers()
+            else:
+                self.check()
+            if self.watch is not None:
+                self.watch()
+
         try:
             exchange.wait(work, self._limit_seconds + self._grace_seconds, check)
         except ExchangeTimeout:
@@ -173,8 +186,8 @@ class HostWaits:
         return CollectiveError(
             expected="every rank of the group to take part in its collectives",
             found=f"{who} did not take part within {self._limit_seconds:g} s",
-            fix="see if a rank there is stopped, busy, or makes other calls; a longer timeout of the group waits; "
-            "create a new group to go on",
+            fix="see if a rank there is stopped, busy, or makes other calls; "
+            f"a longer {self.member.timeout_name} waits; create a new group to go on",
         )
 
     def _make_connection_error(self, exchange: GlooExchange, error: RuntimeError) -> CollectiveError:

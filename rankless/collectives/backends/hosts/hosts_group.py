@@ -8,6 +8,7 @@ import torch
 from rankless.collectives.backends.group_failure import Membership
 from rankless.collectives.backends.hosts.first_failure import FirstFailure
 from rankless.collectives.backends.hosts.gloo_exchange import GlooExchange
+from rankless.collectives.backends.hosts.host_fused_reductions import HostFusedReductions
 from rankless.collectives.backends.hosts.host_movement import HostMovement
 from rankless.collectives.backends.hosts.host_reductions import HostReductions
 from rankless.collectives.backends.hosts.host_waits import HostWaits
@@ -48,6 +49,7 @@ class HostsGroup:
         self.signals = HostWaits(member, layout, local=local, exchanges=self._exchanges, failure=failure)
         between = None if leaders is None else LeaderExchange(leaders)
         self.reductions = HostReductions(layout, self.signals, local=local, leaders=between)
+        self.fused_reductions = HostFusedReductions(self.reductions)
         self.movement = HostMovement(layout, self.signals, local=local, leaders=between, everyone=everyone)
         self.queue = _GuardedQueue(self.signals)
 

@@ -1,6 +1,8 @@
 """Executes scheduled batches: each operation on this rank's tensors, on the backend that suits it."""
 
+import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -9,18 +11,22 @@ import torch
 import torch.distributed as dist
 
 from rankless.compat.horovod.engine.backends.adasum import adasum
-from rankless.compat.horovod.engine.backends.host_layout import HostLayout, compute_host_layout
-from rankless.compat.horovod.engine.backends.process_group import ProcessGroupBackend, open_process_group
-from rankless.compat.horovod.engine.backends.shared_memory import SharedMemoryBackend, open_slots
-from rankless.compat.horovod.engine.backends.store_exchange import check_all_ranks
+from rankless.compat.horovod.engine.backends.opening import Backend, BackendRequest, open_backend
+from rankless.compat.horovod.engine.backends.process_group import ProcessGroupBackend
+from rankless.compat.horovod.engine.backends.shared_memory import SharedMemoryBackend
 from rankless.compat.horovod.engine.fusion import Activity, FusionBuffer
 from rankless.compat.horovod.engine.messages import Execute, OperationResponse, RequestMetadata
 from rankless.compat.horovod.engine.requests import EngineRequest, OperationKind, ReduceOpCode
 from rankless.compat.horovod.engine.scaling import DTYPES, ScaledReduction
 from rankless.compat.horovod.exceptions import HorovodInternalError
-from rankless.config.shared_memory_support import has_ordered_stores
+from rankless.errors import CollectiveError
+from rankless.runtime.rendezvous.job_rendezvous import print_notice
 
 EXECUTION_ERRORS = (AssertionError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError)
+CAUSE_SECONDS = 0.5
+"""How long a rank whose operation failed waits for rank 0, which knows why if a rank has ended."""
+POLL_SECONDS = 0.01
+SEE_LOGS = "see the logs of the ranks that have left or ended"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +39,9 @@ class ExecutionContext:
     store: Any
     timeout: timedelta
     check: Callable[[], None]
-    """Raises HorovodInternalError if a peer is gone."""
+    """Called while an operation waits. Raises HorovodInternalError if a peer is gone."""
+    find_cause: Callable[[str], HorovodInternalError | None]
+    """Called with a failure. Returns why nothing more is executed, if rank 0 or this rank has ended everything."""
     activity: Activity
     reduces_by_hosts: bool
     """Whether ranks of several hosts reduce within their hosts first."""
@@ -44,8 +52,7 @@ class OperationExecutor:
 
     def __init__(self, context: ExecutionContext) -> None:
         self._context = context
-        self._groups: dict[tuple[int, str], ProcessGroupBackend] = {}
-        self._shared_memory: dict[int, SharedMemoryBackend | None] = {}
+        self._backends: dict[tuple[int, str], Backend] = {}
         self._fusion = FusionBuffer(context.activity)
 
     def run(self, execute: Execute, members: Sequence[int], requests: Mapping[str, EngineRequest]) -> dict[str, Any]:
@@ -63,21 +70,27 @@ class OperationExecutor:
         except HorovodInternalError:
             raise
         except EXECUTION_ERRORS as error:  # the waiting thread, which may be another one, raises every error
-            self._context.check()
-            raise HorovodInternalError(f"{keys[0]}: {error}") from error
+            failure = f"{keys[0]}: {error}"
+            cause = self._find_cause(failure, wait_seconds=CAUSE_SECONDS if isinstance(error, CollectiveError) else 0.0)
+            raise HorovodInternalError(*(cause.args if cause is not None else [failure])) from error
 
     def close(self, *, is_stuck: bool = False) -> None:
         """Release the backends. A thread that is stuck in a backend gets an error, and the peers may, too."""
-        for group in self._groups.values() if is_stuck else ():
-            group.close()
-        self._groups.clear()
-        self._shared_memory.clear()
+        for backend in self._backends.values():
+            backend.close(is_stuck=is_stuck)
+        self._backends.clear()
 
     def forget(self, set_id: int) -> None:
-        """Release the backends of a removed process set."""
-        self._shared_memory.pop(set_id, None)
-        for key in [key for key in self._groups if key[0] == set_id]:
-            del self._groups[key]  # without abort: other ranks may still execute the set's last operation
+        """Release the backends of a removed process set. Other ranks may still execute the set's last operation."""
+        for key in [key for key in self._backends if key[0] == set_id]:
+            self._backends.pop(key).close()
+
+    def _find_cause(self, failure: str, *, wait_seconds: float) -> HorovodInternalError | None:
+        """Return the reason for which nothing more is executed, if there is one within this time."""
+        deadline = time.monotonic() + wait_seconds
+        while (cause := self._context.find_cause(failure)) is None and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+        return cause
 
     def _make_zero_request(self, item: OperationResponse) -> EngineRequest:
         """Return the request with which a rank that has joined takes part."""
@@ -103,20 +116,20 @@ class OperationExecutor:
         if not inputs:
             return results
         reduction = ScaledReduction(first.reduction, first.prescale, first.postscale, len(members))
-        memory = self._get_shared_memory(set_id, members, keys) if inputs[0].device.type == "cpu" else None
         if first.reduction is ReduceOpCode.ADASUM:
             with self._context.activity(keys, "ADASUM_ALLREDUCE"):
                 self._adasum(set_id, members, inputs, outputs, reduction)
-        elif len(members) == 1:
+            return results
+        if len(members) == 1:
             for tensor, output in zip(inputs, outputs, strict=True):
                 reduction.finish(reduction.apply_prescale(output.detach().copy_(tensor.detach())))
-        elif memory is not None:
-            with self._context.activity(keys, memory.activity):
-                memory.allreduce(inputs, outputs, reduction)
+            return results
+        backend = self._get_backend(set_id, members, inputs[0].device, keys)
+        if isinstance(backend, SharedMemoryBackend):
+            with self._context.activity(keys, f"{backend.name}_ALLREDUCE"):
+                backend.allreduce(inputs, outputs, reduction)
         else:
-            self._allreduce_by_group(
-                self._get_group(set_id, members, inputs[0].device), keys, inputs, outputs, reduction
-            )
+            self._allreduce_by_group(backend, keys, inputs, outputs, reduction)
         return results
 
     def _allreduce_by_group(
@@ -127,7 +140,6 @@ class OperationExecutor:
         outputs: Sequence[torch.Tensor],
         reduction: ScaledReduction,
     ) -> None:
-        name = "NCCL_ALLREDUCE" if inputs[0].device.type == "cuda" else "GLOO_ALLREDUCE"
         if len(inputs) == 1:
             buffer = outputs[0].detach()
             if outputs[0].data_ptr() != inputs[0].data_ptr():
@@ -135,7 +147,7 @@ class OperationExecutor:
         else:
             buffer = self._fusion.pack(keys, inputs)
         reduction.apply_prescale(buffer)
-        with self._context.activity(keys, name):
+        with self._context.activity(keys, f"{group.name}_ALLREDUCE"):
             group.allreduce(buffer, reduction.reduction)
         reduction.finish(buffer)
         if len(inputs) > 1:
@@ -152,10 +164,10 @@ class OperationExecutor:
         size = len(members)
         if size & (size - 1):
             raise HorovodInternalError(f"Running Adasum with non-power of 2 ranks is not supported yet: {size} ranks.")
-        group = self._get_group(set_id, members, inputs[0].device) if size > 1 else None
+        backend = self._get_backend(set_id, members, inputs[0].device, ()) if size > 1 else None
         for tensor, output in zip(inputs, outputs, strict=True):
             own = reduction.apply_prescale(tensor.detach().clone()).reshape(1, -1)
-            rows = own if group is None else group.allgather(own, [1] * size)
+            rows = own if backend is None else backend.allgather(own, [1] * size)
             output.detach().copy_(reduction.finish(adasum(list(rows))).reshape(output.shape))
 
     def _run_single(self, set_id: int, members: Sequence[int], item: OperationResponse, request: EngineRequest) -> Any:
@@ -167,23 +179,29 @@ class OperationExecutor:
             return self._reducescatter(set_id, members, item.key, request)
         if len(members) == 1:
             return _run_on_single_rank(request, tensor)
-        group = self._get_group(set_id, members, tensor.device)
-        with self._context.activity([item.key], f"{'NCCL' if tensor.is_cuda else 'GLOO'}_{request.kind.name}"):
+        backend = self._get_backend(set_id, members, tensor.device, [item.key])
+        with self._context.activity([item.key], f"{backend.name}_{request.kind.name}"):
             if request.kind is OperationKind.ALLGATHER:
-                return group.allgather(tensor, item.details)
+                return backend.allgather(tensor, item.details)
             if request.kind is OperationKind.ALLTOALL:
                 assert request.splits is not None
-                return group.alltoall(tensor, request.splits, item.details), item.details
+                return backend.alltoall(tensor, request.splits, item.details), item.details
             assert request.output is not None
             output = request.output.detach()
             if self._context.rank == request.root and output.data_ptr() != tensor.data_ptr():
                 output.copy_(tensor)
-            group.broadcast(output, members.index(request.root))
+            backend.broadcast(output, members.index(request.root))
             return request.output
 
     def _reducescatter(self, set_id: int, members: Sequence[int], key: str, request: EngineRequest) -> torch.Tensor:
         """Reduce the whole tensor, and return this rank's rows. The first ranks get one row more if it is uneven."""
         assert request.tensor is not None
+        if len(members) > 1:
+            backend = self._get_backend(set_id, members, request.tensor.device, [key])
+            if isinstance(backend, SharedMemoryBackend):
+                reduction = ScaledReduction(request.reduction, request.prescale, request.postscale, len(members))
+                with self._context.activity([key], f"{backend.name}_REDUCESCATTER"):
+                    return backend.reducescatter(request.tensor.detach(), reduction)
         index = members.index(self._context.rank)
         total = torch.empty_like(request.tensor.detach())
         allreduce = EngineRequest(
@@ -199,53 +217,34 @@ class OperationExecutor:
         start = index * rows + min(index, remainder)
         return total[start : start + rows + (index < remainder)].clone()
 
-    def _get_group(self, set_id: int, members: Sequence[int], device: torch.device) -> ProcessGroupBackend:
-        if (set_id, device.type) not in self._groups:
-            context = self._context
-            store = dist.PrefixStore(f"set/{set_id}/{device.type}", context.store)  # type: ignore[attr-defined]
-            self._groups[set_id, device.type] = open_process_group(
-                store, index=members.index(context.rank), size=len(members), device=device, timeout=context.timeout
-            )
-        return self._groups[set_id, device.type]
+    def _get_backend(self, set_id: int, members: Sequence[int], device: torch.device, keys: Sequence[str]) -> Backend:
+        """Return the backend of a process set for a kind of device. All ranks of the set open it together."""
+        found = self._backends.get((set_id, device.type))
+        if found is not None:
+            return found
+        context, name = self._context, f"set/{set_id}/{device.type}"
+        request = BackendRequest(
+            name=f"horovod {name}",
+            store=dist.PrefixStore(name, context.store),  # type: ignore[attr-defined]  # not in the stubs
+            rank=context.rank,
+            members=members,
+            hosts=[context.hosts[member] for member in members],
+            timeout=context.timeout,
+            watch=self._watch,
+            reduces_by_hosts=context.reduces_by_hosts,
+        )
+        with context.activity(keys, "INIT_FUSION_BUFFER") if request.can_share_memory(device) else nullcontext():
+            backend = self._backends[set_id, device.type] = open_backend(request, device, notify=print_notice)
+        return backend
 
-    def _get_shared_memory(
-        self, set_id: int, members: Sequence[int], keys: Sequence[str]
-    ) -> SharedMemoryBackend | None:
-        """Return the shared memory backend if all ranks of the process set can use one, else None on all of them."""
-        if set_id not in self._shared_memory:
-            layout = compute_host_layout(members, self._context.hosts, self._context.rank)
-            store = dist.PrefixStore(f"set/{set_id}/memory", self._context.store)  # type: ignore[attr-defined]
-            self._shared_memory[set_id] = None
-            if layout is not None:
-                with self._context.activity(keys, "INIT_FUSION_BUFFER"):
-                    self._shared_memory[set_id] = self._open_shared_memory(set_id, layout, store)
-        return self._shared_memory[set_id]
-
-    def _open_shared_memory(self, set_id: int, layout: HostLayout, store: Any) -> SharedMemoryBackend | None:
-        context, slots, cross_host = self._context, None, None
-        check, seconds = context.check, context.timeout.total_seconds()
-        if has_ordered_stores():
-            host_store = dist.PrefixStore(f"host/{layout.host_index}", store)  # type: ignore[attr-defined]
-            slots = open_slots(
-                host_store, ranks=layout.ranks, index=layout.local_index, check=check, timeout_seconds=seconds
-            )
-        if layout.host_count > 1:
-            has_slots = slots is not None and context.reduces_by_hosts
-            size = layout.host_count * len(layout.ranks)
-            if not check_all_ranks(store, has_slots, size=size, check=check, timeout_seconds=seconds):
-                return None
-            cross_store = dist.PrefixStore(f"across/{layout.local_index}", store)  # type: ignore[attr-defined]
-            cross_host = open_process_group(
-                cross_store,
-                index=layout.host_index,
-                size=layout.host_count,
-                device=torch.device("cpu"),
-                timeout=context.timeout,
-            )
-            self._groups[set_id, "across"] = cross_host
-        if slots is None:
-            return None
-        return SharedMemoryBackend(slots, check=check, timeout_seconds=seconds, cross_host=cross_host)
+    def _watch(self) -> None:
+        """Raise an error that the backends expect, if a peer is gone."""
+        try:
+            self._context.check()
+        except HorovodInternalError as error:
+            raise CollectiveError(
+                expected="all ranks to stay until the operation has ended", found=str(error), fix=SEE_LOGS
+            ) from error
 
 
 def _split_by_dtype(keys: Sequence[str], requests: Sequence[EngineRequest]) -> list[dict[str, EngineRequest]]:

@@ -96,6 +96,7 @@ class OperationScheduler:
                 store=store,
                 timeout=timedelta(seconds=settings.timeout_seconds),
                 check=self._check,
+                find_cause=self._find_cause,
                 activity=self.timeline.activity,
                 reduces_by_hosts=settings.reduces_by_hosts,
             )
@@ -367,6 +368,14 @@ class OperationScheduler:
         scheduled = {(batch.set_id, item.key) for batch in batches for item in batch.items}
         self._pending.fail_all(self._error, excluded=scheduled)
         self._changed.notify_all()
+
+    def _find_cause(self, failure: str) -> HorovodInternalError | None:
+        """Return why nothing more is executed, or None. Called with the failure of an operation."""
+        with self._lock:
+            self._receive()
+            if self._error is None or not self._finish_deadline:
+                return self._error
+            return HorovodInternalError(f"{SHUT_DOWN} {failure}")  # a rank has left in order, perhaps because it failed
 
     def _check(self) -> None:
         """Raise HorovodInternalError after the shutdown. Called while a batch waits for other ranks."""

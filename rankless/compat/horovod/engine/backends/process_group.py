@@ -22,9 +22,17 @@ WIDER_DTYPES = {torch.int16: torch.int32, torch.bool: torch.int32}
 
 
 class ProcessGroupBackend:
-    """The collectives of one process set on one kind of device. All tensors are contiguous."""
+    """The collectives of one process set on one kind of device. All tensors are contiguous.
 
-    def __init__(self, group: Any, *, index: int, size: int) -> None:
+    Args:
+        group: torch's group.
+        name: The backend's name in a timeline.
+        index: The index of this rank in the process set.
+        size: The number of ranks.
+    """
+
+    def __init__(self, group: Any, *, name: str, index: int, size: int) -> None:
+        self.name = name
         self._group = group
         self._index = index
         self._size = size
@@ -73,18 +81,21 @@ class ProcessGroupBackend:
             self._group.alltoall_base(_view_bytes(output), _view_bytes(tensor), received_bytes, sent_bytes).wait()
         return output
 
-    def close(self) -> None:
-        """Abort the group. A thread that waits in it gets an error."""
-        with suppress(Exception):
-            self._group.abort()
+    def close(self, *, is_stuck: bool = False) -> None:
+        """End the waits of a thread that is stuck. It gets an error, and the peers may, too."""
+        if is_stuck:
+            with suppress(Exception):
+                self._group.abort()
 
 
 def open_process_group(
     store: Any, *, index: int, size: int, device: torch.device, timeout: timedelta
 ) -> ProcessGroupBackend:
     """Return a new group of the ranks that open it at the same store."""
-    group_class: Any = dist.ProcessGroupNCCL if device.type == "cuda" else dist.ProcessGroupGloo
-    return ProcessGroupBackend(group_class(store, index, size, timeout), index=index, size=size)
+    is_nccl = device.type == "cuda"
+    group_class: Any = dist.ProcessGroupNCCL if is_nccl else dist.ProcessGroupGloo
+    group = group_class(store, index, size, timeout)
+    return ProcessGroupBackend(group, name="NCCL" if is_nccl else "GLOO", index=index, size=size)
 
 
 def _view_bytes(tensor: torch.Tensor) -> torch.Tensor:
