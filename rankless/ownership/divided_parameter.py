@@ -8,7 +8,9 @@ from torch import Tensor, nn
 from rankless.errors import ConfigError
 from rankless.ownership.partitioned_tensor import Partition, WholeValues, divide_parameter
 from rankless.ownership.piece_layout import PieceLayout
+from rankless.ownership.shared_pieces import SharedValue
 from rankless.parallel.tensor_placement import Shard
+from rankless.records.parallel_plan import StatePlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +24,7 @@ class DividedParameter:
         name: What errors call it.
         divides_value: Whether the worker holds only its piece of the value.
         divides_gradient: Whether it holds only its piece of the gradient.
+        shared: Where its value lies, if workers hold the pieces of it in one memory.
     """
 
     parameter: nn.Parameter
@@ -30,6 +33,7 @@ class DividedParameter:
     name: str
     divides_value: bool
     divides_gradient: bool
+    shared: SharedValue | None = None
 
     @property
     def holder(self) -> nn.Parameter:
@@ -89,8 +93,8 @@ def make_divided_parameter(
     values: WholeValues,
     *,
     name: str,
-    divides_value: bool,
-    divides_gradient: bool,
+    plan: StatePlan,
+    shared: SharedValue | None,
 ) -> DividedParameter:
     """Divide a parameter, which every worker has whole.
 
@@ -99,12 +103,13 @@ def make_divided_parameter(
         layout: How it is divided.
         values: Gathers whole values for the script.
         name: What errors call it.
-        divides_value: Whether each worker keeps only its piece of the value.
-        divides_gradient: Whether each worker gets only its piece of the gradient.
+        plan: Whether each worker keeps only its piece of the value, and of the gradient.
+        shared: Where the pieces of the value go, if they lie in one memory. Workers must be writing.
     """
-    whole = parameter.detach()
-    piece = nn.Parameter(layout.copy_piece(whole, values.group.rank), requires_grad=parameter.requires_grad)
-    if divides_value:
+    whole, rank = parameter.detach(), values.group.rank
+    own = layout.copy_piece(whole, rank) if shared is None else shared.piece.copy_(layout.get_piece(whole, rank))
+    piece = nn.Parameter(own, requires_grad=parameter.requires_grad)
+    if plan.value is not None:
         partition = Partition(layout, piece, name, values)
         divide_parameter(parameter, partition)
         values.keep(partition, whole)
@@ -113,6 +118,7 @@ def make_divided_parameter(
         piece=piece,
         layout=layout,
         name=name,
-        divides_value=divides_value,
-        divides_gradient=divides_gradient,
+        divides_value=plan.value is not None,
+        divides_gradient=plan.gradient is not None,
+        shared=shared,
     )

@@ -67,6 +67,11 @@ class WholeValues:
         partition.whole = whole
         self._open.append(partition)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether there are any, on all workers."""
+        return bool(self._open)
+
     def write_back(self) -> None:
         """Take the pieces of the whole values, which the script may have changed, and forget those that it dropped.
 
