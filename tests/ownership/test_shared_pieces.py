@@ -3,6 +3,7 @@
 import pytest
 from collectives.backends.shared_groups import shared_group
 from divided_accesses import ACCESSES
+from shared_piece_cases import SHARED_CASES
 from support.processes import on_mesh
 from support.training_runs import require_equal, run_in_float64
 from support.trainings import CASES
@@ -11,7 +12,7 @@ from rankless.jobs.definition import StepOptions
 from rankless.jobs.job import make_job
 from rankless.parallel.mesh import Mesh
 
-ALL = {**CASES, **ACCESSES}
+ALL = {**CASES, **ACCESSES, **SHARED_CASES}
 
 
 def run_case(mesh, name):
