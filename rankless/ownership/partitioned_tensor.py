@@ -60,7 +60,8 @@ class WholeValues:
         work = start_all_gather(flat, group.join_pieces([partition.piece.detach()]), among=self.group)
         if work is not None:
             work.wait()
-        return group.split_wholes(flat)[0]
+        # `.data` is not a view: a view would keep its base, and seem to be used elsewhere for ever.
+        return group.split_wholes(flat)[0].data
 
     def keep(self, partition: "Partition", whole: Tensor) -> None:
         """Begin with a whole value that is there already."""
