@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from rankless.checkpoint import SaveOptions, Saver, load
-from rankless.context.redundant_step_calls import divide_states_of_jobs
 from rankless.context.world import World
 from rankless.deferred_models.building import DeferredBuild
 from rankless.jobs.definition import StepOptions
 from rankless.jobs.job import make_job
+from rankless.jobs.jobs_of_optimizers import divide_states_of_jobs
 from rankless.parallel.mesh import Mesh
 
 

@@ -17,8 +17,8 @@ from support.processes import on_mesh
 from support.warm_runs import rankless
 
 from rankless.checkpoint import load
-from rankless.context.redundant_step_calls import divide_states_of_jobs
 from rankless.errors import CheckpointError
+from rankless.jobs.jobs_of_optimizers import divide_states_of_jobs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ONCE = """
