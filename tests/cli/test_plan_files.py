@@ -81,8 +81,8 @@ def test_a_plan_that_divides_more_gives_the_same_training(plan: Path) -> None:
     assert "same training" in verified.stdout
     shown = rankless("plan", "-n", "2", "--plan", "plan.json", "train.py", folder=plan.parent)
     assert "1 parameter, 384 B: in pieces, read whole in shared memory" in shown.stdout
-    gathered = ("plan", "-n", "2", "--backend", "gloo", "--plan", "plan.json", "train.py")
-    shown = rankless(*gathered, folder=plan.parent)
+    arguments = ("plan", "-n", "2", "--plan", "plan.json", "train.py")
+    shown = rankless(*arguments, folder=plan.parent, RANKLESS_BACKEND="gloo")
     assert "1 parameter, 384 B: in pieces, whole while in use" in shown.stdout
 
 
