@@ -69,6 +69,7 @@ def load(
             tensors.open()
             differences = _compare_all(held, manifest, tensors, strict=strict)
             agreement.summary = f"a checkpoint with checksum {manifest.sha256}"
+        owner.begin_write()
         with Agreement(mesh=mesh, doing=f"restore {os.fspath(path)}"):
             for name, subject in held.items():
                 _restore(name, subject, manifest.objects[name], tensors, strict=strict)

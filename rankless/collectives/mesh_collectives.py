@@ -42,6 +42,12 @@ def all_reduce_maximum(tensor: Tensor, *, among: WorkerGroup) -> Tensor:
     return result
 
 
+def wait_for_all(*, among: WorkerGroup) -> None:
+    """Return when all ranks have called this."""
+    if among.group is not None:
+        dist.barrier(group=among.group)
+
+
 def start_all_gather(flat: Tensor, chunk: Tensor, *, among: WorkerGroup) -> dist.Work | None:
     """Begin to gather equal chunks of all ranks into `flat`. Return the work to wait for, if there is any.
 

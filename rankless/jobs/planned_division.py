@@ -20,6 +20,8 @@ from rankless.ownership.piece_layout import group_in_order
 from rankless.parallel.tensor_placement import Shard, Sharding
 from rankless.records.parallel_plan import JobPlan, StatePlan
 
+GROUPS = 32
+"""So many groups of a large model's parameters are divided one after the other."""
 NEW_PLAN = "make a new plan with `rankless plan --save`"
 
 
@@ -125,11 +127,9 @@ class PlannedDivision:
             require_whole_tensors(job, plan, tensors)
         before = owner.version
         divided = [name for name, state in plan.states.items() if state.optimizer_state is not None]
-        for names in group_by_size(divided, tensors) if complete is None else [[name] for name in divided]:
-            if complete is not None:
-                complete(names[0], tensors[names[0]])
-            owner.divide(JobPlan(states={name: plan.states[name] for name in names}), tensors, line=job.line)
-            owner.begin_call()  # frees the memory of whole parameters
+        for names in group_by_size(divided, tensors):
+            group = JobPlan(states={name: plan.states[name] for name in names})
+            owner.divide(group, tensors, line=job.line, complete=complete)
         return owner.version != before
 
 
@@ -141,13 +141,13 @@ def apply_plan(job: JobDefinition, world: World) -> JobDefinition:
 
 
 def group_by_size(names: Sequence[str], tensors: Mapping[str, Tensor]) -> list[list[str]]:
-    """Group the names of tensors, in their order, up to a size."""
-    return group_in_order(
-        names,
-        kind=lambda _name: None,
-        size=lambda name: tensors[name].numel() * tensors[name].element_size(),
-        limit=lambda _name, _groups: GATHER_BYTES,
-    )
+    """Group the names of tensors, in their order, up to a size that is small against all of them.
+
+    A group whose workers share memory takes one memory, which takes a file descriptor.
+    """
+    sizes = {name: tensors[name].numel() * tensors[name].element_size() for name in names}
+    limit = max(GATHER_BYTES, sum(sizes.values()) // GROUPS)
+    return group_in_order(names, kind=lambda _name: None, size=sizes.__getitem__, limit=lambda _name, _groups: limit)
 
 
 def find_job_plan(job: JobDefinition, jobs: Mapping[str, JobPlan]) -> JobPlan:

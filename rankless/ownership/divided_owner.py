@@ -19,6 +19,7 @@ from rankless.ownership.optimizer_pieces import list_parameters, on_pieces, read
 from rankless.ownership.owned_state import share_state
 from rankless.ownership.partitioned_tensor import WholeValues
 from rankless.ownership.piece_layout import PieceGroup, PieceLayout, group_in_order
+from rankless.ownership.shared_pieces import SharedPieces, SharedValue
 from rankless.ownership.unread_tensor import UnreadTensor
 from rankless.parallel.mesh import WorkerGroup
 from rankless.parallel.tensor_placement import Shard
@@ -40,44 +41,70 @@ class DividedOwner:
         self.version = 0
         self._group = group
         self._values = WholeValues(group, require_all)
+        self._shared = SharedPieces(group)
         self._divided: dict[int, DividedParameter] = {}
         self._pieces: dict[int, torch.device] = {}
         """The device of each divided parameter, by the id of the worker's piece."""
 
-    def divide(self, plan: JobPlan, tensors: Mapping[str, Tensor], *, line: str) -> None:
-        """Divide the parameters of a job as its plan says. All workers have the same whole ones.
+    def divide(
+        self,
+        plan: JobPlan,
+        tensors: Mapping[str, Tensor],
+        *,
+        line: str,
+        complete: Callable[[str, Tensor], None] | None = None,
+    ) -> None:
+        """Divide the parameters of a job as its plan says, and free the whole ones. Collective.
+
+        All workers have the same whole ones.
 
         Args:
             plan: The job's plan.
             tensors: The job's parameters and buffers by name.
             line: The job's line, for errors.
+            complete: Called with the name of a parameter that is about to be divided, and the parameter, which has a
+                value afterwards. Each is then freed before the next. Default: all have values.
 
         Raises:
             ConfigError: Another job divides a parameter in another way.
         """
+        new: dict[str, tuple[nn.Parameter, PieceLayout]] = {}
         for name, state in plan.states.items():
             division, parameter = state.optimizer_state, tensors[name]
             if division is None or not isinstance(parameter, nn.Parameter):
                 continue
             placement = Shard(division.dim, division.lengths)
             known = self._divided.get(id(parameter))
-            if known is not None:
+            if known is None:
+                new[name] = parameter, PieceLayout.of(parameter, placement)
+            else:
                 require_same_division(known, placement, state, line)
-                continue
-            divided = make_divided_parameter(
-                parameter,
-                PieceLayout.of(parameter, placement),
-                self._values,
-                name=name,
-                state=state,
-            )
-            self._divided[id(parameter)] = divided
-            self._pieces[id(divided.piece)] = parameter.device
-            self.version += 1
+        shared = self._shared.allocate([(name, *item) for name, item in new.items() if plan.states[name].value])
+        for name, (parameter, layout) in new.items():
+            if complete is not None:
+                complete(name, parameter)
+            self._divide_one(name, parameter, layout, plan.states[name], shared.get(name))
+            if complete is not None:
+                self.begin_call()
+        self.begin_call()
+
+    def _divide_one(
+        self, name: str, parameter: nn.Parameter, layout: PieceLayout, plan: StatePlan, shared: SharedValue | None
+    ) -> None:
+        """Divide a parameter that is not divided yet."""
+        actual = PieceLayout.of(parameter, layout.placement)
+        if actual != layout:  # a deferred parameter lies otherwise in memory than its recording says
+            layout, shared = actual, None
+        divided = make_divided_parameter(parameter, layout, self._values, name=name, state=plan, shared=shared)
+        self._divided[id(parameter)] = divided
+        self._pieces[id(divided.piece)] = parameter.device
+        self.version += 1
 
     def begin_call(self) -> None:
         """Take the changes of the script to whole values. Collective if it has read any."""
-        self._values.write_back()
+        if self._values.is_open:
+            self._shared.begin_write()
+            self._values.write_back()
 
     def end_call(self) -> None:
         """Update the whole values that the script holds. Collective if there are any."""
@@ -108,9 +135,30 @@ class DividedOwner:
         known = self._divided.get(id(tensor))
         return known.piece if known is not None and known.divides_value else tensor
 
+    def get_inputs(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return what a program takes of parameters and buffers: the whole value in shared memory, or the piece."""
+        found = [self._divided.get(id(item)) for item in tensors]
+        if any(known is not None and known.shared is not None for known in found):
+            self._shared.begin_read()
+        return [
+            self.get_value(item) if known is None or known.shared is None else known.shared.whole
+            for item, known in zip(tensors, found, strict=True)
+        ]
+
+    def find_shared_memory(self, tensor: Tensor) -> int | None:
+        """Return the number of the memory in which workers share the whole value; None if they do not."""
+        known = self._divided.get(id(tensor))
+        return None if known is None or known.shared is None else known.shared.memory
+
+    def begin_write(self) -> None:
+        """Wait until no worker reads values that workers share."""
+        self._shared.begin_write()
+
     def set_value(self, tensor: Tensor, whole: Tensor) -> None:
         """Take a new whole value of a parameter or buffer."""
         known = self._divided.get(id(tensor))
+        if known is not None and known.shared is not None:
+            self._shared.begin_write()
         with torch.no_grad():
             if known is not None and known.divides_value:
                 known.piece.copy_(known.layout.get_piece(whole, self._group.rank))
@@ -194,10 +242,12 @@ class DividedOwner:
 
     def step(self, optimizer: Optimizer) -> None:
         """Let an optimizer step on this worker's pieces; then all workers get the parameters that they hold whole."""
+        known = [self._divided[id(item)] for item in list_parameters(optimizer) if id(item) in self._divided]
+        if any(item.shared is not None for item in known):
+            self._shared.begin_write()
         with on_pieces(optimizer, self._divided, self._values):
             optimizer.step()
         share_state(optimizer, self._divided, self._values)
-        known = [self._divided[id(item)] for item in list_parameters(optimizer) if id(item) in self._divided]
         self._publish([item for item in known if not item.divides_value])
 
     def _publish(self, stepped: Sequence[DividedParameter]) -> None:

@@ -9,6 +9,7 @@ from rankless.errors import ConfigError
 from rankless.ownership.host_memory import copy_to_host
 from rankless.ownership.partitioned_tensor import Partition, WholeValues, divide_parameter
 from rankless.ownership.piece_layout import PieceLayout
+from rankless.ownership.shared_pieces import SharedValue
 from rankless.parallel.tensor_placement import Shard
 from rankless.records.parallel_plan import StatePlan
 
@@ -25,6 +26,7 @@ class DividedParameter:
         divides_value: Whether the worker holds only its piece of the value.
         divides_gradient: Whether it holds only its piece of the gradient.
         is_offloaded: Whether the piece lies in the memory of the host; see Note [offloaded pieces].
+        shared: Where its value lies, if workers hold the pieces of it in one memory.
     """
 
     parameter: nn.Parameter
@@ -34,6 +36,7 @@ class DividedParameter:
     divides_value: bool
     divides_gradient: bool
     is_offloaded: bool
+    shared: SharedValue | None = None
 
     @property
     def holder(self) -> nn.Parameter:
@@ -103,6 +106,7 @@ def make_divided_parameter(
     *,
     name: str,
     state: StatePlan,
+    shared: SharedValue | None,
 ) -> DividedParameter:
     """Divide a parameter, which every worker has whole.
 
@@ -112,10 +116,11 @@ def make_divided_parameter(
         values: Gathers whole values for the script.
         name: What errors call it.
         state: Which of its value and gradient each worker keeps only its piece of, and where.
+        shared: Where the pieces of the value go, if they lie in one memory. Workers must be writing.
     """
-    whole = parameter.detach()
-    copied = layout.copy_piece(whole, values.group.rank)
-    placed = copy_to_host([copied])[0] if state.offloaded else copied
+    whole, rank = parameter.detach(), values.group.rank
+    own = layout.copy_piece(whole, rank) if shared is None else shared.piece.copy_(layout.get_piece(whole, rank))
+    placed = copy_to_host([own])[0] if state.offloaded else own
     piece = nn.Parameter(placed, requires_grad=parameter.requires_grad)
     if state.value is not None:
         partition = Partition(layout, piece, name, values, device=whole.device)
@@ -129,4 +134,5 @@ def make_divided_parameter(
         divides_value=state.value is not None,
         divides_gradient=state.gradient is not None,
         is_offloaded=state.offloaded,
+        shared=shared,
     )

@@ -62,12 +62,18 @@ class WholeValues:
         work = start_all_gather(flat, chunk, among=self.group)
         if work is not None:
             work.wait()
-        return group.split_wholes(flat)[0]
+        # `.data` is not a view: a view would keep its base, and seem to be used elsewhere for ever.
+        return group.split_wholes(flat)[0].data
 
     def keep(self, partition: "Partition", whole: Tensor) -> None:
         """Begin with a whole value that is there already."""
         partition.whole = whole
         self._open.append(partition)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there are any, on all workers."""
+        return bool(self._open)
 
     def write_back(self) -> None:
         """Take the pieces of the whole values, which the script may have changed, and forget those that it dropped.

@@ -42,8 +42,23 @@ class StateOwner(Protocol):
         """Return what this worker has of a parameter or buffer: all of it, or its piece."""
         ...
 
+    def get_inputs(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return what a program takes of divided parameters and buffers, which it only reads. Collective.
+
+        That is what this worker has of each, or the whole value in memory that workers share.
+        """
+        ...
+
+    def find_shared_memory(self, tensor: Tensor) -> int | None:
+        """Return the number of the memory in which workers share the whole value; None if they do not."""
+        ...
+
+    def begin_write(self) -> None:
+        """Wait until no worker reads values that workers share, before the script writes to pieces. Collective."""
+        ...
+
     def set_value(self, tensor: Tensor, whole: Tensor) -> None:
-        """Take a new whole value."""
+        """Take a new whole value. Collective."""
         ...
 
     def find_value_placement(self, tensor: Tensor) -> Shard | None:
@@ -106,6 +121,17 @@ class WholeOwner:
     def get_value(self, tensor: Tensor) -> Tensor:
         """Return the tensor."""
         return tensor
+
+    def get_inputs(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the tensors."""
+        return list(tensors)
+
+    def find_shared_memory(self, tensor: Tensor) -> int | None:  # noqa: ARG002
+        """Return None."""
+        return None
+
+    def begin_write(self) -> None:
+        """Do nothing."""
 
     def set_value(self, tensor: Tensor, whole: Tensor) -> None:
         """Copy the new value."""

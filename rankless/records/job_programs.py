@@ -20,7 +20,8 @@ class ProgramInputRecord(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int
     """The size of the whole tensor."""
     placement: str
-    """"whole on every worker", "dim 0 split 5+5", or "in pieces, whole while in use"."""
+    """"whole on every worker", "dim 0 split 5+5", "in pieces, whole while in use", or "in pieces, read whole in shared
+    memory"."""
 
 
 CommunicationPurpose = Literal["input", "operator", "gradient", "output"]

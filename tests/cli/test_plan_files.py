@@ -81,6 +81,9 @@ def test_a_plan_that_divides_more_gives_the_same_training(plan: Path) -> None:
     assert verified.returncode == 0, verified.stdout + verified.stderr
     assert "same training" in verified.stdout
     shown = rankless("plan", "-n", "2", "--plan", "plan.json", "train.py", folder=plan.parent)
+    assert "1 parameter, 384 B: in pieces, read whole in shared memory" in shown.stdout
+    arguments = ("plan", "-n", "2", "--plan", "plan.json", "train.py")
+    shown = rankless(*arguments, folder=plan.parent, RANKLESS_BACKEND="gloo")
     assert "1 parameter, 384 B: in pieces, whole while in use" in shown.stdout
 
 

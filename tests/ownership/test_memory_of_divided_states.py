@@ -77,6 +77,28 @@ def test_few_whole_parameters_and_gradients_exist_at_any_time():
         assert held["peak"] <= 5 * BLOCK_BYTES + activations, held["peak"] / BLOCK_BYTES
 
 
+def read_between_calls(mesh):
+    """Return which parameters are whole after a read of the script, and after the next call."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3))
+    _, _, job = make_metered(mesh, model, torch.optim.SGD(model.parameters(), lr=0.1), "parameters")
+    found = []
+    job(torch.ones(4, 8))
+    for _ in range(2):
+        found.append([item.partition.whole is not None for item in model.parameters()])
+        if len(found) == 1:
+            sum(item.sum() for item in model.parameters()).backward()
+            found.append([item.partition.whole is not None for item in model.parameters()])
+            job(torch.ones(4, 8))
+    return found
+
+
+def test_whole_parameters_that_the_script_has_read_are_freed_at_the_next_call():
+    for before, read, after in on_mesh(2, read_between_calls):
+        assert not any(before)
+        assert all(read)
+        assert not any(after)
+
+
 def train_gpt(mesh):
     """Return this worker's state between calls, the peak within a call, and the bytes of the model and of a block."""
     torch.manual_seed(0)

@@ -105,6 +105,24 @@ class SharedMemoryProcessGroup(_ProcessGroup):  # type: ignore[misc]  # its base
         """
         return self._open.allocate(count, dtype, limit_bytes=limit_bytes, on_close=on_close)
 
+    def map_common(self, byte_count: int, terms: str) -> Tensor | None:
+        """Return a tensor of bytes, filled with zeros, that is the same memory on all ranks.
+
+        Nothing orders what the ranks read and write. All ranks call this in the same order. The memory is free when the
+        tensors over it are gone on all ranks; it may outlive the group.
+
+        Args:
+            byte_count: The number of bytes.
+            terms: What the ranks must agree on, as text: what the memory is for.
+
+        Returns:
+            The tensor. None on all ranks if there is no memory, or if they do not pass the same arguments.
+
+        Raises:
+            CollectiveError: The group cannot be used, or a rank does not call this within the group's timeout.
+        """
+        return self._open.map_common(byte_count, terms)
+
     @property
     def timeout(self) -> timedelta:
         """How long the ranks wait for each other, unless a call says otherwise."""

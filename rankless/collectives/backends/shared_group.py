@@ -77,8 +77,29 @@ class SharedGroup:
         on_close: Callable[[], None] | None = None,
     ) -> torch.Tensor | None:
         """Return a tensor in memory that all ranks map. See `SharedMemoryProcessGroup.allocate`."""
-        self.signals.check()
+        exchange = self._begin_allocation()
         tensors, stride = self.reductions.tensors, _round_up(max(1, count * dtype.itemsize))
+        if limit_bytes is not None:
+            # Ranks free memory at different times, so all must agree on whether there is enough.
+            is_enough = tensors.reserved_bytes + stride <= limit_bytes
+            if not all(exchange.gather("limit", "yes" if is_enough else "")):
+                return None
+        region = open_shared_region(exchange, stride * self._member.size)
+        return None if region is None else tensors.add(region, count, dtype, on_close)
+
+    def map_common(self, byte_count: int, terms: str) -> torch.Tensor | None:
+        """Return bytes that are the same memory on all ranks. See `SharedMemoryProcessGroup.map_common`."""
+        exchange = self._begin_allocation()
+        if len(set(exchange.gather("terms", f"{byte_count} {terms}"))) > 1 or byte_count < 1:
+            return None
+        # Not in a file, which may be on a disk.
+        region = open_shared_region(exchange, _round_up(byte_count), ("proc", "socket"))
+        return None if region is None else region.bytes[:byte_count]
+
+    def _begin_allocation(self) -> StoreExchange:
+        """Return an exchange for memory that the ranks are about to map. All ranks call this in the same order."""
+        self.signals.check()
+        tensors = self.reductions.tensors
         tensors.allocations += 1
         exchange = self._exchange.derive(f"tensor {tensors.allocations}")
 
@@ -87,13 +108,7 @@ class SharedGroup:
             self._exchange.check()
 
         exchange.check = check
-        if limit_bytes is not None:
-            # Ranks free memory at different times, so all must agree on whether there is enough.
-            is_enough = tensors.reserved_bytes + stride <= limit_bytes
-            if not all(exchange.gather("limit", "yes" if is_enough else "")):
-                return None
-        region = open_shared_region(exchange, stride * self._member.size)
-        return None if region is None else tensors.add(region, count, dtype, on_close)
+        return exchange
 
     def abort(self) -> None:
         """End the group for all ranks: their waits raise at once."""

@@ -21,6 +21,7 @@ from torch import Tensor, fx
 from rankless.collectives.mesh_collectives import start_all_gather
 from rankless.compiler.ir.logical_program import LogicalProgram, LogicalValue, is_fresh
 from rankless.compiler.lowering.lower import LocalGraph
+from rankless.compiler.scheduling.shared_parameters import copy_shared_results
 from rankless.compiler.scheduling.stored_states import StateStorage, limit_group, make_layout
 from rankless.compiler.sharding.redistribute import CollectiveRecord
 from rankless.ownership.host_memory import copy_to_device
@@ -102,8 +103,18 @@ def gather_parameters(local: LocalGraph, program: LogicalProgram, storage: State
     sizes = {node: count_bytes(value) for node, value in values.items()}
     limit = limit_group(list(sizes.values()))
     gathered = share_gathers(list_uses(local.graph, layouts), sizes, limit)
-    groups = group_values(gathered, values, sizes, limit)
+    shared = {
+        node: storage.shared[item.name]
+        for node, item in local.inputs
+        if node in layouts and item.name in storage.shared
+    }
+    groups = group_values([item for item in gathered if item.parameter not in shared], values, sizes, limit)
     add_gathers(local.graph, groups, layouts, values, storage.axis)
+    for item in gathered:
+        if item.parameter in shared:
+            use_whole(local.graph, item, item.parameter)
+    remove_unused(local.graph)
+    copy_shared_results(local, shared)
     output = next(node for node in local.graph.nodes if node.op == "output")
     outputs = tuple((node, described) for node, (_, described) in zip(output.args[0], local.outputs, strict=True))
     return LocalGraph(
@@ -195,14 +206,18 @@ def add_gathers(
             wholes = [graph.call_function(getitem, (finished, index)) for index in range(len(group))]
         for item, whole in zip(group, wholes, strict=True):
             whole.meta["described"] = item.parameter.meta.get("described", item.parameter.name)
-            use_gathered(graph, item, whole)
+            use_whole(graph, item, whole)
+
+
+def remove_unused(graph: fx.Graph) -> None:
+    """Remove the views and casts of whole parameters that the uses have taken by others."""
     for node in reversed(list(graph.nodes)):
         if is_recomputed(node) and not node.users:
             graph.erase_node(node)
 
 
-def use_gathered(graph: fx.Graph, item: GatheredValue, whole: fx.Node) -> None:
-    """Let the uses of a parameter take a gathered value, through views and casts of their own."""
+def use_whole(graph: fx.Graph, item: GatheredValue, whole: fx.Node) -> None:
+    """Let the uses of a parameter that share a gather take a whole value, through views and casts of their own."""
     made: dict[fx.Node, fx.Node] = {item.parameter: whole}
     for use in item.uses:
         chain = []

@@ -18,11 +18,13 @@ GROUPS = 24
 class StateStorage:
     """The placements of states between calls, by name, along one axis. States without one are whole.
 
-    Programs use whole values. Passes after lowering gather them before their use, and scatter gradients.
+    Programs use whole values. Passes after lowering gather those that workers do not share, and scatter gradients.
     """
 
     axis: MeshAxis | None = None
     values: Mapping[str, Shard] = field(default_factory=dict)
+    shared: Mapping[str, int] = field(default_factory=dict)
+    """The values that a program reads whole in memory that workers share: the number of the memory of each."""
     gradients: Mapping[str, Shard] = field(default_factory=dict)
     memory: GradientMemory = field(default_factory=GradientMemory)
     """The memory of gradients, which the programs of a job share."""

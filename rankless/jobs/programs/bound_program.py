@@ -66,8 +66,10 @@ class InputSources:
             arguments: The tensors for `self.arguments`.
         """
         states = self.states.read()
-        for place in self._divided:
-            states[place] = self._owner.get_value(states[place])
+        if self._divided:
+            divided = self._owner.get_inputs([states[place] for place in self._divided])
+            for place, value in zip(self._divided, divided, strict=True):
+                states[place] = value
         values = [*states, *arguments, *self._constants]
         return [values[place].detach() for place in self._order]
 

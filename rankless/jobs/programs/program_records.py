@@ -36,6 +36,8 @@ from rankless.records.quantities import format_decimal_bytes
 
 IN_PIECES = "in pieces, whole while in use"
 """How `rankless plan` describes parameters that are gathered just before their use."""
+IN_SHARED_MEMORY = "in pieces, read whole in shared memory"
+"""The same for parameters whose pieces workers hold in one memory, so that nothing is gathered."""
 
 Outputs = Sequence[Tensor]
 
@@ -249,8 +251,15 @@ def describe_input(node: fx.Node, given: ProgramInput, sharding: Sharding, stora
         shape=tuple(int(size_hint(size)) for size in value.shape),
         dtype=str(value.dtype).removeprefix("torch."),
         bytes=count_bytes(node),
-        placement=IN_PIECES if given.name in storage.values else format_sharding(sharding),
+        placement=describe_storage(given, storage) or format_sharding(sharding),
     )
+
+
+def describe_storage(given: ProgramInput, storage: StateStorage) -> str:
+    """Return how workers hold the pieces of an input; empty if it is in no pieces."""
+    if given.name not in storage.values:
+        return ""
+    return IN_SHARED_MEMORY if given.name in storage.shared else IN_PIECES
 
 
 def format_sharding(sharding: Sharding) -> str:

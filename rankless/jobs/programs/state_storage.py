@@ -22,19 +22,23 @@ def find_storage(job: JobDefinition, program: LogicalProgram, world: World, memo
     """
     owner = world.owner
     values: dict[str, Shard] = {}
+    shared: dict[str, int] = {}
     gradients: dict[str, Shard] = {}
     for described in program.inputs.values():
         if described.kind in ("parameter", "buffer") and described.constant is None:
-            placement = owner.find_value_placement(read_slot(job, described.name))
+            tensor = read_slot(job, described.name)
+            placement, number = owner.find_value_placement(tensor), owner.find_shared_memory(tensor)
             if placement is not None:
                 values[described.name] = placement
+            if number is not None:
+                shared[described.name] = number
     for _, output in program.outputs:
         if output.kind == "gradient":
             placement = owner.find_gradient_placement(read_slot(job, output.name))
             if placement is not None:
                 gradients[output.name] = placement
     axis = next((axis for axis in world.mesh.axes if axis.role == "data"), None)
-    return StateStorage(axis=axis, values=values, gradients=gradients, memory=memory)
+    return StateStorage(axis=axis, values=values, shared=shared, gradients=gradients, memory=memory)
 
 
 def read_slot(job: JobDefinition, name: str) -> Tensor:

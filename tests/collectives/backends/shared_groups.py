@@ -4,7 +4,7 @@ import gc
 import os
 import threading
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -51,6 +51,12 @@ def shared_group(
     dist.barrier(group=mesh.group)
     if group is not None:
         close_shared_memory_group(group)
+
+
+def in_shared_memory(mesh: Mesh, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return `function(mesh, *arguments)`, where the mesh has a shared memory group of the same workers."""
+    with shared_group(mesh) as group:
+        return function(Mesh(rank=mesh.rank, size=mesh.size, device=mesh.device, group=group), *arguments)
 
 
 def list_open() -> list[str]:
