@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from support.processes import on_mesh
+from support.two_axes import make_two_axes
 from torch import nn
 
 from rankless.context.world import World
@@ -13,20 +13,8 @@ from rankless.jobs.job import make_job
 from rankless.jobs.model_sync import check_models_equal, find_differing_tensors, sync_tensors
 from rankless.ownership.divided_owner import DividedOwner
 from rankless.ownership.partitioned_tensor import find_partition
-from rankless.parallel.mesh import Mesh, MeshAxis
+from rankless.parallel.mesh import Mesh
 from rankless.records.parallel_plan import JobPlan, StateDivision, StatePlan
-
-
-def make_two_axes(mesh: Mesh) -> Mesh:
-    """Return the mesh of four workers as data=2, tensor=2."""
-    data, tensor = divmod(mesh.rank, 2)
-    columns = [dist.new_group([place, place + 2]) for place in range(2)]
-    rows = [dist.new_group([2 * place, 2 * place + 1]) for place in range(2)]
-    axes = (
-        MeshAxis(name="data", role="data", rank=data, size=2, group=columns[tensor]),
-        MeshAxis(name="tensor", role="tensor", rank=tensor, size=2, group=rows[data]),
-    )
-    return Mesh(rank=mesh.rank, size=4, device=mesh.device, group=mesh.group, axes=axes)
 
 
 def make_divided_model(mesh: Mesh) -> tuple[World, nn.Linear, object, list[str]]:
