@@ -13,8 +13,9 @@ from rankless.data.batch_tree import LocalRows, PerSampleValues, count_rows, ite
 from rankless.data.logical_tensor import GatherMonitor, LogicalTensor
 from rankless.data.sample_reader import BatchRead, BatchRequest, ProbeResult
 from rankless.errors import DataError
+from rankless.parallel.batch_division import BatchDivision
 from rankless.parallel.mesh import Mesh
-from rankless.parallel.tensor_placement import Shard, split_lengths
+from rankless.parallel.tensor_placement import Shard
 
 _WHOLE = 'pass reading="replicated": every rank then reads and collates the whole batch'
 
@@ -36,13 +37,14 @@ class _BatchSignature(msgspec.Struct, frozen=True):
 def make_logical(read: BatchRead, *, mesh: Mesh, monitor: GatherMonitor) -> Any:
     """Return the batch with logical tensors.
 
-    A batch with fewer rows than ranks stays plain: every rank then has all of it.
+    A batch that is not divided stays plain: every rank then has all of it. See Note [batch division].
     """
+    division = BatchDivision.of(mesh)
     request = read.request
     rows = request.rows if request.rows is not None else count_rows(read.data)
-    if mesh.size == 1 or rows < mesh.size:
+    if division.count == 1 or not division.divides(rows):
         return read.data
-    placement = Shard(0, split_lengths(rows, mesh.size))
+    placement, own = Shard(0, division.split(rows)), division.own_part
 
     def convert(path: str, leaf: Any) -> Any:
         if isinstance(leaf, LocalRows):
@@ -54,7 +56,7 @@ def make_logical(read: BatchRead, *, mesh: Mesh, monitor: GatherMonitor) -> Any:
             return identify(path, LogicalTensor(leaf, placement=placement, mesh=mesh, monitor=monitor))
         if leaf.dim() == 0 or leaf.shape[0] != rows:
             return leaf
-        local = leaf.narrow(0, placement.start(mesh.rank), placement.lengths[mesh.rank])
+        local = leaf.narrow(0, placement.start(own), placement.lengths[own])
         return identify(path, LogicalTensor(local, placement=placement, mesh=mesh, monitor=monitor, whole=leaf))
 
     def identify(path: str, tensor: LogicalTensor) -> LogicalTensor:
@@ -141,7 +143,10 @@ def gather_lists(read: BatchRead, *, mesh: Mesh) -> BatchRead:
         for value in leaf.values:
             _require_typed(path, value)
     data = encode_value([list(leaf.values) for _, leaf in named])
-    ranks = [decode_value(piece) for piece in all_gather_bytes(data, mesh=mesh)]
+    division = BatchDivision.of(mesh)
+    pieces = all_gather_bytes(data, mesh=mesh)
+    # Workers with the same part have the same values. Each part counts once.
+    ranks = [decode_value(pieces[division.parts_of_workers.index(part)]) for part in range(division.count)]
     wholes = iter([[value for part in parts for value in part] for parts in zip(*ranks, strict=True)])
 
     def convert(_: str, leaf: Any) -> Any:

@@ -25,8 +25,8 @@ from rankless.data.generators import (
 )
 from rankless.data.loader_position import GeneratorSnapshot, Pass, require_same_batches
 from rankless.data.sample_reader import BatchRequest, Division
+from rankless.parallel.batch_division import BatchDivision
 from rankless.parallel.mesh import Mesh
-from rankless.parallel.tensor_placement import split_lengths
 
 _TORCH_SAMPLERS = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
 """Samplers that draw nothing from the process's generators after their first index."""
@@ -62,7 +62,7 @@ class RequestSampler(Sampler[Any]):
         generators: Mapping[str, Generator],
     ) -> None:
         self._sampler = sampler
-        self._mesh = mesh
+        self._batch_division = BatchDivision.of(mesh)
         self._decision = decision
         self._in_batches = in_batches
         self._generators = generators
@@ -118,26 +118,26 @@ class RequestSampler(Sampler[Any]):
         yield from skipped[current.position :]
 
     def _make_request(self, key: Any, seed: int | None) -> BatchRequest:
-        mesh = self._mesh
+        batch_division = self._batch_division
         if not self._in_batches:
             return BatchRequest(indices=[key], rows=None, is_split=False, digest=_digest_indices([key], seed))
         indices = list(key)
         rows = len(indices)
         digest = _digest_indices(indices, seed)
-        decision, divisible = self._decision, rows >= mesh.size
+        decision, divisible = self._decision, batch_division.divides(rows)
         is_split = bool(decision.is_split) and divisible
         division = None
         if divisible and decision.is_probed and decision.is_split is not False:
             division = Division(
                 indices=indices,
-                lengths=split_lengths(rows, mesh.size),
-                rank=mesh.rank,
+                lengths=batch_division.split(rows),
+                rank=batch_division.own_part,
                 sample_seeds=_derive_seeds(seed, indices),
             )
         if is_split:
-            lengths = split_lengths(rows, mesh.size)
-            start = sum(lengths[: mesh.rank])
-            indices = indices[start : start + lengths[mesh.rank]]
+            lengths, own = batch_division.split(rows), batch_division.own_part
+            start = sum(lengths[:own])
+            indices = indices[start : start + lengths[own]]
         return BatchRequest(
             indices=indices,
             rows=rows,

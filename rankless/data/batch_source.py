@@ -26,6 +26,7 @@ from rankless.data.sample_reader import (
     has_plain_columns,
 )
 from rankless.data.stream_reader import StreamReader
+from rankless.parallel.batch_division import BatchDivision
 from rankless.parallel.mesh import Mesh
 
 _INTEGERS_ONLY = (RandomSampler, SequentialSampler, WeightedRandomSampler)
@@ -90,19 +91,19 @@ class BatchSource:
         self, mesh: Mesh, current: Pass, *, plainly: bool
     ) -> tuple["DataLoader[Any] | PlainReader", RequestSampler | None]:
         order, options = self._order, self._options
-        is_split = mesh.size > 1 and options.is_split
+        division = BatchDivision.of(mesh)
+        is_split = division.count > 1 and options.is_split
         if self._decision is None:
             is_probed = is_split and options.is_probed and order.collates_batches
             self._decision = ReadingDecision(is_split=None if is_probed else is_split, is_probed=is_probed)
         requests: RequestSampler | None = None
         reader: StreamReader | SampleReader
         if order.is_stream:
-            rank_and_size = (mesh.rank, mesh.size) if is_split else None
             reader = StreamReader(
                 order.dataset,
                 batch_size=options.batch_size,
                 drop_last=options.drop_last,
-                rank_and_size=rank_and_size,
+                batch_division=division if is_split else None,
                 is_probed=self._decision.is_probed,
             )
         else:

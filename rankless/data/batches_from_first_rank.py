@@ -26,8 +26,8 @@ from rankless.data.generators import (
 )
 from rankless.data.sample_reader import BatchRead, BatchRequest, ReadFailure
 from rankless.errors import DataError
+from rankless.parallel.batch_division import BatchDivision
 from rankless.parallel.mesh import Mesh
-from rankless.parallel.tensor_placement import split_lengths
 
 
 class _TensorHeader(msgspec.Struct, frozen=True):
@@ -89,7 +89,7 @@ def _make_message(read: BatchRead | None, before: ProcessStates, mesh: Mesh) -> 
     if read is None:
         return None, _BatchMessage(states=_encode_changed_states(before), ended=True)
     rows = read.request.rows if read.request.rows is not None else count_rows(read.data)
-    is_scattered = rows >= mesh.size
+    is_scattered = BatchDivision.of(mesh).divides(rows)
 
     def make_header(_: str, leaf: Any) -> Any:
         with_rows = is_scattered and isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == rows
@@ -110,24 +110,28 @@ def _make_message(read: BatchRead | None, before: ProcessStates, mesh: Mesh) -> 
 def _assemble_batch(message: _BatchMessage, tree: Any, mesh: Mesh) -> BatchRead:
     """Return the batch with this rank's rows in place of headers. On rank 0 `tree` still holds the tensors."""
     rows = message.rows
-    if rows < mesh.size:
+    division = BatchDivision.of(mesh)
+    if not division.divides(rows):
         whole = BatchRequest(indices=range(rows), rows=rows, is_split=False, digest=message.digest)
         return BatchRead(data=tree, request=whole)
-    lengths = split_lengths(rows, mesh.size)
 
     def insert_rows(_: str, leaf: Any) -> Any:
         if isinstance(leaf, _TensorHeader):
-            return LocalRows(_scatter_rows(None, leaf, lengths, mesh))
+            return LocalRows(_scatter_rows(None, leaf, rows, mesh))
         if mesh.rank == 0 and isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == rows:
-            return LocalRows(_scatter_rows(leaf, _TensorHeader(leaf.dtype, tuple(leaf.shape[1:])), lengths, mesh))
+            return LocalRows(_scatter_rows(leaf, _TensorHeader(leaf.dtype, tuple(leaf.shape[1:])), rows, mesh))
         return leaf
 
-    request = BatchRequest(indices=range(lengths[mesh.rank]), rows=rows, is_split=False, digest=message.digest)
+    own_rows = division.split(rows)[division.own_part]
+    request = BatchRequest(indices=range(own_rows), rows=rows, is_split=False, digest=message.digest)
     return BatchRead(data=map_leaves(insert_rows, tree), request=request)
 
 
-def _scatter_rows(whole: Tensor | None, row: _TensorHeader, lengths: tuple[int, ...], mesh: Mesh) -> Tensor:
+def _scatter_rows(whole: Tensor | None, row: _TensorHeader, rows: int, mesh: Mesh) -> Tensor:
     """Return this rank's rows. They travel as bytes, because every backend supports bytes."""
+    division = BatchDivision.of(mesh)
+    parts = division.split(rows)
+    lengths = [parts[part] for part in division.parts_of_workers]
     width = torch.Size(row.row_shape).numel() * row.dtype.itemsize
     if width == 0:
         return torch.empty((lengths[mesh.rank], *row.row_shape), dtype=row.dtype)
@@ -135,6 +139,9 @@ def _scatter_rows(whole: Tensor | None, row: _TensorHeader, lengths: tuple[int, 
     if whole is not None:
         plain = whole.detach().resolve_conj().resolve_neg().contiguous()
         data = plain.reshape(plain.shape[0], -1).view(torch.uint8)
+        if division.count < mesh.size:
+            pieces = data.split(list(parts))
+            data = torch.cat([pieces[part] for part in division.parts_of_workers])
     own = scatter(data.to(mesh.device), among=mesh, lengths=lengths).cpu()
     return own.view(row.dtype).reshape(lengths[mesh.rank], *row.row_shape)
 

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from rankless.collectives.mesh_collectives import all_gather
 from rankless.context.world import World
 from rankless.errors import DataError
+from rankless.parallel.batch_division import BatchDivision, list_batch_axes
 from rankless.parallel.mesh import Mesh
 from rankless.parallel.tensor_placement import Shard
 from rankless.records.events import Notice
@@ -209,7 +210,7 @@ class LogicalTensor(Tensor):
                     digests=[self.fingerprint],
                 )
                 self._whole = _gather(self._local, placement=self.placement, mesh=self.mesh)
-                dim, rank = self.placement.dim, self.mesh.rank
+                dim, rank = self.placement.dim, BatchDivision.of(self.mesh).own_part
                 length = self.placement.lengths[rank]
                 self._local = self._whole.narrow(dim, self.placement.start(rank), length)
         return self._whole
@@ -295,6 +296,8 @@ def _gather(local: Tensor, *, placement: Shard, mesh: Mesh) -> Tensor:
         whole = leading.new_empty((sum(placement.lengths), *row_shape))
     else:
         rows = leading.reshape(leading.shape[0], row_shape.numel()).view(torch.uint8)
-        gathered = all_gather(rows, among=mesh, dim=0, lengths=placement.lengths)
-        whole = gathered.view(local.dtype).reshape(-1, *row_shape)
+        along_axes = BatchDivision.of(mesh).find_lengths_along_axes(placement.lengths)
+        for axis, lengths in reversed(list(zip(list_batch_axes(mesh), along_axes, strict=True))):
+            rows = all_gather(rows, among=axis, dim=0, lengths=lengths)
+        whole = rows.view(local.dtype).reshape(-1, *row_shape)
     return whole.movedim(0, placement.dim).to(local.device)

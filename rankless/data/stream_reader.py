@@ -20,7 +20,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from rankless.data.batch_tree import iterate_leaves
 from rankless.data.sample_reader import BatchRequest, Division, ReadFailure, SamplesRead, report_read_failure
-from rankless.parallel.tensor_placement import split_lengths
+from rankless.parallel.batch_division import BatchDivision
 
 _COMPARED_BYTES = 1 << 16
 
@@ -37,14 +37,14 @@ class StreamReader(IterableDataset[Any]):
         *,
         batch_size: int | None,
         drop_last: bool,
-        rank_and_size: tuple[int, int] | None,
+        batch_division: BatchDivision | None,
         is_probed: bool = False,
     ) -> None:
         self.dataset = dataset
         self.batch_size = batch_size
         self.drop_last = drop_last
-        self.rank_and_size = rank_and_size
-        """This rank and the number of ranks if each collates its own rows; None if it collates all."""
+        self.batch_division = batch_division
+        """How the ranks divide batches if each collates its own rows; None if it collates all."""
         self.is_probed = is_probed
         """Whether a probe of the `collate_fn` decides for each batch; see Note [probed collation]."""
 
@@ -78,10 +78,9 @@ class StreamReader(IterableDataset[Any]):
             return SamplesRead(request=whole, batch=samples[0])
         rows = len(samples)
         indices: range = range(position, position + rows)
-        is_split = self.rank_and_size is not None and rows >= self.rank_and_size[1]
-        if is_split and self.rank_and_size is not None:
-            rank, size = self.rank_and_size
-            lengths = split_lengths(rows, size)
+        is_split = self.batch_division is not None and self.batch_division.divides(rows)
+        if is_split and self.batch_division is not None:
+            rank, lengths = self.batch_division.own_part, self.batch_division.split(rows)
             if self.is_probed:
                 division = Division(indices=indices, lengths=lengths, rank=rank, in_stream=True)
                 probed = BatchRequest(indices=indices, rows=rows, is_split=False, digest=digest, division=division)

@@ -15,8 +15,9 @@ from rankless.compiler.capture.trace_errors import WHOLE_BATCH
 from rankless.compiler.ir.memory_order import find_memory_order
 from rankless.data.logical_tensor import LogicalTensor
 from rankless.errors import CaptureError
-from rankless.parallel.mesh import Mesh, MeshAxis
-from rankless.parallel.tensor_placement import Placement, Replicate, Shard, Sharding, split_lengths
+from rankless.parallel.batch_division import BatchDivision
+from rankless.parallel.mesh import Mesh
+from rankless.parallel.tensor_placement import Replicate, Shard, Sharding
 
 TENSOR = "tensor"
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -148,20 +149,17 @@ def get_shardings(arguments: FlattenedArguments, mesh: Mesh) -> tuple[Sharding, 
 def get_sharding(argument: Tensor, batch_dim: int | None, mesh: Mesh) -> Sharding:
     """Return the sharding of an argument.
 
-    A loader's batch keeps its own. Another tensor is split on its batch dim if that is at least as long as the axis.
+    A loader's batch is divided already. Another tensor is divided on its batch dim; see Note [batch division].
     """
-    return tuple(
-        [get_placement(argument, batch_dim, axis) if axis.role == "data" else Replicate() for axis in mesh.axes]
-    )
-
-
-def get_placement(argument: Tensor, batch_dim: int | None, axis: MeshAxis) -> Placement:
-    """Return the placement of an argument along an axis that divides the batch."""
+    division = BatchDivision.of(mesh)
     if isinstance(argument, LogicalTensor):
-        return argument.placement
-    if batch_dim is None or argument.dim() <= batch_dim or argument.shape[batch_dim] < axis.size:
-        return Replicate()
-    return Shard(batch_dim, split_lengths(argument.shape[batch_dim], axis.size))
+        dim, parts = argument.placement.dim, argument.placement.lengths
+    elif batch_dim is None or argument.dim() <= batch_dim or not division.divides(argument.shape[batch_dim]):
+        return (Replicate(),) * len(mesh.axes)
+    else:
+        dim, parts = batch_dim, division.split(argument.shape[batch_dim])
+    lengths = iter(division.find_lengths_along_axes(parts))
+    return tuple([Shard(dim, next(lengths)) if axis.role == "data" else Replicate() for axis in mesh.axes])
 
 
 def get_local_piece(argument: Tensor, sharding: Sharding, mesh: Mesh) -> Tensor:

@@ -16,7 +16,6 @@ from rankless.context.optimizer_changes import list_state_entries
 from rankless.context.world import World
 from rankless.errors import ConfigError, RanksDiverged
 from rankless.jobs.definition import JobDefinition
-from rankless.ownership.partitioned_tensor import find_partition
 
 SHOWN = 3
 
@@ -35,18 +34,23 @@ def require_same_kind_of_device(job: JobDefinition, world: World) -> None:
 def sync_models(job: JobDefinition, world: World, *, when: str) -> None:
     """Compare the models of all ranks. If they differ, broadcast rank 0's and warn."""
     require_initialized(job.modules, job.line)
-    sync_tensors(list_whole_tensors(job), job, world, when=when)
+    sync_tensors(sorted(named_tensors(job.modules).items()), job, world, when=when)
 
 
 def sync_tensors(tensors: Sequence[tuple[str, Tensor]], job: JobDefinition, world: World, *, when: str) -> None:
-    """Compare some tensors of a job's models on all ranks. If they differ, broadcast rank 0's and warn."""
+    """Compare some tensors of a job's models on the ranks that must hold the same. If they differ, share them and warn.
+
+    The first rank that must hold a value has it right: rank 0 for a whole one.
+    """
     different = find_differing_tensors(tensors, job, world)
     if not different:
         return
     for _, tensor in tensors:
-        with torch.no_grad():
-            for part in list_dense_parts(tensor):
-                broadcast(part, among=world.mesh)
+        replica = world.owner.find_replica(tensor)
+        for group in replica.list_groups(world.mesh):
+            with torch.no_grad():
+                for part in list_dense_parts(replica.local):
+                    broadcast(part, among=group)
     world.notify(
         f"{job.line}: the models of job {job.name!r} differed between ranks {when} ({list_differences(different)}); "
         "all ranks now have rank 0's"
@@ -55,7 +59,8 @@ def sync_tensors(tensors: Sequence[tuple[str, Tensor]], job: JobDefinition, worl
 
 def check_models_equal(job: JobDefinition, world: World, *, call: int) -> None:
     """Raise `RanksDiverged` on every rank if a parameter, a buffer or optimizer state differs between ranks."""
-    different = find_differing_tensors([*list_whole_tensors(job), *list_state_tensors(job)], job, world)
+    tensors = [*sorted(named_tensors(job.modules).items()), *list_state_tensors(job)]
+    different = find_differing_tensors(tensors, job, world)
     if different:
         raise RanksDiverged(
             expected=f"the same parameters and buffers on every rank before call {call} of job {job.name!r}, "
@@ -69,22 +74,29 @@ def check_models_equal(job: JobDefinition, world: World, *, call: int) -> None:
 def find_differing_tensors(
     tensors: Sequence[tuple[str, Tensor]], job: JobDefinition, world: World
 ) -> dict[str, list[int]]:
-    """Return the tensors that differ from rank 0's, with the ranks where they do. Collective."""
-    names, own_digests = [], []
+    """Return the tensors that differ from those of the first rank that must hold the same, with the ranks. Collective.
+
+    The owner says which ranks must: all for a whole tensor, and nobody else for a piece if one axis divides all ranks.
+    """
+    names, own_digests, first_ranks = [], [], {}
     for name, tensor in tensors:
-        parts = list_dense_parts(tensor.detach())
-        sizes = "".join(f" {list(part.shape)}" for part in parts if part.layout != tensor.layout)
+        replica = world.owner.find_replica(tensor)
+        if not replica.is_shared(world.mesh):
+            continue
+        parts = list_dense_parts(replica.local.detach())
+        sizes = "".join(f" {list(part.shape)}" for part in parts if part.layout != replica.local.layout)
         names.append(f"{name} {tensor.dtype} {list(tensor.shape)}{sizes}")
         own = hashlib.blake2b(digest_size=8)
         for part in parts:
             own.update(part.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
         own_digests.append(own.digest())
+        first_ranks[names[-1]] = replica.find_first_ranks(world.mesh)
     whole = hashlib.blake2b(msgspec.msgpack.encode([names, own_digests]), digest_size=16).digest()
     if len(set(all_gather_bytes(whole, mesh=world.mesh))) == 1:
         return {}
     gathered = all_gather_bytes(msgspec.msgpack.encode([names, own_digests]), mesh=world.mesh)
     states = [msgspec.msgpack.decode(data, type=tuple[list[str], list[bytes]]) for data in gathered]
-    first = dict(zip(*states[0], strict=True))
+    digests = [dict(zip(*state, strict=True)) for state in states]
     different: dict[str, list[int]] = {}
     for rank, (their_names, their_digests) in enumerate(states):
         if their_names != states[0][0]:
@@ -95,14 +107,9 @@ def find_differing_tensors(
                 where=job.line,
             )
         for name, digest in zip(their_names, their_digests, strict=True):
-            if first[name] != digest:
+            if digests[first_ranks[name][rank]][name] != digest:
                 different.setdefault(name.rpartition(" torch.")[0], []).append(rank)
     return different
-
-
-def list_whole_tensors(job: JobDefinition) -> list[tuple[str, Tensor]]:
-    """Return the parameters and buffers by name that every rank has whole, and that can therefore be compared."""
-    return [item for item in sorted(named_tensors(job.modules).items()) if find_partition(item[1]) is None]
 
 
 def list_state_tensors(job: JobDefinition) -> list[tuple[str, Tensor]]:
@@ -111,7 +118,7 @@ def list_state_tensors(job: JobDefinition) -> list[tuple[str, Tensor]]:
     for optimizer in job.optimizers:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for entry in list_state_entries(optimizer):
-            if isinstance(entry.value, Tensor) and find_partition(entry.value) is None:
+            if isinstance(entry.value, Tensor):
                 owner = f" of {job.parameter_name(parameters[entry.parameter])}" if entry.parameter >= 0 else ""
                 found.append((f"{entry.key}{owner}", entry.value))
     return found

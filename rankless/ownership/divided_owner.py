@@ -17,8 +17,9 @@ from rankless.ownership.divided_parameter import DividedParameter, make_divided_
 from rankless.ownership.host_memory import copy_to_device, copy_to_host
 from rankless.ownership.optimizer_pieces import list_parameters, on_pieces, read_state
 from rankless.ownership.owned_state import share_state
-from rankless.ownership.partitioned_tensor import WholeValues
+from rankless.ownership.partitioned_tensor import WholeValues, find_partition
 from rankless.ownership.piece_layout import PieceGroup, PieceLayout, group_in_order
+from rankless.ownership.replica import Replica
 from rankless.ownership.shared_pieces import SharedPieces, SharedValue
 from rankless.ownership.unread_tensor import UnreadTensor
 from rankless.parallel.mesh import WorkerGroup
@@ -169,6 +170,11 @@ class DividedOwner:
         """Return how the value of a parameter or buffer is divided; None for a whole one."""
         known = self._divided.get(id(tensor))
         return known.layout.placement if known is not None and known.divides_value else None
+
+    def find_replica(self, tensor: Tensor) -> Replica:
+        """Return this worker's piece of a divided tensor, or a whole one."""
+        known = find_partition(tensor)
+        return Replica(tensor) if known is None else Replica(known.piece, divided_along=self._group)
 
     def find_gradient_placement(self, parameter: Tensor) -> Shard | None:
         """Return how the gradient of a parameter is divided; None for a whole one."""

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.optim import Optimizer
 
+from rankless.ownership.replica import Replica
 from rankless.ownership.unread_tensor import UnreadTensor
 from rankless.parallel.tensor_placement import Shard
 
@@ -63,6 +64,10 @@ class StateOwner(Protocol):
 
     def find_value_placement(self, tensor: Tensor) -> Shard | None:
         """Return how the value of a parameter or buffer is divided; None for a whole one."""
+        ...
+
+    def find_replica(self, tensor: Tensor) -> Replica:
+        """Return what this worker holds of a parameter, buffer or optimizer state, and who must hold the same."""
         ...
 
     def find_gradient_placement(self, parameter: Tensor) -> Shard | None:
@@ -141,6 +146,10 @@ class WholeOwner:
     def find_value_placement(self, tensor: Tensor) -> Shard | None:  # noqa: ARG002
         """Return None."""
         return None
+
+    def find_replica(self, tensor: Tensor) -> Replica:
+        """Return the tensor: all workers must hold the same."""
+        return Replica(tensor)
 
     def find_gradient_placement(self, parameter: Tensor) -> Shard | None:  # noqa: ARG002
         """Return None."""

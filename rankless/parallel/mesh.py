@@ -5,6 +5,7 @@ has rank 1 along `data` and rank 2 along `tensor`. What a program divides along 
 that have the same ranks along all other axes; they have a process group of their own.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -99,6 +100,11 @@ class Mesh:
         if not self.axes:
             axis = MeshAxis(name="data", role="data", rank=self.rank, size=self.size, group=self.group)
             object.__setattr__(self, "axes", (axis,))
+
+    def find_rank_along(self, axis: WorkerGroup, rank: int) -> int:
+        """Return the rank along an axis of any worker of the mesh; see Note [axes]."""
+        number = next(number for number, known in enumerate(self.axes) if known is axis)
+        return rank // math.prod(inner.size for inner in self.axes[number + 1 :]) % self.axes[number].size
 
     def check_sync_point(
         self,

@@ -50,6 +50,23 @@ FIXES = {
 }
 
 
+def make_mismatch_error(rank: int, other: int, *, found: str, own: str) -> CollectiveError:
+    """Return the error for a rank that does not make the call of another one.
+
+    Args:
+        rank: The rank, as a rank of the job.
+        other: The rank whose call it should make.
+        found: What `rank` calls.
+        own: What `other` calls.
+    """
+    return CollectiveError(
+        expected=f"rank {rank} to match the call of rank {other}: {own}",
+        found=f"rank {rank}: {found}",
+        fix="make every rank call the same collectives in the same order, with the same lengths, dtype, reduction and "
+        "root; create a new group to go on",
+    )
+
+
 def make_error(word: int, member: Membership) -> CollectiveError:
     """Return the error for a word of `encode_failure`."""
     kind, rank, seconds = decode_failure(word)

@@ -2,6 +2,9 @@
 
 import enum
 import functools
+import zlib
+from array import array
+from collections.abc import Sequence
 
 import torch
 
@@ -13,6 +16,8 @@ _DTYPES = (
 )
 _COUNT_BITS, _ROOT_BITS, _REDUCTION_BITS, _DTYPE_BITS = 39, 12, 4, 4
 NO_REDUCTION = (1 << _REDUCTION_BITS) - 1
+_UNEVEN = 1 << (_COUNT_BITS - 1)
+"""In a count: the rest is a checksum of lengths that differ by rank."""
 
 
 class Collective(enum.IntEnum):
@@ -59,6 +64,13 @@ def encode_signature(
     return number
 
 
+def fold_lengths(lengths: Sequence[int]) -> int:
+    """Return the count of a call with a length for each rank: their sum if they are equal, else a checksum."""
+    if min(lengths) == max(lengths):
+        return sum(lengths)
+    return _UNEVEN | zlib.crc32(array("q", lengths).tobytes())
+
+
 def describe_signature(number: int) -> str:
     """Return a call as text, for errors."""
     count, number = number & ((1 << _COUNT_BITS) - 1), number >> _COUNT_BITS
@@ -73,6 +85,9 @@ def describe_signature(number: int) -> str:
         values += [describe_reduction(reduction), str(_DTYPES[dtype]).removeprefix("torch.")]
     if collective in (Collective.REDUCE, Collective.BROADCAST, Collective.GATHER, Collective.SCATTER):
         values.append(f"root {root}")
-    if count:
-        values.append(f"{count} {'values' if reduction != NO_REDUCTION else 'bytes'}")
+    unit = "values" if reduction != NO_REDUCTION else "bytes"
+    if count & _UNEVEN:
+        values.append(f"{unit} whose number differs by rank, with checksum {count ^ _UNEVEN:x}")
+    elif count:
+        values.append(f"{count} {unit}")
     return f"{collective.name.lower()}({', '.join(values)})"

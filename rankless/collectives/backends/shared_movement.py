@@ -34,6 +34,16 @@ class SharedMovement:
         for rank in range(slots.size):
             slots.require_signature(half, signature, rank)
 
+    def compare_calls(self, signature: int, at: int) -> None:
+        """Let rank `at` compare the signatures of all ranks' calls. The others do not wait for it."""
+        slots, signals = self._slots, self._slots.signals
+        half = slots.begin_round((signature,))
+        phase = signals.post()
+        if slots.rank == at:
+            signals.wait_for_all(phase)
+            for rank in range(slots.size):
+                slots.require_signature(half, signature, rank)
+
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """Copy the bytes of rank `root` to all ranks."""
         slots, signals = self._slots, self._slots.signals
@@ -50,9 +60,17 @@ class SharedMovement:
                 slots.require_signature(half, signature, root)
             tensor[start:end].copy_(slot)
 
-    def all_gather(self, value: torch.Tensor, outputs: Sequence[torch.Tensor]) -> None:
-        """Copy each rank's bytes into all ranks' `outputs[rank]`. Ranks may have different numbers of bytes."""
-        self._gather(encode_signature(Collective.ALL_GATHER), value, outputs, max(map(len, outputs)))
+    def all_gather(self, value: torch.Tensor, outputs: Sequence[torch.Tensor], *, signature: int | None = None) -> None:
+        """Copy each rank's bytes into all ranks' `outputs[rank]`. Ranks may have different numbers of bytes.
+
+        Args:
+            value: This rank's bytes.
+            outputs: Where the bytes of each rank go.
+            signature: The call that this is a part of, which the ranks compare. Default: this one.
+        """
+        if signature is None:
+            signature = encode_signature(Collective.ALL_GATHER)
+        self._gather(signature, value, outputs, max(map(len, outputs)))
 
     def gather(self, value: torch.Tensor, outputs: Sequence[torch.Tensor] | None, root: int) -> None:
         """Copy each rank's bytes, equally many, into `outputs[rank]` of rank `root`. The others' outputs are None."""

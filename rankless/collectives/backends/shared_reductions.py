@@ -67,9 +67,9 @@ class SharedReductions:
         if shared is not None and self._all_reduce_shared(tensor, shared, reduction):
             return
         if size == 2:
-            self._one_shot(Collective.ALL_REDUCE, tensor, reduction, root=None)
+            self._one_shot(_sign(Collective.ALL_REDUCE, len(tensor), reduction, tensor.dtype), tensor, reduction)
         else:
-            self._two_shots(Collective.ALL_REDUCE, tensor, reduction, root=None)
+            self._two_shots(_sign(Collective.ALL_REDUCE, len(tensor), reduction, tensor.dtype), tensor, reduction)
 
     def _get_small(self, tensor: torch.Tensor, reduction: Reduction) -> SmallReduction:
         key = (len(tensor), tensor.dtype, reduction.number)
@@ -80,14 +80,23 @@ class SharedReductions:
             found = self._small[key] = SmallReduction(self._slots, reduction, len(tensor), tensor.dtype)
         return found
 
-    def reduce(self, tensor: torch.Tensor, reduction: Reduction, root: int) -> None:
-        """Replace the values of rank `root` by their reduction over all ranks. Other ranks keep theirs."""
+    def reduce(self, tensor: torch.Tensor, reduction: Reduction, root: int, *, signature: int | None = None) -> None:
+        """Replace the values of rank `root` by their reduction over all ranks. Other ranks keep theirs.
+
+        Args:
+            tensor: The values of this rank.
+            reduction: How they are combined.
+            root: The rank that gets the result. It compares the calls of all ranks.
+            signature: The call that this is a part of, which the ranks compare. Default: this one.
+        """
         if self._slots.size == 1:
             return
+        if signature is None:
+            signature = _sign(Collective.REDUCE, len(tensor), reduction, tensor.dtype, root)
         if tensor.nbytes * self._slots.size <= ONE_SHOT_BYTES:
-            self._one_shot(Collective.REDUCE, tensor, reduction, root=root)
+            self._one_shot(signature, tensor, reduction, root=root)
         else:
-            self._two_shots(Collective.REDUCE, tensor, reduction, root=root)
+            self._two_shots(signature, tensor, reduction, root=root)
 
     def reduce_scatter(self, output: torch.Tensor, inputs: list[torch.Tensor], reduction: Reduction) -> None:
         """Reduce `inputs[r]` over all ranks for each rank r, into its `output`. The inputs may differ in length."""
@@ -122,12 +131,9 @@ class SharedReductions:
                 reduction.reduce(sources, output[start:end])
             first = False
 
-    def _one_shot(
-        self, collective: Collective, tensor: torch.Tensor, reduction: Reduction, *, root: int | None
-    ) -> None:
+    def _one_shot(self, signature: int, tensor: torch.Tensor, reduction: Reduction, *, root: int | None = None) -> None:
         """See note [one shot]."""
         slots, signals, rank = self._slots, self._slots.signals, self._slots.rank
-        signature = _sign(collective, len(tensor), reduction, tensor.dtype, root)
         most = HALF_BYTES // tensor.element_size()
         for start, end in split_rounds(len(tensor), most):
             half = slots.begin_round((signature, 0) if start == 0 else ())
@@ -141,17 +147,16 @@ class SharedReductions:
                 if start == 0:
                     self._require_same(half, signature)
                     if self._has_shared_call(half):
-                        self._one_shot(collective, tensor, reduction, root=root)
+                        self._one_shot(signature, tensor, reduction, root=root)
                         return
                 views[rank] = piece
                 reduction.reduce(views, piece)
 
     def _two_shots(
-        self, collective: Collective, tensor: torch.Tensor, reduction: Reduction, *, root: int | None
+        self, signature: int, tensor: torch.Tensor, reduction: Reduction, *, root: int | None = None
     ) -> None:
         """See note [two shots]."""
         slots, signals, rank = self._slots, self._slots.signals, self._slots.rank
-        signature = _sign(collective, len(tensor), reduction, tensor.dtype, root)
         most = HALF_BYTES // tensor.element_size()
         for start, end in split_rounds(len(tensor), most):
             half = slots.begin_round((signature, 0) if start == 0 else ())
@@ -164,7 +169,7 @@ class SharedReductions:
             if start == 0:
                 self._require_same(half, signature)
                 if self._has_shared_call(half):
-                    self._two_shots(collective, tensor, reduction, root=root)
+                    self._two_shots(signature, tensor, reduction, root=root)
                     return
             sources = [view[first:last] for view in views]
             sources[rank] = piece[first:last]

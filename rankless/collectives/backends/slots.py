@@ -10,15 +10,14 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from rankless.collectives.backends.group_failure import make_mismatch_error
 from rankless.collectives.backends.operation_signature import describe_signature
 from rankless.collectives.backends.signals import GroupSignals
-from rankless.errors import CollectiveError
 from rankless.records.group_failures import FailureKind
 
 HALF_BYTES = 1 << 20
 ALIGNMENT_BYTES = 64
 _MOST_CUTS = 256
-FIX = "make every rank call the same collectives in the same order, with the same lengths, dtype, reduction and root"
 
 
 def count_slot_bytes(size: int) -> int:
@@ -96,11 +95,7 @@ class Slots:
         """End the group, because a rank's call does not match this rank's, and raise the error that says so."""
         names = self.signals.member.global_ranks
         self.signals.end_group(FailureKind.MISMATCH, self.rank)
-        raise CollectiveError(
-            expected=f"rank {names[rank]} to match the call of rank {names[self.rank]}: {own}",
-            found=f"rank {names[rank]}: {found}",
-            fix=f"{FIX}; create a new group to go on",
-        )
+        raise make_mismatch_error(names[rank], names[self.rank], found=found, own=own)
 
 
 def split_rounds(count: int, most: int) -> Iterator[tuple[int, int]]:

@@ -4,6 +4,9 @@ Note [within hosts first]: each host reduces in shared memory into its first ran
 values, and copy the result to their hosts. Values are combined in the order of ranks within a host, and then in the
 order of hosts. An average is a sum that the first ranks divide.
 
+Note [one call]: the first step within a host has the signature of the whole call. The first rank compares those of its
+host's ranks, and then, with the other first ranks, those of the hosts. No rank returns before that.
+
 Note [pieces]: a long tensor is cut into pieces. While one is on its way between hosts, each host copies the result of
 the piece before to its ranks, and reduces the next. All ranks of a host do so in the same order.
 """
@@ -16,9 +19,12 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from rankless.collectives.backends.hosts.call_exchange import INLINE_BYTES
+from rankless.collectives.backends.hosts.host_agreement import HostAgreement
 from rankless.collectives.backends.hosts.host_waits import HostWaits
 from rankless.collectives.backends.hosts.leader_exchange import LeaderExchange, as_bytes, count_piece_bytes
 from rankless.collectives.backends.hosts.ranks_of_hosts import RanksOfHosts
+from rankless.collectives.backends.operation_signature import Collective, encode_signature, fold_lengths
 from rankless.collectives.backends.reductions import Reduction
 from rankless.collectives.backends.shared_group import SharedGroup
 from rankless.collectives.backends.slots import split_rounds
@@ -26,8 +32,9 @@ from rankless.collectives.backends.slots import split_rounds
 
 @dataclass(frozen=True)
 class HostReduction:
-    """A reduction over several hosts: how values are combined, and whether the ranks then divide by their number."""
+    """A reduction over several hosts: its number, and how values are combined. An average is then divided."""
 
+    number: int
     combination: Reduction
     is_average: bool
 
@@ -49,6 +56,7 @@ class HostReductions:
         self, layout: RanksOfHosts, waits: HostWaits, *, local: SharedGroup | None, leaders: LeaderExchange | None
     ) -> None:
         self._layout, self._waits, self._local, self._leaders = layout, waits, local, leaders
+        self._agreement = HostAgreement(waits, local=local, leaders=leaders)
         self._piece_bytes = count_piece_bytes(len(layout.hosts))
         self.rank, self.size = layout.rank, layout.size
         self._reductions: dict[tuple[Any, torch.dtype], HostReduction] = {}
@@ -57,22 +65,32 @@ class HostReductions:
         """Return the reduction for a `ReduceOp` and a dtype. Raises `ConfigError` if there is none."""
         key = (getattr(operation, "op", operation), dtype)
         if key not in self._reductions:
-            combination = Reduction(operation, dtype)
-            is_average = combination.is_average
-            if is_average:
-                combination = Reduction(ReduceOp.SUM, dtype)
-            self._reductions[key] = HostReduction(combination, is_average)
+            whole = Reduction(operation, dtype)
+            combination = Reduction(ReduceOp.SUM, dtype) if whole.is_average else whole
+            self._reductions[key] = HostReduction(whole.number, combination, whole.is_average)
         return self._reductions[key]
 
     def all_reduce(self, tensor: Tensor, reduction: HostReduction) -> None:
         """Replace the values by their reduction over all ranks. See notes [within hosts first] and [pieces]."""
+        self._all_reduce(tensor, reduction, _sign(Collective.ALL_REDUCE, len(tensor), reduction, tensor.dtype))
+
+    def _all_reduce(self, tensor: Tensor, reduction: HostReduction, signature: int) -> None:
+        """Do it as the call with this signature. See note [one call]."""
+        if not len(tensor):
+            self._agreement.agree(signature)
+            return
+        is_inline = tensor.nbytes <= INLINE_BYTES
         before = None
         for start, end in split_rounds(len(tensor), self._piece_bytes // tensor.element_size()):
             piece = tensor[start:end]
-            self._reduce_within_host(piece, reduction)
+            self._reduce_within_host(piece, reduction, signature if start == 0 else None)
             started = None
             if self._leaders is not None:
-                started = self._leaders.start_all_reduce(piece, reduction.combination, self._wait)
+                if start == 0 and not is_inline:
+                    self._leaders.compare(signature, self._wait)
+                started = self._leaders.start_all_reduce(
+                    piece, reduction.combination, self._wait, signature if is_inline else None
+                )
             if before is not None:
                 self._finish_piece(*before, reduction)
             before = piece, started
@@ -87,31 +105,42 @@ class HostReductions:
 
     def reduce(self, tensor: Tensor, reduction: HostReduction, root: int) -> None:
         """Replace the values of rank `root` by their reduction over all ranks. Other ranks keep theirs."""
-        self.all_reduce(tensor if self.rank == root else tensor.clone(), reduction)
+        signature = _sign(Collective.REDUCE, len(tensor), reduction, tensor.dtype, root)
+        self._all_reduce(tensor if self.rank == root else tensor.clone(), reduction, signature)
 
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], reduction: HostReduction) -> None:
         """Reduce `inputs[r]` over all ranks for each rank r, into its `output`. The inputs may differ in length."""
-        blocks = [torch.cat([inputs[rank] for rank in members]) for members in self._layout.hosts]
-        values = torch.cat(blocks)
+        signature = _sign(
+            Collective.REDUCE_SCATTER, fold_lengths(list(map(len, inputs))), reduction, dtype=output.dtype
+        )
+        lengths = [sum(len(inputs[rank]) for rank in members) for members in self._layout.hosts]
+        values = torch.cat([inputs[rank] for members in self._layout.hosts for rank in members])
         if not len(values):
+            self._agreement.agree(signature)
             return
-        self._reduce_within_host(values, reduction)
-        own = values.split([len(block) for block in blocks])[self._layout.host]
+        self._reduce_within_host(values, reduction, signature)
+        blocks = values.split(lengths)
+        own = blocks[self._layout.host]
         if self._leaders is not None:
-            finish = self._leaders.start_reduce_scatter(
-                values.split([len(block) for block in blocks]), reduction.combination, self._wait
-            )
-            finish()
+            is_inline = max(lengths) * values.element_size() <= INLINE_BYTES
+            if not is_inline:
+                self._leaders.compare(signature, self._wait)
+            self._leaders.start_reduce_scatter(
+                blocks, reduction.combination, self._wait, signature if is_inline else None
+            )()
             self._divide(own, reduction)
-        self._copy_within_host(own)
+        if len(own):
+            self._copy_within_host(own)
+        else:
+            self._agreement.release()
         members = self._layout.members
         parts = own.split([len(inputs[rank]) for rank in members])
         output.copy_(parts[members.index(self.rank)])
 
-    def _reduce_within_host(self, values: Tensor, reduction: HostReduction) -> None:
+    def _reduce_within_host(self, values: Tensor, reduction: HostReduction, signature: int | None) -> None:
         if self._local is not None:
             with self._waits.wait_for_host():
-                self._local.reductions.reduce(values, reduction.combination, 0)
+                self._local.reductions.reduce(values, reduction.combination, 0, signature=signature)
 
     def _copy_within_host(self, values: Tensor) -> None:
         if self._local is not None:
@@ -125,3 +154,7 @@ class HostReductions:
     def _wait(self, work: Any) -> None:
         assert self._leaders is not None
         self._waits.wait_for_hosts(self._leaders.exchange, work, members_wait=True)
+
+
+def _sign(collective: Collective, count: int, reduction: HostReduction, dtype: torch.dtype, root: int = 0) -> int:
+    return encode_signature(collective, count=count, root=root, dtype=dtype, reduction=reduction.number)

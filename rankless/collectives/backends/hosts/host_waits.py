@@ -20,7 +20,8 @@ from rankless.records.group_failures import FailureKind, encode_failure
 
 _LONGEST_GRACE_SECONDS = 5.0
 _LOST = "is lost ("
-_ON_ANOTHER_HOST = FOUND[FailureKind.OTHER_HOST].partition("} ")[2]
+_WITHOUT_DETAILS = [FOUND[kind].partition("} ")[2] for kind in (FailureKind.OTHER_HOST, FailureKind.MISMATCH)]
+"""What a rank finds if another one of its host has the error."""
 
 
 class HostWaits:
@@ -207,6 +208,6 @@ class HostWaits:
 
 def _find_patience(error: CollectiveError) -> float:
     """Return how long a rank waits for one that knows more than its own error says."""
-    if _ON_ANOTHER_HOST in str(error.found):
+    if any(text in str(error.found) for text in _WITHOUT_DETAILS):
         return 3 * WITNESS_SECONDS
     return WITNESS_SECONDS if _LOST in str(error.found) else 0.0

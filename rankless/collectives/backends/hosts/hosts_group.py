@@ -47,7 +47,8 @@ class HostsGroup:
         self.layout, self._local, self._everyone = layout, local, everyone
         self._exchanges = (everyone,) if leaders is None else (everyone, leaders)
         self.signals = HostWaits(member, layout, local=local, exchanges=self._exchanges, failure=failure)
-        between = None if leaders is None else LeaderExchange(leaders)
+        names = [member.global_ranks[rank] for rank in layout.leaders]
+        between = None if leaders is None else LeaderExchange(leaders, names)
         self.reductions = HostReductions(layout, self.signals, local=local, leaders=between)
         self.fused_reductions = HostFusedReductions(self.reductions)
         self.movement = HostMovement(layout, self.signals, local=local, leaders=between, everyone=everyone)

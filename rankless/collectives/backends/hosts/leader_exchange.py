@@ -3,6 +3,9 @@
 Note [pairs and shares]: two hosts, and few bytes, are exchanged whole: each host sends its values to all others, and
 combines all hosts' values. Otherwise each host combines a share of the values, and sends its result to the others.
 Values are combined in the order of hosts, so all hosts get the same bits. Gloo's own reductions take fewer dtypes.
+
+Note [calls]: the first exchange of a call has its signature (see note [headers] in `call_exchange`). A method that is
+given a signature makes that exchange: with its bytes if they are few, else before them.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rankless.collectives.backends.hosts.call_exchange import INLINE_BYTES, CallExchange, Wait
 from rankless.collectives.backends.hosts.gloo_exchange import GlooExchange
 from rankless.collectives.backends.reductions import Reduction
 from rankless.collectives.backends.slots import split_shares
 
 PIECE_BYTES = 1 << 19
-WHOLE_BYTES = 64 << 10
+WHOLE_BYTES = INLINE_BYTES
 """The most bytes that more than two hosts exchange whole."""
-Wait = Callable[[Any], None]
 
 
 class LeaderExchange:
@@ -28,18 +31,34 @@ class LeaderExchange:
 
     Args:
         exchange: Connects the first ranks, in the order of hosts.
+        names: The first ranks, as errors name them.
     """
 
-    def __init__(self, exchange: GlooExchange) -> None:
+    def __init__(self, exchange: GlooExchange, names: Sequence[int]) -> None:
         self.exchange = exchange
         self.host, self.host_count = exchange.rank, exchange.size
+        self._calls = CallExchange(exchange, names)
 
-    def start_all_reduce(self, values: Tensor, reduction: Reduction, wait: Wait) -> Callable[[], None]:
+    def compare(self, signature: int, wait: Wait) -> None:
+        """Return when all hosts have made the call. Raises `CollectiveError` if a host makes another."""
+        self._calls.compare(signature, wait)
+
+    def start_all_reduce(
+        self, values: Tensor, reduction: Reduction, wait: Wait, signature: int | None
+    ) -> Callable[[], None]:
         """Begin to replace the values by their reduction over all hosts. See note [pairs and shares].
+
+        Args:
+            values: The values of this host.
+            reduction: How they are combined.
+            wait: Waits for an exchange.
+            signature: The call, for at most `INLINE_BYTES` of values. None if the hosts have compared it.
 
         Returns:
             What to call for the result. Until then the values must not change.
         """
+        if signature is not None:
+            return self._start_first(signature, [as_bytes(values)] * self.host_count, values, reduction, wait)
         if self.host_count > 2 and values.nbytes > WHOLE_BYTES:
             return self._start_shares(values, reduction, wait)
         work, found = self._send_to_all(values)
@@ -74,8 +93,31 @@ class LeaderExchange:
         parts = [part.view(values.dtype) for part in incoming.split(counts)]
         return work, [None if host == self.host else part for host, part in enumerate(parts)]
 
-    def start_reduce_scatter(self, blocks: Sequence[Tensor], reduction: Reduction, wait: Wait) -> Callable[[], None]:
-        """Begin to replace this host's block by the reduction of all hosts' values for it. Returns as above."""
+    def _start_first(
+        self, signature: int, outgoing: Sequence[Tensor], own: Tensor, reduction: Reduction, wait: Wait
+    ) -> Callable[[], None]:
+        """Begin to reduce this host's values over all hosts, in the first exchange of a call."""
+        finish_call = self._calls.start(signature, outgoing, [own.nbytes] * self.host_count)
+
+        def finish() -> None:
+            parts = finish_call(wait)
+            assert parts is not None
+            if len(own):
+                found = [own if host == self.host else part.view(own.dtype) for host, part in enumerate(parts)]
+                reduction.reduce(found, own)
+
+        return finish
+
+    def start_reduce_scatter(
+        self, blocks: Sequence[Tensor], reduction: Reduction, wait: Wait, signature: int | None = None
+    ) -> Callable[[], None]:
+        """Begin to replace this host's block by the reduction of all hosts' values for it.
+
+        With a signature each block has at most `INLINE_BYTES`. Returns as above.
+        """
+        if signature is not None:
+            sent = [as_bytes(block) for block in blocks]
+            return self._start_first(signature, sent, blocks[self.host], reduction, wait)
         own = blocks[self.host]
         outgoing_counts = [0 if host == self.host else block.nbytes for host, block in enumerate(blocks)]
         incoming_counts = [0 if host == self.host else own.nbytes for host in range(self.host_count)]
@@ -94,8 +136,17 @@ class LeaderExchange:
 
         return finish
 
-    def all_gather(self, own: Tensor, byte_counts: Sequence[int], wait: Wait) -> list[Tensor]:
+    def all_gather(
+        self, own: Tensor, byte_counts: Sequence[int], wait: Wait, signature: int | None = None
+    ) -> list[Tensor]:
         """Return the bytes of each host, given their numbers; this host's are its own tensor."""
+        if signature is not None and max(byte_counts) <= INLINE_BYTES:
+            parts = self._calls.start(signature, [own] * self.host_count, byte_counts)(wait)
+            assert parts is not None
+            parts[self.host] = own
+            return parts
+        if signature is not None:
+            self.compare(signature, wait)
         incoming_counts = [0 if host == self.host else count for host, count in enumerate(byte_counts)]
         outgoing_counts = [0 if host == self.host else len(own) for host in range(self.host_count)]
         incoming = torch.empty(sum(incoming_counts), dtype=torch.uint8)
@@ -106,10 +157,17 @@ class LeaderExchange:
         found[self.host] = own
         return found
 
-    def broadcast(self, data: Tensor, root: int, wait: Wait) -> None:
+    def broadcast(self, data: Tensor, root: int, wait: Wait, signature: int) -> None:
         """Copy the bytes of host `root` to all hosts."""
-        if not len(data):
+        if len(data) <= INLINE_BYTES:
+            outgoing = [data if self.host == root else data[:0]] * self.host_count
+            counts = [len(data) if host == root != self.host else 0 for host in range(self.host_count)]
+            parts = self._calls.start(signature, outgoing, counts)(wait)
+            assert parts is not None
+            if self.host != root:
+                data.copy_(parts[root])
             return
+        self.compare(signature, wait)
         if self.host_count > 2 and len(data) > WHOLE_BYTES:
             self._broadcast_shares(data, root, wait)
             return
@@ -139,10 +197,6 @@ class LeaderExchange:
         others = [share for host, share in enumerate(shares) if host != root]
         outgoing_counts = [0 if host == root else len(share) for host, share in enumerate(shares)]
         wait(self.exchange.start(torch.cat(others) if len(others) > 1 else others[0], outgoing_counts, none, counts))
-
-    def barrier(self, wait: Wait) -> None:
-        """Return when all hosts have called this."""
-        wait(self._send_to_all(torch.zeros(1, dtype=torch.uint8))[0])
 
 
 def count_piece_bytes(host_count: int) -> int:
