@@ -36,7 +36,8 @@ def run_case(mesh, name, recompute=None):
 def check(name, workers, recompute=None):
     wanted, _ = run_case(Mesh.solo(), name)
     for found, shared in on_mesh(workers, in_shared_memory, run_case, name, recompute):
-        assert shared > 0
+        # Three workers divide some small parameters along columns, which are no range of memory.
+        assert shared > 0 or workers == 3
         require_equal(found, wanted)
 
 
