@@ -81,4 +81,5 @@ def format_aim(row: Row) -> str:
     return "" if row.aim is None else f"{row.aim:.2f}"
 
 
-main()
+if __name__ == "__main__":
+    main()
