@@ -70,6 +70,10 @@ class HostsGroup:
         """Return None: ranks of several hosts share no memory."""
         self.signals.check()
 
+    def map_common(self, byte_count: int, terms: str) -> None:  # noqa: ARG002
+        """Return None, as `allocate`."""
+        self.signals.check()
+
     def abort(self) -> None:
         """End the group for all ranks: their waits raise at once."""
         self.signals.abort(FailureKind.ABORTED)
