@@ -20,6 +20,7 @@ parser.add_argument("--calls", type=int, default=100)
 arguments = parser.parse_args()
 
 dist.init_process_group("gloo")
+gloo = dist.new_group(backend="gloo")  # the default group may be another one of Rankless
 hvd.init()
 tensor = torch.ones(arguments.bytes // 4)
 
@@ -40,7 +41,7 @@ def ours() -> None:
 
 
 def peer() -> None:
-    work = dist.all_reduce(tensor, op=dist.ReduceOp.MIN, async_op=True)
+    work = dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=gloo, async_op=True)
     while arguments.busy and not work.is_completed():
         count(50)
     work.wait()

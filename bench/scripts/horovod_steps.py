@@ -28,7 +28,8 @@ dist.init_process_group("gloo")
 hvd.init()
 torch.manual_seed(0)
 model = MODELS[arguments.model]()
-parallel = DistributedDataParallel(copy.deepcopy(model))
+# The default group may be another one of Rankless.
+parallel = DistributedDataParallel(copy.deepcopy(model), process_group=dist.new_group(backend="gloo"))
 optimizer = hvd.DistributedOptimizer(
     torch.optim.SGD(model.parameters(), lr=0.01), named_parameters=model.named_parameters()
 )

@@ -104,7 +104,14 @@ def test_a_command_and_python_below_its_shell_get_the_same_objects(tmp_path: Pat
     assert "same" in output_of(rankless("horovodrun", *words, folder=tmp_path))
 
 
-@pytest.mark.parametrize(("choice", "wins"), [("", "the real one"), ("0", "the real one"), ("1", "ours")])
+@pytest.mark.parametrize(
+    ("choice", "wins"),
+    [
+        ("", "the real one"),
+        pytest.param("0", "the real one", marks=pytest.mark.exhaustive),
+        ("1", "ours"),
+    ],
+)
 def test_a_real_horovod_is_imported_unless_the_user_chooses_ours(choice: str, wins: str, tmp_path: Path):
     path = os.pathsep.join([str(install_real_horovod(tmp_path / "site")), os.environ.get("PYTHONPATH", "")])
     code = "import horovod.torch; print(getattr(horovod, 'where', 'ours'), flush=True)"
