@@ -73,10 +73,12 @@ class StepOptions:
                 found=f"zero={self.zero!r}",
                 fix="omit it to hold everything on every worker",
             )
-        if not isinstance(self.offload, bool) or (self.offload and self.zero is None):
+        if not isinstance(self.offload, bool):
+            raise ConfigError(expected="offload= as True or False", found=f"offload={self.offload!r}", fix="omit it")
+        if self.offload and self.zero is None:
             raise ConfigError(
                 expected="offload=True with zero=, which says what lies in the memory of the host",
-                found=f"offload={self.offload!r}" + (" without zero=" if self.offload is True else ""),
+                found="offload=True without zero=",
                 fix='pass zero="optimizer", or omit offload=',
             )
         every = self.check_synchronized_every
