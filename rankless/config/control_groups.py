@@ -27,8 +27,17 @@ def measure_memory() -> Memory:
         limit = read_limit(group / "memory.max") or read_limit(group / "memory.limit_in_bytes")
         used = read_limit(group / "memory.current") or read_limit(group / "memory.usage_in_bytes") or 0
         if limit is not None and limit < found.whole:
-            found = Memory(max(0, min(found.free, limit - used)), limit, is_limited=True)
+            free = limit - used + _count_unused_file_bytes(group)
+            found = Memory(max(0, min(found.free, free)), limit, is_limited=True)
     return found
+
+
+def _count_unused_file_bytes(group: Path) -> int:
+    """Return how much of a control group's used memory keeps contents of files that the kernel gives up on demand."""
+    with suppress(OSError, ValueError):
+        statistics = dict(line.split() for line in (group / "memory.stat").read_text(encoding="utf-8").splitlines())
+        return int(statistics.get("total_inactive_file", statistics.get("inactive_file", 0)))
+    return 0
 
 
 def list_control_group_folders(controller: str) -> list[Path]:

@@ -108,5 +108,8 @@ def test_memory_is_what_the_control_group_leaves(monkeypatch: pytest.MonkeyPatch
     (tmp_path / "memory.current").write_text(f"{24 << 20}\n")
     monkeypatch.setattr(control_groups, "list_control_group_folders", lambda _: [tmp_path])
     assert control_groups.measure_memory() == control_groups.Memory(40 << 20, 64 << 20, is_limited=True)
+    # Files that have been read count as used, and are given up on demand. In a container they fill the limit.
+    (tmp_path / "memory.stat").write_text(f"anon 1\ninactive_file {16 << 20}\n")
+    assert control_groups.measure_memory().free == 56 << 20
     (tmp_path / "memory.max").write_text("max\n")
     assert not control_groups.measure_memory().is_limited

@@ -70,4 +70,4 @@ class StoreExchange:
 
 
 def do_nothing() -> None:
-    """Is the check of those who know nothing of other processes."""
+    """Do nothing: the check of a caller that knows nothing of other processes."""
