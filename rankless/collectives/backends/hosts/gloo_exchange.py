@@ -101,8 +101,9 @@ class GlooExchange:
                 work.wait(SLICE)
                 return
             except RuntimeError as error:
-                # The operation has failed, the slice is over, or a signal handler of the script raises.
-                if work.is_completed() or _SLICE_IS_OVER not in str(error):
+                # The operation has failed, the slice is over, or a signal handler of the script raises. An operation
+                # may end just after its slice: the last wait says how.
+                if _SLICE_IS_OVER not in str(error):
                     raise
             check()
             if time.monotonic() - start > seconds:
