@@ -7,6 +7,8 @@ from torch import Tensor
 
 from rankless.checkpoint.manifest import TensorPiece
 from rankless.ownership.partitioned_tensor import Partition, find_partition
+from rankless.ownership.replica import Replica
+from rankless.parallel.mesh import Mesh
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,14 +40,16 @@ def share_whole(tensors: Mapping[str, Tensor], *, rank: int) -> FileShare:
     return FileShare(tensors=others if rank == 0 else {}, gathered=gathered)
 
 
-def share_by_owner(tensors: Mapping[str, Tensor], *, rank: int, ranks: int) -> FileShare:
-    """Return the share of a rank if each writes its pieces, and about as many bytes as the others.
+def share_by_owner(tensors: Mapping[str, Tensor], mesh: Mesh) -> FileShare:
+    """Return this rank's share if each writes its pieces, and about as many bytes as the others.
+
+    The first of the ranks that hold the same piece writes it.
 
     Args:
         tensors: All tensors by name, of which some may be divided.
-        rank: The rank.
-        ranks: The number of ranks, all of which hold tensors of the same names and shapes.
+        mesh: All ranks, which hold tensors of the same names and shapes.
     """
+    rank, ranks = mesh.rank, mesh.size
     loads = [0] * ranks
     has_pieces = [False] * ranks
     own, pieces, whole = {}, {}, {}
@@ -54,9 +58,11 @@ def share_by_owner(tensors: Mapping[str, Tensor], *, rank: int, ranks: int) -> F
         if partition is None:
             whole[name] = tensor
             continue
-        for number in range(ranks):
-            piece = describe_piece(name, partition, number)
-            loads[number] += partition.layout.piece_size(number) * tensor.element_size()
+        replica = Replica(partition.piece, divided_along=partition.group)
+        for number in sorted(set(replica.find_first_ranks(mesh))):
+            place = mesh.find_rank_along(partition.group, number)
+            piece = describe_piece(name, partition, place)
+            loads[number] += partition.layout.piece_size(place) * tensor.element_size()
             has_pieces[number] |= piece.start < piece.stop
             if number == rank and piece.start < piece.stop:
                 own[piece.name] = partition.get_current_piece()
@@ -67,11 +73,11 @@ def share_by_owner(tensors: Mapping[str, Tensor], *, rank: int, ranks: int) -> F
     return FileShare(tensors=own, pieces=pieces, writers=writers)
 
 
-def describe_piece(name: str, partition: Partition, rank: int) -> TensorPiece:
-    """Return which rows of a tensor a rank has."""
+def describe_piece(name: str, partition: Partition, place: int) -> TensorPiece:
+    """Return which rows of a tensor the rank at a place along the axis has that divides it."""
     placement = partition.layout.placement
-    start = placement.start(rank)
-    return TensorPiece(name, partition.layout.shape, placement.dim, start, start + placement.lengths[rank])
+    start = placement.start(place)
+    return TensorPiece(name, partition.layout.shape, placement.dim, start, start + placement.lengths[place])
 
 
 def assign_tensors(tensors: Mapping[str, Tensor], loads: list[int]) -> list[list[str]]:

@@ -194,9 +194,9 @@ class Saver:
 
     def _share(self, content: Content, options: SaveOptions) -> FileShare:
         """Return what this rank writes: as it is now, or copies of it if the script goes on meanwhile."""
-        rank, ranks = self.mesh.rank, self.mesh.size
+        rank = self.mesh.rank
         share = (
-            share_by_owner(content.shared_tensors, rank=rank, ranks=ranks)
+            share_by_owner(content.shared_tensors, self.mesh)
             if options.layout == "sharded"
             else share_whole(content.shared_tensors, rank=rank)
         )

@@ -123,6 +123,11 @@ class Partition:
         self.whole: Tensor | None = None
         self._values = values
 
+    @property
+    def group(self) -> WorkerGroup:
+        """The workers that hold its pieces."""
+        return self._values.group
+
     def gather(self) -> Tensor:
         """Return the whole value, without autograd history. Collective, unless it is there already."""
         return self._values.gather(self)
@@ -208,7 +213,7 @@ def call_with_wholes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
         if func == Tensor.data.__get__:  # type: ignore[attr-defined]
             return args[0].partition.gather().detach()
         if func == Tensor.data.__set__:  # type: ignore[attr-defined]
-            replace_value(args[0], args[1])
+            replace_value(args[0], get_whole(args[1], {}))
             return None
         if func == Tensor.copy_ and len(args) > 1 and isinstance(getattr(args[1], "partition", None), StoredValue):
             return copy_stored(args[0], args[1].partition)

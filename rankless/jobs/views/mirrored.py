@@ -73,6 +73,7 @@ class MirroredView:
         self._sync.check(
             f"call {self._sync.calls + 1} of job {self._job.name!r}, in the mirrored view, on {elements} devices"
         )
+        self._world.owner.begin_call()
         parameters = self._job.parameters() if self._job.trains else []
         for parameter in parameters:
             parameter.grad = None
@@ -81,6 +82,7 @@ class MirroredView:
         results = (
             self._run_all_elements(args, kwargs, elements, seed) if alone else self._run_own_element(args, kwargs, seed)
         )
+        self._world.owner.begin_call()  # the job may have changed parameters of which this worker has a piece
         loss = compute_mean_loss(results) if self._job.trains else None
         return CallResult(results, loss=loss, parameters=parameters)
 

@@ -65,11 +65,14 @@ class WholeBatchView:
             arguments=arguments,
             random_states=self._random_states,
         )
+        owner = self._world.owner
+        owner.begin_call()
         states = self._list_states()
         versions = list_versions(states)
         whole = [item.whole() if isinstance(item, LogicalTensor) else item for item in arguments.tensors]
         outcome = self._plain.run(replace(arguments, tensors=tuple(whole)))
         self._world.mesh.check_sync_point_again()
+        owner.begin_call()  # the job may have changed parameters of which this worker has a piece
         pairs = zip(list_versions(states), versions, strict=True)
         outcome = self._make_equal(outcome, states, [after != before for after, before in pairs])
         self._sync.record_states(states, states)
