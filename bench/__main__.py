@@ -14,6 +14,7 @@ from bench.pairs import Row
 MODULES = {
     "step": "step",
     "divided_states": "divided_states",
+    "pipelines": "pipelines",
     "overhead": "overhead",
     "capture": "capture",
     "start": "start",

@@ -9,6 +9,7 @@ from rankless.cli.host_options import LOG_FOLDER_HELP
 from rankless.cli.json_output import add_json_option, make_json_header, read_json_destination
 from rankless.cli.program_options import PLAN_HELP, add_program_options, read_program
 from rankless.config.environment import default_log_folder
+from rankless.config.mesh_option import MESH_HELP, count_workers, parse_mesh
 from rankless.config.plan_file import find_plan, make_parallel_plan, write_plan
 from rankless.config.run_config import Program, RunConfig, RunObservation, RunRequest
 from rankless.config.validation import make_run_config
@@ -28,7 +29,10 @@ JSON_CONTENT = PlanReport
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command."""
-    parser.add_argument("-n", dest="workers", type=int, default=2, metavar="N", help="Number of workers. Default: 2.")
+    parser.add_argument(
+        "-n", dest="workers", type=int, metavar="N", help="Number of workers. Default: those of --mesh, else 2."
+    )
+    parser.add_argument("--mesh", type=parse_mesh, default=(), metavar="data=2,pipeline=2", help=MESH_HELP)
     parser.add_argument(
         "--devices", metavar="0,1|cpu", help="GPUs to use, or cpu. Default: GPUs if the host has any, else cpu."
     )
@@ -53,6 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan of the jobs; return 0, or 1 if the script fails."""
     program, destination = read_program(arguments), read_json_destination(arguments)
+    if arguments.workers is None:
+        arguments.workers = count_workers(arguments.mesh) if arguments.mesh else 2
     if arguments.workers < 2:
         raise ConfigError(
             expected="at least 2 workers: on one worker, jobs run as plain PyTorch without communication",
@@ -75,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
             fix="put @rankless.job(model=…, optimizer=…) on its training function",
         )
     if arguments.save is not None:
-        write_plan(arguments.save, make_parallel_plan(records, program, workers=arguments.workers))
+        write_plan(arguments.save, make_parallel_plan(records, program, workers=arguments.workers, mesh=config.mesh))
     if not destination.is_standard_output:
         print(render_plan(report, shutil.get_terminal_size((WIDTH, 0)).columns if sys.stdout.isatty() else WIDTH))
     destination.write(make_json_header(NAME, program, seed=config.seed), report)
@@ -88,6 +94,7 @@ def _make_config(arguments: argparse.Namespace, program: Program, folder: str) -
         program,
         RunRequest(
             worker_count=arguments.workers,
+            mesh=arguments.mesh,
             devices=arguments.devices,
             seed=arguments.seed,
             log_folder=arguments.log_dir,

@@ -8,6 +8,7 @@ from rankless.cli.json_output import add_json_option, make_json_header, read_jso
 from rankless.cli.program_options import PLAN_HELP, add_program_options, find_misplaced_count, read_program
 from rankless.config.backends import BACKENDS
 from rankless.config.environment import default_log_folder
+from rankless.config.mesh_option import MESH_HELP, count_workers, parse_mesh
 from rankless.config.plan_file import find_plan
 from rankless.config.run_config import RunConfig, RunRequest
 from rankless.config.validation import make_run_config
@@ -25,7 +26,10 @@ HELP = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command."""
-    parser.add_argument("-n", dest="workers", type=int, metavar="N", help="Workers on each host. Default: 1.")
+    parser.add_argument(
+        "-n", dest="workers", type=int, metavar="N", help="Workers on each host. Default: those of --mesh, else 1."
+    )
+    parser.add_argument("--mesh", type=parse_mesh, default=(), metavar="data=2,pipeline=2", help=MESH_HELP)
     parser.add_argument(
         "--devices", metavar="0,1|cpu", help="GPUs to use, or cpu. Default: GPUs if the host has any, else cpu."
     )
@@ -117,13 +121,15 @@ def _make_config(arguments: argparse.Namespace) -> RunConfig:
     hint = find_misplaced_count(program) if arguments.workers is None else None
     if hint is not None:
         print(f"rankless: {hint}", file=sys.stderr)
-    workers, cluster = 1 if arguments.workers is None else arguments.workers, make_cluster(arguments)
+    cluster, mesh = make_cluster(arguments), arguments.mesh
+    workers = (count_workers(mesh) if cluster is None else 1) if arguments.workers is None else arguments.workers
     hosts = 1 if cluster is None else len(cluster.hosts)
     return make_run_config(
         program,
         RunRequest(
             worker_count=workers,
             plan=None if arguments.plan is None else find_plan(arguments.plan, program, workers=workers * hosts),
+            mesh=mesh,
             devices=arguments.devices,
             backend=arguments.backend,
             threads=arguments.threads,

@@ -12,9 +12,10 @@ from rankless.cli.host_options import LOG_FOLDER_HELP, add_host_options, make_cl
 from rankless.cli.json_output import add_json_option, make_json_header, read_json_destination
 from rankless.cli.program_options import PLAN_HELP, add_program_options, read_program
 from rankless.config.environment import default_log_folder
+from rankless.config.mesh_option import MESH_HELP, count_workers, parse_mesh
 from rankless.config.plan_file import find_plan
 from rankless.config.run_config import Cluster, Precision, Program
-from rankless.config.validation import check_program
+from rankless.config.validation import check_program, choose_mesh
 from rankless.errors import ConfigError
 from rankless.launch.agent import make_job_runner
 from rankless.launch.supervisor.fork_server_pool_client import ForkServerPoolClient
@@ -66,6 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-v", "--verbose", action="store_true", help="Print all tables and all differences after the verdict."
     )
+    parser.add_argument("--mesh", type=parse_mesh, default=(), metavar="data=2,pipeline=2", help=MESH_HELP)
     parser.add_argument("--plan", metavar="FILE", help=PLAN_HELP)
     parser.add_argument("--keep", metavar="FOLDER", help="Keep the recordings of all runs in this folder.")
     parser.add_argument("--log-dir", default=default_log_folder(), metavar="DIR", help=LOG_FOLDER_HELP)
@@ -81,6 +83,8 @@ def run(arguments: argparse.Namespace) -> int:
     destination = read_json_destination(arguments)
     seed = secrets.randbelow(2**32) if arguments.seed is None else arguments.seed
     cluster, workers = _read_cluster(arguments)
+    plan = None if arguments.plan is None else find_plan(arguments.plan, program, workers=workers)
+    choose_mesh(arguments.mesh, plan, workers)
     _tell(f"rankless verify: {_describe_program(program)}, on 1 and on {workers} workers, seed {seed}")
     with ExitStack() as stack:
         folder = arguments.keep or stack.enter_context(tempfile.TemporaryDirectory(prefix="rankless-verify-"))
@@ -92,7 +96,8 @@ def run(arguments: argparse.Namespace) -> int:
             cluster=cluster,
             log_folder=arguments.log_dir,
             show=arguments.show,
-            plan=None if arguments.plan is None else find_plan(arguments.plan, program, workers=workers),
+            plan=plan,
+            mesh=arguments.mesh,
             dtype=arguments.dtype,
             steps=arguments.steps,
             against=arguments.against,
@@ -141,11 +146,12 @@ def _read_cluster(arguments: argparse.Namespace) -> tuple[Cluster | None, int]:
     """Return the hosts, if there are several, and the total number of workers."""
     cluster = make_cluster(arguments)
     if cluster is None:
-        return None, 2 if arguments.workers is None else arguments.workers
+        default = count_workers(arguments.mesh) if arguments.mesh else 2
+        return None, default if arguments.workers is None else arguments.workers
     if cluster.host_index > 0:
         raise ConfigError(
             expected=f"rankless verify on host 0, {cluster.hosts[0]}",
             found=f"it on host {cluster.host_index}",
             fix="start `rankless run` with the same options here: it joins the run on all hosts",
         )
-    return cluster, sum(host.workers for host in cluster.hosts)
+    return cluster, cluster.workers

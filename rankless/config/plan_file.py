@@ -16,13 +16,16 @@ from rankless.version import VERSION
 NAME_A_PLAN = "name a file that `rankless plan --save` has written"
 
 
-def make_parallel_plan(records: Iterable[ProgramRecord], program: Program, *, workers: int) -> ParallelPlan:
+def make_parallel_plan(
+    records: Iterable[ProgramRecord], program: Program, *, workers: int, mesh: tuple[PlannedAxis, ...] = ()
+) -> ParallelPlan:
     """Return the plan of a run from what it has recorded.
 
     Args:
         records: The records of its jobs.
         program: The program that ran.
         workers: The number of workers.
+        mesh: The axes of their mesh. Default: one axis `data`.
 
     Raises:
         ConfigError: Two jobs have one name, by which the plan would have to find them.
@@ -43,7 +46,7 @@ def make_parallel_plan(records: Iterable[ProgramRecord], program: Program, *, wo
         rankless=VERSION,
         program=program.text,
         source_sha256=digest_source(program),
-        axes=(PlannedAxis(name="data", role="data", size=workers),),
+        axes=mesh or (PlannedAxis(name="data", role="data", size=workers),),
         jobs=jobs,
     )
 
@@ -100,7 +103,7 @@ def find_plan(path: str, program: Program, *, workers: int) -> PlanFile:
             found=f"another one: {what}",
             fix=f"make a new plan with `rankless plan -n {workers} --save {path} {program.text}`",
         )
-    return PlanFile(path=str(Path(path).absolute()), sha256=digest)
+    return PlanFile(path=str(Path(path).absolute()), sha256=digest, axes=plan.axes)
 
 
 def require_valid_division(name: str, state: StatePlan, axes: Sequence[PlannedAxis]) -> None:
@@ -112,7 +115,7 @@ def require_valid_division(name: str, state: StatePlan, axes: Sequence[PlannedAx
         axes: The axes of the plan.
     """
     division = state.optimizer_state
-    sizes = {axis.name: axis.size for axis in axes if axis.role == "data"}
+    sizes = {axis.name: axis.size for axis in axes if axis.role in ("data", "pipeline")}
     problem = None
     if division is None:
         if state.value is not None or state.gradient is not None:

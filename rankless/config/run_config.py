@@ -8,6 +8,7 @@ import msgspec
 from rankless.config.elastic import Elastic
 from rankless.config.hosts import DEFAULT_PORT, Host
 from rankless.config.launcher_spec import LauncherSpec
+from rankless.records.parallel_plan import PlannedAxis
 
 ProgramKind = Literal["script", "module", "code", "command"]
 ShowChoice = Literal["first", "all"]
@@ -41,6 +42,8 @@ class PlanFile(msgspec.Struct, frozen=True, kw_only=True):
     path: str
     sha256: str
     """The digest of the file, which every worker compares."""
+    axes: tuple[PlannedAxis, ...]
+    """The mesh of the plan."""
 
 
 class InspectedCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,6 +95,11 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     ssh_identity_file: str | None = None
     """None: ssh chooses both the port and the file."""
 
+    @property
+    def workers(self) -> int:
+        """The number of workers of all hosts."""
+        return sum(host.workers for host in self.hosts)
+
 
 class AgreedJobConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What host 0 decides for all hosts once they have joined."""
@@ -113,6 +121,7 @@ class AgreedJobConfig(msgspec.Struct, frozen=True, kw_only=True):
     perturbation_seed: int | None = None
     dtype: Precision | None = None
     plan: PlanFile | None = None
+    mesh: tuple[PlannedAxis, ...] = ()
     observation: RunObservation = RunObservation()
 
     @property
@@ -156,6 +165,8 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
     perturbation_seed: int | None = None
     dtype: Precision | None = None
     plan: PlanFile | None = None
+    mesh: tuple[PlannedAxis, ...] = ()
+    """The axes of the mesh from the outermost; none for that of the plan, else one axis `data` of all workers."""
     observation: RunObservation = RunObservation()
     launcher: LauncherSpec | None = None
     """The launcher whose conventions the run follows; None for a plain `rankless run`."""
@@ -198,6 +209,8 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The dtype in which jobs compute instead of the script's; None keeps the script's."""
     plan: PlanFile | None = None
     """The parallel plan of the run; None lets each job choose its own."""
+    mesh: tuple[PlannedAxis, ...] = ()
+    """The axes of the mesh from the outermost; none for one axis `data` of all workers."""
     observation: RunObservation = RunObservation()
     progress: bool = True
     agent_output: AgentOutput = "table"

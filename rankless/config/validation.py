@@ -10,9 +10,11 @@ from rankless.config.backends import read_requested_backend, require_usable_back
 from rankless.config.cores import core_count
 from rankless.config.elastic import check_elastic
 from rankless.config.environment import user_hang_timeout, user_preload, user_threads, user_visible_devices
-from rankless.config.run_config import Program, RunConfig, RunRequest
+from rankless.config.mesh_option import format_mesh, require_workers
+from rankless.config.run_config import PlanFile, Program, RunConfig, RunRequest
 from rankless.config.script_source import names_rankless
 from rankless.errors import ConfigError
+from rankless.records.parallel_plan import PlannedAxis
 
 
 def make_run_config(program: Program, request: RunRequest) -> RunConfig:
@@ -27,13 +29,7 @@ def make_run_config(program: Program, request: RunRequest) -> RunConfig:
         cluster = None
     if count < 1:
         raise ConfigError(expected="at least 1 worker", found=count, fix="give -n a number from 1 up")
-    if threads is not None and threads < 1:
-        raise ConfigError(expected="at least 1 thread per worker", found=threads, fix="give --threads 1 or more")
-    steps = request.observation.stop_after_steps
-    if steps is not None and steps < 1:
-        raise ConfigError(expected="at least 1 training step", found=steps, fix="give --steps a number from 1 up")
-    if seed is not None and not 0 <= seed < 2**63:
-        raise ConfigError(expected="a seed from 0 to 2**63 - 1", found=seed, fix="choose another --seed")
+    check_numbers(request)
     check_program(program)
     devices, backend = choose_devices(request.devices, worker_count=count), read_requested_backend(request.backend)
     require_usable_backend(backend, devices, host_count=1 if cluster is None else len(cluster.hosts))
@@ -54,6 +50,7 @@ def make_run_config(program: Program, request: RunRequest) -> RunConfig:
         perturbation_seed=request.perturbation_seed,
         dtype=request.dtype,
         plan=request.plan,
+        mesh=choose_mesh(request.mesh, request.plan, count if cluster is None else cluster.workers),
         observation=request.observation,
         progress=request.progress,
         agent_output=request.agent_output,
@@ -65,6 +62,33 @@ def make_run_config(program: Program, request: RunRequest) -> RunConfig:
         hang_timeout_seconds=hang_timeout(request),
         request=request,
     )
+
+
+def check_numbers(request: RunRequest) -> None:
+    """Raise `ConfigError` for numbers that no run can have."""
+    threads, seed, steps = request.threads, request.seed, request.observation.stop_after_steps
+    if threads is not None and threads < 1:
+        raise ConfigError(expected="at least 1 thread per worker", found=threads, fix="give --threads 1 or more")
+    if steps is not None and steps < 1:
+        raise ConfigError(expected="at least 1 training step", found=steps, fix="give --steps a number from 1 up")
+    if seed is not None and not 0 <= seed < 2**63:
+        raise ConfigError(expected="a seed from 0 to 2**63 - 1", found=seed, fix="choose another --seed")
+
+
+def choose_mesh(mesh: tuple[PlannedAxis, ...], plan: PlanFile | None, workers: int) -> tuple[PlannedAxis, ...]:
+    """Return the axes of the mesh of a run: those that are given, or those of its plan.
+
+    Raises `ConfigError` if there are both and they differ, or if they are for another number of workers.
+    """
+    planned = () if plan is None else plan.axes
+    if mesh and planned and mesh != planned:
+        raise ConfigError(
+            expected=f"the mesh of the plan: {format_mesh(planned)}",
+            found=f"--mesh {format_mesh(mesh)}",
+            fix="omit --mesh, or make a plan for this mesh with `rankless plan --mesh … --save`",
+        )
+    require_workers(mesh or planned, workers)
+    return mesh or planned
 
 
 def choose_preload(program: Program, request: RunRequest) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 import msgspec
 
 from rankless.config.run_config import Backend, PlanFile, Precision, Program, RunObservation
+from rankless.records.parallel_plan import PlannedAxis
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,6 +27,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     perturbation_seed: int | None = None
     dtype: Precision | None = None
     plan: PlanFile | None = None
+    mesh: tuple[PlannedAxis, ...] = ()
+    """The axes of the mesh from the outermost; none for one axis `data` of all workers."""
     observation: RunObservation = RunObservation()
     progress: bool = True
     """Whether the worker sends progress records to the agent."""

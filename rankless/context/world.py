@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from rankless.context.accumulation_passes import LoaderPasses
 from rankless.context.hidden_gradients import HiddenGradients
@@ -65,14 +66,20 @@ class World:
     """Knows which parameters have no `.grad` for the script."""
     plan: ParallelPlan | None = None
     """The plan of the run; None lets each job make its own."""
+    stages: "WeakIdKeyDictionary" = field(default_factory=WeakIdKeyDictionary)
+    """The stage of a pipeline to which a parameter belongs, by the parameter."""
     once: OnceState = field(default_factory=OnceState)
     """Whether rank 0 is inside `rankless.once`."""
 
     @cached_property
     def owner(self) -> StateOwner:
         """Holds parameters, gradients and optimizer state, of which each worker may have only pieces."""
-        axis = next((axis for axis in self.mesh.axes if axis.role == "data"), None)
-        return WholeOwner() if self.mesh.size == 1 or axis is None else DividedOwner(axis, self._require_all_workers)
+        by_role = {axis.role: axis for axis in self.mesh.axes}
+        axis = by_role.get("pipeline", by_role.get("data"))
+        if self.mesh.size == 1 or axis is None:
+            return WholeOwner()
+        # The stages of a pipeline do not read each other's parameters.
+        return DividedOwner(axis, self._require_all_workers, shares_values=axis.role != "pipeline")
 
     def require_not_in_once(self, operation: str) -> None:
         """Raise RanklessError if rank 0 is alone inside `rankless.once`, where it must not wait for other ranks."""

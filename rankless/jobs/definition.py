@@ -16,6 +16,7 @@ from rankless.context.redundant_step_calls import JobLabel
 from rankless.errors import ConfigError
 from rankless.jobs.gradient_accumulation import LossWeight
 from rankless.ownership.optimizer_pieces import require_divisible
+from rankless.parallel.plan import Plan
 from rankless.records.parallel_plan import ZERO_LEVELS, Recompute, ZeroLevel
 
 Models = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
@@ -109,6 +110,8 @@ class JobDefinition:
     random: RandomSource = "generator"
     recompute: Recompute | None = None
     """What is computed again for gradients, to save memory."""
+    plan: Plan | None = None
+    """What the script says of its division; None for the default."""
     line: str
 
     @property

@@ -43,6 +43,7 @@ from rankless.jobs.optimizer_step import OptimizerStepper, count_group_parameter
 from rankless.jobs.views.consistent import ConsistentView
 from rankless.jobs.views.view_start import JobView, divides_states, start_view
 from rankless.ownership.state_owner import StateOwner, WholeOwner
+from rankless.parallel.plan import Plan
 from rankless.records.parallel_plan import JobPlan, Recompute
 from rankless.user_code import caller_line, display_name, is_user_code
 
@@ -88,12 +89,13 @@ class Job(Generic[Parameters, Result]):
         dtype: torch.dtype | None = None,
         random: RandomSource = "generator",
         recompute: Recompute | None = None,
+        plan: Plan | None = None,
     ) -> Self:
         """Say which dim of which argument holds the batch, None for one that is not batch, and the dtype where neither
         a placeholder nor the function names one, where random numbers come from, and what is computed again for
         gradients; the job itself.
         """
-        self.definition = replace(self.definition, random=random, recompute=recompute)
+        self.definition = replace(self.definition, random=random, recompute=recompute, plan=plan)
         require_random_source(self.definition)
         require_recomputation(self.definition)
         if batch_dims:

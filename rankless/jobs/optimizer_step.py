@@ -14,7 +14,7 @@ from rankless.context.world import World
 from rankless.errors import ConfigError, StepError
 from rankless.jobs.definition import JobDefinition
 from rankless.jobs.gradient_accumulation import GradientAccumulator, LossWeight
-from rankless.records.parallel_plan import ParallelPlan
+from rankless.parallel.mesh import find_pipeline_axis
 
 
 class OptimizerStepper:
@@ -29,7 +29,7 @@ class OptimizerStepper:
         self._world = world
         self._accumulator = GradientAccumulator()
         self._owner = world.owner
-        self._hides = hides_gradients(job, world.plan)
+        self._hides = hides_gradients(job, world)
         self._hidden: list[tuple[Tensor, Tensor | None]] = []
         """Parameters without `.grad` after the last call, and the gradients that a recorder compares."""
         self._parameters: Sequence[Tensor] = ()
@@ -140,6 +140,11 @@ class OptimizerStepper:
         """Leave no `.grad` where workers have only pieces of gradients."""
         if self._hides:
             self._world.hidden_gradients.add(self._parameters)
+            if self._job.step_options.zero is None:
+                self._world.notify(
+                    f"{self._job.line}: parameters of job {self._job.name!r} have no .grad after a call, because each "
+                    "worker has its part of the gradients only; with gradient_norm=True the job has their norm"
+                )
         is_recorded = self._world.recorder is not None
         self._hidden = [
             (parameter, parameter.grad if is_recorded else None)
@@ -201,15 +206,18 @@ class OptimizerStepper:
         )
 
 
-def hides_gradients(job: JobDefinition, plan: ParallelPlan | None) -> bool:
+def hides_gradients(job: JobDefinition, world: World) -> bool:
     """Return whether gradients are divided between workers, so that a script finds none in `.grad`.
 
     With `zero=` it finds none on one device either.
 
     Args:
         job: The job.
-        plan: The plan of the run, if it was given one.
+        world: Has the mesh, and the plan of the run if it was given one.
     """
+    plan = world.plan
+    if job.captured and find_pipeline_axis(world.mesh) is not None:
+        return True
     if plan is not None and job.name in plan.jobs:
         return any(state.gradient is not None for state in plan.jobs[job.name].states.values())
     return job.step_options.zero in ("gradients", "parameters")

@@ -17,8 +17,10 @@ from rankless.ownership.default_policy import make_default_plan
 from rankless.ownership.divided_owner import GATHER_BYTES, DividedOwner
 from rankless.ownership.optimizer_pieces import READS_WHOLE, list_parameters, require_divisible
 from rankless.ownership.piece_layout import group_in_order
+from rankless.parallel.mesh import Mesh, find_pipeline_axis
+from rankless.parallel.plan import Plan
 from rankless.parallel.tensor_placement import Shard, Sharding
-from rankless.records.parallel_plan import JobPlan, StatePlan
+from rankless.records.parallel_plan import JobPlan, PipelinePlan, StatePlan
 
 GROUPS = 32
 """So many groups of a large model's parameters are divided one after the other."""
@@ -31,10 +33,18 @@ class PlannedDivision:
     def __init__(self, job: JobDefinition, world: World) -> None:
         self._job = job
         self._world = world
+        self._settings = job.plan or Plan()
         self._known: list[Any] | None = None
         self._given = None if world.plan is None else find_job_plan(job, world.plan.jobs)
         self._batch_dims: dict[Hashable, tuple[int | None, ...]] = {}
         self._arguments: dict[str, int | None] = {}
+        self._stages: Mapping[str, int] | None = None
+        """The stage of each parameter in a pipeline, once it is known."""
+        self._pipeline = find_pipeline_axis(world.mesh)
+        if self._pipeline is not None:
+            require_no_zero(job, world.mesh)
+        if self._given is not None and self._given.pipeline is not None:
+            self.take_stages(self._given.pipeline.stages)
 
     @property
     def plan(self) -> JobPlan:
@@ -42,11 +52,22 @@ class PlannedDivision:
         job = self._job
         tensors = named_tensors(job.modules)
         options = job.step_options
-        made = make_default_plan(tensors, job.optimizers, self._world.mesh, options.zero, options.offload)
+        mesh = self._world.mesh
+        owners = None
+        if self._stages is not None and self._pipeline is not None:
+            owners = {name: stage % self._pipeline.size for name, stage in self._stages.items()}
+        made = make_default_plan(tensors, job.optimizers, mesh, options.zero, options.offload, owners)
         return JobPlan(
             states=made.states if self._given is None else self._given.states,
             arguments=self._arguments,
             recompute=job.recomputed_fraction,
+            pipeline=None
+            if self._pipeline is None
+            else PipelinePlan(
+                schedule=self._settings.schedule,
+                microbatches=self._settings.count_microbatches(self._pipeline.size),
+                stages={name: stage for name, stage in (self._stages or {}).items() if name in made.states},
+            ),
         )
 
     def divide_arguments(self, arguments: FlattenedArguments) -> FlattenedArguments:
@@ -90,13 +111,33 @@ class PlannedDivision:
         """Note how the arguments of a call are divided, for a plan to save."""
         for place, sharding in enumerate(shardings):
             dim = next((item.dim for item in sharding if isinstance(item, Shard)), None)
+            if self._pipeline is not None and dim is None:
+                dim = find_batch_dim(arguments, place)
             self._arguments.setdefault(name_argument(self._job.function, arguments, place), dim)
+
+    @property
+    def needs_stages(self) -> bool:
+        """Whether a train job's parameters will be divided between stages that are not known yet."""
+        return self._pipeline is not None and self._job.trains and self._stages is None
+
+    def take_stages(self, stages: Mapping[str, int]) -> None:
+        """Let the next update divide parameters between the stages of a pipeline.
+
+        Args:
+            stages: The stage of each parameter by name.
+        """
+        self._stages = stages
+        tensors = named_tensors(self._job.modules)
+        for name, stage in stages.items():
+            if name in tensors:
+                self._world.stages.setdefault(tensors[name], stage)
 
     @property
     def is_up_to_date(self) -> bool:
         """Whether there is nothing to divide."""
         job = self._job
-        if not isinstance(self._world.owner, DividedOwner) or (job.step_options.zero is None and self._given is None):
+        divides = job.step_options.zero is not None or self._given is not None or self._stages is not None
+        if not isinstance(self._world.owner, DividedOwner) or not divides:
             return True
         return count_group_parameters(job) == self._known
 
@@ -133,11 +174,34 @@ class PlannedDivision:
         return owner.version != before
 
 
+def require_no_zero(job: JobDefinition, mesh: Mesh) -> None:
+    """Raise `ConfigError` for `zero=` on a mesh that divides both the batch and the layers."""
+    if job.step_options.zero is not None and any(axis.role == "data" for axis in mesh.axes):
+        raise ConfigError(
+            expected="a mesh without the axis pipeline, or without the axis data, for zero=: states are divided along "
+            "one axis",
+            found=f"zero={job.step_options.zero!r} on job {job.name!r}, and a mesh with both",
+            fix="omit zero=: each stage of the pipeline has its own parameters and optimizer state only",
+            where=job.line,
+        )
+
+
+def find_batch_dim(arguments: FlattenedArguments, place: int) -> int | None:
+    """Return the dim along which an argument can be divided; None if it has none."""
+    tensor, dim = arguments.tensors[place], arguments.batch_dims[place]
+    if isinstance(tensor, LogicalTensor):
+        return tensor.placement.dim
+    return None if dim is None or tensor.dim() <= dim else dim
+
+
 def apply_plan(job: JobDefinition, world: World) -> JobDefinition:
     """Return a job with what the plan of the run says of its program, if the run has a plan."""
     if world.plan is None:
         return job
-    return replace(job, recompute=find_job_plan(job, world.plan.jobs).recompute or None)
+    planned = find_job_plan(job, world.plan.jobs)
+    pipeline = planned.pipeline
+    plan = None if pipeline is None else Plan(schedule=pipeline.schedule, microbatches=pipeline.microbatches)
+    return replace(job, recompute=planned.recompute or None, plan=plan)
 
 
 def group_by_size(names: Sequence[str], tensors: Mapping[str, Tensor]) -> list[list[str]]:

@@ -264,5 +264,6 @@ def _make_start(
         perturbation_seed=config.perturbation_seed,
         dtype=config.dtype,
         plan=config.plan,
+        mesh=config.mesh,
         observation=config.observation,
     )

@@ -116,6 +116,7 @@ def _make_launch(
         perturbation_seed=start.perturbation_seed,
         dtype=start.dtype,
         plan=start.plan,
+        mesh=start.mesh,
         observation=start.observation,
         progress=config.progress,
         interface=position.interface,

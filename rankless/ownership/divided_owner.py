@@ -36,13 +36,15 @@ class DividedOwner:
     Args:
         group: The workers that divide states.
         require_all: Called with what is about to be gathered for the script. Raises if not all workers take part.
+        shares_values: Whether workers of one host may hold divided values in one memory.
     """
 
-    def __init__(self, group: WorkerGroup, require_all: Callable[[str], None]) -> None:
+    def __init__(self, group: WorkerGroup, require_all: Callable[[str], None], *, shares_values: bool = True) -> None:
         self.version = 0
         self._group = group
         self._values = WholeValues(group, require_all)
         self._shared = SharedPieces(group)
+        self._shares_values = shares_values
         self._divided: dict[int, DividedParameter] = {}
         self._pieces: dict[int, torch.device] = {}
         """The device of each divided parameter, by the id of the worker's piece."""
@@ -80,7 +82,9 @@ class DividedOwner:
                 new[name] = parameter, PieceLayout.of(parameter, placement)
             else:
                 require_same_division(known, placement, state, line)
-        shared = self._shared.allocate([(name, *item) for name, item in new.items() if plan.states[name].value])
+        shared = {}
+        if self._shares_values:
+            shared = self._shared.allocate([(name, *item) for name, item in new.items() if plan.states[name].value])
         for name, (parameter, layout) in new.items():
             if complete is not None:
                 complete(name, parameter)

@@ -149,3 +149,8 @@ class Mesh:
     def solo(device: torch.device | str = "cpu") -> "Mesh":
         """Return the mesh of a script that runs as a single process."""
         return Mesh(rank=0, size=1, device=torch.device(device))
+
+
+def find_pipeline_axis(mesh: Mesh) -> MeshAxis | None:
+    """Return the axis of a mesh that divides layers; None if there is none."""
+    return next((axis for axis in mesh.axes if axis.role == "pipeline"), None)

@@ -20,8 +20,8 @@ class ProgramInputRecord(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int
     """The size of the whole tensor."""
     placement: str
-    """"whole on every worker", "dim 0 split 5+5", "in pieces, whole while in use", or "in pieces, read whole in shared
-    memory"."""
+    """"whole on every worker", "dim 0 split 5+5", "in pieces, whole while in use", "in pieces, read whole in shared
+    memory", or "on the worker of its stage"."""
 
 
 CommunicationPurpose = Literal["input", "operator", "gradient", "output"]
@@ -31,7 +31,8 @@ class ProgramCommunication(msgspec.Struct, frozen=True, kw_only=True):
     """A collective that moves a value between workers at every call."""
 
     kind: str
-    """The function of `torch.distributed` that runs: "all_reduce", "all_gather", "reduce_scatter" or "all_to_all"."""
+    """The function of `torch.distributed` that runs: "all_reduce", "all_gather", "reduce_scatter" or "all_to_all".
+    "send" if one stage of a pipeline sends to another."""
     purpose: CommunicationPurpose
     """What needs the result: an operator as its input or within its computation, the optimizer, or the job's caller."""
     value: str
@@ -75,6 +76,32 @@ class ProbedOperator(msgspec.Struct, frozen=True, kw_only=True):
     module: str = ""
 
 
+class PipelineStage(msgspec.Struct, frozen=True, kw_only=True):
+    """A stage of a pipeline: consecutive layers of a model, which one worker computes."""
+
+    worker: int
+    """The rank of its worker along the axis `pipeline`."""
+    begins: str
+    """The module at which it begins, as "model.layers.4". Empty for the first stage."""
+    operators: int
+    """The operators that it computes, forward and backward."""
+    parameters: int
+    """The number of parameters that it has."""
+    parameter_bytes: int
+    held_microbatches: int
+    """The most microbatches whose activations its worker holds at once."""
+
+
+class PipelineRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """How a program is cut for a pipeline."""
+
+    schedule: str
+    microbatches: int
+    idle_fraction: float
+    """The part of a step in which workers wait, on average, if all stages take the same time and sending takes none."""
+    stages: tuple[PipelineStage, ...]
+
+
 class JobProgram(msgspec.Struct, frozen=True, kw_only=True, tag="program"):
     """A job after lowering, for one cache key. `moves` are in the order in which they start."""
 
@@ -92,6 +119,8 @@ class JobProgram(msgspec.Struct, frozen=True, kw_only=True, tag="program"):
     """How many operators of the forward pass the backward pass computes again, to save memory."""
     inputs: tuple[ProgramInputRecord, ...]
     moves: tuple[ProgramCommunication, ...]
+    pipeline: PipelineRecord | None = None
+    """The stages, on a mesh with the axis `pipeline`."""
     without_rule: tuple[ReplicatedOperator, ...]
     """The operators without a sharding rule that would otherwise be split."""
     probed: tuple[ProbedOperator, ...] = ()

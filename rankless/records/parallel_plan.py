@@ -8,6 +8,8 @@ Recompute = Literal["blocks"] | float
 """What is computed again for gradients: all blocks of a model, or the first ones with a fraction of their memory."""
 ZeroLevel = Literal["optimizer", "gradients", "parameters"]
 """What each worker holds only a part of: the state of optimizers, also gradients, or also parameters."""
+PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
+"""The order in which the stages of a pipeline compute microbatches; see `compiler.pipeline.schedules`."""
 PLAN_FORMAT = 1
 ZERO_LEVELS: tuple[ZeroLevel, ...] = ("optimizer", "gradients", "parameters")
 
@@ -41,15 +43,29 @@ class StatePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Whether the pieces lie in the memory of the host, and the optimizer steps there."""
 
 
+class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a job is cut along the axis `pipeline`."""
+
+    schedule: PipelineSchedule
+    microbatches: int
+    """The microbatches of a batch with enough samples."""
+    stages: dict[str, int] = {}
+    """The stage of each parameter, tied ones under their first name. None for a job without an optimizer, which has the
+    stages of the jobs that train its models."""
+
+
 class JobPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How one job is divided."""
 
     arguments: dict[str, int | None] = {}
-    """The dim of each tensor argument that the axes with the role `data` divide; None for a whole one."""
+    """The dim of each tensor argument that the axes with the role `data` divide, and the microbatches of a pipeline;
+    None for a whole one."""
     states: dict[str, StatePlan]
     """Its parameters and buffers by name, such as "model.head.weight"; tied ones under their first name."""
     recompute: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
     """How much of what the model's blocks compute is computed again for gradients, from 0 to 1."""
+    pipeline: PipelinePlan | None = None
+    """Its stages, on a mesh with the axis `pipeline`."""
 
     @property
     def divides_states(self) -> bool:

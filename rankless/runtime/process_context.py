@@ -40,6 +40,7 @@ from rankless.runtime.rendezvous.parameters import RendezvousParameters
 from rankless.runtime.rendezvous.process_group import make_world_group
 from rankless.runtime.rendezvous.tcp import join_tcp_rendezvous
 from rankless.runtime.status_publisher import publish_totals
+from rankless.runtime.world_mesh import make_world_mesh
 from rankless.user_code import caller_line
 from rankless.verify.recording.call_values_recorder import InspectedCallRecorder
 from rankless.verify.recording.input_digests import InputDigests
@@ -236,7 +237,7 @@ def _join_as_worker(config: WorkerConfig, find_info: Callable[[], RendezvousInfo
         if descriptor is not None:
             send_record(record, descriptor=descriptor, blocking=isinstance(record, Notice))
 
-    mesh = _make_world_mesh(device)
+    mesh = make_world_mesh(device, config.mesh)
     context = ProcessContext(
         mesh=mesh,
         local_rank=config.local_rank,
@@ -290,7 +291,7 @@ def _make_context_without_agent(
     make_observer: Callable[[], RecordObserver],
     end_group: Callable[[], None] | None,
 ) -> ProcessContext:
-    mesh = _make_world_mesh(device)
+    mesh = make_world_mesh(device)
     observer = make_observer() if mesh.rank == 0 else _drop_record
     context = ProcessContext(
         mesh=mesh, local_rank=local_rank, observer=observer, config=None, progress=True, end_group=end_group
@@ -334,12 +335,6 @@ def _synchronize_seeds(mesh: Mesh, context: ProcessContext) -> None:
 
 def _seed_bytes() -> bytes:
     return (torch.initial_seed() % 2**64).to_bytes(8, "little")
-
-
-def _make_world_mesh(device: torch.device) -> Mesh:
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-        return Mesh.solo(device)
-    return Mesh(rank=dist.get_rank(), size=dist.get_world_size(), device=device, group=dist.group.WORLD)
 
 
 def _use_device(name: str) -> torch.device:

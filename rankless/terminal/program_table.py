@@ -11,6 +11,7 @@ from rankless.records.job_programs import (
     DefinedJob,
     JobMemory,
     JobProgram,
+    PipelineRecord,
     ProbedOperator,
     ProgramCommunication,
     ProgramInputRecord,
@@ -106,6 +107,8 @@ def _render_job(job: PlannedJob, width: int) -> Iterator[str]:
     for kind in ("argument", "parameter", "buffer", "constant"):
         for text in _describe_inputs(kind, [item for item in program.inputs if item.kind == kind]):
             yield from _wrap(text, width, indent=2)
+    if program.pipeline is not None:
+        yield from _render_pipeline(program.pipeline, width)
     if program.moves:
         step = f" ({program.calls_per_step} calls make a step)" if program.calls_per_step > 1 else ""
         title = f"data moved per call{step}, in order of start (~ overlaps with computation):"
@@ -128,6 +131,28 @@ def _render_job(job: PlannedJob, width: int) -> Iterator[str]:
     yield from _wrap(_describe_operators_without_rule(program), width, indent=2)
     if program.probed:
         yield from _wrap(_describe_probed_operators(program), width, indent=2)
+
+
+def _render_pipeline(pipeline: PipelineRecord, width: int) -> Iterator[str]:
+    """Yield what is known of the stages of a pipeline."""
+    head = (
+        f"pipeline: {_count(len(pipeline.stages), 'stage')}, schedule {pipeline.schedule}, "
+        f"{_count(pipeline.microbatches, 'microbatch')}; with equal stages workers wait "
+        f"{pipeline.idle_fraction:.0%} of the time"
+    )
+    yield from _wrap(head, width, indent=2)
+    for number, stage in enumerate(pipeline.stages):
+        yield from _wrap(
+            f"stage {number} on worker {stage.worker}, from {stage.begins or 'the start'}: "
+            f"{_count(stage.operators, 'operator')}, {_count(stage.parameters, 'parameter')}, "
+            f"{format_decimal_bytes(stage.parameter_bytes)}{_describe_held(stage.held_microbatches)}",
+            width,
+            indent=4,
+        )
+
+
+def _describe_held(count: int) -> str:
+    return f"; holds activations of {_count(count, 'microbatch')}" if count else ""
 
 
 def _describe_total(job: PlannedJob) -> str:
@@ -253,7 +278,7 @@ def _name(job: DefinedJob) -> str:
 
 
 def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun.endswith('ch') else 's'}"
 
 
 def _shorten_line(line: str) -> str:

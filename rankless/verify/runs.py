@@ -23,6 +23,7 @@ from rankless.config.run_config import (
 from rankless.config.validation import make_run_config
 from rankless.records.call_values import ComputedValue, read_values
 from rankless.records.job_programs import ProgramRecord, read_program_records
+from rankless.records.parallel_plan import PlannedAxis
 from rankless.verify.first_differing_value import FirstDifferingValue, find_first_value
 from rankless.verify.foreign_ranks import combine_losses
 from rankless.verify.recordings import Recording, read_recordings
@@ -60,6 +61,8 @@ class VerifyRuns:
     show: bool = False
     plan: PlanFile | None = None
     """The parallel plan of the runs on several workers; None lets each job make its own."""
+    mesh: tuple[PlannedAxis, ...] = ()
+    """The axes of the mesh of the runs on several workers; none for one axis `data`."""
     dtype: Precision | None = None
     """The precision of all runs; None leaves it to the script."""
     steps: int | None = None
@@ -156,6 +159,7 @@ class VerifyRuns:
                 perturbation_seed=perturbation_seed,
                 dtype=self.dtype,
                 plan=None if workers == 1 else self.plan,
+                mesh=() if workers == 1 else self.mesh,
                 observation=observation,
                 cluster=self.cluster if workers > 1 else None,
             ),

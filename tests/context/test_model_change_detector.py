@@ -50,7 +50,7 @@ def test_a_tensor_with_the_id_of_a_dead_one_is_new():
         assert detector.have_changed([tensor])
         detector.record_versions([tensor])
         del tensor
-        gc.collect()
+    gc.collect()
     assert not detector._versions
     assert not detector._references
 

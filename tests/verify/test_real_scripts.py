@@ -20,12 +20,17 @@ pytestmark = pytest.mark.slow
 FOLDER = Path(__file__).parent / "real_scripts"
 SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py"))
 WORKERS = (2, 3, 4)
-SAMPLE = ("moco", "ppo_normal", "tagger")
-"""Parameters and buffers that the job changes, values that the job reads, and a job that is not captured."""
+SAMPLE = ("ppo_normal", "tagger")
+"""Values that the job reads, and a job that is not captured."""
 MOST_LINES = 10
 HANG_SECONDS = 600.0
 UNDECIDED = ("t5",)
 """Scripts whose first step amplifies rounding so much that `verify` may not decide."""
+IN_PIPELINES = (
+    *("bert", "ctc_speech", "detector", "diffusion", "dqn", "gpt2_checkpoints"),
+    *("llama", "mamba", "seq2seq", "tagger", "vae", "whisper"),
+)
+"""Scripts of which no layer and no loss needs the whole batch in the middle of the model."""
 
 
 def list_new_lines(plain: list[str], script: list[str]) -> list[str]:
@@ -104,3 +109,9 @@ def test_a_noisy_script_is_not_called_another_training(name: str, workers: int, 
     job = rankless(*command, folder=tmp_path)
     assert job.returncode in (0, 3), job.stdout + job.stderr
     assert read_verdict(job.stdout).startswith(("same training: ", "could not be decided: "))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", IN_PIPELINES)
+def test_a_real_script_in_a_pipeline_is_the_same_training(name: str, tmp_path: Path) -> None:
+    require_same(name, 2, tmp_path, "--mesh", "pipeline=2", "--dtype", "float64")

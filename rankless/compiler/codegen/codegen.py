@@ -4,6 +4,7 @@ import linecache
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from rankless.compiler.sharding.sharding_propagation import ShardedProgram, prop
 from rankless.compiler.tracing.symbolic_sizes import EXPRESSION_GLOBALS, format_expression, is_symbolic
 from rankless.parallel.mesh import Mesh
 from rankless.parallel.tensor_placement import Sharding
+from rankless.records.job_programs import PipelineRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,14 +35,18 @@ class LocalProgram:
     inputs: tuple[ProgramInput, ...]
     outputs: tuple[ProgramOutput, ...]
     function: Callable[..., Sequence[Tensor]]
-    lines: Mapping[int, str]
-    """The script's line, as "file.py:12", for each line of `function`."""
+    lines: Mapping[CodeType, Mapping[int, str]]
+    """The script's line, as "file.py:12", for each line of generated code."""
     sharded: ShardedProgram
     storage: StateStorage
     """Which of its states this worker holds in pieces."""
     collectives: tuple[CollectiveRecord, ...]
+    workers: int
+    """The number of workers of the mesh."""
     recomputed: int = 0
     """The number of operators of the forward pass that the backward pass computes again."""
+    pipeline: PipelineRecord | None = None
+    """The stages, on a mesh with the axis `pipeline`."""
 
     def __call__(self, values: Sequence[Tensor], sizes: Sequence[int] = ()) -> Sequence[Tensor]:
         """Run the program once, without recording gradients and with the captured casts of autocast.
@@ -58,7 +64,7 @@ class LocalProgram:
     def _describe_origin(self, error: Exception) -> str:
         """Return the script line of an error as text; empty if it is unknown."""
         for frame, number in traceback.walk_tb(error.__traceback__):
-            if frame.f_code is self.function.__code__ and (line := self.lines.get(number)):
+            if line := self.lines.get(frame.f_code, {}).get(number):
                 file, _, place = line.rpartition(":")
                 text = linecache.getline(file, int(place)).strip() if place.isdigit() else ""
                 return f"in the job's line {line}" + (f": {text}" if text else "")
@@ -176,9 +182,10 @@ def build_local_program(
         inputs=tuple(described for _, described in local.inputs),
         outputs=tuple(described for _, described in local.outputs),
         function=function,
-        lines=lines,
+        lines={function.__code__: lines},
         sharded=sharded,
         storage=storage,
         collectives=local.collectives,
+        workers=mesh.size,
         recomputed=local.recomputed,
     )

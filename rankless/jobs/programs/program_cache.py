@@ -30,11 +30,19 @@ from rankless.errors import CaptureError
 from rankless.jobs.arguments import FlattenedArguments, get_shapes
 from rankless.jobs.definition import JobDefinition
 from rankless.jobs.programs.bound_program import BoundProgram, bind_program, collect_inputs
-from rankless.jobs.programs.cache_entries import MAX_PROGRAMS, CacheEntry, CacheLookup, find_fitting, move_to_front
+from rankless.jobs.programs.cache_entries import (
+    MAX_PROGRAMS,
+    CacheEntry,
+    CacheLookup,
+    find_fitting,
+    move_to_front,
+)
+from rankless.jobs.programs.pipelines import Pipelines
 from rankless.jobs.programs.program_records import ProgramNotices
 from rankless.jobs.programs.recapture_warning import RecaptureWarner
 from rankless.jobs.programs.state_storage import find_storage
 from rankless.jobs.programs.varying_sizes import (
+    Shapes,
     SizeConstraints,
     SizeGuards,
     describe_failure,
@@ -86,8 +94,10 @@ class ProgramCache:
         self._entries: dict[Hashable, CacheEntry] = {}
         self._recapture_warner = RecaptureWarner(job, world.notify)
         self._memory = GradientMemory()
+        self.pipelines = Pipelines(job, world)
         self._probe = OperatorProbe(world.mesh)
         self._notices = ProgramNotices(job, world.notify)
+        self._captured_before_division: tuple[Shapes, CapturedJob] | None = None
         self._recaptures: dict[str, int] = {}
         self._captures = 0
 
@@ -118,6 +128,16 @@ class ProgramCache:
         self._warn_of_recaptures(stale_guard)
         move_to_front(call.entry.by_shapes[call.shapes], bound)
         return bound
+
+    def capture_for_stages(self, call: CacheLookup) -> LogicalProgram:
+        """Capture a program for a call to find out how its parameters are divided between stages. Collective.
+
+        The next capture for fixed sizes uses it, if it is valid then.
+        """
+        captured = self._capture_with_reads(call, ())
+        require_same_program(captured.program, self._world.mesh)
+        self._captured_before_division = call.shapes, captured
+        return captured.program
 
     def run_checked(self, call: CacheLookup, run: Callable[[BoundProgram], Sequence[Tensor]]) -> ProgramRun:
         """Run a call's program, and others until one read the values that it was captured for. Collective.
@@ -203,14 +223,25 @@ class ProgramCache:
 
     def _capture_fixed_sizes(self, call: CacheLookup, known: Sequence[Any] = ()) -> BoundProgram:
         """Capture for these sizes, and the values of the first tensors that the job's Python reads; compile."""
-        captured = self._capture_with_reads(call, known)
+        captured = self._take_early_capture(call) if not known else None
+        captured = captured or self._capture_with_reads(call, known)
         local = self._compile(self._transform(captured, call.arguments), call)
         self._report_program(local, captured)
         return self._bind_program(captured, local)
 
+    def _take_early_capture(self, call: CacheLookup) -> CapturedJob | None:
+        """Return what was captured for a call before the states were divided, once and if it still holds."""
+        known, self._captured_before_division = self._captured_before_division, None
+        if known is None or known[0] != call.shapes or not known[1].guards.all_hold():
+            return None
+        return known[1]
+
     def _compile(self, program: LogicalProgram, call: CacheLookup) -> LocalProgram:
         """Compare a program with those of the other ranks, and compile it. Operators without a rule are probed."""
         require_same_program(program, self._world.mesh)
+        if self.pipelines.axis is not None:
+            storage = find_storage(self._job, program, self._world, self._memory)
+            return self.pipelines.build(program, call.arguments, call.shardings, storage, self._probe)
         return self._build(program, call.shardings, probe=self._probe)
 
     def _build(
@@ -254,7 +285,7 @@ class ProgramCache:
     def _capture_varying_sizes(self, call: CacheLookup) -> BoundProgram | None:
         """Do the same with symbols for sizes that have varied; None if there are none or it fails."""
         entry, groups = call.entry, call.varying()
-        if not groups or entry.failures >= MAX_FAILURES:
+        if not groups or entry.failures >= MAX_FAILURES or self.pipelines.axis is not None:
             return None
         sizes, failure = SymbolicSizes(), ""
         try:

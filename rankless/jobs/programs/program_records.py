@@ -1,7 +1,6 @@
 """Record the programs of a worker's jobs, for `rankless plan` and for the coverage report of `rankless verify`."""
 
 from collections.abc import Callable, Iterable, Sequence
-from math import prod
 from pathlib import Path
 
 import msgspec
@@ -11,7 +10,6 @@ from rankless.compiler.codegen.codegen import LocalProgram
 from rankless.compiler.ir.logical_program import LogicalProgram, LogicalValue, ProgramInput, format_operator
 from rankless.compiler.ir.operator_origin import ModuleName
 from rankless.compiler.rules.strategy import list_tensor_slots
-from rankless.compiler.scheduling.stored_states import StateStorage
 from rankless.compiler.sharding.redistribute import CollectiveRecord, count_bytes
 from rankless.compiler.sharding.sharding_propagation import ShardedProgram
 from rankless.compiler.tracing.symbolic_sizes import size_hint
@@ -38,6 +36,8 @@ IN_PIECES = "in pieces, whole while in use"
 """How `rankless plan` describes parameters that are gathered just before their use."""
 IN_SHARED_MEMORY = "in pieces, read whole in shared memory"
 """The same for parameters whose pieces workers hold in one memory, so that nothing is gathered."""
+OF_STAGE = "on the worker of its stage"
+"""The same for parameters of a pipeline."""
 
 Outputs = Sequence[Tensor]
 
@@ -147,15 +147,16 @@ def describe_program(job: JobDefinition, local: LocalProgram) -> JobProgram:
         job=job.name,
         line=job.line,
         trains=job.trains,
-        workers=prod(axis.ranks for axis in sharded.axes),
+        workers=local.workers,
         calls_per_step=job.step_options.accumulate if job.trains else 1,
         operators=count_operators(logical),
         whole_operators=len(find_whole_operators(sharded)),
         recomputed=local.recomputed,
         inputs=tuple(
-            describe_input(node, given, sharded.sharding(node), local.storage) for node, given in logical.inputs.items()
+            describe_input(node, given, sharded.sharding(node), local) for node, given in logical.inputs.items()
         ),
         moves=tuple(describe_collective(move, trains=job.trains) for move in local.collectives),
+        pipeline=local.pipeline,
         without_rule=tuple(map(describe_operator, sharded.nodes_without_rule)),
         probed=tuple(map(describe_probed_operator, sharded.probed_nodes)),
     )
@@ -241,7 +242,7 @@ def is_split(sharding: Sharding) -> bool:
     return any(isinstance(placement, Shard) for placement in sharding)
 
 
-def describe_input(node: fx.Node, given: ProgramInput, sharding: Sharding, storage: StateStorage) -> ProgramInputRecord:
+def describe_input(node: fx.Node, given: ProgramInput, sharding: Sharding, local: LocalProgram) -> ProgramInputRecord:
     """Return an input of a program as plain data."""
     value = node.meta["val"]
     assert isinstance(value, LogicalValue)
@@ -251,15 +252,29 @@ def describe_input(node: fx.Node, given: ProgramInput, sharding: Sharding, stora
         shape=tuple(int(size_hint(size)) for size in value.shape),
         dtype=str(value.dtype).removeprefix("torch."),
         bytes=count_bytes(node),
-        placement=describe_storage(given, storage) or format_sharding(sharding),
+        placement=describe_storage(given, local) or describe_placement(sharding, local),
     )
 
 
-def describe_storage(given: ProgramInput, storage: StateStorage) -> str:
+def describe_storage(given: ProgramInput, local: LocalProgram) -> str:
     """Return how workers hold the pieces of an input; empty if it is in no pieces."""
+    storage = local.storage
     if given.name not in storage.values:
         return ""
+    if local.pipeline is not None:
+        return OF_STAGE
     return IN_SHARED_MEMORY if given.name in storage.shared else IN_PIECES
+
+
+def describe_placement(sharding: Sharding, local: LocalProgram) -> str:
+    """Return a sharding in words. In a pipeline the last axis is that of the microbatches."""
+    if local.pipeline is None:
+        return format_sharding(sharding)
+    *workers, microbatches = sharding
+    text = format_sharding(tuple(workers))
+    if not isinstance(microbatches, Shard):
+        return text
+    return f"{text}, in {len(microbatches.lengths)} microbatches along dim {microbatches.dim}"
 
 
 def format_sharding(sharding: Sharding) -> str:

@@ -73,6 +73,7 @@ class ConsistentView:
         call = self._programs.look_up(arguments, shardings)
         self._sync_call(call)
         self._world.owner.begin_call()
+        self._find_stages(call)
         if self.division.update():
             call = self._programs.look_up(arguments, shardings)
         if call.known is None:
@@ -109,6 +110,12 @@ class ConsistentView:
             weights=weights,
             parameters=bound.parameters,
         )
+
+    def _find_stages(self, call: CacheLookup) -> None:
+        """Decide at the first call of a train job which stage of a pipeline has which parameter. Collective."""
+        if self.division.needs_stages:
+            program = self._programs.capture_for_stages(call)
+            self.division.take_stages(self._programs.pipelines.find_stages(program).owners)
 
     def _run_program(self, bound: BoundProgram, call: CacheLookup, *, inspected: bool) -> Sequence[Tensor]:
         """Run a program on this call's values and return its outputs."""

@@ -115,10 +115,11 @@ def add_probes(
         inputs=tuple(described for _, described in local.inputs),
         outputs=tuple(described for _, described in local.outputs),
         function=function,
-        lines=lines,
+        lines={function.__code__: lines},
         sharded=sharded,
         storage=storage,
         collectives=(),
+        workers=mesh.size,
     )
 
     def run(inputs: Sequence[Tensor], sizes: Sequence[int] = ()) -> Sequence[Tensor]:

@@ -1,4 +1,4 @@
-"""Train one epoch and save, or continue from there, with states divided as the command line says."""
+"""Train one epoch and save, or continue from there, with states divided as the command line and the mesh say."""
 
 import sys
 
@@ -10,7 +10,9 @@ import rankless
 action, zero = sys.argv[1], None if sys.argv[2] == "none" else sys.argv[2]
 torch.manual_seed(0)
 torch.set_default_dtype(torch.float64)
-model = torch.nn.Sequential(torch.nn.Linear(16, 30), torch.nn.ReLU(), torch.nn.Dropout(0.1), torch.nn.Linear(30, 4))
+model = torch.nn.Sequential(
+    torch.nn.Linear(16, 30), torch.nn.ReLU(), torch.nn.Dropout(0.1), torch.nn.Linear(30, 20), torch.nn.Linear(20, 4)
+)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
@@ -28,4 +30,5 @@ for epoch in range(1 if action == "continue" else 2):
         loss = train(inputs, labels)
     if action == "save" and epoch == 0:
         rankless.save("saved", model=model, optimizer=optimizer, loader=loader, layout="sharded")
-print(f"{float(loss):.12f} {float(model[0].weight.detach().sum()):.12f}")
+sums = [float(parameter.detach().sum()) for parameter in model.parameters()]
+print(f"{float(loss):.13f} {' '.join(f'{number:.13f}' for number in sums)}")

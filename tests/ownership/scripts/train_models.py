@@ -1,4 +1,4 @@
-"""Train one of several models with divided states, with the settings that a user may combine."""
+"""Train one of several models, with divided states or in a pipeline, with the settings that a user may combine."""
 
 import argparse
 
@@ -10,7 +10,10 @@ import rankless
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--model", choices=["lenet", "gpt", "bert", "llama", "towers", "tagger"], required=True)
-parser.add_argument("--zero", choices=["optimizer", "gradients", "parameters"], required=True)
+parser.add_argument("--zero", choices=["optimizer", "gradients", "parameters"])
+parser.add_argument("--schedule", choices=["gpipe", "1f1b", "interleaved", "zero-bubble"])
+parser.add_argument("--recompute", type=float)
+parser.add_argument("--random", default="generator")
 parser.add_argument("--optimizer", choices=["sgd", "adamw", "adafactor", "muon"], default="adamw")
 parser.add_argument("--clip", type=float)
 parser.add_argument("--accumulate", type=int, default=1)
@@ -150,7 +153,14 @@ else:
 
 
 @rankless.job(
-    model=model, optimizer=optimizer, zero=options.zero, clip_norm=options.clip, accumulate=options.accumulate
+    model=model,
+    optimizer=optimizer,
+    zero=options.zero,
+    clip_norm=options.clip,
+    accumulate=options.accumulate,
+    recompute=options.recompute,
+    random=options.random,
+    plan=None if options.schedule is None else rankless.Plan(schedule=options.schedule, microbatches=3),
 )
 def train(inputs, labels):
     with torch.autocast("cpu", torch.bfloat16, enabled=options.bfloat16):

@@ -116,6 +116,15 @@ def test_a_job_trains_hierarchically_as_on_one_device(hosts: Hosts, arguments: l
     assert done.stdout.splitlines()[-1] == plain.stdout.splitlines()[-1]
 
 
+@pytest.mark.parametrize("mesh", ["data=2,pipeline=2", "pipeline=4"])
+def test_a_pipeline_trains_across_hosts_as_on_one_device(hosts: Hosts, mesh: str, tmp_path: Path):
+    (tmp_path / "job.py").write_text(JOB)
+    done = hosts.run("a", command(hosts, "-q", "--mesh", mesh, "job.py"), cwd=tmp_path, seconds=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    plain = subprocess.run([sys.executable, "job.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines()[-1] == plain.stdout.splitlines()[-1]
+
+
 @pytest.mark.parametrize("options", [["--backend", "gloo"], []], ids=["option", "variable"])
 def test_a_user_can_keep_gloo_on_several_hosts(hosts: Hosts, options: list[str], tmp_path: Path):
     (tmp_path / "names.py").write_text(

@@ -1,0 +1,175 @@
+"""Lower a program for each microbatch: microbatches are ranks along an axis in time.
+
+Note [microbatches]: the axis `microbatch` divides the batch as a data axis does, after all data axes. Its ranks are run
+one after another by the same process. So the rules of operators hold as they stand: what is a partial sum along the
+axis is accumulated, and what needs a whole value waits for all microbatches.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from rankless.compiler.lowering.lower import LocalGraph, LoweringPass
+from rankless.compiler.lowering.recomputation import Recomputation, Region, recompute
+from rankless.compiler.lowering.recomputed_regions import choose_regions
+from rankless.compiler.pipeline.stages import Stages
+from rankless.compiler.rules.losses import SUM, lower_sum_over_count
+from rankless.compiler.rules.strategy import LocalValue, get_operator
+from rankless.compiler.sharding.redistribute import CollectivePurpose, Redistribution, StackingAllGather
+from rankless.compiler.sharding.sharding_propagation import ShardedProgram
+from rankless.parallel.mesh import Mesh, MeshAxis
+from rankless.parallel.tensor_placement import Partial, Replicate, Sharding
+
+MICROBATCH = "microbatch"
+LOSSES = (torch.ops.aten.nll_loss_forward.default, torch.ops.aten.nll_loss2d_forward.default)
+"""Losses that return a sum, and the weight of all targets."""
+
+
+class MicrobatchLowering(LoweringPass):
+    """Lowers a program for one microbatch. Each node knows which logical operator it belongs to."""
+
+    def __init__(self, sharded: ShardedProgram, mesh: Mesh) -> None:
+        super().__init__(sharded, mesh)
+        self._moves = False
+
+    def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        """Add a node with the logical operator that needs it, and whether it only moves a value."""
+        node = super().call(target, *args, **kwargs)
+        node.meta.update(source=self.current_node, moves=self._moves)
+        return node
+
+    def redistribute(
+        self, node: fx.Node, target: Sharding, reason: str, *, purpose: CollectivePurpose = "input"
+    ) -> fx.Node:
+        """Sum over the microbatches before anything is sent, so that it is sent once."""
+        if target not in self.values[node]:
+            for source in list(self.values[node]):
+                if isinstance(source[-1], Partial) and isinstance(target[-1], Replicate):
+                    super().redistribute(node, (*source[:-1], target[-1]), reason, purpose=purpose)
+        return super().redistribute(node, target, reason, purpose=purpose)
+
+    def all_reduce(self, value: fx.Node, reason: str, size: int) -> fx.Node:
+        """Add a sum over the ranks along the current axes, first over the microbatches."""
+        self.current_axes = sorted(self.current_axes, reverse=True)
+        return super().all_reduce(value, reason, size)
+
+    def apply_strategies(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalValue:
+        """Add an operator. A loss takes its number of targets from the targets alone."""
+        strategies = self.sharded.strategies(node)
+        if node.target not in LOSSES or not isinstance(strategies[-1].outputs[0], Partial):
+            return super().apply_strategies(node, args, kwargs)
+        scores, target, weight, _, ignore_index = args
+        losses = self.call(getitem, self.call(get_operator(node), scores, target, weight, SUM, ignore_index), 0)
+        count = node.meta["val"][1]
+        valid = self.call(weigh_targets, target, weight, ignore_index, count.dtype)
+        self.current_axes = [number for number, item in enumerate(strategies) if item.lower is lower_sum_over_count]
+        if not self.current_axes:
+            return losses, valid
+        total = self.all_reduce(valid, "number of valid targets in the whole batch", count.element_size())
+        self.current_axes = ()
+        return self.call(torch.ops.aten.div.Tensor, losses, total), total
+
+    def add_step(
+        self, node: fx.Node, source: Sharding, target: Sharding, reason: str, purpose: CollectivePurpose
+    ) -> fx.Node:
+        """Add nodes that move a value, and note its sharding."""
+        self._moves = True
+        local = super().add_step(node, source, target, reason, purpose)
+        self._moves = False
+        local.meta.setdefault("value", (node, target))
+        return local
+
+    def add_counter_draw(self, node: fx.Node, target: Sharding) -> fx.Node:
+        """Add the draw of a microbatch's part of a value, and note its sharding."""
+        local = super().add_counter_draw(node, target)
+        local.meta["value"] = node, target
+        return local
+
+    def store(self, node: fx.Node, local: fx.Node, computed_by: fx.Node) -> None:
+        """Keep a local value, and note its sharding."""
+        super().store(node, local, computed_by)
+        local.meta.setdefault("value", (node, self.sharded.sharding(node)))
+
+
+@dataclass(frozen=True)
+class RecomputationInStages(Recomputation):
+    """Which values are computed again in a pipeline: none that a later stage needs, whose backward pass comes first.
+
+    Args:
+        regions: The region of each forward node that has one.
+        stages: The stage of each node.
+    """
+
+    stages: Mapping[fx.Node, int]
+
+    def is_repeated(self, node: fx.Node) -> bool:
+        """Return whether the backward pass of the same stage computes a value again, if it needs it."""
+        if any(self.stages.get(user, 0) > self.stages.get(node, 0) for user in node.users):
+            return False
+        return super().is_repeated(node)
+
+
+def weigh_targets(target: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Tensor:
+    """Return the weight of all targets that a loss counts, without its scores."""
+    is_valid = target != ignore_index
+    if weight is None:
+        return is_valid.sum().to(dtype)
+    return (weight[target.where(is_valid, 0)] * is_valid).sum().to(dtype)
+
+
+def add_microbatch_axis(mesh: Mesh, rank: int, count: int) -> Mesh:
+    """Return the mesh of one microbatch: the axes of a mesh without its pipeline, and the axis in time."""
+    axes = [axis for axis in mesh.axes if axis.role != "pipeline"]
+    return replace(mesh, axes=(*axes, MeshAxis(name=MICROBATCH, role="data", rank=rank, size=count)))
+
+
+def lower_microbatches(sharded: ShardedProgram, mesh: Mesh, count: int, stages: Stages) -> list[LocalGraph]:
+    """Return the local graph of each microbatch. They have the same nodes.
+
+    Args:
+        sharded: The program, with the microbatches as its last axis.
+        mesh: The workers.
+        count: The number of microbatches.
+        stages: The stages of the program.
+    """
+    graphs: list[LocalGraph] = []
+    repeated: dict[str, Region] = {}
+    for number in range(count):
+        lowering = MicrobatchLowering(sharded, add_microbatch_axis(mesh, number, count))
+        local = lowering.lower_graph()
+        if not graphs:  # the first microbatch decides for all: they may differ in size
+            chosen = choose_regions(local.graph, sharded.logical.recompute, lowering.count_local_bytes)
+            repeated = {node.name: region for node, region in chosen.regions.items()}
+        regions = {node: repeated[node.name] for node in local.graph.nodes if node.name in repeated}
+        recompute(local.graph, RecomputationInStages(regions, find_local_stages(local.graph, stages)))
+        graphs.append(local)
+    names = [[node.name for node in local.graph.nodes] for local in graphs]
+    assert all(other == names[0] for other in names), "microbatches have different programs"
+    return graphs
+
+
+def find_local_stages(graph: fx.Graph, stages: Stages) -> dict[fx.Node, int]:
+    """Return the stage of each node of a microbatch's graph. A value that is moved stays where it is."""
+    found: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        if node.op == "call_function":
+            inputs = [found[item] for item in node.all_input_nodes if item in found]
+            moves = node.meta["moves"] and inputs
+            found[node] = inputs[0] if moves else stages.of.get(node.meta["source"], stages.count - 1)
+    return found
+
+
+def is_join(node: fx.Node) -> bool:
+    """Return whether a node needs all microbatches."""
+    target = node.target
+    return isinstance(target, Redistribution | StackingAllGather) and target.axis.name == MICROBATCH
+
+
+def get_time_placement(node: fx.Node) -> Any:
+    """Return the placement of a local value along the axis in time; None if it is unknown."""
+    value = node.meta.get("value")
+    return None if value is None else value[1][-1]

@@ -1,0 +1,88 @@
+"""Describe how a program is cut for a pipeline: its stages, and what they send to each other in a step."""
+
+from collections.abc import Iterator, Sequence
+from operator import getitem
+
+from torch import fx
+
+from rankless.compiler.ir.logical_program import format_operator, format_value
+from rankless.compiler.pipeline.options import PipelineOptions
+from rankless.compiler.pipeline.partition import ProgramPartition
+from rankless.compiler.pipeline.traffic import Need, Part, Traffic
+from rankless.compiler.sharding.redistribute import CollectiveRecord, count_bytes
+from rankless.parallel.mesh import MeshAxis
+from rankless.records.job_programs import PipelineRecord, PipelineStage
+
+
+def describe_pipeline(partition: ProgramPartition, options: PipelineOptions) -> PipelineRecord:
+    """Return the stages of a program as plain data."""
+    stages, schedule, workers = options.stages, options.schedule, options.axis.size
+    inputs = {described.name: node for node, described in partition.program.inputs.items()}
+    parameters: list[list[int]] = [[] for _ in range(stages.count)]
+    for parameter, stage in stages.owners.items():
+        if parameter in inputs:
+            parameters[stage].append(count_bytes(inputs[parameter]))
+    operators = [stage for node, stage in stages.of.items() if node.target is not getitem]
+    return PipelineRecord(
+        schedule=options.schedule_name,
+        microbatches=len(partition.graphs),
+        idle_fraction=schedule.idle_fraction,
+        stages=tuple(
+            PipelineStage(
+                worker=stage % workers,
+                begins=stages.borders[stage - 1] if stage else "",
+                operators=operators.count(stage),
+                parameters=len(parameters[stage]),
+                parameter_bytes=sum(parameters[stage]),
+                held_microbatches=schedule.count_held(stage % workers),
+            )
+            for stage in range(stages.count)
+        ),
+    )
+
+
+def list_sent_values(partition: ProgramPartition, traffic: Traffic, axis: MeshAxis) -> Iterator[CollectiveRecord]:
+    """Yield what stages send to each other in a step, all microbatches of a value together."""
+    for part in list_parts(partition, traffic.workers):
+        for target in range(traffic.workers):
+            for need in traffic.list_sent(part, target):
+                yield describe_sent_value(partition, need, traffic.find_worker(need.name), target, axis)
+
+
+def list_parts(partition: ProgramPartition, workers: int) -> Sequence[Part]:
+    """Return the parts of a step of all workers."""
+    return [
+        *[Part("prepare", worker) for worker in range(workers)],
+        *[Part("forward", stage) for stage in range(partition.count)],
+        *[Part("backward", stage) for stage in reversed(range(partition.count))],
+        *[Part("weights", stage) for stage in range(partition.count)],
+        *[Part("finish", worker) for worker in range(workers)],
+    ]
+
+
+def describe_sent_value(
+    partition: ProgramPartition, need: Need, source: int, target: int, axis: MeshAxis
+) -> CollectiveRecord:
+    """Return a value that a worker sends to another as the record of a plan."""
+    node = partition.by_name[need.name]
+    logical: fx.Node = node.meta["value"][0]
+    is_input = logical in partition.program.inputs
+    text = (
+        partition.program.inputs[logical].name
+        if is_input
+        else f"{format_value(logical)} of {format_operator(logical.target)}"
+    )
+    size = count_bytes(logical)
+    return CollectiveRecord(
+        kind="send",
+        purpose="input",
+        value=text,
+        bytes=size,
+        sent_bytes=size,
+        line=str(logical.meta.get("line", "")),
+        reason=f"from worker {source} to worker {target}",
+        axis=axis.name,
+        module=logical.meta.get("module"),
+        backward=bool(logical.meta.get("backward")),
+        overlapped=True,
+    )

@@ -1,0 +1,176 @@
+"""Build the local graph of each part of a pipeline's step from the programs of the microbatches."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from rankless.compiler.ir import local_kernels
+from rankless.compiler.pipeline.draws import DrawInOrder, NoteDraw, RandomDraws
+from rankless.compiler.pipeline.microbatches import is_join
+from rankless.compiler.pipeline.partition import is_drawing
+from rankless.compiler.pipeline.schedules import UNIT_KINDS
+from rankless.compiler.pipeline.traffic import Part, Traffic, ValueKey
+from rankless.compiler.pipeline.transfers import Streams
+from rankless.compiler.rules.pattern import is_partial_sum
+from rankless.compiler.sharding.redistribute import Redistribution
+from rankless.parallel.tensor_placement import Partial, Shard
+
+
+class PartGraph:
+    """Builds the graph of one part of a worker's step.
+
+    Attributes:
+        graph (fx.Graph): The graph.
+        inputs (dict[ValueKey, fx.Node]): The values that it takes, after `streams` if it sends or receives.
+    """
+
+    def __init__(self, traffic: Traffic, worker: int, part: Part, draws: RandomDraws) -> None:
+        self.graph = fx.Graph()
+        self.inputs: dict[ValueKey, fx.Node] = {}
+        self._traffic = traffic
+        self._partition = traffic.partition
+        self._worker = worker
+        self._part = part
+        self._draws = draws
+        self._made: dict[ValueKey, fx.Node] = {}
+        self._begin: fx.Node | None = None
+        """The first node that is no input."""
+        self.streams: fx.Node | None = None
+        if part.phase in ("prepare", "finish"):
+            self.streams = self.graph.placeholder("streams")
+
+    def get(self, key: ValueKey) -> fx.Node:
+        """Return a value: computed here, received, or an input."""
+        if key in self._made:
+            return self._made[key]
+        name = key.name
+        if self._is_computed_here(key):
+            node = self._add(self._partition.by_name[name], key.microbatch)
+        elif self.streams is not None and self._is_received_here(key):
+            source = self._traffic.find_worker(name)
+            node = self._call(Streams.receive, (self.streams, key, source))
+        else:
+            position = self.graph.inserting_before(self._begin) if self._begin is not None else None
+            if position is None:
+                node = self.graph.placeholder(f"input_{len(self.inputs)}")
+            else:
+                with position:
+                    node = self.graph.placeholder(f"input_{len(self.inputs)}")
+            self.inputs[key] = node
+        self._made[key] = node
+        return node
+
+    def _is_computed_here(self, key: ValueKey) -> bool:
+        node = self._partition.by_name[key.name]
+        phase = self._partition.phases[key.name]
+        if key.is_sum or node.op == "placeholder":
+            return False
+        if phase == "free":
+            return not is_join(node) or self._part.phase == "prepare"
+        return self._traffic.find_part(key.name) == self._part
+
+    def _is_received_here(self, key: ValueKey) -> bool:
+        if not self._traffic.is_remote(key.name, self._worker):
+            return False
+        phase = self._partition.phases[key.name]
+        if self._part.phase == "prepare":
+            return phase in ("input", "prepare")
+        return key.is_sum or phase == "finish"
+
+    def send(self, key: ValueKey, target: int) -> None:
+        """Send a value to another worker."""
+        self._call(Streams.send, (self.streams, self.get(key), target))
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> fx.Node:
+        """Add a function."""
+        return self._call(function, arguments)
+
+    def _call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> fx.Node:
+        node = self.graph.call_function(target)
+        node.args, node.kwargs = args, kwargs or {}
+        self._begin = self._begin or node
+        return node
+
+    def _add(self, node: fx.Node, microbatch: int | None) -> fx.Node:
+        """Add the copy of a node for a microbatch."""
+        if is_join(node):
+            return self._add_join(node, microbatch)
+        copy = self._partition.copies[microbatch or 0][node.name]
+        target = DrawInOrder(self._draws, node.name, copy.target) if is_drawing(node) else copy.target
+        added = self._call(target, *self._list_arguments(node, microbatch))
+        added.meta.update({name: value for name, value in copy.meta.items() if name not in ("value", "source")})
+        return added
+
+    def _list_arguments(self, node: fx.Node, microbatch: int | None) -> tuple[Any, Any]:
+        """Return the arguments of the copy of a node for a microbatch."""
+        copy = self._partition.copies[microbatch or 0][node.name]
+
+        def find(value: fx.Node) -> fx.Node:
+            return self.get(self._find_key(value, node, microbatch))
+
+        args, kwargs = fx.node.map_arg((copy.args, copy.kwargs), find)
+        return args, kwargs
+
+    def note_draw(self, node: fx.Node) -> None:
+        """Add a draw that advances the generator through a node."""
+        target: Any = node.target
+        self._call(NoteDraw(self._draws, node.name, target), *self._list_arguments(node, None))
+
+    def _find_key(self, value: fx.Node, user: fx.Node, microbatch: int | None) -> ValueKey:
+        name = value.name
+        phase = self._partition.phases[name]
+        if phase in UNIT_KINDS and self._partition.takes_sum_of(user, value):
+            return ValueKey(name, is_sum=True)
+        return ValueKey(name, None if self._traffic.is_single(name) else microbatch or 0)
+
+    def _add_join(self, node: fx.Node, microbatch: int | None) -> fx.Node:
+        """Add what needs all microbatches."""
+        value, target = node.args[0], node.target
+        assert isinstance(value, fx.Node)
+        key = self._find_key(value, node, microbatch)
+        if key.is_sum or self._partition.is_summed[value.name]:
+            whole = self.get(key)
+        else:
+            count = len(self._partition.graphs)
+            keys = (
+                [key] * count
+                if self._traffic.is_single(value.name)
+                else [ValueKey(value.name, number) for number in range(count)]
+            )
+            whole = self._call(Join(target), ([self.get(item) for item in keys],))
+        if isinstance(target, Redistribution) and isinstance(target.target, Shard):
+            placement, number = target.target, microbatch or 0
+            whole = self._call(
+                local_kernels.slice_dim, (whole, placement.dim, placement.start(number), placement.lengths[number])
+            )
+        return whole
+
+
+class Join:
+    """Joins the values of all microbatches, as a collective joins those of ranks."""
+
+    def __init__(self, collective: Any) -> None:
+        self._collective = collective
+        self.__name__ = "join_microbatches"
+
+    def __call__(self, values: Sequence[Tensor]) -> Tensor:
+        """Return the whole value."""
+        if not isinstance(self._collective, Redistribution):
+            return torch.stack(list(values))
+        source = self._collective.source
+        if isinstance(source, Shard):
+            return torch.cat(list(values), source.dim).contiguous()
+        assert isinstance(source, Partial)
+        if is_partial_sum(source):
+            total = values[0]
+            for value in values[1:]:
+                total = total + value
+            return total
+        return local_kernels.reduce_extremum(torch.stack(list(values)), source.reduce_op)
+
+
+def take_sum(value: Tensor) -> Tensor:
+    """Return a value: a node of its own for what enters a graph."""
+    return value

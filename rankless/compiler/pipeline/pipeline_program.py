@@ -1,0 +1,68 @@
+"""Compile a program for a pipeline."""
+
+from collections.abc import Sequence
+
+from rankless.compiler.capture.trace_errors import offer_whole_batch
+from rankless.compiler.codegen.codegen import LocalProgram
+from rankless.compiler.ir.logical_program import LogicalProgram
+from rankless.compiler.pipeline.microbatches import add_microbatch_axis, lower_microbatches
+from rankless.compiler.pipeline.options import PipelineOptions
+from rankless.compiler.pipeline.overview import describe_pipeline, list_sent_values
+from rankless.compiler.pipeline.partition import ProgramPartition
+from rankless.compiler.pipeline.step import PipelineRun
+from rankless.compiler.pipeline.step_builder import StepBuilder
+from rankless.compiler.probing.operator_probe import OperatorProbe
+from rankless.compiler.scheduling.stored_states import StateStorage
+from rankless.compiler.sharding.sharding_propagation import propagate_shardings
+from rankless.parallel.mesh import Mesh
+from rankless.parallel.tensor_placement import Replicate, Sharding
+
+
+def build_pipeline_program(
+    program: LogicalProgram,
+    argument_shardings: Sequence[Sharding],
+    mesh: Mesh,
+    options: PipelineOptions,
+    *,
+    storage: StateStorage | None = None,
+    probe: OperatorProbe | None = None,
+) -> LocalProgram:
+    """Return one worker's part of a program that a pipeline runs.
+
+    Args:
+        program: The program, the same on all workers.
+        argument_shardings: The sharding of each tensor argument along all axes of the mesh.
+        mesh: The workers.
+        options: How the program is cut.
+        storage: The memory of gradients.
+        probe: Probes operators without a rule. None leaves them whole. With it the call is collective.
+    """
+    inner = add_microbatch_axis(mesh, 0, options.microbatches)
+    kept = [number for number, axis in enumerate(mesh.axes) if axis.role != "pipeline"]
+    # One microbatch is the whole batch. Rules may join values along an axis of size one at no cost.
+    is_divided = options.microbatches > 1
+    shardings = [
+        (*(sharding[number] for number in kept), time if time is not None and is_divided else Replicate())
+        for sharding, time in zip(argument_shardings, options.batch_lengths, strict=True)
+    ]
+    with offer_whole_batch():
+        sharded = propagate_shardings(program, shardings, [axis.size for axis in inner.axes], probe)
+        graphs = lower_microbatches(sharded, mesh, options.microbatches, options.stages)
+        partition = ProgramPartition(graphs, sharded, options.stages, inner.axes[:-1])
+        if any(unit.kind == "weights" for unit in options.schedule.workers[0]):
+            partition.split_weights()
+        builder = StepBuilder(partition, options, storage or StateStorage())
+        step = builder.build(mesh)
+    run = PipelineRun(step, options.transport)
+    return LocalProgram(
+        inputs=tuple(described for _, described in graphs[0].inputs),
+        outputs=tuple(described for _, described in graphs[0].outputs),
+        function=run,
+        lines=builder.lines,
+        sharded=sharded,
+        storage=storage or StateStorage(),
+        collectives=(*list_sent_values(partition, builder.traffic, options.axis), *builder.collectives),
+        workers=mesh.size,
+        recomputed=graphs[0].recomputed,
+        pipeline=describe_pipeline(partition, options),
+    )

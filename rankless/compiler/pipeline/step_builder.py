@@ -1,0 +1,281 @@
+"""Build one worker's part of a program in a pipeline."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from types import CodeType
+
+from torch import Tensor, fx
+
+from rankless.compiler.codegen.codegen import generate_function
+from rankless.compiler.ir.logical_program import LogicalProgram, ProgramOutput
+from rankless.compiler.lowering.lower import LocalGraph
+from rankless.compiler.lowering.value_check import ValueCheck
+from rankless.compiler.pipeline.draws import RandomDraws
+from rankless.compiler.pipeline.microbatches import MICROBATCH
+from rankless.compiler.pipeline.options import PipelineOptions
+from rankless.compiler.pipeline.part_graphs import PartGraph, take_sum
+from rankless.compiler.pipeline.partition import ProgramPartition
+from rankless.compiler.pipeline.schedules import UNIT_KINDS, Unit
+from rankless.compiler.pipeline.step import PartFunction, PipelineStep, StepOutput
+from rankless.compiler.pipeline.traffic import Need, Part, Traffic, ValueKey, count_uses, describe_tensor
+from rankless.compiler.pipeline.transfers import TransferredValue
+from rankless.compiler.scheduling.gradient_buckets import schedule_gradients
+from rankless.compiler.scheduling.stored_states import StateStorage
+from rankless.compiler.sharding.redistribute import CollectiveRecord
+from rankless.parallel.mesh import Mesh
+
+
+class StepBuilder:
+    """Builds one worker's part of a step.
+
+    Args:
+        partition: When and where each node runs.
+        options: How the program is cut.
+        storage: The memory of gradients.
+    """
+
+    def __init__(self, partition: ProgramPartition, options: PipelineOptions, storage: StateStorage) -> None:
+        self._partition = partition
+        self._options = options
+        self._storage = storage
+        self._worker = options.axis.rank
+        self._workers = options.axis.size
+        self.lines: dict[CodeType, Mapping[int, str]] = {}
+        self.collectives: list[CollectiveRecord] = []
+        self._owners = [self._find_output_worker(node, described) for node, described in partition.graphs[0].outputs]
+        names = {local.name: described for local, described in partition.graphs[0].inputs}
+        held = frozenset(name for name, described in names.items() if described.name not in options.divided)
+        self.traffic = Traffic(partition, self._workers, held, self._owners)
+
+    def _find_output_worker(self, node: fx.Node, described: ProgramOutput) -> int:
+        """Return the worker that returns an output first: that of a divided parameter has its gradient."""
+        if described.kind == "gradient" and described.name in self._options.divided:
+            return self._options.stages.owners[described.name] % self._workers
+        return self._partition.stages.get(node.name, self._partition.count - 1) % self._workers
+
+    def build(self, mesh: Mesh) -> PipelineStep:
+        """Return the step."""
+        draws = RandomDraws(mesh.device)
+        prepare = self._build_prepare(draws)
+        functions: dict[Unit, PartFunction] = {}
+        units = []
+        for unit in self._options.schedule.workers[self._worker]:
+            functions[unit] = self._build_unit(unit, draws)
+            units.append((unit, functions[unit]))
+        finish = self._build_finish(draws)
+        parts = {Part(unit.kind, unit.stage): None for unit, _ in units}
+        sends = {part: tuple(self._list_sends(part)) for part in parts}
+        sent = [
+            [ValueKey(name, unit.microbatch) for name, _ in sends[Part(unit.kind, unit.stage)]] for unit, _ in units
+        ]
+        taken = [prepare.inputs, *[function.inputs for _, function in units], finish.inputs, *sent]
+        return PipelineStep(
+            arguments=tuple(self._list_arguments()),
+            prepare=prepare,
+            units=tuple(units),
+            finish=finish,
+            sends=sends,
+            receives=self._list_receives([unit for unit, _ in units]),
+            streams={
+                source: tuple(self._list_stream(source)) for source in range(self._workers) if source != self._worker
+            },
+            uses=count_uses(taken),
+            outputs=tuple(self._describe_outputs()),
+            draws=draws,
+            worker=self._worker,
+            workers=self._workers,
+        )
+
+    def _list_arguments(self) -> Sequence[tuple[ValueKey, int, tuple[int, int, int] | None]]:
+        """Return where the values of inputs come from."""
+        found: list[tuple[ValueKey, int, tuple[int, int, int] | None]] = []
+        for number, (local, described) in enumerate(self._partition.graphs[0].inputs):
+            if self.traffic.is_single(local.name):
+                found.append((ValueKey(local.name), number, None))
+                continue
+            placement = self._options.batch_lengths[described.index]
+            assert placement is not None
+            found += [
+                (ValueKey(local.name, microbatch), number, (placement.dim, placement.start(microbatch), length))
+                for microbatch, length in enumerate(placement.lengths)
+            ]
+        return found
+
+    def _list_sends(self, part: Part) -> Sequence[tuple[str, int]]:
+        """Return what a unit sends, and to which worker."""
+        return [(need.name, target) for target in range(self._workers) for need in self.traffic.list_sent(part, target)]
+
+    def _list_receives(self, units: Sequence[Unit]) -> Mapping[Unit | None, tuple[tuple[ValueKey, int], ...]]:
+        """Return what each unit of this worker, and what comes after them, needs first of other workers' units."""
+        known: set[ValueKey] = set()
+        found: dict[Unit | None, tuple[tuple[ValueKey, int], ...]] = {}
+        for unit in (*units, None):
+            part = Part("finish", self._worker) if unit is None else Part(unit.kind, unit.stage)
+            numbers = range(self._options.microbatches) if unit is None else (unit.microbatch,)
+            new = [
+                (ValueKey(need.name, number), self.traffic.find_worker(need.name))
+                for need in self.traffic.needs.get(part, ())
+                for number in numbers
+                if self._partition.phases[need.name] in UNIT_KINDS
+                and not need.is_sum
+                and self.traffic.is_remote(need.name, self._worker)
+                and ValueKey(need.name, number) not in known
+            ]
+            known.update(key for key, _ in new)
+            found[unit] = tuple(new)
+        return found
+
+    def _list_stream(self, source: int) -> Sequence[TransferredValue]:
+        """Return all that another worker sends to this one."""
+        stream = self.traffic.list_stream(source, self._worker, self._options.schedule.workers[source])
+        outputs = [
+            replace(output.described, key=("output", number))
+            for number, output in enumerate(self._describe_outputs())
+            if output.worker == source and output.is_shared and output.repeats is None
+        ]
+        return [*stream, *outputs]
+
+    def _describe_outputs(self) -> Sequence[StepOutput]:
+        """Return what becomes of each output."""
+        first: dict[str, int] = {}
+        outputs = self._partition.graphs[0].outputs
+        found = []
+        for number, (node, described) in enumerate(outputs):
+            value = self._partition.program.outputs[number][0].meta["val"]
+            is_divided = described.kind == "gradient" and described.name in self._options.divided
+            shape = list(value.shape)
+            if is_divided:
+                placement = self._storage.gradients[described.name]
+                shape[placement.dim] = placement.lengths[self._worker]
+            is_late_check = described.kind == "check" and self._partition.phases[node.name] != "free"
+            is_shared = not is_divided and (described.kind != "check" or is_late_check)
+            earlier = first.setdefault(node.name, number) if is_shared and described.kind != "gradient" else number
+            found.append(
+                StepOutput(
+                    worker=self._owners[number],
+                    is_shared=is_shared,
+                    repeats=None if earlier == number else earlier,
+                    described=describe_tensor(described.name, value, shape),
+                    check=ValueCheck(described.index, described.expected) if is_late_check else None,
+                )
+            )
+        return found
+
+    def _generate(self, part: PartGraph, outputs: Sequence[fx.Node]) -> Callable[..., Sequence[Tensor]]:
+        """Generate the function of a part."""
+        part.graph.output(tuple(outputs))
+        return self._generate_function(part.graph)
+
+    def _generate_function(self, graph: fx.Graph) -> Callable[..., Sequence[Tensor]]:
+        function, lines = generate_function(graph)
+        self.lines[function.__code__] = lines
+        self.collectives += [node.meta["collective"] for node in graph.nodes if "collective" in node.meta]
+        return function
+
+    def _build_prepare(self, draws: RandomDraws) -> PartFunction:
+        """Build what runs before all units."""
+        own = Part("prepare", self._worker)
+        part = PartGraph(self.traffic, self._worker, own, draws)
+        needed = {
+            need: None
+            for source in range(self._workers)
+            for need in self.traffic.list_needed(self._worker, Part("prepare", source))
+        }
+        sent = {target: self.traffic.list_sent(own, target) for target in range(self._workers)}
+        for node in self._partition.list_checks():  # before anything is sent: all workers stop at the same one
+            part.get(ValueKey(node.name))
+        for node in self._partition.list_drawing():
+            part.note_draw(node)
+        for node in self._partition.nodes:
+            name = node.name
+            is_own = self._partition.phases[name] == "prepare" and self.traffic.find_part(name) == own
+            for key in self.traffic.list_keys(Need(name)) if is_own else ():
+                part.get(key)
+            for target, needs in sent.items():
+                for key in self.traffic.list_keys(Need(name)) if Need(name) in needs else ():
+                    part.send(key, target)
+        keys = [
+            key
+            for need in needed
+            if self._partition.phases[need.name] != "input" or self.traffic.is_remote(need.name, self._worker)
+            for key in self.traffic.list_keys(need)
+        ]
+        outputs = [part.get(key) for key in keys]
+        return PartFunction(function=self._generate(part, outputs), inputs=tuple(part.inputs), outputs=tuple(keys))
+
+    def _build_unit(self, unit: Unit, draws: RandomDraws) -> PartFunction:
+        """Build what a stage computes for a microbatch."""
+        own = Part(unit.kind, unit.stage)
+        part = PartGraph(self.traffic, self._worker, own, draws)
+        for node in self._partition.nodes:
+            phase = self._partition.phases[node.name]
+            if phase not in ("input", "free") and self.traffic.find_part(node.name) == own:
+                part.get(ValueKey(node.name, unit.microbatch))
+        values: dict[str, None] = {}
+        sums: dict[str, None] = {}
+        for target in range(self._workers):
+            for need in self.traffic.list_needed(target, own):
+                values[need.name] = None
+        for need in self._list_own_sums(own):
+            sums[need.name] = None
+        keys = [ValueKey(name, unit.microbatch) for name in values]
+        outputs = [part.get(key) for key in [*keys, *[ValueKey(name, unit.microbatch) for name in sums]]]
+        return PartFunction(
+            function=self._generate(part, outputs),
+            inputs=tuple(part.inputs),
+            outputs=tuple(keys),
+            sums=tuple(sums),
+        )
+
+    def _list_own_sums(self, own: Part) -> Sequence[Need]:
+        """Return the values of a unit whose sums over microbatches are needed somewhere."""
+        found = {
+            need: None
+            for needs in self.traffic.needs.values()
+            for need in needs
+            if need.is_sum and self.traffic.find_part(need.name) == own
+        }
+        return list(found)
+
+    def _build_finish(self, draws: RandomDraws) -> PartFunction:
+        """Build what runs after all units, with the sums of gradients over the data axes."""
+        own = Part("finish", self._worker)
+        part = PartGraph(self.traffic, self._worker, own, draws)
+        sent = {target: self.traffic.list_sent(own, target) for target in range(self._workers)}
+        for target, needs in sent.items():
+            for need in needs:
+                for key in self.traffic.list_keys(need) if need.is_sum else ():
+                    part.send(key, target)
+        for node in self._partition.nodes:
+            name = node.name
+            is_own = self._partition.phases[name] == "finish" and self.traffic.find_part(name) == own
+            for key in self.traffic.list_keys(Need(name)) if is_own else ():
+                part.get(key)
+            for target, needs in sent.items():
+                for key in self.traffic.list_keys(Need(name)) if Need(name) in needs else ():
+                    part.send(key, target)
+        local, program = self._add_outputs(part)
+        local = schedule_gradients(local, program, replace(self._storage, gradients={}, values={}, shared={}))
+        return PartFunction(function=self._generate_function(local.graph), inputs=tuple(part.inputs))
+
+    def _add_outputs(self, part: PartGraph) -> tuple[LocalGraph, LogicalProgram]:
+        """Add the outputs that this worker returns first, and return them as a program of their own."""
+        outputs, logical, pending = [], [], []
+        pairs = zip(self._partition.graphs[0].outputs, self._partition.program.outputs, self._owners, strict=True)
+        for (node, described), output, worker in pairs:
+            if worker != self._worker:
+                continue
+            is_unit = self._partition.phases[node.name] in UNIT_KINDS
+            is_sum = is_unit and self._partition.is_partial(node)
+            key = ValueKey(node.name, None if is_sum or self.traffic.is_single(node.name) else 0, is_sum=is_sum)
+            value = part.call(take_sum, part.get(key))
+            value.meta.update(node.meta)
+            axes = tuple(axis for axis in node.meta.get("summed_along", ()) if axis.name != MICROBATCH)
+            value.meta["summed_along"] = axes
+            outputs.append((value, described))
+            logical.append(output)
+            if axes:
+                pending.append(value)
+        part.graph.output(tuple(node for node, _ in outputs))
+        local = LocalGraph(graph=part.graph, inputs=(), outputs=tuple(outputs), pending_gradients=tuple(pending))
+        return local, replace(self._partition.program, outputs=tuple(logical))

@@ -1,0 +1,198 @@
+"""Which values each part of a pipeline needs from other parts, and which of them move between workers."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from rankless.compiler.ir.logical_program import LogicalValue
+from rankless.compiler.ir.memory_order import find_memory_order, find_repeated_dims
+from rankless.compiler.pipeline.microbatches import is_join
+from rankless.compiler.pipeline.partition import Phase, ProgramPartition
+from rankless.compiler.pipeline.schedules import UNIT_KINDS, Unit
+from rankless.compiler.pipeline.transfers import TransferredValue
+from rankless.compiler.tracing.symbolic_sizes import size_hint
+from rankless.parallel.tensor_placement import compute_local_shape
+
+
+@dataclass(frozen=True)
+class ValueKey:
+    """A value of a step.
+
+    Attributes:
+        name (str): The node that computes it.
+        microbatch (int | None): For which microbatch; None if it is the same for all.
+        is_sum (bool): Whether it is the sum over all microbatches.
+    """
+
+    name: str
+    microbatch: int | None = None
+    is_sum: bool = False
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a step: the units of a stage, or what a worker does before or after all units."""
+
+    phase: Phase
+    number: int
+    """The stage of a forward or backward unit, else the worker."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """A value that a part of the step takes from another one: of each microbatch, or the sum over all."""
+
+    name: str
+    is_sum: bool = False
+
+
+class Traffic:
+    """The values that parts of a step take from each other.
+
+    Args:
+        partition: When and where each node runs.
+        workers: The number of workers. Stage s belongs to worker s % workers.
+        held: The parameters that every worker has, by the name of their input.
+        outputs: For each output of the program the worker that returns it first.
+    """
+
+    def __init__(self, partition: ProgramPartition, workers: int, held: frozenset[str], outputs: Sequence[int]) -> None:
+        self.partition = partition
+        self.workers = workers
+        self._held = held
+        self._free_joins: dict[str, tuple[str, ...]] = {}
+        self._order = {node.name: position for position, node in enumerate(partition.nodes)}
+        self.needs: dict[Part, dict[Need, None]] = {}
+        for node in partition.nodes:
+            if partition.phases[node.name] not in ("input", "free"):
+                self._add_needs(self.find_part(node.name), node.all_input_nodes, node)
+        for (node, _), worker in zip(partition.graphs[0].outputs, outputs, strict=True):
+            self._add_needs(Part("finish", worker), [node], None)
+
+    def find_worker(self, name: str) -> int:
+        """Return the worker that computes a value."""
+        return self.partition.stages[name] % self.workers
+
+    def find_part(self, name: str) -> Part:
+        """Return the part of the step that computes a value."""
+        phase, stage = self.partition.phases[name], self.partition.stages[name]
+        return Part(phase, stage if phase in UNIT_KINDS else stage % self.workers)
+
+    def _add_needs(self, part: Part, values: Iterable[fx.Node], user: fx.Node | None) -> None:
+        """Note what a node of a part takes from others; without a user it is an output of the program."""
+        needs = self.needs.setdefault(part, {})
+        for value in values:
+            phase = self.partition.phases[value.name]
+            if phase == "free":
+                needs.update(dict.fromkeys(map(Need, self.list_free_joins(value.name))))
+                continue
+            is_sum = phase in UNIT_KINDS and self._takes_sum(value, user)
+            if is_sum or self.find_part(value.name) != part:
+                needs[Need(value.name, is_sum)] = None
+
+    def _takes_sum(self, value: fx.Node, user: fx.Node | None) -> bool:
+        if user is not None:
+            return self.partition.takes_sum_of(user, value)
+        return self.partition.is_partial(value)
+
+    def list_free_joins(self, name: str) -> tuple[str, ...]:
+        """Return the joins that a free value needs first: each worker computes them before all units."""
+        if name not in self._free_joins:
+            node = self.partition.by_name[name]
+            inner = [join for item in node.all_input_nodes for join in self.list_free_joins(item.name)]
+            self._free_joins[name] = (name,) if is_join(node) else tuple(dict.fromkeys(inner))
+        return self._free_joins[name]
+
+    def list_parts(self, worker: int) -> list[Part]:
+        """Return the parts of a worker."""
+        return [part for part in self.needs if self._find_worker_of(part) == worker]
+
+    def _find_worker_of(self, part: Part) -> int:
+        return part.number % self.workers
+
+    def is_remote(self, name: str, worker: int) -> bool:
+        """Return whether a value comes from another worker."""
+        phase = self.partition.phases[name]
+        return phase != "free" and name not in self._held and self.find_worker(name) != worker
+
+    def list_needed(self, worker: int, source: Part) -> list[Need]:
+        """Return what a worker needs of a part of the step, its own or another worker's, in program order."""
+        found = {
+            need: None
+            for part in self.list_parts(worker)
+            if part != source
+            for need in self.needs[part]
+            if self._comes_from(need, source)
+        }
+        return sorted(found, key=lambda need: (self._order[need.name], need.is_sum))
+
+    def _comes_from(self, need: Need, source: Part) -> bool:
+        phase = self.partition.phases[need.name]
+        if phase == "free":
+            return source.phase == "prepare"
+        if need.is_sum:
+            return source == Part("finish", self.find_worker(need.name))
+        if phase == "input":
+            return source == Part("prepare", self.find_worker(need.name))
+        return source == self.find_part(need.name)
+
+    def list_sent(self, source: Part, target: int) -> list[Need]:
+        """Return what a part of the step sends to a worker, in order: sums first, else in program order."""
+        if self._find_worker_of(source) == target:
+            return []
+        needed = [need for need in self.list_needed(target, source) if self.is_remote(need.name, target)]
+        return sorted(needed, key=lambda need: not need.is_sum)
+
+    def list_keys(self, need: Need) -> list[ValueKey]:
+        """Return the values of a step that a need stands for."""
+        if need.is_sum or self.is_single(need.name):
+            return [ValueKey(need.name, is_sum=need.is_sum)]
+        return [ValueKey(need.name, number) for number in range(len(self.partition.graphs))]
+
+    def is_single(self, name: str) -> bool:
+        """Return whether a value exists once, and not for each microbatch."""
+        partition = self.partition
+        is_unit = partition.phases[name] in UNIT_KINDS
+        return not is_unit and (partition.is_invariant[name] or partition.is_summed[name])
+
+    def list_stream(self, source: int, target: int, units: Sequence[Unit]) -> list[TransferredValue]:
+        """Return all that a worker sends to another before its outputs, in order.
+
+        Args:
+            source: The worker.
+            target: The other one.
+            units: The units of the worker.
+        """
+        keys = [key for need in self.list_sent(Part("prepare", source), target) for key in self.list_keys(need)]
+        for unit in units:
+            keys += [
+                ValueKey(need.name, unit.microbatch) for need in self.list_sent(Part(unit.kind, unit.stage), target)
+            ]
+        keys += [key for need in self.list_sent(Part("finish", source), target) for key in self.list_keys(need)]
+        return [self.describe(key) for key in keys]
+
+    def describe(self, key: ValueKey) -> TransferredValue:
+        """Return the shape and memory of a value, for a worker that receives it."""
+        value, sharding = self.partition.by_name[key.name].meta["value"]
+        axes = self.partition.axes
+        ranks = [*[axis.rank for axis in axes], key.microbatch or 0]
+        logical: LogicalValue = value.meta["val"]
+        return describe_tensor(key, logical, compute_local_shape(logical.shape, sharding, ranks))
+
+
+def describe_tensor(key: object, logical: LogicalValue, shape: Sequence[int]) -> TransferredValue:
+    """Return what a worker must know of a tensor to receive it: its order in memory is the logical value's."""
+    sizes, strides = ([int(size_hint(item)) for item in items] for items in (logical.shape, logical.strides))
+    repeated = find_repeated_dims(sizes, strides)
+    order = find_memory_order([1 if dim in repeated else size for dim, size in enumerate(sizes)], strides)
+    return TransferredValue(key, tuple(map(int, shape)), logical.dtype, logical.device, order, repeated)
+
+
+def count_uses(inputs: Iterable[Sequence[ValueKey]]) -> Mapping[ValueKey, int]:
+    """Return how often each value is taken."""
+    uses: dict[ValueKey, int] = {}
+    for keys in inputs:
+        for key in keys:
+            uses[key] = uses.get(key, 0) + 1
+    return uses

@@ -1,0 +1,114 @@
+"""Send values from stage to stage: one stream for each pair of workers, in the order of the sender."""
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rankless.compiler.ir.memory_order import order_memory, repeat_memory
+from rankless.parallel.mesh import MeshAxis
+
+Key = Hashable
+"""Names a value that is sent in a step."""
+
+
+@dataclass(frozen=True)
+class TransferredValue:
+    """A value that one worker sends to another.
+
+    Attributes:
+        key (Key): Its name.
+        shape (tuple[int, ...]): Its shape.
+        dtype (torch.dtype): Its dtype.
+        device (torch.device): Where the receiver needs it.
+        order (tuple[int, ...] | None): The order of its dims in memory; None if it is contiguous.
+        repeated (tuple[int, ...]): Dims along which it repeats one row without memory for each.
+    """
+
+    key: Key
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    order: tuple[int, ...] | None = None
+    repeated: tuple[int, ...] = ()
+
+
+class Transport(Protocol):
+    """Moves tensors between the workers of a pipeline."""
+
+    def send(self, value: Tensor, target: int) -> None:
+        """Send a tensor to a worker, without waiting for it."""
+        ...
+
+    def receive(self, out: Tensor, source: int) -> None:
+        """Receive a tensor from a worker into memory, and wait."""
+        ...
+
+    def finish(self) -> None:
+        """Wait until everything is sent."""
+        ...
+
+
+class GroupTransport:
+    """Moves tensors in the process group of the axis."""
+
+    def __init__(self, axis: MeshAxis) -> None:
+        self._axis = axis
+        self._pending: list[tuple[dist.Work, Tensor]] = []
+
+    def send(self, value: Tensor, target: int) -> None:
+        """Send a tensor to a worker, without waiting for it."""
+        self._pending = [item for item in self._pending if not item[0].is_completed()]
+        work = dist.isend(value, group=self._axis.group, group_dst=target)
+        if work is not None:
+            self._pending.append((work, value))
+
+    def receive(self, out: Tensor, source: int) -> None:
+        """Receive a tensor from a worker into memory, and wait."""
+        dist.recv(out, group=self._axis.group, group_src=source)
+
+    def finish(self) -> None:
+        """Wait until everything is sent."""
+        pending, self._pending = self._pending, []
+        for work, _ in pending:
+            work.wait()
+
+
+class Streams:
+    """Sends and receives the values of one step of one worker.
+
+    Args:
+        transport: Moves the tensors.
+        expected: For each other worker what it sends to this one in a step, in order.
+    """
+
+    def __init__(self, transport: Transport, expected: Mapping[int, Sequence[TransferredValue]]) -> None:
+        self._transport = transport
+        self._expected = {source: list(reversed(values)) for source, values in expected.items()}
+        self._received: dict[tuple[int, Key], Tensor] = {}
+
+    def send(self, value: Tensor, target: int) -> None:
+        """Send a value."""
+        if value.numel():
+            self._transport.send(value.contiguous(), target)
+
+    def receive(self, key: Key, source: int) -> Tensor:
+        """Return a value that another worker sends. What it sends before is kept for later."""
+        while (source, key) not in self._received:
+            described = self._expected[source].pop()
+            value = torch.empty(described.shape, dtype=described.dtype, device=described.device)
+            if value.numel():
+                self._transport.receive(value, source)
+            if described.repeated:
+                value = repeat_memory(value, described.repeated, described.order)
+            elif described.order is not None:
+                value = order_memory(value, described.order)
+            self._received[source, described.key] = value
+        return self._received.pop((source, key))
+
+    def finish(self) -> None:
+        """Wait until everything is sent."""
+        self._transport.finish()

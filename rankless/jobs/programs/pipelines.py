@@ -1,0 +1,163 @@
+"""Compile the programs of a job for the axis `pipeline` of the mesh."""
+
+from collections.abc import Sequence
+from functools import cached_property
+
+from torch import nn
+
+from rankless.compiler.capture.graph_cleanup import named_tensors
+from rankless.compiler.codegen.codegen import LocalProgram
+from rankless.compiler.ir.logical_program import LogicalProgram
+from rankless.compiler.pipeline.options import PipelineOptions
+from rankless.compiler.pipeline.pipeline_program import build_pipeline_program
+from rankless.compiler.pipeline.schedules import INTERLEAVED_STAGES, make_schedule
+from rankless.compiler.pipeline.stages import Stages, find_stages
+from rankless.compiler.pipeline.transfers import GroupTransport
+from rankless.compiler.probing.operator_probe import OperatorProbe
+from rankless.compiler.scheduling.stored_states import StateStorage
+from rankless.context.world import World
+from rankless.errors import ConfigError
+from rankless.jobs.arguments import FlattenedArguments
+from rankless.jobs.definition import JobDefinition
+from rankless.parallel.batch_division import BatchDivision
+from rankless.parallel.mesh import MeshAxis, find_pipeline_axis
+from rankless.parallel.plan import Plan
+from rankless.parallel.tensor_placement import Shard, Sharding, split_lengths
+
+
+class Pipelines:
+    """Cuts the programs of one job into stages. Parameters that are divided decide, so all jobs have the same stages.
+
+    Attributes:
+        axis (MeshAxis | None): The axis of the mesh; None if it has none.
+    """
+
+    def __init__(self, job: JobDefinition, world: World) -> None:
+        self._job = job
+        self._world = world
+        self._plan = job.plan or Plan()
+        self.axis: MeshAxis | None = find_pipeline_axis(world.mesh)
+
+    @cached_property
+    def count(self) -> int:
+        """The number of stages."""
+        workers = 1 if self.axis is None else self.axis.size
+        return workers * (INTERLEAVED_STAGES if self._plan.schedule == "interleaved" else 1)
+
+    def find_stages(self, program: LogicalProgram) -> Stages:
+        """Return the stages of a program of the job.
+
+        Raises:
+            ConfigError: The job's plan names other modules, a stage has no parameters, or an earlier job has more
+                stages.
+        """
+        tensors = named_tensors(self._job.modules)
+        first: dict[int, str] = {}
+        names = {
+            name: first.setdefault(id(item), name) for name, item in tensors.items() if isinstance(item, nn.Parameter)
+        }
+        known = {name: self._world.stages[tensors[name]] for name in names if tensors[name] in self._world.stages}
+        if known and max(known.values()) >= self.count:
+            raise ConfigError(
+                expected="one number of stages for all jobs that share parameters",
+                found=f"{self.count} stages for job {self._job.name!r}, more in an earlier job",
+                fix="pass the same plan= to these jobs",
+                where=self._job.line,
+            )
+        stages = find_stages(program, self.count, names, known, self._read_borders(program))
+        if self._job.trains:
+            self._require_parameters(stages)
+        return stages
+
+    def _require_parameters(self, stages: Stages) -> None:
+        """Raise `ConfigError` if a stage has no parameters: its worker would have next to nothing to do."""
+        without = sorted(set(range(self.count)) - set(stages.owners.values()))
+        if without:
+            raise ConfigError(
+                expected=f"{self.count} stages of the models of job {self._job.name!r}, each with parameters",
+                found=f"none for stage {without[0]}",
+                fix="use fewer workers along the axis pipeline, or name other modules with stages=",
+                where=self._job.line,
+            )
+
+    def _read_borders(self, program: LogicalProgram) -> Sequence[str] | None:
+        """Return the modules at which the plan lets stages begin; None if it has none."""
+        given = self._plan.stages
+        if given is None:
+            return None
+        used = {node.meta["module"].path for node in program.graph.nodes if node.meta.get("module") is not None}
+        unknown = [name for name in given if not any(path == name or path.startswith(f"{name}.") for path in used)]
+        if len(given) != self.count - 1 or unknown:
+            raise ConfigError(
+                expected=f"stages= with {self.count - 1} modules that job {self._job.name!r} runs, "
+                f"for {self.count} stages",
+                found=f"{unknown[0]!r}, which it does not run" if unknown else f"{len(given)}: {', '.join(given)}",
+                fix="name the module at which each stage after the first begins, or omit stages=",
+                where=self._job.line,
+            )
+        return given
+
+    def build(
+        self,
+        program: LogicalProgram,
+        arguments: FlattenedArguments,
+        shardings: Sequence[Sharding],
+        storage: StateStorage,
+        probe: OperatorProbe | None,
+    ) -> LocalProgram:
+        """Compile a program for this worker of the pipeline."""
+        axis, mesh = self.axis, self._world.mesh
+        assert axis is not None, "the mesh has no axis pipeline"
+        lengths, count = divide_into_microbatches(
+            arguments, shardings, BatchDivision.of(mesh), self._plan.count_microbatches(axis.size), mesh.axes
+        )
+        trains = any(output.kind == "gradient" for _, output in program.outputs)
+        options = PipelineOptions(
+            axis=axis,
+            stages=self.find_stages(program),
+            schedule_name=self._plan.schedule,
+            schedule=make_schedule(
+                self._plan.schedule, workers=axis.size, stages=self.count, microbatches=count, trains=trains
+            ),
+            microbatches=count,
+            batch_lengths=lengths,
+            divided=frozenset((*storage.values, *storage.gradients)),
+            transport=GroupTransport(axis),
+        )
+        return build_pipeline_program(program, shardings, mesh, options, storage=storage, probe=probe)
+
+
+def divide_into_microbatches(
+    arguments: FlattenedArguments,
+    shardings: Sequence[Sharding],
+    division: BatchDivision,
+    wanted: int,
+    axes: Sequence[MeshAxis],
+) -> tuple[tuple[Shard | None, ...], int]:
+    """Return how microbatches divide this worker's part of each argument, and their number.
+
+    Every worker chooses the same arguments and number, from the whole batch.
+
+    Args:
+        arguments: The arguments of a call.
+        shardings: Their shardings.
+        division: The division of batches along the data axes.
+        wanted: The number of microbatches for a batch with enough samples.
+        axes: The axes of the mesh.
+    """
+    rows = [
+        0 if dim is None or tensor.dim() <= dim else tensor.shape[dim] // division.count
+        for tensor, dim in zip(arguments.tensors, arguments.batch_dims, strict=True)
+    ]
+    count = max(1, min(wanted, max(rows, default=1)))
+    found: list[Shard | None] = []
+    for tensor, dim, known, sharding in zip(arguments.tensors, arguments.batch_dims, rows, shardings, strict=True):
+        if known < count or dim is None:
+            found.append(None)
+            continue
+        local = tensor.shape[dim]
+        for axis, placement in zip(axes, sharding, strict=True):
+            if isinstance(placement, Shard):
+                dim, local = placement.dim, placement.lengths[axis.rank]
+        found.append(Shard(dim, split_lengths(local, count)))
+    return tuple(found), count

@@ -1,0 +1,47 @@
+"""What the units of a pipeline keep of each microbatch is what its schedule says."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from simulated_pipelines import capture_job, run_on_simulated_pipeline
+from torch import nn
+
+from rankless.compiler.codegen.codegen import LocalProgram
+from rankless.compiler.pipeline.schedules import make_schedule
+from rankless.compiler.pipeline.step import PipelineRun
+from rankless.compiler.pipeline.traffic import Part, ValueKey
+
+WORKERS, MICROBATCHES = 3, 6
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero-bubble"])
+def test_a_worker_keeps_the_activations_of_as_many_microbatches_as_its_schedule_says(schedule):
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)) for _ in range(6)])
+    arguments = [torch.randn(12, 6), torch.randint(0, 6, (12,))]
+
+    def loss(inputs, labels):
+        return F.cross_entropy(model(inputs), labels)
+
+    program = capture_job(loss, {"model": model}, arguments, trains=True)
+    found = run_on_simulated_pipeline(
+        program, {"model": model}, arguments, workers=WORKERS, microbatches=MICROBATCHES, schedule=schedule
+    )
+    made = make_schedule(schedule, workers=WORKERS, stages=found.stages.count, microbatches=MICROBATCHES, trains=True)
+    assert [count_kept(local) for local in found.programs] == [made.count_held(worker) for worker in range(WORKERS)]
+
+
+def count_kept(local: LocalProgram) -> int:
+    """Return the most units of the forward pass whose values a worker keeps after some unit."""
+    run = local.function
+    assert isinstance(run, PipelineRun)
+    remaining, made, most = dict(run.step.uses), {}, 0
+    for unit, function in run.step.units:
+        sent = [ValueKey(name, unit.microbatch) for name, _ in run.step.sends[Part(unit.kind, unit.stage)]]
+        for key in (*function.inputs, *sent):
+            remaining[key] -= 1
+        if unit.kind == "forward":
+            made[unit] = function.outputs
+        kept = [keys for keys in made.values() if any(remaining.get(key, 0) > 0 for key in keys)]
+        most = max(most, len(kept))
+    return most

@@ -1,0 +1,180 @@
+"""Runs on meshes with the axis `pipeline`, with real processes."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+from support.warm_runs import rankless, run_script
+
+SCRIPTS = Path(__file__).parents[1] / "ownership" / "scripts"
+MODELS, RESUME = SCRIPTS / "train_models.py", SCRIPTS / "resume.py"
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
+SETTINGS = {
+    "plain": (),
+    "sgd": ("--optimizer", "sgd", "--clip", "0.1"),
+    "muon": ("--optimizer", "muon"),
+    "accumulated": ("--accumulate", "2", "--clip", "0.1"),
+    "recomputed": ("--recompute", "1.0", "--random", "counter"),
+    "bfloat16": ("--bfloat16",),
+}
+MESHES = ("pipeline=2", "pipeline=3", "pipeline=4", "data=2,pipeline=2")
+
+SCRIPT = """
+import torch, torch.nn.functional as F
+import rankless
+
+torch.manual_seed(0)
+torch.set_default_dtype(torch.float64)
+model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(4)])
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+@rankless.job(model=model, optimizer=optimizer{options})
+def train(images, labels):
+    return F.cross_entropy(model(images), labels)
+
+@rankless.job(model=model)
+def predict(images):
+    return model(images).argmax(1)
+
+data = torch.utils.data.TensorDataset(torch.randn(38, 8), torch.randint(0, 8, (38,)))
+for images, labels in rankless.loader(data, batch_size=10, shuffle=True):
+    loss = train(images, labels)
+{end}
+print(f"loss {{float(loss):.12f}}, right {{int((predict(data.tensors[0]) == data.tensors[1]).sum())}}")
+"""
+
+
+def write(folder: Path, options: str = "", end: str = "") -> None:
+    (folder / "train.py").write_text(SCRIPT.format(options=options, end=end))
+
+
+def verify(folder: Path, mesh: str, *arguments: str) -> None:
+    precision = () if "--bfloat16" in arguments else ("--dtype", "float64")
+    found = rankless("verify", "--mesh", mesh, *precision, str(MODELS), *arguments, folder=folder)
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert "same training" in found.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "mesh", "schedule", "setting"),
+    [
+        ("gpt", "pipeline=2", "zero-bubble", "accumulated"),
+        ("towers", "data=2,pipeline=2", "interleaved", "recomputed"),
+    ],
+)
+def test_a_model_in_a_pipeline_is_the_same_training(tmp_path, model, mesh, schedule, setting):
+    verify(tmp_path, mesh, "--model", model, "--schedule", schedule, *SETTINGS[setting])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("model", ["lenet", "gpt", "bert", "llama", "towers", "tagger"])
+def test_every_model_schedule_and_mesh(tmp_path, model, schedule, setting, mesh):
+    verify(tmp_path, mesh, "--model", model, "--schedule", schedule, *SETTINGS[setting])
+
+
+def resume(folder: Path, options: tuple[str, ...], action: str, zero: str = "none") -> list[float]:
+    done = rankless("run", *options, "--seed", "3", "-q", str(RESUME), action, zero, folder=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [float(word) for word in done.stdout.split()]
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_a_pipeline_continues_on_other_meshes_and_on_one_device(tmp_path):
+    wanted = resume(tmp_path, ("--mesh", "data=2,pipeline=2"), "save")
+    for options, zero in (((), "none"), (("-n", "3"), "parameters"), (("--mesh", "pipeline=3"), "none")):
+        assert resume(tmp_path, options, "continue", zero) == pytest.approx(wanted, rel=1e-12, abs=1e-13)
+
+
+@pytest.mark.slow
+def test_a_pipeline_continues_a_checkpoint_of_one_device(tmp_path):
+    wanted = resume(tmp_path, (), "save")
+    assert resume(tmp_path, ("--mesh", "pipeline=2"), "continue") == pytest.approx(wanted, rel=1e-12, abs=1e-13)
+
+
+@pytest.mark.slow
+def test_a_saved_plan_has_the_stages_and_runs(tmp_path):
+    write(tmp_path, options=", plan=rankless.Plan(microbatches=3, stages=['model.1'])")
+    saved = rankless("plan", "--mesh", "pipeline=2", "--steps", "5", "--save", "plan.json", "train.py", folder=tmp_path)
+    assert saved.returncode == 0, saved.stdout + saved.stderr
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert plan["axes"] == [{"name": "pipeline", "role": "pipeline", "size": 2}]
+    pipeline = plan["jobs"]["train"]["pipeline"]
+    assert (pipeline["schedule"], pipeline["microbatches"]) == ("1f1b", 3)
+    assert pipeline["stages"] == {
+        f"model.{place}.0.{kind}": int(place > 0) for place in range(4) for kind in ("weight", "bias")
+    }
+    assert plan["jobs"]["train"]["arguments"] == {"images": 0, "labels": 0}
+    plain = rankless("run", "--seed", "1", "-q", "train.py", folder=tmp_path)
+    planned = rankless("run", "-n", "2", "--seed", "1", "-q", "--plan", "plan.json", "train.py", folder=tmp_path)
+    assert planned.stdout == plain.stdout
+    assert planned.stdout.startswith("loss ")
+    other = rankless("run", "--plan", "plan.json", "--mesh", "data=2", "-n", "2", "train.py", folder=tmp_path)
+    assert "expected: the mesh of the plan: pipeline=2" in other.stderr
+
+
+@pytest.mark.slow
+def test_the_plan_shows_stages_what_they_send_and_what_a_worker_holds(tmp_path):
+    write(tmp_path)
+    options = ("--mesh", "pipeline=2", "--steps", "5", "--json", "plan.json")
+    found = rankless("plan", *options, "train.py", folder=tmp_path)
+    assert (
+        "pipeline: 2 stages, schedule 1f1b, 4 microbatches; with equal stages workers wait 20% of the time"
+        in found.stdout
+    )
+    assert "stage 1 on worker 1, from model.2: " in found.stdout
+    programs = [job["program"] for job in json.loads((tmp_path / "plan.json").read_text())["jobs"]]
+    train, predict = (next(item for item in programs if item["job"] == name) for name in ("train", "predict"))
+    values = [(move["kind"], move["bytes"], move["backward"]) for move in train["moves"]]
+    assert values == [("send", 10 * 8 * 8, False), ("send", 10 * 8 * 8, True)]
+    assert [move["bytes"] for move in predict["moves"] if move["kind"] == "send"] == [38 * 8 * 8]
+    memory = json.loads((tmp_path / "plan.json").read_text())["jobs"][0]["memory"]
+    whole = 4 * (8 * 8 + 8) * 8
+    assert memory["parameters"] == whole // 2
+    assert memory["gradients"] == whole // 2
+    assert whole <= memory["optimizer_state"] <= whole + 100  # two moments of half, and the numbers of steps
+
+
+REFUSED = {
+    "batch norm": (
+        ", plan=None",
+        "model[1][0] = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))",
+        "found:    batch_norm of model.1.0.1 (BatchNorm1d), which needs the whole batch",
+    ),
+    "unknown stage": (", plan=rankless.Plan(stages=['model.7'])", "", "found:    'model.7', which it does not run"),
+    "stage without parameters": (", plan=rankless.Plan(stages=['model.3.1'])", "", "found:    none for stage 1"),
+    "too few stages": (", plan=rankless.Plan(stages=[])", "", "expected: stages= with 1 modules that job 'train' runs"),
+    "no schedule": (", plan=rankless.Plan(schedule='2f2b')", "", "found:    schedule='2f2b'"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_a_pipeline_is_refused_by_name(tmp_path, case):
+    options, change, text = REFUSED[case]
+    script = SCRIPT.format(options=options, end="").replace("optimizer =", f"{change}\noptimizer =", 1)
+    found = run_script(script, "--mesh", "pipeline=2", folder=tmp_path)
+    assert found.returncode != 0
+    assert text in found.stdout + found.stderr
+
+
+@pytest.mark.slow
+def test_states_are_not_divided_along_two_axes(tmp_path):
+    write(tmp_path, options=", zero='parameters'")
+    found = rankless("run", "--mesh", "data=2,pipeline=2", "train.py", folder=tmp_path)
+    assert found.returncode == 1
+    assert "found:    zero='parameters' on job 'train', and a mesh with both" in found.stdout + found.stderr
+
+
+@pytest.mark.slow
+def test_a_killed_stage_ends_the_run_and_is_named(tmp_path):
+    write(tmp_path, end="if rankless.rank() == 1: import os; os.kill(os.getpid(), 9)\ntrain(*data.tensors)")
+    started = time.monotonic()
+    found = rankless("run", "--mesh", "pipeline=2", "train.py", folder=tmp_path)
+    assert found.returncode == 137
+    assert "rank 1 was killed by signal 9" in found.stdout + found.stderr
+    assert time.monotonic() - started < 60
