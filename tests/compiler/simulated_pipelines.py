@@ -210,6 +210,12 @@ def make_outcome(
             results.append(value)
         else:
             found[output.kind][output.name] = value
+    for outputs, _ in values:
+        gradients = [
+            item for item, output in zip(outputs, programs[0].outputs, strict=True) if output.kind == "gradient"
+        ]
+        memories = [item.untyped_storage().data_ptr() for item in gradients if item.numel()]
+        assert len(memories) == len(set(memories)), "two gradients share memory"
     for _, states in values:
         assert all(map(torch.equal, states, values[0][1]))
     return PipelineOutcome(

@@ -45,3 +45,26 @@ def count_kept(local: LocalProgram) -> int:
         kept = [keys for keys in made.values() if any(remaining.get(key, 0) > 0 for key in keys)]
         most = max(most, len(kept))
     return most
+
+
+class Added(nn.Module):
+    """Two parameters that are added, and so have one gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Parameter(torch.randn(6, 6))
+        self.last = nn.Linear(6, 6)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(F.linear(inputs, self.first.weight + self.second)))
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_parameters_with_one_gradient_have_memory_of_their_own(microbatches):
+    torch.manual_seed(0)
+    model, arguments = Added(), [torch.randn(12, 6), torch.randint(0, 6, (12,))]
+    program = capture_job(lambda x, y: F.cross_entropy(model(x), y), {"model": model}, arguments, trains=True)
+    found = run_on_simulated_pipeline(program, {"model": model}, arguments, workers=2, microbatches=microbatches)
+    F.cross_entropy(model(arguments[0]), arguments[1]).backward()
+    for name in ("first.weight", "second", "last.weight"):
+        torch.testing.assert_close(found.gradients[f"model.{name}"], model.get_parameter(name).grad)

@@ -22,12 +22,14 @@ class PartFunction:
         inputs (tuple[ValueKey, ...]): The values that it takes.
         outputs (tuple[ValueKey, ...]): Those that it returns and that others need.
         sums (tuple[str, ...]): Those that it returns after them, to be summed over all microbatches.
+        owned (frozenset[str]): Those of them with memory that nothing else has.
     """
 
     function: Callable[..., Sequence[Tensor]]
     inputs: tuple[ValueKey, ...]
     outputs: tuple[ValueKey, ...] = ()
     sums: tuple[str, ...] = ()
+    owned: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,8 +127,10 @@ class PipelineRun:
         for name, value in zip(part.sums, found[len(part.outputs) :], strict=False):
             key = ValueKey(name, is_sum=True)
             known = values.get(key)
-            # The first term may share memory with another value, so the first sum takes memory of its own.
-            values[key] = value if known is None else known + value
+            if known is not None:
+                known.add_(value)
+            else:
+                values[key] = value if name in part.owned else value.clone()
         return found
 
     def _exchange(self, found: Sequence[Tensor], streams: Streams) -> Sequence[Tensor]:

@@ -1,5 +1,6 @@
 """Build one worker's part of a program in a pipeline."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import CodeType
@@ -7,7 +8,8 @@ from types import CodeType
 from torch import Tensor, fx
 
 from rankless.compiler.codegen.codegen import generate_function
-from rankless.compiler.ir.logical_program import LogicalProgram, ProgramOutput
+from rankless.compiler.ir.custom_ops import run_linear_weight
+from rankless.compiler.ir.logical_program import LogicalProgram, ProgramOutput, is_fresh
 from rankless.compiler.lowering.lower import LocalGraph
 from rankless.compiler.lowering.value_check import ValueCheck
 from rankless.compiler.pipeline.draws import RandomDraws
@@ -225,7 +227,14 @@ class StepBuilder:
             inputs=tuple(part.inputs),
             outputs=tuple(keys),
             sums=tuple(sums),
+            owned=frozenset(filter(self._has_own_memory, sums)),
         )
+
+    def _has_own_memory(self, name: str) -> bool:
+        """Return whether an operator gives a value new memory, and nothing takes the value but sums of it."""
+        node = self._partition.by_name[name]
+        is_new = is_fresh(node) or node.target is run_linear_weight
+        return is_new and all(user.op == "output" or self._partition.takes_sum(user) for user in node.users)
 
     def _list_own_sums(self, own: Part) -> Sequence[Need]:
         """Return the values of a unit whose sums over microbatches are needed somewhere."""
@@ -261,6 +270,7 @@ class StepBuilder:
     def _add_outputs(self, part: PartGraph) -> tuple[LocalGraph, LogicalProgram]:
         """Add the outputs that this worker returns first, and return them as a program of their own."""
         outputs, logical, pending = [], [], []
+        uses = Counter(node for node, _ in self._partition.graphs[0].outputs)
         pairs = zip(self._partition.graphs[0].outputs, self._partition.program.outputs, self._owners, strict=True)
         for (node, described), output, worker in pairs:
             if worker != self._worker:
@@ -272,6 +282,7 @@ class StepBuilder:
             value.meta.update(node.meta)
             axes = tuple(axis for axis in node.meta.get("summed_along", ()) if axis.name != MICROBATCH)
             value.meta["summed_along"] = axes
+            value.meta["has_own_memory"] = is_sum and uses[node] == len(node.users) == 1
             outputs.append((value, described))
             logical.append(output)
             if axes:

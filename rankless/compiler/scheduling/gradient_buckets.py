@@ -187,7 +187,8 @@ def schedule_gradients(local: LocalGraph, program: LogicalProgram, storage: Stat
             if gradient.name not in reduced:
                 known = to_reduce.get(gradient.local)
                 value = gradient.local if known is None else reduced[known.name]
-                is_shared = known is not None or uses[value] > 1 or len(value.users) > 1 or not is_fresh(value)
+                is_new = is_fresh(value) or value.meta.get("has_own_memory", False)
+                is_shared = known is not None or uses[value] > 1 or len(value.users) > 1 or not is_new
                 is_piece = known is not None and known.pieces == gradient.pieces
                 reduced[gradient.name] = add_own_memory(
                     local.graph, gradient, value, storage, is_shared=is_shared, is_piece=is_piece
