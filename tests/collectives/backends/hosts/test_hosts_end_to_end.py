@@ -58,7 +58,8 @@ import sys, torch, rankless
 
 torch.manual_seed(0)
 torch.set_default_dtype(torch.float64)
-layers = torch.nn.Linear(20, 300), torch.nn.ReLU(), torch.nn.Linear(300, 100), torch.nn.Linear(100, 1)
+layers = [torch.nn.Linear(20, 300), torch.nn.ReLU(), torch.nn.Linear(300, 100)]
+layers += [torch.nn.Linear(100, 9), torch.nn.Linear(9, 1)]
 model = torch.nn.Sequential(*layers)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
