@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 
+from rankless.config.mesh_option import AXES
 from rankless.config.run_config import PlanFile, Program
 from rankless.config.script_source import digest_source
 from rankless.errors import ConfigError
@@ -92,6 +93,13 @@ def find_plan(path: str, program: Program, *, workers: int) -> PlanFile:
             expected=f"{plan.workers} workers, for which the plan {path} was made",
             found=f"{workers}",
             fix=f"set -n {plan.workers}, or make a plan with `rankless plan -n {workers} --save {path} {program.text}`",
+        )
+    unknown = [axis for axis in plan.axes if axis.name not in AXES or axis.role != axis.name]
+    if unknown or len({axis.name for axis in plan.axes}) < len(plan.axes):
+        raise ConfigError(
+            expected=f"the axes {' and '.join(sorted(AXES))} in the plan {path}, each at most once",
+            found=", ".join(f"{axis.name} with the role {axis.role}" for axis in plan.axes),
+            fix=f"make a new plan with `rankless plan --mesh … --save {path} {program.text}`",
         )
     for job, planned in plan.jobs.items():
         for name, state in planned.states.items():

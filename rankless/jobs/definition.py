@@ -313,6 +313,13 @@ def require_divisible_states(job: JobDefinition) -> None:
         require_divisible(optimizer, job=job.name, line=job.line)
 
 
+def require_settings(job: JobDefinition) -> None:
+    """Raise `ConfigError` for a `random=`, `recompute=` or `plan=` that the job cannot have."""
+    require_random_source(job)
+    require_recomputation(job)
+    require_plan(job)
+
+
 def require_random_source(job: JobDefinition) -> None:
     """Raise `ConfigError` for an unknown `random=`, or one that the job's view does not have."""
     if job.random not in get_args(RandomSource) or (job.view == "mirrored" and job.random != "generator"):
@@ -343,6 +350,24 @@ def require_recomputation(job: JobDefinition) -> None:
             expected="recompute= on a train job in the consistent view that is captured",
             found=f"recompute={given!r} on job {job.name!r} " + ("without optimizer=" if job.captured else kind),
             fix="omit recompute=, and use torch.utils.checkpoint in the model" if job.trains else "omit recompute=",
+            where=job.line,
+        )
+
+
+def require_plan(job: JobDefinition) -> None:
+    """Raise `ConfigError` for a `plan=` that is none, or one on a job that is not captured."""
+    if job.plan is None:
+        return
+    if not isinstance(job.plan, Plan):
+        raise ConfigError(
+            expected="plan= as a rankless.Plan", found=f"plan={job.plan!r}", fix="omit it", where=job.line
+        )
+    if not job.captured:
+        raise ConfigError(
+            expected="plan= on a job in the consistent view that is captured",
+            found=f"plan= on job {job.name!r} "
+            + ("in the mirrored view" if job.view == "mirrored" else "with capture=False"),
+            fix="omit plan=",
             where=job.line,
         )
 

@@ -34,8 +34,7 @@ from rankless.jobs.definition import (
     name_modules,
     require_divisible_states,
     require_optimizer,
-    require_random_source,
-    require_recomputation,
+    require_settings,
     require_weighted_calls,
 )
 from rankless.jobs.dtype_override import cast_arguments, require_floating
@@ -96,8 +95,7 @@ class Job(Generic[Parameters, Result]):
         gradients; the job itself.
         """
         self.definition = replace(self.definition, random=random, recompute=recompute, plan=plan)
-        require_random_source(self.definition)
-        require_recomputation(self.definition)
+        require_settings(self.definition)
         if batch_dims:
             self._batch_dims = BatchDims(self.definition.function, batch_dims)
         if dtype is not None:

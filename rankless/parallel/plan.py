@@ -52,7 +52,8 @@ class Plan:
                 fix="omit it for two microbatches for each worker along the axis pipeline",
             )
         stages = self.stages
-        if isinstance(stages, str) or (stages is not None and not all(isinstance(name, str) for name in stages)):
+        is_list = isinstance(stages, list | tuple) and all(isinstance(name, str) for name in stages)
+        if stages is not None and not is_list:
             raise ConfigError(
                 expected="stages= as the names of modules, such as ('model.layers.4',)",
                 found=f"stages={stages!r}",

@@ -154,6 +154,7 @@ REFUSED = {
     "unknown stage": (", plan=rankless.Plan(stages=['model.7'])", "", "found:    'model.7', which it does not run"),
     "stage without parameters": (", plan=rankless.Plan(stages=['model.3.1'])", "", "found:    none for stage 1"),
     "too few stages": (", plan=rankless.Plan(stages=[])", "", "expected: stages= with 1 modules that job 'train' runs"),
+    "another plan": (", plan='1f1b'", "", "expected: plan= as a rankless.Plan\nfound:    plan='1f1b'"),
     "no schedule": (", plan=rankless.Plan(schedule='2f2b')", "", "found:    schedule='2f2b'"),
 }
 
@@ -166,6 +167,27 @@ def test_what_cannot_be_a_pipeline_is_refused_by_name(tmp_path, case):
     found = run_script(script, "--mesh", "pipeline=2", folder=tmp_path)
     assert found.returncode != 0
     assert text in found.stdout + found.stderr
+
+
+@pytest.mark.slow
+def test_a_job_without_a_plan_follows_the_stages_of_an_earlier_one(tmp_path):
+    write(tmp_path, options=", plan=rankless.Plan(schedule='interleaved')")
+    plain = rankless("run", "--seed", "1", "-q", "train.py", folder=tmp_path)
+    found = rankless("run", "--mesh", "pipeline=2", "--seed", "1", "-q", "train.py", folder=tmp_path)
+    assert found.stdout == plain.stdout, found.stderr
+    assert found.stdout.startswith("loss ")
+
+
+@pytest.mark.slow
+def test_a_plan_with_an_unknown_axis_is_refused(tmp_path):
+    write(tmp_path)
+    rankless("plan", "--mesh", "pipeline=2", "--save", "plan.json", "train.py", folder=tmp_path)
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    plan["axes"][0]["role"] = "tensor"
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    found = rankless("run", "-n", "2", "--plan", "plan.json", "train.py", folder=tmp_path)
+    assert found.returncode == 2
+    assert "found:    pipeline with the role tensor" in found.stderr
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """Compile the programs of a job for the axis `pipeline` of the mesh."""
 
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Collection, Sequence
 
 from torch import nn
 
@@ -26,7 +25,7 @@ from rankless.parallel.tensor_placement import Shard, Sharding, split_lengths
 
 
 class Pipelines:
-    """Cuts the programs of one job into stages. Parameters that are divided decide, so all jobs have the same stages.
+    """Cuts the programs of one job into stages. Jobs that share parameters have the stages of the first one.
 
     Attributes:
         axis (MeshAxis | None): The axis of the mesh; None if it has none.
@@ -38,18 +37,18 @@ class Pipelines:
         self._plan = job.plan or Plan()
         self.axis: MeshAxis | None = find_pipeline_axis(world.mesh)
 
-    @cached_property
-    def count(self) -> int:
-        """The number of stages."""
+    def _count_stages(self, known: Collection[int]) -> int:
+        """Return the number of stages: as many as an earlier job has, or as the plan says."""
         workers = 1 if self.axis is None else self.axis.size
+        if known:
+            return workers * (max(known) // workers + 1)
         return workers * (INTERLEAVED_STAGES if self._plan.schedule == "interleaved" else 1)
 
     def find_stages(self, program: LogicalProgram) -> Stages:
         """Return the stages of a program of the job.
 
         Raises:
-            ConfigError: The job's plan names other modules, a stage has no parameters, or an earlier job has more
-                stages.
+            ConfigError: The job's plan names other modules, or a stage has no parameters.
         """
         tensors = named_tensors(self._job.modules)
         first: dict[int, str] = {}
@@ -57,40 +56,35 @@ class Pipelines:
             name: first.setdefault(id(item), name) for name, item in tensors.items() if isinstance(item, nn.Parameter)
         }
         known = {name: self._world.stages[tensors[name]] for name in names if tensors[name] in self._world.stages}
-        if known and max(known.values()) >= self.count:
-            raise ConfigError(
-                expected="one number of stages for all jobs that share parameters",
-                found=f"{self.count} stages for job {self._job.name!r}, more in an earlier job",
-                fix="pass the same plan= to these jobs",
-                where=self._job.line,
-            )
-        stages = find_stages(program, self.count, names, known, self._read_borders(program))
+        count = self._count_stages(known.values())
+        if known:
+            return find_stages(program, count, names, known)
+        stages = find_stages(program, count, names, borders=self._read_borders(program, count))
         if self._job.trains:
             self._require_parameters(stages)
         return stages
 
     def _require_parameters(self, stages: Stages) -> None:
         """Raise `ConfigError` if a stage has no parameters: its worker would have next to nothing to do."""
-        without = sorted(set(range(self.count)) - set(stages.owners.values()))
+        without = sorted(set(range(stages.count)) - set(stages.owners.values()))
         if without:
             raise ConfigError(
-                expected=f"{self.count} stages of the models of job {self._job.name!r}, each with parameters",
+                expected=f"{stages.count} stages of the models of job {self._job.name!r}, each with parameters",
                 found=f"none for stage {without[0]}",
                 fix="use fewer workers along the axis pipeline, or name other modules with stages=",
                 where=self._job.line,
             )
 
-    def _read_borders(self, program: LogicalProgram) -> Sequence[str] | None:
+    def _read_borders(self, program: LogicalProgram, count: int) -> Sequence[str] | None:
         """Return the modules at which the plan lets stages begin; None if it has none."""
         given = self._plan.stages
         if given is None:
             return None
         used = {node.meta["module"].path for node in program.graph.nodes if node.meta.get("module") is not None}
         unknown = [name for name in given if not any(path == name or path.startswith(f"{name}.") for path in used)]
-        if len(given) != self.count - 1 or unknown:
+        if len(given) != count - 1 or unknown:
             raise ConfigError(
-                expected=f"stages= with {self.count - 1} modules that job {self._job.name!r} runs, "
-                f"for {self.count} stages",
+                expected=f"stages= with {count - 1} modules that job {self._job.name!r} runs, for {count} stages",
                 found=f"{unknown[0]!r}, which it does not run" if unknown else f"{len(given)}: {', '.join(given)}",
                 fix="name the module at which each stage after the first begins, or omit stages=",
                 where=self._job.line,
@@ -111,13 +105,14 @@ class Pipelines:
         lengths, count = divide_into_microbatches(
             arguments, shardings, BatchDivision.of(mesh), self._plan.count_microbatches(axis.size), mesh.axes
         )
+        stages = self.find_stages(program)
         trains = any(output.kind == "gradient" for _, output in program.outputs)
         options = PipelineOptions(
             axis=axis,
-            stages=self.find_stages(program),
+            stages=stages,
             schedule_name=self._plan.schedule,
             schedule=make_schedule(
-                self._plan.schedule, workers=axis.size, stages=self.count, microbatches=count, trains=trains
+                self._plan.schedule, workers=axis.size, stages=stages.count, microbatches=count, trains=trains
             ),
             microbatches=count,
             batch_lengths=lengths,
