@@ -61,23 +61,27 @@ def share_by_owner(tensors: Mapping[str, Tensor], mesh: Mesh) -> FileShare:
         replica = Replica(partition.piece, divided_along=partition.group)
         for number in sorted(set(replica.find_first_ranks(mesh))):
             place = mesh.find_rank_along(partition.group, number)
-            piece = describe_piece(name, partition, place)
+            ranges = describe_pieces(name, partition, place)
             loads[number] += partition.layout.piece_size(place) * tensor.element_size()
-            has_pieces[number] |= piece.start < piece.stop
-            if number == rank and piece.start < piece.stop:
-                own[piece.name] = partition.get_current_piece()
-                pieces[piece.name] = piece
+            has_pieces[number] |= bool(ranges)
+            if number == rank and ranges:
+                parts = partition.get_current_piece().chunk(len(ranges), partition.layout.placement.dim)
+                own.update(zip((piece.name for piece in ranges), parts, strict=True))
+                pieces.update({piece.name: piece for piece in ranges})
     shares = assign_tensors(whole, loads)
     own.update({name: whole[name] for name in shares[rank]})
     writers = [number for number in range(1, ranks) if shares[number] or has_pieces[number]]
     return FileShare(tensors=own, pieces=pieces, writers=writers)
 
 
-def describe_piece(name: str, partition: Partition, place: int) -> TensorPiece:
-    """Return which rows of a tensor the rank at a place along the axis has that divides it."""
-    placement = partition.layout.placement
-    start = placement.start(place)
-    return TensorPiece(name, partition.layout.shape, placement.dim, start, start + placement.lengths[place])
+def describe_pieces(name: str, partition: Partition, place: int) -> list[TensorPiece]:
+    """Return which ranges of rows the rank at a place along the axis has that divides a tensor; none for no rows."""
+    layout = partition.layout
+    return [
+        TensorPiece(name, layout.shape, layout.placement.dim, start, stop)
+        for start, stop in layout.list_ranges(place)
+        if start < stop
+    ]
 
 
 def assign_tensors(tensors: Mapping[str, Tensor], loads: list[int]) -> list[list[str]]:

@@ -6,11 +6,12 @@ from math import prod
 from rankless.errors import ConfigError
 from rankless.records.parallel_plan import PlannedAxis
 
-AXES = ("pipeline", "data")
+AXES = ("pipeline", "data", "tensor")
 """The axes that a mesh may have, from the outermost: along the innermost, workers of one host are neighbours."""
 MESH_HELP = (
-    "Axes of the mesh and their sizes, as data=2,pipeline=4: `data` divides the batch, `pipeline` the layers of the "
-    "model. The product is the number of workers. Default: all workers along data."
+    "Axes of the mesh and their sizes, as data=2,tensor=4: `data` divides the batch, `tensor` the features and heads "
+    "of each layer, `pipeline` the layers of the model. The product is the number of workers. Default: all workers "
+    "along data."
 )
 
 
@@ -25,7 +26,7 @@ def parse_mesh(text: str) -> tuple[PlannedAxis, ...]:
         name, _, number = part.strip().partition("=")
         if name not in AXES or not number.isdecimal() or int(number) < 1:
             raise ConfigError(
-                expected=f"axes as name=size, separated by commas, with the names {' and '.join(sorted(AXES))} and "
+                expected=f"axes as name=size, separated by commas, with the names {', '.join(sorted(AXES))} and "
                 "sizes from 1 up",
                 found=f"{part.strip()!r} in --mesh {text}",
                 fix="for example --mesh data=2,pipeline=2",
@@ -35,6 +36,12 @@ def parse_mesh(text: str) -> tuple[PlannedAxis, ...]:
                 expected="each axis of a mesh once", found=f"{name} twice in --mesh {text}", fix="name it once"
             )
         sizes[name] = int(number)
+    if sizes.get("pipeline", 1) > 1 and sizes.get("tensor", 1) > 1:
+        raise ConfigError(
+            expected="a mesh with the axis pipeline or the axis tensor",
+            found=f"both in --mesh {text}",
+            fix="use one of them, with data: both at once are not supported yet",
+        )
     return tuple(PlannedAxis(name=name, role=name, size=sizes[name]) for name in AXES if name in sizes)
 
 

@@ -97,7 +97,7 @@ def find_plan(path: str, program: Program, *, workers: int) -> PlanFile:
     unknown = [axis for axis in plan.axes if axis.name not in AXES or axis.role != axis.name]
     if unknown or len({axis.name for axis in plan.axes}) < len(plan.axes):
         raise ConfigError(
-            expected=f"the axes {' and '.join(sorted(AXES))} in the plan {path}, each at most once",
+            expected=f"the axes {', '.join(sorted(AXES))} in the plan {path}, each at most once",
             found=", ".join(f"{axis.name} with the role {axis.role}" for axis in plan.axes),
             fix=f"make a new plan with `rankless plan --mesh … --save {path} {program.text}`",
         )
@@ -123,7 +123,7 @@ def require_valid_division(name: str, state: StatePlan, axes: Sequence[PlannedAx
         axes: The axes of the plan.
     """
     division = state.optimizer_state
-    sizes = {axis.name: axis.size for axis in axes if axis.role in ("data", "pipeline")}
+    sizes = {axis.name: axis.size for axis in axes if axis.role in ("data", "pipeline", "tensor")}
     problem = None
     if division is None:
         if state.value is not None or state.gradient is not None:
@@ -136,10 +136,13 @@ def require_valid_division(name: str, state: StatePlan, axes: Sequence[PlannedAx
         problem = f"the axis {division.axis!r}, which is none of {', '.join(sizes)}"
     elif not 0 <= division.dim < len(state.shape):
         problem = f"dim {division.dim} of the shape {list(state.shape)}"
-    elif len(division.lengths) != sizes[division.axis] or not is_even_or_owned(division.lengths):
+    elif len(division.lengths) != sizes[division.axis] or not (
+        division.axis == "tensor" or is_even_or_owned(division.lengths)
+    ):
         problem = f"the lengths {list(division.lengths)} for {sizes[division.axis]} workers"
-    elif sum(division.lengths) != state.shape[division.dim]:
-        problem = f"the lengths {list(division.lengths)} for {state.shape[division.dim]} rows"
+    elif min(division.lengths) < 0 or division.blocks * sum(division.lengths) != state.shape[division.dim]:
+        blocks = f"{division.blocks} times " if division.blocks > 1 else ""
+        problem = f"{blocks}the lengths {list(division.lengths)} for {state.shape[division.dim]} rows"
     if problem is not None:
         raise ConfigError(
             expected=f"a plan that divides {name} in one way: optimizer state, also its gradient, or also its value, "

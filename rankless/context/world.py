@@ -18,7 +18,7 @@ from rankless.context.training_progress import ProgressMeter
 from rankless.errors import RanklessError
 from rankless.ownership.divided_owner import DividedOwner
 from rankless.ownership.state_owner import StateOwner, WholeOwner
-from rankless.parallel.mesh import Mesh
+from rankless.parallel.mesh import Mesh, find_state_axis
 from rankless.records.events import AnyRecord
 from rankless.records.parallel_plan import ParallelPlan
 
@@ -74,12 +74,11 @@ class World:
     @cached_property
     def owner(self) -> StateOwner:
         """Holds parameters, gradients and optimizer state, of which each worker may have only pieces."""
-        by_role = {axis.role: axis for axis in self.mesh.axes}
-        axis = by_role.get("pipeline", by_role.get("data"))
+        axis = find_state_axis(self.mesh)
         if self.mesh.size == 1 or axis is None:
             return WholeOwner()
-        # The stages of a pipeline do not read each other's parameters.
-        return DividedOwner(axis, self._require_all_workers, shares_values=axis.role != "pipeline")
+        # Only along `data` do workers read each other's parameters.
+        return DividedOwner(axis, self._require_all_workers, shares_values=axis.role == "data")
 
     def require_not_in_once(self, operation: str) -> None:
         """Raise RanklessError if rank 0 is alone inside `rankless.once`, where it must not wait for other ranks."""

@@ -13,14 +13,14 @@ from rankless.errors import ConfigError
 from rankless.jobs.arguments import FlattenedArguments, name_argument
 from rankless.jobs.definition import JobDefinition
 from rankless.jobs.optimizer_step import count_group_parameters
-from rankless.ownership.default_policy import make_default_plan
+from rankless.ownership.default_policy import give_to, make_default_plan
 from rankless.ownership.divided_owner import GATHER_BYTES, DividedOwner
 from rankless.ownership.optimizer_pieces import READS_WHOLE, list_parameters, require_divisible
 from rankless.ownership.piece_layout import group_in_order
-from rankless.parallel.mesh import Mesh, find_pipeline_axis
+from rankless.parallel.mesh import Mesh, find_pipeline_axis, find_tensor_axis
 from rankless.parallel.plan import Plan
 from rankless.parallel.tensor_placement import Shard, Sharding
-from rankless.records.parallel_plan import JobPlan, PipelinePlan, StatePlan
+from rankless.records.parallel_plan import JobPlan, PipelinePlan, StateDivision, StatePlan
 
 GROUPS = 32
 """So many groups of a large model's parameters are divided one after the other."""
@@ -40,8 +40,11 @@ class PlannedDivision:
         self._arguments: dict[str, int | None] = {}
         self._stages: Mapping[str, int] | None = None
         """The stage of each parameter in a pipeline, once it is known."""
+        self._divisions: Mapping[str, StateDivision | None] | None = None
+        """How parameters are divided of which no worker needs the whole, once it is known."""
         self._pipeline = find_pipeline_axis(world.mesh)
-        if self._pipeline is not None:
+        self.tensor = find_tensor_axis(world.mesh)
+        if self._pipeline is not None or self.tensor is not None:
             require_no_zero(job, world.mesh)
         if self._given is not None and self._given.pipeline is not None:
             self.take_stages(self._given.pipeline.stages)
@@ -52,11 +55,8 @@ class PlannedDivision:
         job = self._job
         tensors = named_tensors(job.modules)
         options = job.step_options
-        mesh = self._world.mesh
-        owners = None
-        if self._stages is not None and self._pipeline is not None:
-            owners = {name: stage % self._pipeline.size for name, stage in self._stages.items()}
-        made = make_default_plan(tensors, job.optimizers, mesh, options.zero, options.offload, owners)
+        mesh, divisions = self._world.mesh, self._divisions
+        made = make_default_plan(tensors, job.optimizers, mesh, options.zero, options.offload, divisions)
         return JobPlan(
             states=made.states if self._given is None else self._given.states,
             arguments=self._arguments,
@@ -116,9 +116,10 @@ class PlannedDivision:
             self._arguments.setdefault(name_argument(self._job.function, arguments, place), dim)
 
     @property
-    def needs_stages(self) -> bool:
-        """Whether a train job's parameters will be divided between stages that are not known yet."""
-        return self._pipeline is not None and self._job.trains and self._stages is None
+    def needs_program(self) -> bool:
+        """Whether a train job's parameters will be divided in a way that depends on its program, and is not known yet."""
+        is_known = self._stages is not None or self._divisions is not None or self._given is not None
+        return (self._pipeline is not None or self.tensor is not None) and self._job.trains and not is_known
 
     def take_stages(self, stages: Mapping[str, int]) -> None:
         """Let the next update divide parameters between the stages of a pipeline.
@@ -128,15 +129,29 @@ class PlannedDivision:
         """
         self._stages = stages
         tensors = named_tensors(self._job.modules)
+        stepped = {id(item) for optimizer in self._job.optimizers for item in list_parameters(optimizer)}
+        self._divisions = {
+            name: give_to(tensors[name], self._world.mesh, stage)
+            for name, stage in stages.items()
+            if name in tensors and id(tensors[name]) in stepped
+        }
         for name, stage in stages.items():
             if name in tensors:
                 self._world.stages.setdefault(tensors[name], stage)
+
+    def take_divisions(self, divisions: Mapping[str, StateDivision]) -> None:
+        """Let the next update divide parameters along the axis `tensor`.
+
+        Args:
+            divisions: How each parameter that is divided is divided, by name.
+        """
+        self._divisions = dict(divisions)
 
     @property
     def is_up_to_date(self) -> bool:
         """Whether there is nothing to divide."""
         job = self._job
-        divides = job.step_options.zero is not None or self._given is not None or self._stages is not None
+        divides = job.step_options.zero is not None or self._given is not None or self._divisions is not None
         if not isinstance(self._world.owner, DividedOwner) or not divides:
             return True
         return count_group_parameters(job) == self._known
@@ -175,13 +190,14 @@ class PlannedDivision:
 
 
 def require_no_zero(job: JobDefinition, mesh: Mesh) -> None:
-    """Raise `ConfigError` for `zero=` on a mesh that divides both the batch and the layers."""
+    """Raise `ConfigError` for `zero=` on a mesh that divides both the batch and the layers or features."""
     if job.step_options.zero is not None and any(axis.role == "data" for axis in mesh.axes):
+        names = ", ".join(axis.name for axis in mesh.axes)
         raise ConfigError(
-            expected="a mesh without the axis pipeline, or without the axis data, for zero=: states are divided along "
-            "one axis",
-            found=f"zero={job.step_options.zero!r} on job {job.name!r}, and a mesh with both",
-            fix="omit zero=: each stage of the pipeline has its own parameters and optimizer state only",
+            expected="a mesh with one axis for zero=: states are divided along one axis",
+            found=f"zero={job.step_options.zero!r} on job {job.name!r}, and a mesh with the axes {names}",
+            fix="omit zero=: along the axes pipeline and tensor each worker has its part of parameters and optimizer "
+            "state only",
             where=job.line,
         )
 

@@ -17,7 +17,7 @@ def make_default_plan(
     mesh: Mesh,
     zero: ZeroLevel | None,
     offload: bool = False,
-    owners: Mapping[str, int] | None = None,
+    divisions: Mapping[str, StateDivision | None] | None = None,
 ) -> JobPlan:
     """Return the data-parallel plan of a job.
 
@@ -27,7 +27,8 @@ def make_default_plan(
         mesh: The workers. The first axis with the role `data` divides states.
         zero: What is divided; None for nothing.
         offload: Whether the pieces lie in the memory of the host.
-        owners: The worker of each parameter along the axis `pipeline`, if the mesh has one.
+        divisions: How parameters are divided of which no worker needs the whole, by name: along the axis `pipeline` or
+            `tensor`, if the mesh has one.
     """
     stepped = {id(item): optimizer for optimizer in optimizers for item in list_parameters(optimizer)}
     loads = [0] * mesh.size
@@ -42,8 +43,8 @@ def make_default_plan(
         if axis is not None and zero is not None and isinstance(tensor, nn.Parameter) and id(tensor) in stepped:
             is_whole = type(stepped[id(tensor)]) in READS_WHOLE
             division = assign(tensor, axis, loads) if is_whole else divide(tensor, axis)
-        if owners is not None and isinstance(tensor, nn.Parameter) and id(tensor) in stepped:
-            states[name] = plan_state(tensor, give_to(tensor, mesh, owners[name]), "parameters", offload)
+        if divisions is not None and name in divisions:
+            states[name] = plan_state(tensor, divisions[name], "parameters", offload)
         else:
             states[name] = plan_state(tensor, division, zero, offload)
     return JobPlan(states=states)
@@ -70,9 +71,10 @@ def divide(parameter: Tensor, axis: MeshAxis) -> StateDivision | None:
     return None if found is None else StateDivision(axis=axis.name, dim=found[0], lengths=found[1])
 
 
-def give_to(parameter: Tensor, mesh: Mesh, owner: int) -> StateDivision | None:
+def give_to(parameter: Tensor, mesh: Mesh, stage: int) -> StateDivision | None:
     """Return the division that gives a parameter to the worker of its stage; None for one without rows."""
     axis = next(axis for axis in mesh.axes if axis.role == "pipeline")
+    owner = stage % axis.size
     if parameter.dim() == 0 or parameter.shape[0] == 0 or not is_dense(tuple(parameter.shape), parameter.stride()):
         return None
     lengths = tuple(parameter.shape[0] if worker == owner else 0 for worker in range(axis.size))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
-from rankless.collectives.mesh_collectives import all_gather, all_reduce, all_reduce_maximum, start_all_gather
+from rankless.collectives.mesh_collectives import all_reduce, all_reduce_maximum, start_all_gather
 from rankless.errors import ConfigError
 from rankless.ownership.divided_parameter import DividedParameter, make_divided_parameter
 from rankless.ownership.host_memory import copy_to_device, copy_to_host
@@ -23,8 +23,8 @@ from rankless.ownership.replica import Replica
 from rankless.ownership.shared_pieces import SharedPieces, SharedValue
 from rankless.ownership.unread_tensor import UnreadTensor
 from rankless.parallel.mesh import WorkerGroup
-from rankless.parallel.tensor_placement import Shard
-from rankless.records.parallel_plan import JobPlan, StatePlan
+from rankless.parallel.tensor_placement import BlockedShard, Shard
+from rankless.records.parallel_plan import JobPlan, StateDivision, StatePlan
 
 GATHER_BYTES = 25 * 2**20
 """The size of whole parameters that are gathered together after a step."""
@@ -76,7 +76,7 @@ class DividedOwner:
             division, parameter = state.optimizer_state, tensors[name]
             if division is None or not isinstance(parameter, nn.Parameter):
                 continue
-            placement = Shard(division.dim, division.lengths)
+            placement = read_placement(division)
             known = self._divided.get(id(parameter))
             if known is None:
                 new[name] = parameter, PieceLayout.of(parameter, placement)
@@ -170,7 +170,7 @@ class DividedOwner:
             else:
                 tensor.copy_(whole)
 
-    def find_value_placement(self, tensor: Tensor) -> Shard | None:
+    def find_value_placement(self, tensor: Tensor) -> Shard | BlockedShard | None:
         """Return how the value of a parameter or buffer is divided; None for a whole one."""
         known = self._divided.get(id(tensor))
         return known.layout.placement if known is not None and known.divides_value else None
@@ -180,7 +180,7 @@ class DividedOwner:
         known = find_partition(tensor)
         return Replica(tensor) if known is None else Replica(known.piece, divided_along=self._group)
 
-    def find_gradient_placement(self, parameter: Tensor) -> Shard | None:
+    def find_gradient_placement(self, parameter: Tensor) -> Shard | BlockedShard | None:
         """Return how the gradient of a parameter is divided; None for a whole one."""
         known = self._divided.get(id(parameter))
         return known.layout.placement if known is not None and known.divides_gradient else None
@@ -190,9 +190,13 @@ class DividedOwner:
         known = self._divided.get(id(parameter))
         if known is None or not known.divides_gradient or known.piece.grad is None:
             return parameter.grad
-        placement = known.layout.placement
-        gradient = copy_to_device(known.piece.grad, parameter.device)
-        return all_gather(gradient, among=self._group, dim=placement.dim, lengths=placement.lengths)
+        group = PieceGroup((known.layout,), self._group.size)
+        chunk = group.join_pieces([copy_to_device(known.piece.grad, parameter.device)])
+        flat = chunk.new_empty(group.flat_size)
+        work = start_all_gather(flat, chunk, among=self._group)
+        if work is not None:
+            work.wait()
+        return group.split_wholes(flat)[0]
 
     def divide_gradient(self, parameter: Tensor, whole: Tensor) -> Tensor:
         """Return a copy of what this worker holds of a whole gradient."""
@@ -316,7 +320,16 @@ def group_by_kind(members: Sequence[DividedParameter]) -> list[list[DividedParam
     )
 
 
-def require_same_division(known: DividedParameter, placement: Shard, state: StatePlan, line: str) -> None:
+def read_placement(division: StateDivision) -> Shard | BlockedShard:
+    """Return the placement that a plan describes."""
+    if division.blocks > 1:
+        return BlockedShard(division.dim, division.blocks, division.lengths)
+    return Shard(division.dim, division.lengths)
+
+
+def require_same_division(
+    known: DividedParameter, placement: Shard | BlockedShard, state: StatePlan, line: str
+) -> None:
     """Raise `ConfigError` for a parameter that another job divides in another way."""
     if (known.layout.placement, known.divides_value, known.divides_gradient, known.is_offloaded) != (
         placement,

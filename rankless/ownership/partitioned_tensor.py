@@ -138,9 +138,10 @@ class Partition:
 
     def take(self, value: StoredValue) -> None:
         """Take a new value, of which only this worker's rows are read, unless the script holds a whole one."""
-        placement, rank = self.layout.placement, self._values.group.rank
+        dim, ranges = self.layout.placement.dim, self.layout.list_ranges(self._values.group.rank)
+        rows = [value.read_rows(dim, start, stop - start) for start, stop in ranges]
         with torch.no_grad():
-            self.piece.copy_(value.read_rows(placement.dim, placement.start(rank), placement.lengths[rank]))
+            self.piece.copy_(rows[0] if len(rows) == 1 else torch.cat(rows, dim))
             if self.whole is not None:
                 self.whole.copy_(value.read())
 

@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from rankless.parallel.tensor_placement import Shard
+from rankless.parallel.tensor_placement import BlockedShard, Shard, compute_local_shape
 
 Item = TypeVar("Item")
 
@@ -27,18 +27,17 @@ class PieceLayout:
     """The shape of the whole tensor."""
     order: tuple[int, ...]
     """Its dims from the slowest to the fastest in memory."""
-    placement: Shard
+    placement: Shard | BlockedShard
     """The dim that is divided, and each worker's length."""
 
     @staticmethod
-    def of(tensor: Tensor, placement: Shard) -> "PieceLayout":
+    def of(tensor: Tensor, placement: Shard | BlockedShard) -> "PieceLayout":
         """Return the layout of a dense tensor whose dims may lie in memory in any order."""
         return PieceLayout(tuple(tensor.shape), order_dims(tensor.stride()), placement)
 
     def piece_shape(self, rank: int) -> tuple[int, ...]:
         """Return the shape of one worker's piece."""
-        dim = self.placement.dim
-        return (*self.shape[:dim], self.placement.lengths[rank], *self.shape[dim + 1 :])
+        return tuple(compute_local_shape(self.shape, (self.placement,), (rank,)))
 
     def piece_strides(self, rank: int) -> tuple[int, ...]:
         """Return the strides of one worker's piece in memory of its own."""
@@ -54,8 +53,33 @@ class PieceLayout:
         return prod(self.piece_shape(rank))
 
     def get_piece(self, whole: Tensor, rank: int) -> Tensor:
-        """Return one worker's piece of a whole tensor, as a view."""
-        return whole.narrow(self.placement.dim, self.placement.start(rank), self.placement.lengths[rank])
+        """Return one worker's piece of a whole tensor: as a view, unless it consists of rows of several blocks."""
+        view = self.view_range(whole, rank)
+        return view if isinstance(self.placement, Shard) else view.flatten(self.placement.dim, self.placement.dim + 1)
+
+    def view_range(self, whole: Tensor, rank: int) -> Tensor:
+        """Return one worker's piece of a whole tensor as a view, in the shape of `view_piece`."""
+        placement = self.placement
+        dim, start, length = placement.dim, placement.start(rank), placement.lengths[rank]
+        if isinstance(placement, Shard):
+            return whole.narrow(dim, start, length)
+        return whole.unflatten(dim, (placement.blocks, -1)).narrow(dim + 1, start, length)
+
+    def view_piece(self, piece: Tensor, rank: int) -> Tensor:
+        """Return a piece as a view in which blocks have a dim of their own, before the divided one."""
+        placement = self.placement
+        if isinstance(placement, Shard):
+            return piece
+        return piece.unflatten(placement.dim, (placement.blocks, placement.lengths[rank]))
+
+    def list_ranges(self, rank: int) -> list[tuple[int, int]]:
+        """Return the rows of the whole tensor that one worker's piece has, as ranges from a row up to another."""
+        placement = self.placement
+        start, length = placement.start(rank), placement.lengths[rank]
+        if isinstance(placement, Shard):
+            return [(start, start + length)]
+        rows = sum(placement.lengths)
+        return [(block * rows + start, block * rows + start + length) for block in range(placement.blocks)]
 
     def copy_piece(self, whole: Tensor, rank: int) -> Tensor:
         """Return one worker's piece in memory of its own, in the order of the whole tensor's dims."""
@@ -65,7 +89,7 @@ class PieceLayout:
     def is_contiguous_piece(self) -> bool:
         """Return whether each worker's piece is one range of the whole tensor's memory."""
         outer = self.order[: self.order.index(self.placement.dim)]
-        return all(self.shape[dim] == 1 for dim in outer)
+        return isinstance(self.placement, Shard) and all(self.shape[dim] == 1 for dim in outer)
 
     def view_flat(self, flat: Tensor, shape: Sequence[int]) -> Tensor:
         """Return elements in memory order as a tensor of this shape, which is the whole's or a piece's."""
@@ -76,11 +100,7 @@ class PieceLayout:
         return value.permute(self.order).reshape(-1)
 
     def _dense_strides(self, shape: Sequence[int]) -> tuple[int, ...]:
-        strides, step = [1] * len(shape), 1
-        for dim in reversed(self.order):
-            strides[dim] = step
-            step *= max(1, shape[dim])
-        return tuple(strides)
+        return make_dense_strides(shape, self.order)
 
 
 @dataclass(frozen=True)
@@ -149,13 +169,23 @@ class PieceGroup:
     def copy_to_wholes(self, flat: Tensor, wholes: Sequence[Tensor]) -> None:
         """Copy the flat tensor into whole tensors."""
         for rank, pieces in enumerate(self.view_all_pieces(flat)):
-            targets = [layout.get_piece(whole, rank) for layout, whole in zip(self.layouts, wholes, strict=True)]
-            torch._foreach_copy_(targets, pieces)
+            targets = [layout.view_range(whole, rank) for layout, whole in zip(self.layouts, wholes, strict=True)]
+            sources = [layout.view_piece(piece, rank) for layout, piece in zip(self.layouts, pieces, strict=True)]
+            torch._foreach_copy_(targets, sources)
 
 
 def order_dims(strides: Sequence[int]) -> tuple[int, ...]:
     """Return the dims of a dense tensor from the slowest to the fastest in memory."""
     return tuple(sorted(range(len(strides)), key=lambda dim: (-strides[dim], dim)))
+
+
+def make_dense_strides(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a dense tensor whose dims lie in memory in this order, from the slowest to the fastest."""
+    strides, step = [1] * len(shape), 1
+    for dim in reversed(order):
+        strides[dim] = step
+        step *= max(1, shape[dim])
+    return tuple(strides)
 
 
 def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:

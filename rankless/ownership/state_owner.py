@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from rankless.ownership.replica import Replica
 from rankless.ownership.unread_tensor import UnreadTensor
-from rankless.parallel.tensor_placement import Shard
+from rankless.parallel.tensor_placement import BlockedShard, Shard
 
 
 class StateOwner(Protocol):
@@ -62,7 +62,7 @@ class StateOwner(Protocol):
         """Take a new whole value. Collective."""
         ...
 
-    def find_value_placement(self, tensor: Tensor) -> Shard | None:
+    def find_value_placement(self, tensor: Tensor) -> Shard | BlockedShard | None:
         """Return how the value of a parameter or buffer is divided; None for a whole one."""
         ...
 
@@ -70,7 +70,7 @@ class StateOwner(Protocol):
         """Return what this worker holds of a parameter, buffer or optimizer state, and who must hold the same."""
         ...
 
-    def find_gradient_placement(self, parameter: Tensor) -> Shard | None:
+    def find_gradient_placement(self, parameter: Tensor) -> Shard | BlockedShard | None:
         """Return how the gradient of a parameter is divided; None for a whole one."""
         ...
 
@@ -143,7 +143,7 @@ class WholeOwner:
         with torch.no_grad():
             tensor.copy_(whole)
 
-    def find_value_placement(self, tensor: Tensor) -> Shard | None:  # noqa: ARG002
+    def find_value_placement(self, tensor: Tensor) -> Shard | BlockedShard | None:  # noqa: ARG002
         """Return None."""
         return None
 
@@ -151,7 +151,7 @@ class WholeOwner:
         """Return the tensor: all workers must hold the same."""
         return Replica(tensor)
 
-    def find_gradient_placement(self, parameter: Tensor) -> Shard | None:  # noqa: ARG002
+    def find_gradient_placement(self, parameter: Tensor) -> Shard | BlockedShard | None:  # noqa: ARG002
         """Return None."""
         return None
 

@@ -151,6 +151,25 @@ class Mesh:
         return Mesh(rank=0, size=1, device=torch.device(device))
 
 
+STATE_ROLES: tuple[AxisRole, ...] = ("pipeline", "tensor", "data")
+"""The roles of axes along which states can be divided. The first one that a mesh has divides them."""
+
+
+def find_state_axis(mesh: Mesh) -> MeshAxis | None:
+    """Return the axis of a mesh along which workers hold pieces of parameters, gradients and optimizer state."""
+    return next((axis for role in STATE_ROLES for axis in mesh.axes if axis.role == role), None)
+
+
 def find_pipeline_axis(mesh: Mesh) -> MeshAxis | None:
     """Return the axis of a mesh that divides layers; None if there is none."""
-    return next((axis for axis in mesh.axes if axis.role == "pipeline"), None)
+    return find_axis(mesh, "pipeline")
+
+
+def find_tensor_axis(mesh: Mesh) -> MeshAxis | None:
+    """Return the axis of a mesh that divides features; None if there is none."""
+    return find_axis(mesh, "tensor")
+
+
+def find_axis(mesh: Mesh, role: AxisRole) -> MeshAxis | None:
+    """Return the first axis of a mesh with a role; None if there is none."""
+    return next((axis for axis in mesh.axes if axis.role == role), None)

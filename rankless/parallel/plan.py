@@ -1,7 +1,10 @@
 """The plan that a script gives to a job: how its model is divided along the axes of the mesh."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import get_args
+from typing import Literal, get_args
+
+from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from rankless.errors import ConfigError
 from rankless.records.parallel_plan import PipelineSchedule
@@ -24,6 +27,12 @@ class Plan:
             Default: two for each worker along the axis.
         stages: The modules at which the stages after the first begin, by their names in the job, such as
             `("model.layers.4", "model.layers.8")`. Default: Rankless chooses them for about equal work.
+        tensor: How the axis `tensor` divides parameters: "auto", or a dict from names of parameters to
+            `torch.distributed.tensor.Shard(dim)` or `Replicate()`. A name may be a pattern as in a shell, and begin
+            anywhere after a dot: "*.mlp.up.weight". What must be divided together with a named parameter follows it,
+            as the bias of a layer and the input features of the next one do; all others are whole. Default: "auto",
+            which divides attention by heads, MLPs by hidden features, convolutions by channels, embeddings and heads by
+            words, as the program of the job allows.
 
     Raises:
         ConfigError: A value is invalid.
@@ -36,6 +45,7 @@ class Plan:
     schedule: PipelineSchedule = "1f1b"
     microbatches: int | None = None
     stages: tuple[str, ...] | None = None
+    tensor: Literal["auto"] | Mapping[str, Placement] = "auto"
 
     def __post_init__(self) -> None:
         if self.schedule not in get_args(PipelineSchedule):
@@ -59,6 +69,8 @@ class Plan:
                 found=f"stages={stages!r}",
                 fix="omit it, and Rankless chooses the stages",
             )
+        if self.tensor != "auto":
+            require_placements(self.tensor)
         if stages is not None:
             object.__setattr__(self, "stages", tuple(stages))
 
@@ -69,3 +81,23 @@ class Plan:
             workers: The number of workers along the axis `pipeline`.
         """
         return self.microbatches or MICROBATCHES_PER_WORKER * workers
+
+
+def require_placements(tensor: object) -> None:
+    """Raise `ConfigError` if `tensor=` is no dict from names to placements."""
+    found = f"tensor={tensor!r}"
+    if isinstance(tensor, Mapping):
+        wrong = [
+            (name, placement)
+            for name, placement in tensor.items()
+            if not isinstance(name, str) or type(placement) not in (Shard, Replicate)
+        ]
+        if not wrong:
+            return
+        found = f"{wrong[0][1]!r} for {wrong[0][0]!r}"
+    raise ConfigError(
+        expected='tensor= as "auto", or a dict from names of parameters to Shard(dim) or Replicate() of '
+        "torch.distributed.tensor",
+        found=found,
+        fix='for example tensor={"*.mlp.up.weight": Shard(0)}',
+    )

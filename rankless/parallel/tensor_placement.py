@@ -2,6 +2,10 @@
 
 `Shard` has the length of every rank's piece, because uneven pieces are normal: a batch of 7 x 10 tokens on two ranks
 flattens to 40 + 30 tokens, not 35 + 35.
+
+Note [dims of several blocks]: one weight often holds several side by side, as the queries, keys and values of attention
+in the rows of one matrix. The heads of each must be divided alike, so a rank has its rows of every block. That is
+`BlockedShard`. It is no `Shard`, so that code which does not know of blocks does not divide them wrongly.
 """
 
 from collections.abc import Sequence
@@ -9,7 +13,17 @@ from collections.abc import Sequence
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
 from torch.distributed.tensor.placement_types import Shard as TorchShard
 
-__all__ = ["Partial", "Placement", "Replicate", "Shard", "Sharding", "compute_local_shape", "split_lengths"]
+__all__ = [
+    "BlockedShard",
+    "Partial",
+    "Placement",
+    "Replicate",
+    "Shard",
+    "Sharding",
+    "compute_local_shape",
+    "is_divided_along",
+    "split_lengths",
+]
 
 Sharding = tuple[Placement, ...]
 """One placement per axis of a mesh, from the outermost. The lengths of an axis divide what the axes before it leave."""
@@ -49,6 +63,48 @@ class Shard(TorchShard):
         return sum(self.lengths[:rank])
 
 
+class BlockedShard(Placement):
+    """Split each of `blocks` equal parts of `dim`: rank r holds `lengths[r]` rows of every block.
+
+    See Note [dims of several blocks].
+    """
+
+    dim: int
+    blocks: int
+    lengths: tuple[int, ...]
+
+    def __init__(self, dim: int, blocks: int, lengths: tuple[int, ...]) -> None:
+        super().__init__()
+        self.dim = dim
+        self.blocks = blocks
+        self.lengths = lengths
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, BlockedShard):
+            return False
+        return (self.dim, self.blocks, self.lengths) == (other.dim, other.blocks, other.lengths)
+
+    def __hash__(self) -> int:
+        return hash((self.dim, self.blocks))
+
+    def __repr__(self) -> str:
+        return f"BlockedShard({self.dim}, {self.blocks}, {list(self.lengths)})"
+
+    def start(self, rank: int) -> int:
+        """Return the index, within each block, of the first row that `rank` holds."""
+        return sum(self.lengths[:rank])
+
+    @property
+    def gathered_lengths(self) -> tuple[int, ...]:
+        """The number of rows that each rank holds of all blocks together."""
+        return tuple(self.blocks * length for length in self.lengths)
+
+
+def is_divided_along(placement: Placement, dim: int) -> bool:
+    """Return whether an axis divides this dim of a value."""
+    return isinstance(placement, Shard | BlockedShard) and placement.dim == dim
+
+
 def compute_local_shape(shape: Sequence[int], sharding: Sharding, ranks: Sequence[int]) -> list[int]:
     """Return the shape of one worker's piece of a logical value.
 
@@ -61,4 +117,6 @@ def compute_local_shape(shape: Sequence[int], sharding: Sharding, ranks: Sequenc
     for placement, rank in zip(sharding, ranks, strict=True):
         if isinstance(placement, Shard):
             sizes[placement.dim] = placement.lengths[rank]
+        elif isinstance(placement, BlockedShard):
+            sizes[placement.dim] = placement.gathered_lengths[rank]
     return sizes

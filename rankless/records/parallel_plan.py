@@ -28,7 +28,9 @@ class StateDivision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     axis: str
     dim: int
     lengths: tuple[int, ...]
-    """The rows that each worker along the axis holds."""
+    """The rows that each worker along the axis holds, of each block."""
+    blocks: int = 1
+    """The number of equal parts of the dim that are divided alike, such as 3 for queries, keys and values."""
 
 
 class StatePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -171,9 +171,10 @@ def build_local_program(
         sizes: The names of varying sizes.
         probe: Probes operators without a rule. None leaves them whole. With it the call is collective.
     """
-    with offer_whole_batch():
-        sharded = propagate_shardings(program, argument_shardings, [axis.size for axis in mesh.axes], probe)
     storage = storage or StateStorage()
+    sizes_of_axes = [axis.size for axis in mesh.axes]
+    with offer_whole_batch():
+        sharded = propagate_shardings(program, argument_shardings, sizes_of_axes, probe, storage.shardings)
     local = lower(sharded, mesh)
     local = gather_parameters(local, program, storage)
     local = schedule_gradients(local, program, storage)

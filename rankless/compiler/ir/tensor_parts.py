@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from rankless.parallel.tensor_placement import Shard, Sharding
+from rankless.parallel.tensor_placement import BlockedShard, Shard, Sharding
 
 Part = tuple[int, int, int]
 """A range of one dim: the dim, the first index and the length."""
@@ -19,6 +19,7 @@ def list_parts(sharding: Sharding, ranks: Sequence[int]) -> tuple[Part, ...]:
     """
     found: dict[int, tuple[int, int]] = {}
     for placement, rank in zip(sharding, ranks, strict=True):
+        assert not isinstance(placement, BlockedShard), "a part of every block of a dim is no range"
         if isinstance(placement, Shard):
             start, _ = found.get(placement.dim, (0, 0))
             found[placement.dim] = (start + placement.start(rank), placement.lengths[rank])

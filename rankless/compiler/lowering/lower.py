@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from rankless.compiler.ir import custom_ops, local_kernels
+from rankless.compiler.ir.blocked_dims import slice_blocks
 from rankless.compiler.ir.logical_program import (
     LogicalValue,
     ProgramInput,
@@ -44,7 +45,15 @@ from rankless.compiler.sharding.redistribution_steps import list_steps, replace_
 from rankless.compiler.sharding.sharding_propagation import ShardedProgram
 from rankless.compiler.tracing.symbolic_sizes import size_hint
 from rankless.parallel.mesh import Mesh
-from rankless.parallel.tensor_placement import Partial, Replicate, Shard, Sharding, compute_local_shape
+from rankless.parallel.tensor_placement import (
+    BlockedShard,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    Sharding,
+    compute_local_shape,
+)
 
 aten = torch.ops.aten
 rankless_ops = torch.ops.rankless
@@ -213,15 +222,19 @@ class LoweringPass:
         )
 
     def lower_outputs(self) -> tuple[list[tuple[fx.Node, ProgramOutput]], list[fx.Node]]:
-        """Replicate results and new buffers on every rank; leave gradients that are partial sums to the schedule."""
+        """Replicate results and new buffers on every rank; leave gradients that are partial sums to the schedule.
+
+        A gradient is divided like its parameter along the axes that divide this.
+        """
         outputs, pending_gradients = [], []
         for node, described in self.sharded.logical.outputs:
             self.current_node = node
             name = described.name if described.kind == "result" else f"{described.kind} of {described.name}"
             target = self.whole
             if described.kind == "gradient":
+                stored = self.sharded.find_state_sharding(described.name)
                 target = tuple(
-                    item if isinstance(item, Partial) else Replicate() for item in self.sharded.sharding(node)
+                    place_gradient(item, kept) for item, kept in zip(self.sharded.sharding(node), stored, strict=True)
                 )
             local = self.redistribute(node, target, name, purpose="output")
             summed = tuple(axis for axis, item in zip(self.axes, target, strict=True) if isinstance(item, Partial))
@@ -311,7 +324,7 @@ class LoweringPass:
         available = self.values[node]
         if target in available:
             return available[target]
-        adds = any(isinstance(placement, Partial) for placement in target)
+        adds = any(isinstance(placement, Partial | BlockedShard) for placement in target)
         if node in self.draws and not (available and adds):
             if not adds:
                 return self.add_counter_draw(node, target)
@@ -340,6 +353,9 @@ class LoweringPass:
         if isinstance(before, Replicate) and isinstance(after, Shard):
             start, length = after.start(axis.rank), after.lengths[axis.rank]
             return self.call(local_kernels.slice_dim, local, after.dim, start, length)
+        if isinstance(before, Replicate) and isinstance(after, BlockedShard):
+            start, length = after.start(axis.rank), after.lengths[axis.rank]
+            return self.call(slice_blocks, local, after.dim, after.blocks, start, length)
         if isinstance(before, Replicate):
             return self.call(local_kernels.keep_on_rank_zero, local, axis.rank)
         shape = compute_local_shape(node.meta["val"].shape, replace_placement(source, number, Replicate()), self.ranks)
@@ -363,6 +379,18 @@ class LoweringPass:
         if repeated:
             return self.call(repeat_memory, moved, repeated, order)
         return moved if order is None else self.call(order_memory, moved, order)
+
+
+def place_gradient(computed: Placement, stored: Placement) -> Placement:
+    """Return the placement in which a program returns a gradient along one axis.
+
+    Args:
+        computed: The placement in which it is computed.
+        stored: That of its parameter.
+    """
+    if isinstance(stored, Shard | BlockedShard):
+        return stored
+    return computed if isinstance(computed, Partial) else Replicate()
 
 
 def replace_arguments(node: fx.Node, values: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -132,7 +132,7 @@ def aligned_strategies(call: OperatorCall, patterns: IndexPatterns, values: str)
             if not isinstance(placement, Shard) or placement.dim != wanted or placement.lengths in tried:
                 continue
             tried.append(placement.lengths)
-            rest = tuple(make_placement(item, letter, placement.lengths, Replicate()) for item in inputs[1:])
+            rest = tuple(make_placement(item, letter, placement, Replicate()) for item in inputs[1:])
             rows = Shard(position, placement.lengths)
             is_write = len(inputs) > len(patterns.indices) + 1
             output = rows if is_write else Shard(values.index(letter), placement.lengths)

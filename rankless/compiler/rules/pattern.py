@@ -3,14 +3,15 @@
 Note [patterns]: "mk,kn->mn" says that a matrix product can be sharded on m, on k or on n. A letter is a dim that can be
 sharded, "." is a dim that must be replicated, and "*" stands for all remaining dims, replicated. An output that lacks
 the letter is a partial sum: sharded on k, each rank holds one term of "mn". A rule only tries a letter on which an
-input is already sharded.
+input is already sharded. Indices of a letter are independent of each other, so it may also be sharded in blocks
+(`tensor_placement`, Note [dims of several blocks]), unless a lowering needs the range of rows that a rank has.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from rankless.compiler.rules.strategy import LoweringRule, OperatorCall, ShardingRule, Strategy
-from rankless.parallel.tensor_placement import Partial, Placement, Replicate, Shard
+from rankless.parallel.tensor_placement import BlockedShard, Partial, Placement, Replicate, Shard, is_divided_along
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
@@ -21,17 +22,18 @@ def split_strategies(call: OperatorCall, pattern: str, lower: LoweringRule | Non
     input_texts = left.split(",")
     inputs = [text for text, node in zip(input_texts, call.slots, strict=True) if node is not None]
     outputs = right.split(",")
-    tried: list[tuple[str, tuple[int, ...]]] = []  # symbolic lengths are not hashable
+    tried: list[tuple[str, int, tuple[int, ...]]] = []  # symbolic lengths are not hashable
     for text, placement in zip(inputs, call.current_placements, strict=True):
-        if not isinstance(placement, Shard):
+        if not isinstance(placement, Shard) and not (isinstance(placement, BlockedShard) and lower is None):
             continue
         letter = get_letter(text, placement.dim)
-        if letter is None or (letter, placement.lengths) in tried:
+        key = letter or "", get_blocks(placement), placement.lengths
+        if letter is None or key in tried:
             continue
-        tried.append((letter, placement.lengths))
+        tried.append(key)
         yield Strategy(
-            tuple(make_placement(item, letter, placement.lengths, Replicate()) for item in inputs),
-            tuple(make_placement(item, letter, placement.lengths, Partial()) for item in outputs),
+            tuple(make_placement(item, letter, placement, Replicate()) for item in inputs),
+            tuple(make_placement(item, letter, placement, Partial()) for item in outputs),
             lower,
         )
 
@@ -49,7 +51,7 @@ def require_rows(rule: ShardingRule, dim: int | None = None) -> ShardingRule:
     def strategies(call: OperatorCall) -> Iterator[Strategy]:
         for strategy in rule(call):
             first = strategy.inputs[0] if strategy.inputs else Replicate()
-            is_concerned = dim is None or (isinstance(first, Shard) and first.dim == dim)
+            is_concerned = dim is None or is_divided_along(first, dim)
             if not is_concerned or all(map(has_rows, (*strategy.inputs, *strategy.outputs))):
                 yield strategy
 
@@ -58,7 +60,9 @@ def require_rows(rule: ShardingRule, dim: int | None = None) -> ShardingRule:
 
 def has_rows(placement: Placement) -> bool:
     """Return whether every rank has a part of a value for sure."""
-    return not isinstance(placement, Shard) or all(isinstance(item, int) and item > 0 for item in placement.lengths)
+    if not isinstance(placement, Shard | BlockedShard):
+        return True
+    return all(isinstance(item, int) and item > 0 for item in placement.lengths)
 
 
 def get_letter(text: str, dim: int) -> str | None:
@@ -68,11 +72,28 @@ def get_letter(text: str, dim: int) -> str | None:
     return None
 
 
-def make_placement(text: str, letter: str, lengths: tuple[int, ...], without: Placement) -> Placement:
-    """Return a value's placement when `letter` is sharded; `without` if the value lacks that letter."""
+def make_placement(text: str, letter: str, like: Shard | BlockedShard, without: Placement) -> Placement:
+    """Return a value's placement when `letter` is sharded as in another value.
+
+    Args:
+        text: The letters of the value's dims.
+        letter: The letter.
+        like: How another value is sharded on it.
+        without: What is returned if the value lacks the letter.
+    """
     if letter in text:
-        return Shard(text.index(letter), lengths)
+        return move_shard(like, text.index(letter), like.lengths)
     return Replicate() if text.startswith("=") else without
+
+
+def move_shard(like: Shard | BlockedShard, dim: int, lengths: tuple[int, ...]) -> Shard | BlockedShard:
+    """Return a placement of the same kind on another dim."""
+    return Shard(dim, lengths) if isinstance(like, Shard) else BlockedShard(dim, like.blocks, lengths)
+
+
+def get_blocks(placement: Shard | BlockedShard) -> int:
+    """Return the number of blocks of the dim that a placement divides."""
+    return placement.blocks if isinstance(placement, BlockedShard) else 1
 
 
 def partial_sum_strategies(

@@ -82,6 +82,8 @@ class OperatorCall:
     placements: Mapping[fx.Node, Placement]
     ranks: int
     """The number of ranks along the axis."""
+    wanted: Placement | None = None
+    """The placement in which the call's output is kept, if it is known: that of the parameter whose gradient it is."""
 
     @property
     def inputs(self) -> tuple[fx.Node, ...]:
@@ -119,9 +121,11 @@ def get_operator(node: fx.Node) -> AtenOperator:
     return node.target
 
 
-def make_call(node: fx.Node, placements: Mapping[fx.Node, Placement], ranks: int) -> OperatorCall:
+def make_call(
+    node: fx.Node, placements: Mapping[fx.Node, Placement], ranks: int, wanted: Placement | None = None
+) -> OperatorCall:
     """Return a node of the logical program as a call to shard or lower."""
-    return OperatorCall(node, get_operator(node), list_tensor_slots(node), placements, ranks)
+    return OperatorCall(node, get_operator(node), list_tensor_slots(node), placements, ranks, wanted)
 
 
 def logical_shape(node: fx.Node) -> tuple[int, ...]:

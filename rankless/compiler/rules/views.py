@@ -9,6 +9,14 @@ from typing import Any
 
 import torch
 
+from rankless.compiler.rules.blocked_views import (
+    carry_blocks,
+    join_block_strategies,
+    merge_blocks,
+    slice_backward_block_strategies,
+    slice_block_strategies,
+    split_block_strategies,
+)
 from rankless.compiler.rules.pattern import (
     LETTERS,
     is_partial_sum,
@@ -25,7 +33,7 @@ from rankless.compiler.rules.strategy import (
     Strategy,
     logical_shape,
 )
-from rankless.parallel.tensor_placement import Shard
+from rankless.parallel.tensor_placement import BlockedShard, Shard
 
 aten = torch.ops.aten
 
@@ -34,10 +42,15 @@ def reshape_strategies(call: OperatorCall) -> Iterator[Strategy]:
     """Yield sharding on a dim that leads its group of merged or divided dims; the shard lengths change with it."""
     placement = call.current_placements[0]
     (shape,) = call.output_shapes
+    before, carried = logical_shape(call.inputs[0]), None
     if isinstance(placement, Shard):
-        carried = carry_shard(logical_shape(call.inputs[0]), shape, placement)
-        if carried is not None:
-            yield Strategy((placement,), (carried,), lower_to_reshape)
+        carried = carry_shard(before, shape, placement)
+        if carried is None and call.node.meta.get("backward"):
+            carried = merge_blocks(before, shape, placement)
+    elif isinstance(placement, BlockedShard):
+        carried = carry_blocks(before, shape, placement, carry_shard)
+    if carried is not None:
+        yield Strategy((placement,), (carried,), lower_to_reshape)
     yield from partial_sum_strategies(call, (0,))
 
 
@@ -175,6 +188,7 @@ def cat_strategies(call: OperatorCall) -> Iterator[Strategy]:
     text = make_letters(len(shape), [call.argument("dim")])
     texts = [text if len(logical_shape(node)) == len(shape) else "*" for node in call.inputs]
     yield from split_strategies(call, ",".join(texts) + "->" + text)
+    yield from join_block_strategies(call)
     if all(is_partial_sum(placement) for placement in call.current_placements):
         yield from partial_sum_strategies(call, tuple(range(len(call.inputs))))
 
@@ -314,6 +328,16 @@ def lower_to_reshape(
     return builder.call(aten.reshape.default, args[0], builder.output_size(0))
 
 
+def join_rules(*rules: ShardingRule) -> ShardingRule:
+    """Return a rule with the strategies of several."""
+
+    def strategies(call: OperatorCall) -> Iterator[Strategy]:
+        for rule in rules:
+            yield from rule(call)
+
+    return strategies
+
+
 RULES: dict[Any, ShardingRule] = {
     aten.view.default: reshape_strategies,
     aten._unsafe_view.default: reshape_strategies,
@@ -325,9 +349,11 @@ RULES: dict[Any, ShardingRule] = {
     aten.squeeze.dim: make_pattern_rule(squeeze_pattern, (0,), lower=lower_to_reshape),
     aten.squeeze.dims: make_pattern_rule(squeeze_pattern, (0,), lower=lower_to_reshape),
     aten.select.int: make_pattern_rule(select_pattern, (0,)),
-    aten.slice.Tensor: make_pattern_rule(slice_pattern, (0,)),
+    aten.slice.Tensor: join_rules(make_pattern_rule(slice_pattern, (0,)), slice_block_strategies),
     aten.select_backward.default: make_pattern_rule(select_backward_pattern, (0,), lower=make_size_lowering(1)),
-    aten.slice_backward.default: make_pattern_rule(slice_backward_pattern, (0,), lower=make_size_lowering(1)),
+    aten.slice_backward.default: join_rules(
+        make_pattern_rule(slice_backward_pattern, (0,), lower=make_size_lowering(1)), slice_backward_block_strategies
+    ),
     aten.diagonal.default: make_pattern_rule(diagonal_pattern, (0,)),
     aten.diagonal_backward.default: make_pattern_rule(around_diagonal_pattern, (0,), lower=make_size_lowering(1)),
     aten.diagonal_scatter.default: make_pattern_rule(diagonal_scatter_pattern, (0, 1)),
@@ -348,8 +374,13 @@ RULES: dict[Any, ShardingRule] = {
     aten.cat.default: cat_strategies,
     aten.stack.default: stack_strategies,
     aten.unbind.int: make_pattern_rule(unbind_pattern, (0,)),
-    aten.split.Tensor: make_pattern_rule(chunk_pattern, (0,)),
-    aten.split_with_sizes.default: make_pattern_rule(chunk_pattern, (0,)),
-    aten.unsafe_split.Tensor: make_pattern_rule(chunk_pattern, (0,)),
-    aten.unsafe_split_with_sizes.default: make_pattern_rule(chunk_pattern, (0,)),
+    **dict.fromkeys(
+        (
+            aten.split.Tensor,
+            aten.split_with_sizes.default,
+            aten.unsafe_split.Tensor,
+            aten.unsafe_split_with_sizes.default,
+        ),
+        join_rules(make_pattern_rule(chunk_pattern, (0,)), split_block_strategies),
+    ),
 }

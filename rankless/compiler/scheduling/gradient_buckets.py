@@ -22,7 +22,6 @@ from rankless.compiler.scheduling.gradient_memory import (
     FlatMemory,
     GradientLayout,
     StagingMemory,
-    find_gradient_layout,
 )
 from rankless.compiler.scheduling.stored_states import StateStorage, limit_group
 from rankless.compiler.sharding.redistribute import CollectiveRecord, all_reduce_bytes
@@ -61,7 +60,7 @@ class GradientOutput:
 
     @property
     def bytes(self) -> int:
-        """Its size."""
+        """The size of the whole, by which all workers choose the same buckets."""
         return self.value.numel() * self.value.element_size()
 
 
@@ -212,7 +211,7 @@ def list_gradients(local: LocalGraph, program: LogicalProgram, storage: StateSto
             pieces=storage.find_gradient_layout(program, described.name, logical.meta["val"]),
         )
         for (node, described), (logical, _), layout in zip(
-            local.outputs, program.outputs, find_gradient_layouts(program), strict=True
+            local.outputs, program.outputs, find_gradient_layouts(program, storage), strict=True
         )
         if layout is not None
     ]
@@ -285,7 +284,7 @@ def add_bucket(
     last = group[-1].local
     with graph.inserting_after(last):
         started = graph.call_function(bucket.start, (copied, [group[index].local for index in copied]))
-    size = sum(gradient.bytes for gradient in group)
+    size = sum(gradient.layout.size * gradient.value.element_size() for gradient in group)
     started.meta["collective"] = CollectiveRecord(
         kind="reduce_scatter" if is_scattered else "all_reduce",
         purpose="gradient",
@@ -303,12 +302,14 @@ def add_bucket(
         return {gradient.name: graph.call_function(getitem, (finished, index)) for index, gradient in enumerate(group)}
 
 
-def find_gradient_layouts(program: LogicalProgram) -> list[GradientLayout | None]:
+def find_gradient_layouts(program: LogicalProgram, storage: StateStorage) -> list[GradientLayout | None]:
     """Return the layout of each output of a program that is a gradient; None for the others."""
     parameters = {described.name: node.meta["val"] for node, described in program.inputs.items()}
     return [
         # A gradient may belong to a parameter that the program does not read.
-        find_gradient_layout(parameters.get(described.name, node.meta["val"])) if described.kind == "gradient" else None
+        storage.find_own_layout(described.name, parameters.get(described.name, node.meta["val"]))
+        if described.kind == "gradient"
+        else None
         for node, described in program.outputs
     ]
 

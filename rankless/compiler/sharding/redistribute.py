@@ -10,11 +10,12 @@ from torch import fx
 
 from rankless.collectives import mesh_collectives
 from rankless.compiler.ir import local_kernels
+from rankless.compiler.ir.blocked_dims import join_blocks
 from rankless.compiler.ir.operator_origin import ModuleName
 from rankless.compiler.rules.pattern import is_partial_sum
 from rankless.compiler.tracing.symbolic_sizes import size_hint
 from rankless.parallel.mesh import MeshAxis
-from rankless.parallel.tensor_placement import Partial, Placement, Replicate, Shard
+from rankless.parallel.tensor_placement import BlockedShard, Partial, Placement, Replicate, Shard
 
 CollectivePurpose = Literal["input", "operator", "gradient", "output"]
 """What needs the result: an operator as its input or within its computation, the optimizer, or the job's caller."""
@@ -57,15 +58,17 @@ def estimate_cost(size: int, source: Placement, target: Placement, ranks: int) -
     if source == target:
         return 0
     match source, target:
-        case Replicate(), Shard() | Replicate():
+        case Replicate(), Shard() | BlockedShard() | Replicate():
             return 0
         case Replicate(), Partial():
             return 0 if is_partial_sum(target) else inf
-        case Shard(), Replicate():
+        case Shard() | BlockedShard(), Replicate() | BlockedShard():
+            return size
+        case BlockedShard(), Shard():
             return size
         case Shard(), Shard():
             return size / ranks if source.dim != target.dim else size
-        case Partial(), Replicate():
+        case Partial(), Replicate() | BlockedShard():
             return 2 * size
         case Partial(), Shard():
             return size if is_partial_sum(source) else 2 * size
@@ -92,7 +95,7 @@ class Redistribution:
         match self.source, self.target:
             case Shard(), Shard():
                 return "all_to_all"
-            case Shard(), _:
+            case Shard() | BlockedShard(), _:
                 return "all_gather"
             case _, Shard():
                 return "reduce_scatter"
@@ -101,11 +104,13 @@ class Redistribution:
     @property
     def is_gather(self) -> bool:
         """Whether every rank gets the whole of a value that was sharded."""
-        return isinstance(self.source, Shard) and not isinstance(self.target, Shard)
+        return isinstance(self.source, Shard | BlockedShard) and not isinstance(self.target, Shard)
 
     @property
     def lengths(self) -> tuple[tuple[int, ...], ...]:
         """The shard lengths before and after, where the value is sharded; they may vary from call to call."""
+        if isinstance(self.source, BlockedShard):
+            return (self.source.gathered_lengths,)
         return tuple(item.lengths for item in (self.source, self.target) if isinstance(item, Shard))
 
     def sent_bytes(self, size: int) -> int:
@@ -116,8 +121,8 @@ class Redistribution:
         source, target, ranks = self.source, self.target, self.axis.size
         if isinstance(source, Shard) and isinstance(target, Shard):
             return size * (ranks - 1) // ranks**2
-        divided = source if isinstance(source, Shard) else target
-        if isinstance(divided, Shard):
+        divided = source if isinstance(source, Shard | BlockedShard) else target
+        if isinstance(divided, Shard | BlockedShard):
             lengths = [int(size_hint(length)) for length in divided.lengths]
             return size * max(lengths) * (ranks - 1) // max(1, sum(lengths))
         return all_reduce_bytes(size, ranks) if is_partial_sum(source) else size * (ranks - 1)
@@ -134,6 +139,9 @@ class Redistribution:
                 to_dim=target.dim,
                 to_lengths=lengths[1],
             )
+        if isinstance(source, BlockedShard):
+            gathered = mesh_collectives.all_gather(value, among=self.axis, dim=source.dim, lengths=lengths[0])
+            return join_blocks(gathered, source.dim, source.blocks, source.lengths)
         if isinstance(source, Shard):
             return mesh_collectives.all_gather(value, among=self.axis, dim=source.dim, lengths=lengths[0])
         if isinstance(target, Shard):

@@ -1,6 +1,6 @@
 """The steps of a redistribution between two shardings: which axis changes when."""
 
-from rankless.parallel.tensor_placement import Partial, Placement, Replicate, Shard, Sharding
+from rankless.parallel.tensor_placement import BlockedShard, Partial, Placement, Replicate, Shard, Sharding
 
 
 def list_steps(source: Sharding, target: Sharding) -> list[Sharding]:
@@ -11,12 +11,14 @@ def list_steps(source: Sharding, target: Sharding) -> list[Sharding]:
     """
     changed = {number for number, pair in enumerate(zip(source, target, strict=True)) if pair[0] != pair[1]}
     dims = {
-        number: {item.dim for item in (source[number], target[number]) if isinstance(item, Shard)} for number in changed
+        number: {item.dim for item in (source[number], target[number]) if isinstance(item, Shard | BlockedShard)}
+        for number in changed
     }
     nested = {
         number
         for number, placement in enumerate(source)
-        if isinstance(placement, Shard) and any(placement.dim in dims[outer] for outer in changed if outer < number)
+        if isinstance(placement, Shard | BlockedShard)
+        and any(placement.dim in dims[outer] for outer in changed if outer < number)
     }
     steps, current = [], source
     for number in reversed(range(len(source))):
@@ -33,6 +35,8 @@ def list_steps(source: Sharding, target: Sharding) -> list[Sharding]:
 
 def needs_whole(source: Placement, target: Placement) -> bool:
     """Return whether no single collective leads from one placement to the other."""
+    if isinstance(source, BlockedShard) or isinstance(target, BlockedShard):
+        return not (isinstance(source, Replicate) or isinstance(target, Replicate))
     if not isinstance(target, Shard):
         return False
     is_resize = isinstance(source, Shard) and source.dim == target.dim

@@ -13,11 +13,12 @@ do not depend on the lengths that one worker has, so all workers make the same o
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from operator import getitem
 from typing import Any
 
+import torch
 from torch import fx
 
 from rankless.compiler.ir.logical_program import LogicalProgram, LogicalValue
@@ -27,7 +28,18 @@ from rankless.compiler.rules.table import REFUSED_OPERATORS, find_rule
 from rankless.compiler.sharding.redistribute import estimate_cost
 from rankless.compiler.tracing.symbolic_sizes import size_hint
 from rankless.errors import CaptureError
-from rankless.parallel.tensor_placement import Partial, Placement, Replicate, Shard, Sharding
+from rankless.parallel.tensor_placement import (
+    BlockedShard,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    Sharding,
+    is_divided_along,
+)
+
+
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +63,8 @@ class ShardedProgram:
 
     logical: LogicalProgram
     axes: tuple[AxisSharding, ...]
+    state_shardings: Mapping[str, Sharding] = field(default_factory=dict)
+    """Those of parameters and buffers that the program takes, and whose gradients it returns, in pieces."""
 
     @property
     def operators(self) -> tuple[fx.Node, ...]:
@@ -71,6 +85,10 @@ class ShardedProgram:
         """Return the sharding of a value."""
         return tuple(axis.placements[node] for axis in self.axes)
 
+    def find_state_sharding(self, name: str) -> Sharding:
+        """Return the sharding of a parameter or buffer."""
+        return self.state_shardings.get(name, (Replicate(),) * len(self.axes))
+
     def strategies(self, node: fx.Node) -> tuple[Strategy, ...]:
         """Return the strategies of an operator."""
         return tuple(axis.strategies[node] for axis in self.axes)
@@ -89,48 +107,71 @@ def propagate_shardings(
     argument_shardings: Sequence[Sharding],
     axis_sizes: Sequence[int],
     probe: OperatorProbe | None = None,
+    state_shardings: Mapping[str, Sharding] | None = None,
 ) -> ShardedProgram:
-    """Return the shardings of a program from those of the job's tensor arguments. All other inputs are replicated.
+    """Return the shardings of a program from those of the job's tensor arguments and states.
 
     Args:
         program: The program.
         argument_shardings: The sharding of each tensor argument.
         axis_sizes: The number of ranks along each axis, from the outermost.
         probe: Probes operators without a rule for the outermost axis; that is collective. None leaves them whole.
+        state_shardings: The shardings of parameters and buffers by name. All others are whole.
     """
+    states = state_shardings or {}
     axes: list[AxisSharding] = []
     for number, ranks in enumerate(axis_sizes):
-        placements = [sharding[number] for sharding in argument_shardings]
-        axes.append(propagate_along_axis(program, placements, ranks, None if axes else probe, axes))
-    return ShardedProgram(logical=program, axes=tuple(axes))
+        given = place_inputs(
+            program,
+            [sharding[number] for sharding in argument_shardings],
+            {name: sharding[number] for name, sharding in states.items()},
+        )
+        axes.append(propagate_along_axis(program, given, ranks, None if axes else probe, axes))
+    return ShardedProgram(logical=program, axes=tuple(axes), state_shardings=states)
+
+
+def place_inputs(
+    program: LogicalProgram, arguments: Sequence[Placement], states: Mapping[str, Placement]
+) -> dict[fx.Node, Placement]:
+    """Return the placements of a program's inputs along one axis.
+
+    Args:
+        program: The program.
+        arguments: Those of the job's tensor arguments.
+        states: Those of parameters and buffers by name. All others are whole.
+    """
+    return {
+        node: arguments[described.index] if described.kind == "argument" else states.get(described.name, Replicate())
+        for node, described in program.inputs.items()
+    }
 
 
 def propagate_along_axis(
     program: LogicalProgram,
-    argument_placements: Sequence[Placement],
+    given: Mapping[fx.Node, Placement],
     ranks: int,
     probe: OperatorProbe | None,
     outer: Sequence[AxisSharding],
 ) -> AxisSharding:
-    """Return placements and strategies along one axis, given those along the axes outside it."""
+    """Return placements and strategies along one axis, given those of the inputs and those along the outer axes."""
     placements: dict[fx.Node, Placement] = {}
     strategies: dict[fx.Node, Strategy] = {}
     # A redistributed value is available in both placements, and later operators may use either.
     available: dict[fx.Node, list[Placement]] = {}
     nodes_without_rule: list[fx.Node] = []
     probed_nodes: list[fx.Node] = []
+    wanted = find_wanted_placements(program, given)
     for node in program.graph.nodes:
         if node.op == "output":
             continue
         if node in program.inputs:
-            described = program.inputs[node]
-            placement = argument_placements[described.index] if described.kind == "argument" else Replicate()
+            placement = given[node]
         elif node.target is getitem:
             source, index = node.args
             placement = strategies[source].outputs[index]
         else:
             refuse_unshardable(node)
-            call = make_call(node, placements, ranks)
+            call = make_call(node, placements, ranks, wanted.get(node))
             strategy, has_rule = choose_strategy(call, available, probe, outer)
             strategies[node] = strategy
             if not has_rule:
@@ -149,6 +190,29 @@ def propagate_along_axis(
         nodes_without_rule=tuple(nodes_without_rule),
         probed_nodes=tuple(probed_nodes),
     )
+
+
+def find_wanted_placements(program: LogicalProgram, given: Mapping[fx.Node, Placement]) -> dict[fx.Node, Placement]:
+    """Return the placements in which gradients are kept, for the operators that compute them and the terms of them.
+
+    Args:
+        program: The program.
+        given: The placements of its inputs along one axis.
+    """
+    states = {described.name: given[node] for node, described in program.inputs.items()}
+    found: dict[fx.Node, Placement] = {}
+    for node, described in program.outputs:
+        placement = states.get(described.name)
+        if described.kind != "gradient" or not isinstance(placement, Shard):
+            continue
+        pending = [node]
+        while pending:
+            term = pending.pop()
+            found.setdefault(term, placement)
+            if term.target in (aten.add.Tensor, aten._to_copy.default, aten.clone.default):
+                same = [item for item in term.all_input_nodes if item.meta["val"].shape == term.meta["val"].shape]
+                pending += [item for item in same if item not in found]
+    return found
 
 
 def refuse_unshardable(node: fx.Node) -> None:
@@ -191,24 +255,24 @@ def combines(strategy: Strategy, call: OperatorCall, outer: Sequence[AxisShardin
         return False
     inputs = list(zip(strategy.inputs, *(other.inputs for other in others), strict=True))
     outputs = list(zip(strategy.outputs, *(other.outputs for other in others), strict=True))
-    divided = [placements for placements in (*inputs, *outputs) if isinstance(placements[0], Shard)]
-    if len({tuple(divides(item, own.dim) for item in others) for own, *others in divided}) > 1:
+    divided = [placements for placements in (*inputs, *outputs) if isinstance(placements[0], Shard | BlockedShard)]
+    shared = {tuple(is_divided_along(item, own.dim) for item in others) for own, *others in divided}
+    if len(shared) > 1:
         return False
+    if any(map(any, shared)) and any(isinstance(item, BlockedShard) for placements in divided for item in placements):
+        return False  # ranges of rows within blocks within ranges of rows
+    if call.wanted in strategy.outputs and not any(map(any, shared)):
+        return True  # these lengths hold for whole values
     for node, current, (required, *around) in zip(call.inputs, call.current_placements, inputs, strict=True):
-        if isinstance(required, Shard) and current == required:
+        if isinstance(required, Shard | BlockedShard) and current == required:
             known = [axis.placements[node] for axis in outer]
             pairs = zip(known, around, strict=True)
             if all(
-                before == after or not (divides(before, required.dim) or divides(after, required.dim))
+                before == after or not (is_divided_along(before, required.dim) or is_divided_along(after, required.dim))
                 for before, after in pairs
             ):
                 return True
     return not divided
-
-
-def divides(placement: Placement, dim: int) -> bool:
-    """Return whether an axis divides this dim of a value."""
-    return isinstance(placement, Shard) and placement.dim == dim
 
 
 def no_strategies(_call: OperatorCall) -> Iterator[Strategy]:

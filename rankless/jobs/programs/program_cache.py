@@ -129,8 +129,8 @@ class ProgramCache:
         move_to_front(call.entry.by_shapes[call.shapes], bound)
         return bound
 
-    def capture_for_stages(self, call: CacheLookup) -> LogicalProgram:
-        """Capture a program for a call to find out how its parameters are divided between stages. Collective.
+    def capture_before_division(self, call: CacheLookup) -> LogicalProgram:
+        """Capture a program for a call to find out how its parameters are divided between workers. Collective.
 
         The next capture for fixed sizes uses it, if it is valid then.
         """

@@ -5,10 +5,12 @@ from torch import Tensor
 from rankless.compiler.ir.logical_program import LogicalProgram
 from rankless.compiler.scheduling.gradient_memory import GradientMemory
 from rankless.compiler.scheduling.stored_states import StateStorage
+from rankless.compiler.sharding.redistribution_steps import replace_placement
 from rankless.context.world import World
 from rankless.jobs.definition import JobDefinition
 from rankless.jobs.programs.bound_program import find_slot
-from rankless.parallel.tensor_placement import Shard
+from rankless.parallel.mesh import find_state_axis
+from rankless.parallel.tensor_placement import Replicate, Shard, Sharding
 
 
 def find_storage(job: JobDefinition, program: LogicalProgram, world: World, memory: GradientMemory) -> StateStorage:
@@ -20,7 +22,8 @@ def find_storage(job: JobDefinition, program: LogicalProgram, world: World, memo
         world: Has the owner of the states.
         memory: The memory of the job's gradients.
     """
-    owner = world.owner
+    owner, mesh = world.owner, world.mesh
+    divided_along = find_state_axis(mesh)
     values: dict[str, Shard] = {}
     shared: dict[str, int] = {}
     gradients: dict[str, Shard] = {}
@@ -37,7 +40,12 @@ def find_storage(job: JobDefinition, program: LogicalProgram, world: World, memo
             placement = owner.find_gradient_placement(read_slot(job, output.name))
             if placement is not None:
                 gradients[output.name] = placement
-    axis = next((axis for axis in world.mesh.axes if axis.role == "data"), None)
+    if divided_along is not None and divided_along.role == "tensor":
+        number = mesh.axes.index(divided_along)
+        whole: Sharding = (Replicate(),) * len(mesh.axes)
+        shardings = {name: replace_placement(whole, number, placement) for name, placement in values.items()}
+        return StateStorage(shardings=shardings, ranks=tuple(axis.rank for axis in mesh.axes), memory=memory)
+    axis = next((axis for axis in mesh.axes if axis.role == "data"), None)
     return StateStorage(axis=axis, values=values, shared=shared, gradients=gradients, memory=memory)
 
 

@@ -28,6 +28,7 @@ from rankless.jobs.planned_division import PlannedDivision, apply_plan
 from rankless.jobs.programs.bound_program import BoundProgram, collect_inputs
 from rankless.jobs.programs.cache_entries import CacheLookup
 from rankless.jobs.programs.program_cache import ProgramCache
+from rankless.jobs.programs.tensor_divisions import find_tensor_divisions
 
 
 class ConsistentView:
@@ -73,7 +74,7 @@ class ConsistentView:
         call = self._programs.look_up(arguments, shardings)
         self._sync_call(call)
         self._world.owner.begin_call()
-        self._find_stages(call)
+        self._decide_division(call)
         if self.division.update():
             call = self._programs.look_up(arguments, shardings)
         if call.known is None:
@@ -111,10 +112,15 @@ class ConsistentView:
             parameters=bound.parameters,
         )
 
-    def _find_stages(self, call: CacheLookup) -> None:
-        """Decide at the first call of a train job which stage of a pipeline has which parameter. Collective."""
-        if self.division.needs_stages:
-            program = self._programs.capture_for_stages(call)
+    def _decide_division(self, call: CacheLookup) -> None:
+        """Decide at the first call of a train job how its program divides its parameters. Collective."""
+        if not self.division.needs_program:
+            return
+        program = self._programs.capture_before_division(call)
+        if self.division.tensor is not None:
+            divisions = find_tensor_divisions(program, self._job, self._world, self.division.tensor)
+            self.division.take_divisions(divisions)
+        else:
             self.division.take_stages(self._programs.pipelines.find_stages(program).owners)
 
     def _run_program(self, bound: BoundProgram, call: CacheLookup, *, inspected: bool) -> Sequence[Tensor]:

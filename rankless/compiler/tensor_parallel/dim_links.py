@@ -1,0 +1,220 @@
+"""Which dims of a program's values are divided together.
+
+Note [linked dims]: if an axis divides the rows of the first weight of an MLP, it divides the hidden features, their
+activations, and the columns of the second weight. The sharding rules say so: asked with one dim of one input divided,
+a rule answers which dims of the other inputs and of the outputs are divided then, or has no strategy. In the latter
+case the value would have to be gathered. An operator whose outputs are not divided sums over the dim. Rules are asked
+as for one rank, which makes any length a valid one. The relations between lengths remain: a reshape from 12 heads of
+64 features to 768 features relates one head to 64 features.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from math import gcd
+from operator import getitem
+
+import torch
+from torch import fx
+
+from rankless.compiler.ir.logical_program import LogicalProgram, LogicalValue
+from rankless.compiler.rules.strategy import OperatorCall, Strategy, make_call
+from rankless.compiler.rules.table import find_rule
+from rankless.compiler.tracing.symbolic_sizes import size_hint
+from rankless.parallel.tensor_placement import BlockedShard, Placement, Replicate, Shard
+
+aten = torch.ops.aten
+SPLITS = (
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.unsafe_split.Tensor,
+    aten.unsafe_split_with_sizes.default,
+    aten.slice.Tensor,
+    aten.select.int,
+    aten.unbind.int,
+)
+"""Operators that take a dim apart, which may consist of equal blocks."""
+
+
+@dataclass(frozen=True)
+class ValueDim:
+    """A dim of a value of a program; with `blocks` above 1, each of so many equal parts of it is divided alike."""
+
+    value: fx.Node
+    dim: int
+    blocks: int = 1
+
+    @property
+    def length(self) -> int:
+        """The length of a block."""
+        return int(size_hint(self.value.meta["val"].shape[self.dim])) // self.blocks
+
+    @property
+    def placement(self) -> Placement:
+        """The placement that divides the dim, on one rank."""
+        if self.blocks > 1:
+            return BlockedShard(self.dim, self.blocks, (self.length,))
+        return Shard(self.dim, (self.length,))
+
+    @staticmethod
+    def of(value: fx.Node, placement: Placement) -> "ValueDim | None":
+        """Return the dim that a placement divides; None if it divides none."""
+        if isinstance(placement, BlockedShard):
+            return ValueDim(value, placement.dim, placement.blocks)
+        return ValueDim(value, placement.dim) if isinstance(placement, Shard) else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperatorLinks:
+    """What follows at one operator if one dim of an input is divided."""
+
+    inputs: tuple[ValueDim, ...] = ()
+    outputs: tuple[ValueDim, ...] = ()
+    sums: bool = False
+    """Whether the operator sums over the dim."""
+    is_gathered: bool = False
+    """Whether the operator needs the whole dim."""
+
+
+@dataclass(kw_only=True)
+class DimReach:
+    """All dims that are divided if one of them is, and what this costs."""
+
+    dims: set[ValueDim] = field(default_factory=set)
+    sums: set[fx.Node] = field(default_factory=set)
+    """Operators that sum over one of them."""
+    gathers: set[tuple[fx.Node, ValueDim]] = field(default_factory=set)
+    """Operators that need a whole one, and which."""
+    returned: set[ValueDim] = field(default_factory=set)
+    """Those of values that the program returns, which every rank needs whole."""
+
+    @property
+    def units(self) -> int:
+        """The largest number of pieces into which every dim can be divided in proportion."""
+        return gcd(*(item.length for item in self.dims))
+
+    def join(self, other: "DimReach") -> None:
+        """Add the dims of another reach that are divided together with these."""
+        self.dims |= other.dims
+        self.sums |= other.sums
+        self.gathers |= other.gathers
+        self.returned |= other.returned
+
+
+class DimLinks:
+    """The links between the dims of a program's forward pass.
+
+    Args:
+        program: The program.
+    """
+
+    def __init__(self, program: LogicalProgram) -> None:
+        self._returned = {node for node, output in program.outputs if output.kind in ("result", "check", "mutation")}
+        self._known: dict[tuple[fx.Node, ValueDim], OperatorLinks] = {}
+
+    def find_reach(self, start: ValueDim) -> DimReach:
+        """Return what is divided with a dim. If the dim proves to consist of blocks, each block is divided."""
+        reach = self._follow(start)
+        counts = {count for node, gathered in reach.gathers for count in find_blocks(node, gathered, start)}
+        for count in sorted(counts):
+            other = self._follow(ValueDim(start.value, start.dim, count))
+            if len(other.gathers) < len(reach.gathers):
+                reach = other
+        return reach
+
+    def _follow(self, start: ValueDim) -> DimReach:
+        reach, pending = DimReach(), [start]
+        while pending:
+            item = pending.pop()
+            if item in reach.dims:
+                continue
+            reach.dims.add(item)
+            if item.value in self._returned:
+                reach.returned.add(item)
+            for user in item.value.users:
+                if user.op == "output" or user.meta.get("backward"):
+                    continue
+                links = self._find_links(user, item)
+                pending += [other for other in (*links.inputs, *links.outputs) if other not in reach.dims]
+                if links.sums:
+                    reach.sums.add(user)
+                if links.is_gathered:
+                    reach.gathers.add((user, item))
+        return reach
+
+    def _find_links(self, node: fx.Node, item: ValueDim) -> OperatorLinks:
+        key = node, item
+        if key not in self._known:
+            self._known[key] = find_links(node, item)
+        return self._known[key]
+
+
+def find_links(node: fx.Node, item: ValueDim) -> OperatorLinks:
+    """Return what follows at an operator if one dim of an input is divided."""
+    call = make_call(node, AllWhole({item.value: item.placement}), 1)
+    strategy = find_strategy(call, item)
+    if strategy is None:
+        return OperatorLinks(is_gathered=True)
+    outputs = find_output_dims(node, strategy)
+    given = [ValueDim.of(value, placement) for value, placement in zip(call.inputs, strategy.inputs, strict=True)]
+    return OperatorLinks(
+        inputs=tuple(other for other in given if other is not None and other != item),
+        outputs=outputs,
+        sums=not outputs,
+    )
+
+
+class AllWhole(dict[fx.Node, Placement]):
+    """Placements by value; that of a value without one is `Replicate`."""
+
+    def __missing__(self, value: fx.Node) -> Placement:
+        return Replicate()
+
+
+def find_strategy(call: OperatorCall, item: ValueDim) -> Strategy | None:
+    """Return a strategy of an operator that takes an input as it is divided; None if there is none."""
+    rule = find_rule(call.operator)
+    if rule is None:
+        return None
+    for strategy in rule(call):
+        pairs = zip(call.inputs, strategy.inputs, strict=True)
+        if all(placement == item.placement for value, placement in pairs if value is item.value):
+            return strategy
+    return None
+
+
+def find_output_dims(node: fx.Node, strategy: Strategy) -> tuple[ValueDim, ...]:
+    """Return the dims of an operator's outputs that a strategy divides."""
+    if isinstance(node.meta["val"], LogicalValue):
+        found = [ValueDim.of(node, strategy.outputs[0])]
+    else:
+        parts = [user for user in node.users if user.target is getitem]
+        found = [ValueDim.of(part, strategy.outputs[int(str(part.args[1]))]) for part in parts]
+    return tuple(item for item in found if item is not None)
+
+
+def find_blocks(node: fx.Node, gathered: ValueDim, start: ValueDim) -> Iterable[int]:
+    """Return into how many blocks a dim may be divided so that an operator need not gather it.
+
+    Args:
+        node: An operator that takes the dim apart, or another one.
+        gathered: The dim that it needs whole.
+        start: The dim of which this is a consequence.
+    """
+    if node.target not in SPLITS:
+        return
+    value = node.meta["val"]
+    parts = list(value) if isinstance(value, tuple | list) else [value]
+    source = gathered.value.meta["val"]
+    if len(parts[0].shape) < len(source.shape):  # the dim itself counts the blocks
+        count = int(size_hint(source.shape[gathered.dim]))
+    else:
+        sizes = {int(size_hint(part.shape[gathered.dim])) for part in parts}
+        whole = int(size_hint(source.shape[gathered.dim]))
+        count = whole // min(sizes) if min(sizes) and whole % min(sizes) == 0 else 1
+    if count > 1 and start.length % count == 0:
+        yield count
+
+
+def list_parameters(program: LogicalProgram) -> Mapping[fx.Node, str]:
+    """Return the parameters of a program with their names."""
+    return {node: item.name for node, item in program.inputs.items() if item.kind == "parameter"}
