@@ -52,7 +52,9 @@ def share_by_owner(tensors: Mapping[str, Tensor], mesh: Mesh) -> FileShare:
     rank, ranks = mesh.rank, mesh.size
     loads = [0] * ranks
     has_pieces = [False] * ranks
-    own, pieces, whole = {}, {}, {}
+    own: dict[str, Tensor] = {}
+    pieces: dict[str, TensorPiece] = {}
+    whole: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         partition = find_partition(tensor)
         if partition is None:

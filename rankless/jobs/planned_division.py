@@ -117,7 +117,7 @@ class PlannedDivision:
 
     @property
     def needs_program(self) -> bool:
-        """Whether a train job's parameters will be divided in a way that depends on its program, and is not known yet."""
+        """Whether the division of a train job's parameters depends on its program, and is not known yet."""
         is_known = self._stages is not None or self._divisions is not None or self._given is not None
         return (self._pipeline is not None or self.tensor is not None) and self._job.trains and not is_known
 

@@ -63,14 +63,16 @@ class PieceLayout:
         dim, start, length = placement.dim, placement.start(rank), placement.lengths[rank]
         if isinstance(placement, Shard):
             return whole.narrow(dim, start, length)
-        return whole.unflatten(dim, (placement.blocks, -1)).narrow(dim + 1, start, length)
+        apart: Tensor = whole.unflatten(dim, (placement.blocks, -1))
+        return apart.narrow(dim + 1, start, length)
 
     def view_piece(self, piece: Tensor, rank: int) -> Tensor:
         """Return a piece as a view in which blocks have a dim of their own, before the divided one."""
         placement = self.placement
         if isinstance(placement, Shard):
             return piece
-        return piece.unflatten(placement.dim, (placement.blocks, placement.lengths[rank]))
+        apart: Tensor = piece.unflatten(placement.dim, (placement.blocks, placement.lengths[rank]))
+        return apart
 
     def list_ranges(self, rank: int) -> list[tuple[int, int]]:
         """Return the rows of the whole tensor that one worker's piece has, as ranges from a row up to another."""

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from rankless.compiler.ir.blocked_dims import join_blocks
 from rankless.compiler.ir.local_kernels import DrawFrom, reduce_extremum
 from rankless.compiler.ir.tensor_parts import list_parts, take_parts
 from rankless.compiler.lowering.lower import LocalGraph
 from rankless.compiler.sharding.redistribute import Redistribution, StackingAllGather
 from rankless.compiler.tracing.symbolic_sizes import evaluate_size
 from rankless.context.generator_states import restore_generators, save_generators
-from rankless.parallel.tensor_placement import Placement, Shard
+from rankless.parallel.tensor_placement import BlockedShard, Placement, Shard
 
 
 def interpret(
@@ -124,7 +125,10 @@ def call_collective(
     if isinstance(collective, StackingAllGather):
         return torch.stack(pieces)
     source, target = collective.source, collective.target
-    if isinstance(source, Shard):
+    if isinstance(source, BlockedShard):
+        assert [piece.shape[source.dim] for piece in pieces] == list(lengths[0])
+        whole = join_blocks(torch.cat(pieces, dim=source.dim), source.dim, source.blocks, source.lengths)
+    elif isinstance(source, Shard):
         assert [piece.shape[source.dim] for piece in pieces] == list(lengths[0])
         whole = torch.cat(pieces, dim=source.dim)
     elif source.reduce_op == "sum":

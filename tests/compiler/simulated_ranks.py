@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 
 from rankless.compiler.capture.capture import ArgumentShape, JobSource, capture
 from rankless.compiler.capture.graph_cleanup import named_tensors
+from rankless.compiler.ir.blocked_dims import join_blocks
 from rankless.compiler.ir.logical_program import LogicalProgram
 from rankless.compiler.ir.memory_order import find_memory_order
 from rankless.compiler.ir.tensor_parts import list_parts, take_parts
@@ -19,8 +20,9 @@ from rankless.compiler.lowering.lower import LocalGraph, lower
 from rankless.compiler.probing.operator_probe import OperatorProbe
 from rankless.compiler.sharding.sharding_propagation import ShardedProgram, propagate_shardings
 from rankless.compiler.tracing.symbolic_sizes import SymbolicSizes, compile_guards
+from rankless.ownership.piece_layout import PieceLayout
 from rankless.parallel.mesh import AxisRole, Mesh, MeshAxis
-from rankless.parallel.tensor_placement import Placement, Replicate, Shard, Sharding, split_lengths
+from rankless.parallel.tensor_placement import BlockedShard, Placement, Replicate, Shard, Sharding, split_lengths
 
 
 @dataclass(frozen=True)
@@ -103,16 +105,23 @@ def run_program_on_axes(
     modules: Mapping[str, nn.Module],
     axis_sizes: Sequence[int],
     shardings: Sequence[Callable[[Sequence[int]], Sharding]],
+    states: Mapping[str, Placement] | None = None,
 ) -> Outcome:
-    """Shard and lower a program for a mesh of several axes, and run all of its workers."""
+    """Shard and lower a program for a mesh of several axes, and run all of its workers.
+
+    `states` has the placements of parameters along the last axis; the others are whole.
+    """
     programs, graphs = [], []
+    outer: Sharding = (Replicate(),) * (len(axis_sizes) - 1)
+    known = {name: (*outer, placement) for name, placement in (states or {}).items()}
     for mesh in make_meshes(axis_sizes):
         ranks = [axis.rank for axis in mesh.axes]
-        programs.append(propagate_shardings(program, [sharding(ranks) for sharding in shardings], axis_sizes))
+        given = [sharding(ranks) for sharding in shardings]
+        programs.append(propagate_shardings(program, given, axis_sizes, state_shardings=known))
         graphs.append(lower(programs[-1], mesh))
     places = list(product(*map(range, axis_sizes)))
     inputs = [
-        collect_inputs([graph], arguments, [sharding(ranks) for sharding in shardings], modules, [ranks])[0]
+        collect_inputs([graph], arguments, [sharding(ranks) for sharding in shardings], modules, [ranks], states)[0]
         for ranks, graph in zip(places or [(rank,) for rank in range(len(graphs))], graphs, strict=True)
     ]
     return make_outcome(programs[0], graphs, interpret(graphs, inputs, {}))
@@ -188,6 +197,7 @@ def collect_inputs(
     shardings: Sequence[Sharding],
     modules: Mapping[str, nn.Module],
     places: Sequence[Sequence[int]] = (),
+    states: Mapping[str, Placement] | None = None,
 ) -> list[list[Tensor]]:
     """Return every rank's inputs: its pieces of the arguments, constants, and the tensors of the modules."""
     tensors = named_tensors(modules)
@@ -197,11 +207,33 @@ def collect_inputs(
             if described.kind == "argument"
             else described.constant
             if described.constant is not None
-            else tensors[described.name]
+            else take_state(tensors[described.name], (states or {}).get(described.name), ranks[-1])
             for _, described in graph.inputs
         ]
         for ranks, graph in zip(places or [(rank,) for rank in range(len(graphs))], graphs, strict=True)
     ]
+
+
+def take_state(value: Tensor, placement: Placement | None, rank: int) -> Tensor:
+    """Return a rank's piece of a parameter."""
+    if not isinstance(placement, Shard | BlockedShard):
+        return value
+    return PieceLayout.of(value, placement).copy_piece(value.detach(), rank)
+
+
+def join_pieces(sharded: ShardedProgram, name: str, gathered: Sequence[Tensor]) -> list[Tensor]:
+    """Return the whole gradient for every worker, given their pieces, if the last axis divides its parameter."""
+    placement = sharded.find_state_sharding(name)[-1]
+    if not isinstance(placement, Shard | BlockedShard):
+        return list(gathered)
+    ranks = len(placement.lengths)
+    wholes = []
+    for first in range(0, len(gathered), ranks):
+        whole = torch.cat(list(gathered[first : first + ranks]), placement.dim)
+        if isinstance(placement, BlockedShard):
+            whole = join_blocks(whole, placement.dim, placement.blocks, placement.lengths)
+        wholes += [whole] * ranks
+    return wholes
 
 
 def make_outcome(
@@ -212,6 +244,8 @@ def make_outcome(
     gradients, mutations, largest_terms = {}, {}, {}
     for index, (node, described) in enumerate(graphs[0].outputs):
         gathered = [known[graph.outputs[index][0]] for graph, known in zip(graphs, values, strict=True)]
+        if described.kind == "gradient":
+            gathered = join_pieces(sharded, described.name, gathered)
         if node in graphs[0].pending_gradients:
             gathered = select_terms(gathered, [graph.outputs[index][0].meta["summed_along"] for graph in graphs])
             value = torch.stack(gathered).sum(0)

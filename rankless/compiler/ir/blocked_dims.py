@@ -16,7 +16,8 @@ def slice_blocks(value: Tensor, dim: int, blocks: int, start: int, length: int) 
         start: The first row, counted within a block.
         length: The number of rows of a block.
     """
-    return value.unflatten(dim, (blocks, -1)).narrow(dim + 1, start, length).flatten(dim, dim + 1)
+    apart: Tensor = value.unflatten(dim, (blocks, -1))
+    return apart.narrow(dim + 1, start, length).flatten(dim, dim + 1)
 
 
 def join_blocks(gathered: Tensor, dim: int, blocks: int, lengths: Sequence[int]) -> Tensor:

@@ -42,7 +42,8 @@ def reshape_strategies(call: OperatorCall) -> Iterator[Strategy]:
     """Yield sharding on a dim that leads its group of merged or divided dims; the shard lengths change with it."""
     placement = call.current_placements[0]
     (shape,) = call.output_shapes
-    before, carried = logical_shape(call.inputs[0]), None
+    before = logical_shape(call.inputs[0])
+    carried: Shard | BlockedShard | None = None
     if isinstance(placement, Shard):
         carried = carry_shard(before, shape, placement)
         if carried is None and call.node.meta.get("backward"):

@@ -38,7 +38,6 @@ from rankless.parallel.tensor_placement import (
     is_divided_along,
 )
 
-
 aten = torch.ops.aten
 
 

@@ -9,8 +9,8 @@ from rankless.compiler.sharding.redistribution_steps import replace_placement
 from rankless.context.world import World
 from rankless.jobs.definition import JobDefinition
 from rankless.jobs.programs.bound_program import find_slot
-from rankless.parallel.mesh import find_state_axis
-from rankless.parallel.tensor_placement import Replicate, Shard, Sharding
+from rankless.parallel.mesh import find_axis, find_state_axis
+from rankless.parallel.tensor_placement import BlockedShard, Replicate, Shard, Sharding
 
 
 def find_storage(job: JobDefinition, program: LogicalProgram, world: World, memory: GradientMemory) -> StateStorage:
@@ -24,9 +24,9 @@ def find_storage(job: JobDefinition, program: LogicalProgram, world: World, memo
     """
     owner, mesh = world.owner, world.mesh
     divided_along = find_state_axis(mesh)
-    values: dict[str, Shard] = {}
+    values: dict[str, Shard | BlockedShard] = {}
     shared: dict[str, int] = {}
-    gradients: dict[str, Shard] = {}
+    gradients: dict[str, Shard | BlockedShard] = {}
     for described in program.inputs.values():
         if described.kind in ("parameter", "buffer") and described.constant is None:
             tensor = read_slot(job, described.name)
@@ -45,8 +45,13 @@ def find_storage(job: JobDefinition, program: LogicalProgram, world: World, memo
         whole: Sharding = (Replicate(),) * len(mesh.axes)
         shardings = {name: replace_placement(whole, number, placement) for name, placement in values.items()}
         return StateStorage(shardings=shardings, ranks=tuple(axis.rank for axis in mesh.axes), memory=memory)
-    axis = next((axis for axis in mesh.axes if axis.role == "data"), None)
-    return StateStorage(axis=axis, values=values, shared=shared, gradients=gradients, memory=memory)
+    return StateStorage(
+        axis=find_axis(mesh, "data"),
+        values={name: item for name, item in values.items() if isinstance(item, Shard)},
+        shared=shared,
+        gradients={name: item for name, item in gradients.items() if isinstance(item, Shard)},
+        memory=memory,
+    )
 
 
 def read_slot(job: JobDefinition, name: str) -> Tensor:

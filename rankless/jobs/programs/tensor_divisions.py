@@ -73,7 +73,7 @@ def read_requests(
         matched = [name for name in tensors if is_match(name, pattern)]
         if not matched:
             raise ConfigError(
-                expected=f"tensor= with patterns for parameters of job {job.name!r}, such as {next(iter(tensors), '')!r}",
+                expected=f"in tensor= patterns for parameters of job {job.name!r}, such as {next(iter(tensors), '')!r}",
                 found=f"{pattern!r}, which matches none of {len(tensors)}",
                 fix="correct the name; print([name for name, _ in model.named_parameters()]) shows all",
                 where=job.line,
