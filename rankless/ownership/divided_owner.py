@@ -323,7 +323,7 @@ def group_by_kind(members: Sequence[DividedParameter]) -> list[list[DividedParam
 def read_placement(division: StateDivision) -> Shard | BlockedShard:
     """Return the placement that a plan describes."""
     if division.blocks > 1:
-        return BlockedShard(division.dim, division.blocks, division.lengths)
+        return BlockedShard(division.dim, division.lengths)
     return Shard(division.dim, division.lengths)
 
 

@@ -63,7 +63,7 @@ class PieceLayout:
         dim, start, length = placement.dim, placement.start(rank), placement.lengths[rank]
         if isinstance(placement, Shard):
             return whole.narrow(dim, start, length)
-        apart: Tensor = whole.unflatten(dim, (placement.blocks, -1))
+        apart: Tensor = whole.unflatten(dim, (-1, placement.block))
         return apart.narrow(dim + 1, start, length)
 
     def view_piece(self, piece: Tensor, rank: int) -> Tensor:
@@ -71,7 +71,8 @@ class PieceLayout:
         placement = self.placement
         if isinstance(placement, Shard):
             return piece
-        apart: Tensor = piece.unflatten(placement.dim, (placement.blocks, placement.lengths[rank]))
+        blocks = self.shape[placement.dim] // placement.block
+        apart: Tensor = piece.unflatten(placement.dim, (blocks, placement.lengths[rank]))
         return apart
 
     def list_ranges(self, rank: int) -> list[tuple[int, int]]:
@@ -80,8 +81,8 @@ class PieceLayout:
         start, length = placement.start(rank), placement.lengths[rank]
         if isinstance(placement, Shard):
             return [(start, start + length)]
-        rows = sum(placement.lengths)
-        return [(block * rows + start, block * rows + start + length) for block in range(placement.blocks)]
+        firsts = range(start, self.shape[placement.dim], placement.block)
+        return [(first, first + length) for first in firsts]
 
     def copy_piece(self, whole: Tensor, rank: int) -> Tensor:
         """Return one worker's piece in memory of its own, in the order of the whole tensor's dims."""

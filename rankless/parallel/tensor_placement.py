@@ -4,8 +4,9 @@
 flattens to 40 + 30 tokens, not 35 + 35.
 
 Note [dims of several blocks]: one weight often holds several side by side, as the queries, keys and values of attention
-in the rows of one matrix. The heads of each must be divided alike, so a rank has its rows of every block. That is
-`BlockedShard`. It is no `Shard`, so that code which does not know of blocks does not divide them wrongly.
+in the rows of one matrix. The heads of each must be divided alike, so a rank has its rows of every block. The same holds
+for the heads of several sequences in one dim. That is `BlockedShard`. It is no `Shard`, so that code which does not know
+of blocks does not divide them wrongly. An outer axis may divide the dim too, between blocks.
 """
 
 from collections.abc import Sequence
@@ -64,40 +65,40 @@ class Shard(TorchShard):
 
 
 class BlockedShard(Placement):
-    """Split each of `blocks` equal parts of `dim`: rank r holds `lengths[r]` rows of every block.
+    """Split each block of `sum(lengths)` rows of `dim`: rank r holds `lengths[r]` rows of every block.
 
     See Note [dims of several blocks].
     """
 
     dim: int
-    blocks: int
     lengths: tuple[int, ...]
 
-    def __init__(self, dim: int, blocks: int, lengths: tuple[int, ...]) -> None:
+    def __init__(self, dim: int, lengths: tuple[int, ...]) -> None:
         super().__init__()
         self.dim = dim
-        self.blocks = blocks
         self.lengths = lengths
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, BlockedShard):
-            return False
-        return (self.dim, self.blocks, self.lengths) == (other.dim, other.blocks, other.lengths)
+        return isinstance(other, BlockedShard) and (self.dim, self.lengths) == (other.dim, other.lengths)
 
     def __hash__(self) -> int:
-        return hash((self.dim, self.blocks))
+        return hash((self.dim, self.lengths))
 
     def __repr__(self) -> str:
-        return f"BlockedShard({self.dim}, {self.blocks}, {list(self.lengths)})"
+        return f"BlockedShard({self.dim}, {list(self.lengths)})"
 
     def start(self, rank: int) -> int:
         """Return the index, within each block, of the first row that `rank` holds."""
         return sum(self.lengths[:rank])
 
     @property
-    def gathered_lengths(self) -> tuple[int, ...]:
-        """The number of rows that each rank holds of all blocks together."""
-        return tuple(self.blocks * length for length in self.lengths)
+    def block(self) -> int:
+        """The number of rows of a block."""
+        return sum(self.lengths)
+
+    def count_rows(self, rows: int) -> tuple[int, ...]:
+        """Return how many of so many rows each rank holds, of all blocks together."""
+        return tuple(rows // self.block * length for length in self.lengths)
 
 
 def is_divided_along(placement: Placement, dim: int) -> bool:
@@ -118,5 +119,5 @@ def compute_local_shape(shape: Sequence[int], sharding: Sharding, ranks: Sequenc
         if isinstance(placement, Shard):
             sizes[placement.dim] = placement.lengths[rank]
         elif isinstance(placement, BlockedShard):
-            sizes[placement.dim] = placement.gathered_lengths[rank]
+            sizes[placement.dim] = placement.count_rows(sizes[placement.dim])[rank]
     return sizes

@@ -127,7 +127,7 @@ def call_collective(
     source, target = collective.source, collective.target
     if isinstance(source, BlockedShard):
         assert [piece.shape[source.dim] for piece in pieces] == list(lengths[0])
-        whole = join_blocks(torch.cat(pieces, dim=source.dim), source.dim, source.blocks, source.lengths)
+        whole = join_blocks(torch.cat(pieces, dim=source.dim), source.dim, source.lengths)
     elif isinstance(source, Shard):
         assert [piece.shape[source.dim] for piece in pieces] == list(lengths[0])
         whole = torch.cat(pieces, dim=source.dim)

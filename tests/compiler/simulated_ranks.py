@@ -231,7 +231,7 @@ def join_pieces(sharded: ShardedProgram, name: str, gathered: Sequence[Tensor]) 
     for first in range(0, len(gathered), ranks):
         whole = torch.cat(list(gathered[first : first + ranks]), placement.dim)
         if isinstance(placement, BlockedShard):
-            whole = join_blocks(whole, placement.dim, placement.blocks, placement.lengths)
+            whole = join_blocks(whole, placement.dim, placement.lengths)
         wholes += [whole] * ranks
     return wholes
 

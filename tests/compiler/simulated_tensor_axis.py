@@ -3,12 +3,26 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from simulated_pipelines import capture_job
 from simulated_ranks import Outcome, assert_runs_as_plain, divide_evenly, run_program_on_axes
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from rankless.compiler.tensor_parallel.division import DimRequest, TensorDivider
 from rankless.parallel.tensor_placement import Placement
+
+
+class InDoublePrecision(TorchFunctionMode):
+    """Within the context, models that compute some values in float32 compute them in float64."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function of PyTorch."""
+        if func is Tensor.float:
+            func = Tensor.double
+        given = [torch.float64 if item is torch.float32 else item for item in args]
+        named = {name: torch.float64 if item is torch.float32 else item for name, item in (kwargs or {}).items()}
+        return func(*given, **named)
 
 
 def check_tensor_axis(

@@ -177,9 +177,10 @@ class LoweringPass:
         reason: str,
         *,
         purpose: CollectivePurpose,
+        lengths: Sequence[tuple[int, ...]] = (),
     ) -> fx.Node:
         """Add a collective and record its size, reason and purpose."""
-        node = self.call(target, value, *(target.lengths if isinstance(target, Redistribution) else ()))
+        node = self.call(target, value, *lengths)
         node.meta["collective"] = CollectiveRecord(
             kind=target.__name__,
             purpose=purpose,
@@ -343,11 +344,11 @@ class LoweringPass:
         return sum(estimate_cost(size, before, after, axis.size) for axis, before, after in triples)
 
     def add_step(
-        self, node: fx.Node, source: Sharding, target: Sharding, reason: str, purpose: CollectivePurpose
+        self, node: fx.Node, source: Sharding, wanted: Sharding, reason: str, purpose: CollectivePurpose
     ) -> fx.Node:
         """Add the nodes that change the placement of a value along one axis."""
         ((number, before, after),) = (
-            (number, *pair) for number, pair in enumerate(zip(source, target, strict=True)) if pair[0] != pair[1]
+            (number, *pair) for number, pair in enumerate(zip(source, wanted, strict=True)) if pair[0] != pair[1]
         )
         local, axis = self.values[node][source], self.axes[number]
         if isinstance(before, Replicate) and isinstance(after, Shard):
@@ -355,12 +356,14 @@ class LoweringPass:
             return self.call(local_kernels.slice_dim, local, after.dim, start, length)
         if isinstance(before, Replicate) and isinstance(after, BlockedShard):
             start, length = after.start(axis.rank), after.lengths[axis.rank]
-            return self.call(slice_blocks, local, after.dim, after.blocks, start, length)
+            return self.call(slice_blocks, local, after.dim, after.block, start, length)
         if isinstance(before, Replicate):
             return self.call(local_kernels.keep_on_rank_zero, local, axis.rank)
         shape = compute_local_shape(node.meta["val"].shape, replace_placement(source, number, Replicate()), self.ranks)
         size = count_bytes(node, shape)
-        moved = self.add_collective(Redistribution(axis, before, after), local, size, reason, purpose=purpose)
+        target = Redistribution(axis, before, after)
+        lengths = target.list_lengths(shape)
+        moved = self.add_collective(target, local, size, reason, purpose=purpose, lengths=lengths)
         return self.restore_layout(moved, node.meta["val"])
 
     def count_local_bytes(self, local: fx.Node) -> int:

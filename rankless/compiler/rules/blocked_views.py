@@ -32,12 +32,9 @@ def take_blocks(placement: BlockedShard, start: int, length: int) -> Shard | Blo
         start: The first row.
         length: The number of rows.
     """
-    block = sum(placement.lengths)
-    if block == 0 or length == 0 or start % block or length % block:
+    if length == 0 or start % placement.block or length % placement.block:
         return None
-    if length == block:
-        return Shard(placement.dim, placement.lengths)
-    return BlockedShard(placement.dim, length // block, placement.lengths)
+    return Shard(placement.dim, placement.lengths) if length == placement.block else placement
 
 
 def split_block_strategies(call: OperatorCall) -> Iterator[Strategy]:
@@ -93,7 +90,7 @@ def make_slice_lowering(placement: BlockedShard, start: int) -> LoweringRule:
     """Return a lowering that takes the rank's rows of a range of blocks."""
 
     def lower(builder: GraphBuilder, _call: OperatorCall, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> LocalValue:
-        first = start // sum(placement.lengths) * placement.lengths[builder.rank]
+        first = start // placement.block * placement.lengths[builder.rank]
         last = first + builder.output_size(0)[placement.dim]
         return builder.call(aten.slice.Tensor, args[0], placement.dim, first, last)
 
@@ -106,12 +103,10 @@ def slice_backward_block_strategies(call: OperatorCall) -> Iterator[Strategy]:
     placement, found = call.current_placements[0], find_slice(call, shape)
     if not isinstance(placement, Shard | BlockedShard) or found is None or placement.dim != found[0]:
         return
-    block = sum(placement.lengths)
-    if block == 0 or shape[found[0]] % block or shape[found[0]] == block:
+    whole = BlockedShard(found[0], placement.lengths)
+    if whole.block == 0 or shape[found[0]] % whole.block or shape[found[0]] == whole.block:
         return
-    whole = BlockedShard(found[0], shape[found[0]] // block, placement.lengths)
-    blocks = 1 if isinstance(placement, Shard) else placement.blocks
-    if take_blocks(whole, found[1], found[2]) is not None and blocks * block == found[2]:
+    if take_blocks(whole, found[1], found[2]) == placement:
         yield Strategy((placement,), (whole,), make_slice_backward_lowering(whole, found[1]))
 
 
@@ -120,8 +115,8 @@ def make_slice_backward_lowering(whole: BlockedShard, start: int) -> LoweringRul
 
     def lower(builder: GraphBuilder, call: OperatorCall, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> LocalValue:
         dim, size = whole.dim, builder.output_size(0)
-        first = start // sum(whole.lengths) * whole.lengths[builder.rank]
-        last = first + find_slice_length(call) // sum(whole.lengths) * whole.lengths[builder.rank]
+        first = start // whole.block * whole.lengths[builder.rank]
+        last = first + find_slice_length(call) // whole.block * whole.lengths[builder.rank]
         return builder.call(aten.slice_backward.default, args[0], size, dim, first, last, 1)
 
     return lower
@@ -151,7 +146,7 @@ def join_block_strategies(call: OperatorCall) -> Iterator[Strategy]:
         ):
             count = len(call.inputs)
             if count > 1:
-                yield Strategy((placement,) * count, (BlockedShard(dim, count, placement.lengths),))
+                yield Strategy((placement,) * count, (BlockedShard(dim, placement.lengths),))
             return
 
 
@@ -166,8 +161,8 @@ def carry_blocks(
         placement: The placement before.
         carry: Returns the placement after a reshape of a dim without blocks.
     """
-    dim, block = placement.dim, sum(placement.lengths)
-    taken_apart = (*before[:dim], placement.blocks, block, *before[dim + 1 :])
+    dim, block = placement.dim, placement.block
+    taken_apart = (*before[:dim], before[dim] // block, block, *before[dim + 1 :])
     carried: Shard | None = carry(taken_apart, after, Shard(dim + 1, placement.lengths))
     return carried if carried is not None else merge_blocks(taken_apart, after, Shard(dim + 1, placement.lengths))
 
@@ -177,7 +172,7 @@ def merge_blocks(before: tuple[int, ...], after: tuple[int, ...], placement: Sha
 
     Each index of the dims before it is a block.
     """
-    if not all(type(item) is int for item in (*before, *after, *placement.lengths)) or prod(before) == 0:
+    if not all(type(item) is int for item in placement.lengths) or prod(before) == 0:
         return None
     leading, inner = prod(before[: placement.dim]), prod(before[placement.dim :])
     for dim in range(len(after)):
@@ -190,5 +185,5 @@ def merge_blocks(before: tuple[int, ...], after: tuple[int, ...], placement: Sha
         row = prod(before[placement.dim + 1 :])
         if any(length * row % inside for length in placement.lengths):
             return None
-        return BlockedShard(dim, blocks, tuple(length * row // inside for length in placement.lengths))
+        return BlockedShard(dim, tuple(length * row // inside for length in placement.lengths))
     return None

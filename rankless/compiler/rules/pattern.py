@@ -22,12 +22,12 @@ def split_strategies(call: OperatorCall, pattern: str, lower: LoweringRule | Non
     input_texts = left.split(",")
     inputs = [text for text, node in zip(input_texts, call.slots, strict=True) if node is not None]
     outputs = right.split(",")
-    tried: list[tuple[str, int, tuple[int, ...]]] = []  # symbolic lengths are not hashable
+    tried: list[tuple[str, type[Placement], tuple[int, ...]]] = []  # symbolic lengths are not hashable
     for text, placement in zip(inputs, call.current_placements, strict=True):
         if not isinstance(placement, Shard) and not (isinstance(placement, BlockedShard) and lower is None):
             continue
         letter = get_letter(text, placement.dim)
-        key = letter or "", get_blocks(placement), placement.lengths
+        key = letter or "", type(placement), placement.lengths
         if letter is None or key in tried:
             continue
         tried.append(key)
@@ -88,12 +88,7 @@ def make_placement(text: str, letter: str, like: Shard | BlockedShard, without: 
 
 def move_shard(like: Shard | BlockedShard, dim: int, lengths: tuple[int, ...]) -> Shard | BlockedShard:
     """Return a placement of the same kind on another dim."""
-    return Shard(dim, lengths) if isinstance(like, Shard) else BlockedShard(dim, like.blocks, lengths)
-
-
-def get_blocks(placement: Shard | BlockedShard) -> int:
-    """Return the number of blocks of the dim that a placement divides."""
-    return placement.blocks if isinstance(placement, BlockedShard) else 1
+    return Shard(dim, lengths) if isinstance(like, Shard) else BlockedShard(dim, lengths)
 
 
 def partial_sum_strategies(

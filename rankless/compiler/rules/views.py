@@ -46,8 +46,7 @@ def reshape_strategies(call: OperatorCall) -> Iterator[Strategy]:
     carried: Shard | BlockedShard | None = None
     if isinstance(placement, Shard):
         carried = carry_shard(before, shape, placement)
-        if carried is None and call.node.meta.get("backward"):
-            carried = merge_blocks(before, shape, placement)
+        carried = carried or merge_blocks(before, shape, placement)
     elif isinstance(placement, BlockedShard):
         carried = carry_blocks(before, shape, placement, carry_shard)
     if carried is not None:

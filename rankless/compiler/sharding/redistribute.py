@@ -81,7 +81,7 @@ def all_reduce_bytes(size: int, ranks: int) -> int:
 
 
 class Redistribution:
-    """A redistribution along one axis, as a node of a local program: called with a tensor and the shard lengths."""
+    """A redistribution along one axis, as a node of a local program: called with a tensor and what `list_lengths` says."""
 
     def __init__(self, axis: MeshAxis, source: Placement, target: Placement) -> None:
         self.axis = axis
@@ -106,11 +106,14 @@ class Redistribution:
         """Whether every rank gets the whole of a value that was sharded."""
         return isinstance(self.source, Shard | BlockedShard) and not isinstance(self.target, Shard)
 
-    @property
-    def lengths(self) -> tuple[tuple[int, ...], ...]:
-        """The shard lengths before and after, where the value is sharded; they may vary from call to call."""
+    def list_lengths(self, shape: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """Return the shard lengths before and after, where the value is sharded; they may vary from call to call.
+
+        Args:
+            shape: The shape of the value that the ranks along the axis have together.
+        """
         if isinstance(self.source, BlockedShard):
-            return (self.source.gathered_lengths,)
+            return (self.source.count_rows(shape[self.source.dim]),)
         return tuple(item.lengths for item in (self.source, self.target) if isinstance(item, Shard))
 
     def sent_bytes(self, size: int) -> int:
@@ -128,7 +131,7 @@ class Redistribution:
         return all_reduce_bytes(size, ranks) if is_partial_sum(source) else size * (ranks - 1)
 
     def __call__(self, value: torch.Tensor, *lengths: tuple[int, ...]) -> torch.Tensor:
-        """Redistribute this rank's piece; `lengths` are those of `self.lengths` in the present call."""
+        """Redistribute this rank's piece; `lengths` are those of `list_lengths` in the present call."""
         source, target = self.source, self.target
         if isinstance(source, Shard) and isinstance(target, Shard):
             return mesh_collectives.all_to_all(
@@ -141,7 +144,7 @@ class Redistribution:
             )
         if isinstance(source, BlockedShard):
             gathered = mesh_collectives.all_gather(value, among=self.axis, dim=source.dim, lengths=lengths[0])
-            return join_blocks(gathered, source.dim, source.blocks, source.lengths)
+            return join_blocks(gathered, source.dim, source.lengths)
         if isinstance(source, Shard):
             return mesh_collectives.all_gather(value, among=self.axis, dim=source.dim, lengths=lengths[0])
         if isinstance(target, Shard):

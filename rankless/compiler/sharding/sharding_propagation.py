@@ -255,15 +255,15 @@ def combines(strategy: Strategy, call: OperatorCall, outer: Sequence[AxisShardin
     inputs = list(zip(strategy.inputs, *(other.inputs for other in others), strict=True))
     outputs = list(zip(strategy.outputs, *(other.outputs for other in others), strict=True))
     divided = [placements for placements in (*inputs, *outputs) if isinstance(placements[0], Shard | BlockedShard)]
-    shared = {tuple(is_divided_along(item, own.dim) for item in others) for own, *others in divided}
-    if len(shared) > 1:
+    shared = {tuple(is_within(own, item) for item in others) for own, *others in divided}
+    if len(shared) > 1 or any(is_within_blocks(own, item) for own, *others in divided for item in others):
         return False
-    if any(map(any, shared)) and any(isinstance(item, BlockedShard) for placements in divided for item in placements):
-        return False  # ranges of rows within blocks within ranges of rows
     if call.wanted in strategy.outputs and not any(map(any, shared)):
         return True  # these lengths hold for whole values
     for node, current, (required, *around) in zip(call.inputs, call.current_placements, inputs, strict=True):
-        if isinstance(required, Shard | BlockedShard) and current == required:
+        if isinstance(required, BlockedShard) and current == required:
+            return True
+        if isinstance(required, Shard) and current == required:
             known = [axis.placements[node] for axis in outer]
             pairs = zip(known, around, strict=True)
             if all(
@@ -272,6 +272,23 @@ def combines(strategy: Strategy, call: OperatorCall, outer: Sequence[AxisShardin
             ):
                 return True
     return not divided
+
+
+def is_within(inner: Placement, outer: Placement) -> bool:
+    """Return whether the lengths of a placement hold for the pieces that an outer axis leaves.
+
+    Those of blocks do not, if the outer axis divides between blocks.
+    """
+    if not isinstance(inner, Shard | BlockedShard) or not is_divided_along(outer, inner.dim):
+        return False
+    is_between = isinstance(inner, BlockedShard) and isinstance(outer, Shard)
+    return not (is_between and all(length % inner.block == 0 for length in outer.lengths))
+
+
+def is_within_blocks(inner: Placement, outer: Placement) -> bool:
+    """Return whether a placement would divide what is left of blocks, which no redistribution can."""
+    is_blocked = isinstance(inner, BlockedShard) or isinstance(outer, BlockedShard)
+    return is_blocked and is_within(inner, outer)
 
 
 def no_strategies(_call: OperatorCall) -> Iterator[Strategy]:

@@ -52,14 +52,14 @@ class ValueDim:
     def placement(self) -> Placement:
         """The placement that divides the dim, on one rank."""
         if self.blocks > 1:
-            return BlockedShard(self.dim, self.blocks, (self.length,))
+            return BlockedShard(self.dim, (self.length,))
         return Shard(self.dim, (self.length,))
 
     @staticmethod
     def of(value: fx.Node, placement: Placement) -> "ValueDim | None":
         """Return the dim that a placement divides; None if it divides none."""
         if isinstance(placement, BlockedShard):
-            return ValueDim(value, placement.dim, placement.blocks)
+            return ValueDim(value, placement.dim, int(value.meta["val"].shape[placement.dim]) // placement.block)
         return ValueDim(value, placement.dim) if isinstance(placement, Shard) else None
 
 

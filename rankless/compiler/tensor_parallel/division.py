@@ -77,9 +77,7 @@ class TensorDivider:
                 if name is None or taken[item.value] != item or self._is_kept_whole(name):
                     continue
                 lengths = tuple(unit * (item.length // reach.units) for unit in units)
-                found[name] = (
-                    Shard(item.dim, lengths) if item.blocks == 1 else BlockedShard(item.dim, item.blocks, lengths)
-                )
+                found[name] = Shard(item.dim, lengths) if item.blocks == 1 else BlockedShard(item.dim, lengths)
         return found
 
     def _find_reaches(self) -> list[DimReach]:

@@ -48,12 +48,12 @@ def find_tensor_divisions(
         if id(item) in whole and name not in requests:
             requests[name] = DimRequest(dim=WHOLE)
     found = TensorDivider(program, axis.size, requests).divide(fills=plan.tensor == "auto")
-    return {name: describe_division(placement, axis) for name, placement in (found | known).items()}
+    return {name: describe_division(item, axis, tensors[name]) for name, item in (found | known).items()}
 
 
-def describe_division(placement: Shard | BlockedShard, axis: MeshAxis) -> StateDivision:
-    """Return a placement as a plan has it."""
-    blocks = placement.blocks if isinstance(placement, BlockedShard) else 1
+def describe_division(placement: Shard | BlockedShard, axis: MeshAxis, parameter: Tensor) -> StateDivision:
+    """Return the placement of a parameter as a plan has it."""
+    blocks = parameter.shape[placement.dim] // placement.block if isinstance(placement, BlockedShard) else 1
     return StateDivision(axis=axis.name, dim=placement.dim, lengths=placement.lengths, blocks=blocks)
 
 

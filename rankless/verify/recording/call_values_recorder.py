@@ -1,5 +1,6 @@
 """The file of values of one job call: every value of its program, each in a few numbers."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 from rankless.compiler.sharding.redistribute import Redistribution
 from rankless.config.run_config import InspectedCall
 from rankless.parallel.mesh import Mesh
-from rankless.parallel.tensor_placement import Replicate, Sharding
+from rankless.parallel.tensor_placement import Replicate, Sharding, compute_local_shape
 from rankless.records.call_values import ComputedValue, Role, values_file
 from rankless.records.recorded_calls import encode_result
 from rankless.verify.recording.tensor_sketch import Sketcher
@@ -41,12 +42,14 @@ class InspectedCallRecorder:
         self._stream.flush()
 
 
-def gather_whole(local: Tensor, sharding: Sharding, mesh: Mesh) -> Tensor:
-    """Return a value gathered from all ranks' pieces; a replicated value stays as this rank has it."""
-    for axis, placement in reversed(list(zip(mesh.axes, sharding, strict=True))):
+def gather_whole(local: Tensor, shape: Sequence[int], sharding: Sharding, mesh: Mesh) -> Tensor:
+    """Return a value of this shape gathered from all ranks' pieces; a replicated value stays as this rank has it."""
+    ranks = [axis.rank for axis in mesh.axes]
+    for number, (axis, placement) in reversed(list(enumerate(zip(mesh.axes, sharding, strict=True)))):
         if not isinstance(placement, Replicate) and axis.size > 1:
+            together = compute_local_shape(shape, sharding[:number], ranks[:number])
             gather = Redistribution(axis, placement, Replicate())
             # Not every backend gathers booleans.
             sent = local.to(torch.uint8) if local.dtype == torch.bool else local
-            local = gather(sent, *gather.lengths).to(local.dtype)
+            local = gather(sent, *gather.list_lengths(together)).to(local.dtype)
     return local

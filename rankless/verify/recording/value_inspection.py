@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from rankless.collectives.mesh_collectives import all_gather
 from rankless.compiler.codegen.codegen import LocalProgram, generate_function
-from rankless.compiler.ir.logical_program import LogicalProgram, ProgramInput, ProgramOutput
+from rankless.compiler.ir.logical_program import LogicalProgram, LogicalValue, ProgramInput, ProgramOutput
 from rankless.compiler.lowering.lower import LoweringPass
 from rankless.compiler.scheduling.gradient_buckets import schedule_gradients
 from rankless.compiler.scheduling.parameter_gathers import gather_parameters
@@ -65,6 +65,7 @@ class ValueProbe:
 
     recorder: InspectedCallRecorder
     mesh: Mesh
+    shape: tuple[int, ...]
     sharding: Sharding
     role: Role
     name: str
@@ -80,7 +81,7 @@ class ValueProbe:
             self.recorder.record(
                 self.role,
                 self.name,
-                gather_whole(local, self.sharding, self.mesh),
+                gather_whole(local, self.shape, self.sharding, self.mesh),
                 operator=self.operator,
                 line=self.line,
                 inputs=self.inputs,
@@ -100,6 +101,7 @@ def add_probes(
         tap = ValueProbe(
             recorder=recorder,
             mesh=mesh,
+            shape=node.meta["val"].shape if isinstance(node.meta["val"], LogicalValue) else (),
             sharding=sharding,
             role="input" if is_input else "value",
             name=format_value_name(node, logical),
@@ -129,7 +131,7 @@ def add_probes(
             recorder.record(
                 "output",
                 format_output_name(described.kind, described.name),
-                gather_output(output, described, storage),
+                gather_output(output, described, storage, mesh, node.meta["val"].shape),
                 operator=format_operator_name(node),
                 line=str(node.meta.get("line", "")),
                 inputs=(format_value_name(node, logical),),
@@ -139,8 +141,12 @@ def add_probes(
     return run
 
 
-def gather_output(output: Tensor, described: ProgramOutput, storage: StateStorage) -> Tensor:
-    """Return an output as a whole, if this rank has a piece of it."""
+def gather_output(
+    output: Tensor, described: ProgramOutput, storage: StateStorage, mesh: Mesh, shape: Sequence[int]
+) -> Tensor:
+    """Return an output, of this shape, as a whole, if this rank has a piece of it."""
+    if described.kind == "gradient" and described.name in storage.shardings:
+        return gather_whole(output, shape, storage.shardings[described.name], mesh)
     placement = storage.gradients.get(described.name) if described.kind == "gradient" else None
     if placement is None or storage.axis is None:
         return output
