@@ -3,10 +3,10 @@
 `Shard` has the length of every rank's piece, because uneven pieces are normal: a batch of 7 x 10 tokens on two ranks
 flattens to 40 + 30 tokens, not 35 + 35.
 
-Note [dims of several blocks]: one weight often holds several side by side, as the queries, keys and values of attention
-in the rows of one matrix. The heads of each must be divided alike, so a rank has its rows of every block. The same holds
-for the heads of several sequences in one dim. That is `BlockedShard`. It is no `Shard`, so that code which does not know
-of blocks does not divide them wrongly. An outer axis may divide the dim too, between blocks.
+Note [dims of several blocks]: one weight often holds several side by side, as the queries, keys and values of
+attention in the rows of one matrix. The heads of each must be divided alike, so a rank has its rows of every block.
+The same holds for the heads of several sequences in one dim. That is `BlockedShard`. It is no `Shard`, so that code
+which does not know of blocks does not divide them wrongly. An outer axis may divide the dim too, between blocks.
 """
 
 from collections.abc import Sequence

@@ -81,7 +81,7 @@ def all_reduce_bytes(size: int, ranks: int) -> int:
 
 
 class Redistribution:
-    """A redistribution along one axis, as a node of a local program: called with a tensor and what `list_lengths` says."""
+    """A redistribution along one axis, as a node of a local program: called with a tensor and its shard lengths."""
 
     def __init__(self, axis: MeshAxis, source: Placement, target: Placement) -> None:
         self.axis = axis

@@ -281,8 +281,9 @@ def is_within(inner: Placement, outer: Placement) -> bool:
     """
     if not isinstance(inner, Shard | BlockedShard) or not is_divided_along(outer, inner.dim):
         return False
-    is_between = isinstance(inner, BlockedShard) and isinstance(outer, Shard)
-    return not (is_between and all(length % inner.block == 0 for length in outer.lengths))
+    if isinstance(inner, BlockedShard) and isinstance(outer, Shard):
+        return any(length % inner.block for length in outer.lengths)
+    return True
 
 
 def is_within_blocks(inner: Placement, outer: Placement) -> bool:
