@@ -43,7 +43,12 @@ def check_tensor_axis(
         requests: The dims in which parameters are divided, by name. Default: chosen for all of them.
         settings: Those of `JobSource`.
     """
-    program = capture_job(function, modules, arguments, True, **settings)
+
+    def precise(*given: Any) -> Any:
+        with InDoublePrecision():
+            return function(*given)
+
+    program = capture_job(precise, modules, arguments, True, **settings)
     wanted = {name: DimRequest(dim=dim) for name, dim in (requests or {}).items()}
     states: dict[str, Placement] = dict(TensorDivider(program, axis_sizes[-1], wanted).divide(fills=requests is None))
     outer = len(axis_sizes) - 1
@@ -53,7 +58,7 @@ def check_tensor_axis(
     ]
     outcome = assert_runs_as_plain(
         lambda: run_program_on_axes(program, arguments, modules, axis_sizes, shardings, states),
-        function,
+        precise,
         modules,
         arguments,
     )

@@ -72,7 +72,7 @@ def slice_block_strategies(call: OperatorCall) -> Iterator[Strategy]:
         return
     taken = take_blocks(placement, found[1], found[2])
     if taken is not None:
-        yield Strategy((placement,), (taken,), make_slice_lowering(placement, found[1]))
+        yield Strategy((placement,), (taken,), lower_slice_of_blocks)
 
 
 def find_slice(call: OperatorCall, shape: Sequence[int]) -> tuple[int, int, int] | None:
@@ -86,15 +86,16 @@ def find_slice(call: OperatorCall, shape: Sequence[int]) -> tuple[int, int, int]
     return dim, start, max(0, end - start)
 
 
-def make_slice_lowering(placement: BlockedShard, start: int) -> LoweringRule:
-    """Return a lowering that takes the rank's rows of a range of blocks."""
-
-    def lower(builder: GraphBuilder, _call: OperatorCall, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> LocalValue:
-        first = start // placement.block * placement.lengths[builder.rank]
-        last = first + builder.output_size(0)[placement.dim]
-        return builder.call(aten.slice.Tensor, args[0], placement.dim, first, last)
-
-    return lower
+def lower_slice_of_blocks(
+    builder: GraphBuilder, call: OperatorCall, args: tuple[Any, ...], _kwargs: dict[str, Any]
+) -> LocalValue:
+    """Take the rank's rows of a range of blocks."""
+    shape = logical_shape(call.inputs[0])
+    dim, start, length = require_slice(call, shape)
+    taken = builder.output_size(0)[dim]
+    # The output has the same part of its rows as the input.
+    first = start * taken // length
+    return builder.call(aten.slice.Tensor, args[0], dim, first, first + taken)
 
 
 def slice_backward_block_strategies(call: OperatorCall) -> Iterator[Strategy]:
@@ -107,26 +108,27 @@ def slice_backward_block_strategies(call: OperatorCall) -> Iterator[Strategy]:
     if whole.block == 0 or shape[found[0]] % whole.block or shape[found[0]] == whole.block:
         return
     if take_blocks(whole, found[1], found[2]) == placement:
-        yield Strategy((placement,), (whole,), make_slice_backward_lowering(whole, found[1]))
+        yield Strategy((placement,), (whole,), lower_slice_backward)
 
 
-def make_slice_backward_lowering(whole: BlockedShard, start: int) -> LoweringRule:
-    """Return a lowering that puts the rank's rows of a range of blocks among zeros."""
-
-    def lower(builder: GraphBuilder, call: OperatorCall, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> LocalValue:
-        dim, size = whole.dim, builder.output_size(0)
-        first = start // whole.block * whole.lengths[builder.rank]
-        last = first + find_slice_length(call) // whole.block * whole.lengths[builder.rank]
+def lower_slice_backward(
+    builder: GraphBuilder, call: OperatorCall, args: tuple[Any, ...], _kwargs: dict[str, Any]
+) -> LocalValue:
+    """Put the rank's rows of a range among zeros: those of all rows, or those of some blocks."""
+    (shape,), size = call.output_shapes, builder.output_size(0)
+    dim = call.argument("dim") % len(shape)
+    if any(isinstance(item, BlockedShard) and item.dim == dim for item in builder.output_sharding(0)):
+        _, start, length = require_slice(call, shape)
+        first, last = start * size[dim] // shape[dim], (start + length) * size[dim] // shape[dim]
         return builder.call(aten.slice_backward.default, args[0], size, dim, first, last, 1)
+    return builder.call(aten.slice_backward.default, args[0], size, *args[2:])
 
-    return lower
 
-
-def find_slice_length(call: OperatorCall) -> int:
-    """Return the number of rows of the slice whose gradient a call computes."""
-    found = find_slice(call, call.output_shapes[0])
+def require_slice(call: OperatorCall, shape: Sequence[int]) -> tuple[int, int, int]:
+    """Return the dim, the first row and the number of rows of a slice without a step."""
+    found = find_slice(call, shape)
     assert found is not None, "a slice with a step has no blocks"
-    return found[2]
+    return found
 
 
 def join_block_strategies(call: OperatorCall) -> Iterator[Strategy]:

@@ -12,6 +12,7 @@ import torch
 from rankless.compiler.rules.blocked_views import (
     carry_blocks,
     join_block_strategies,
+    lower_slice_backward,
     merge_blocks,
     slice_backward_block_strategies,
     slice_block_strategies,
@@ -352,7 +353,7 @@ RULES: dict[Any, ShardingRule] = {
     aten.slice.Tensor: join_rules(make_pattern_rule(slice_pattern, (0,)), slice_block_strategies),
     aten.select_backward.default: make_pattern_rule(select_backward_pattern, (0,), lower=make_size_lowering(1)),
     aten.slice_backward.default: join_rules(
-        make_pattern_rule(slice_backward_pattern, (0,), lower=make_size_lowering(1)), slice_backward_block_strategies
+        make_pattern_rule(slice_backward_pattern, (0,), lower=lower_slice_backward), slice_backward_block_strategies
     ),
     aten.diagonal.default: make_pattern_rule(diagonal_pattern, (0,)),
     aten.diagonal_backward.default: make_pattern_rule(around_diagonal_pattern, (0,), lower=make_size_lowering(1)),
