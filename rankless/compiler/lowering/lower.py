@@ -140,6 +140,11 @@ class LoweringPass:
         (number,) = self.current_axes
         return self.ranks[number]
 
+    def input_sharding(self, index: int) -> Sharding:
+        """Return the sharding in which that operator takes an input."""
+        assert self.current_node is not None
+        return self.sharded.input_shardings(self.current_node)[index]
+
     def output_size(self, index: int) -> list[int]:
         """Return the local size of an output of that operator."""
         assert self.current_node is not None

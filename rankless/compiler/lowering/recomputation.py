@@ -16,7 +16,14 @@ from operator import getitem
 import torch
 from torch import fx
 
-from rankless.compiler.ir import counter_distributions, counter_operators, custom_ops, local_kernels, memory_order
+from rankless.compiler.ir import (
+    counter_distributions,
+    counter_operators,
+    custom_ops,
+    local_kernels,
+    memory_order,
+    vocabulary_kernels,
+)
 
 Region = tuple[str, int]
 """A name, and the number of the call: the same block may run several times."""
@@ -37,6 +44,7 @@ REPEATABLE = frozenset(
         counter_operators.draw_mask,
         memory_order.order_memory,
         memory_order.repeat_memory,
+        *vocabulary_kernels.PURE_KERNELS,
     )
 )
 """Functions besides operators whose results depend on their arguments alone, and that change nothing."""

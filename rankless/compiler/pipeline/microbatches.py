@@ -11,14 +11,16 @@ from operator import getitem
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
+from rankless.compiler.ir import vocabulary_kernels
 from rankless.compiler.lowering.lower import LocalGraph, LoweringPass
 from rankless.compiler.lowering.recomputation import Recomputation, Region, recompute
 from rankless.compiler.lowering.recomputed_regions import choose_regions
 from rankless.compiler.pipeline.stages import Stages
-from rankless.compiler.rules.losses import SUM, lower_sum_over_count
-from rankless.compiler.rules.strategy import LocalValue, get_operator
+from rankless.compiler.rules.half_precision import ACCUMULATED_IN
+from rankless.compiler.rules.losses import find_class_range, finish_losses, lower_loss_terms
+from rankless.compiler.rules.strategy import LocalValue
 from rankless.compiler.sharding.redistribute import CollectivePurpose, Redistribution, StackingAllGather
 from rankless.compiler.sharding.sharding_propagation import ShardedProgram
 from rankless.parallel.mesh import Mesh, MeshAxis
@@ -62,16 +64,14 @@ class MicrobatchLowering(LoweringPass):
         strategies = self.sharded.strategies(node)
         if node.target not in LOSSES or not isinstance(strategies[-1].outputs[0], Partial):
             return super().apply_strategies(node, args, kwargs)
-        scores, target, weight, _, ignore_index = args
-        losses = self.call(getitem, self.call(get_operator(node), scores, target, weight, SUM, ignore_index), 0)
-        count = node.meta["val"][1]
-        valid = self.call(weigh_targets, target, weight, ignore_index, count.dtype)
-        self.current_axes = [number for number, item in enumerate(strategies) if item.lower is lower_sum_over_count]
-        if not self.current_axes:
-            return losses, valid
-        total = self.all_reduce(valid, "number of valid targets in the whole batch", count.element_size())
+        call, dtype = self.make_call(node, len(strategies) - 1), node.meta["val"][1].dtype
+        self.current_axes = [number for number, item in enumerate(strategies) if item.lower is not None]
+        loss = self.call(getitem, lower_loss_terms(self, call, args), 0)
+        classes, wide = find_class_range(self, call, 0), ACCUMULATED_IN.get(dtype, dtype)
+        total = self.call(vocabulary_kernels.weigh_own_targets, args[1], args[2], classes, wide)
+        result = finish_losses(self, call, loss, total)
         self.current_axes = ()
-        return self.call(torch.ops.aten.div.Tensor, losses, total), total
+        return result
 
     def add_step(
         self, node: fx.Node, source: Sharding, target: Sharding, reason: str, purpose: CollectivePurpose
@@ -111,14 +111,6 @@ class RecomputationInStages(Recomputation):
         if any(self.stages.get(user, 0) > self.stages.get(node, 0) for user in node.users):
             return False
         return super().is_repeated(node)
-
-
-def weigh_targets(target: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Tensor:
-    """Return the weight of all targets that a loss counts, without its scores."""
-    is_valid = target != ignore_index
-    if weight is None:
-        return is_valid.sum().to(dtype)
-    return (weight[target.where(is_valid, 0)] * is_valid).sum().to(dtype)
 
 
 def add_microbatch_axis(mesh: Mesh, rank: int, count: int) -> Mesh:

@@ -18,7 +18,7 @@ from rankless.compiler.rules.strategy import (
     Strategy,
 )
 from rankless.compiler.tracing.symbolic_sizes import size_hint
-from rankless.parallel.tensor_placement import Partial, Replicate
+from rankless.parallel.tensor_placement import Partial, Replicate, Shard
 
 aten = torch.ops.aten
 ACCUMULATED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
@@ -44,15 +44,16 @@ def add_in_float32(builder: GraphBuilder, call: OperatorCall, term: fx.Node) -> 
 def widen_sums(rule: ShardingRule, lower: LoweringRule = lower_wide_product) -> ShardingRule:
     """Return a rule that lowers partial sums in half precision by `lower`, to whole sums.
 
-    The terms may be too large for half precision, and each would be rounded before it is added.
+    The terms may be too large for half precision, and each would be rounded before it is added. A strategy without
+    sharded inputs divides no sum: its inputs are partial sums already, and their terms are rounded.
     """
 
     def strategies(call: OperatorCall) -> Iterator[Strategy]:
         is_half = call.node.meta["val"].dtype in ACCUMULATED_IN and not call.node.meta.get("backward")
         for strategy in rule(call):
             is_sum = any(isinstance(placement, Partial) for placement in strategy.outputs)
-            adds_sums = any(isinstance(placement, Partial) for placement in strategy.inputs)
-            if is_half and is_sum and not adds_sums:
+            divides_sum = any(isinstance(placement, Shard) for placement in strategy.inputs)
+            if is_half and is_sum and divides_sum:
                 yield Strategy(strategy.inputs, (Replicate(),), lower)
             else:
                 yield strategy

@@ -1,4 +1,4 @@
-"""Rules for products: matrices, batches of matrices, linear layers, convolutions, embeddings, recurrent layers."""
+"""Rules for products: matrices, batches of matrices, linear layers, convolutions, recurrent layers."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -13,7 +13,7 @@ from rankless.compiler.rules.pattern import (
     make_letters,
     make_masked_rule,
     make_pattern_rule,
-    partial_sum_strategies,
+    require_rows,
     split_strategies,
 )
 from rankless.compiler.rules.strategy import (
@@ -34,7 +34,7 @@ MOST_POINTS_COMPARED_DIRECTLY = 25
 
 
 def make_bias_pattern(call: OperatorCall, product: str) -> str:
-    """Return the pattern of a product with a bias. The bias is added once, so only output dims can be sharded.
+    """Return the pattern of a product with a bias that divides output dims alone.
 
     The bias has the letters of the dims along which it does not broadcast.
     """
@@ -46,19 +46,33 @@ def make_bias_pattern(call: OperatorCall, product: str) -> str:
     return f"{bias},{product}"
 
 
+def contraction_strategies(call: OperatorCall, pattern: str, bias: int = 0) -> Iterator[Strategy]:
+    """Yield a pattern's strategies, in which the bias, at this position in `call.inputs`, is a partial sum.
+
+    The pattern divides the contracted dims. A replicated bias becomes a partial sum that rank 0 alone holds.
+    """
+    for strategy in split_strategies(call, pattern):
+        inputs = list(strategy.inputs)
+        inputs[bias] = Partial()
+        yield replace(strategy, inputs=tuple(inputs))
+
+
 def addmm_strategies(call: OperatorCall) -> Iterator[Strategy]:
     """Yield strategies of bias + a @ b."""
     yield from split_strategies(call, make_bias_pattern(call, "m.,.n->mn"))
+    yield from contraction_strategies(call, "*,.k,k.->..")
 
 
 def baddbmm_strategies(call: OperatorCall) -> Iterator[Strategy]:
     """Yield strategies of a batch of biases + a @ b."""
     yield from split_strategies(call, make_bias_pattern(call, "bm.,b.n->bmn"))
+    yield from contraction_strategies(call, "*,..k,.k.->...")
 
 
 def addmv_strategies(call: OperatorCall) -> Iterator[Strategy]:
     """Yield strategies of bias + a @ v."""
     yield from split_strategies(call, make_bias_pattern(call, "m.,.->m"))
+    yield from contraction_strategies(call, "*,.k,k->.")
 
 
 def addr_strategies(call: OperatorCall) -> Iterator[Strategy]:
@@ -67,12 +81,10 @@ def addr_strategies(call: OperatorCall) -> Iterator[Strategy]:
 
 
 def addbmm_strategies(call: OperatorCall) -> Iterator[Strategy]:
-    """Yield strategies of bias + the sum of a batch of products; with the batch sharded, both are partial sums."""
+    """Yield strategies of bias + the sum of a batch of products; the batch is contracted too."""
     yield from split_strategies(call, make_bias_pattern(call, ".m.,..n->mn"))
-    for strategy in split_strategies(call, "*,b..,b..->.."):
-        dtype = call.node.meta["val"].dtype
-        if dtype.is_floating_point and (dtype not in ACCUMULATED_IN or call.node.meta.get("backward")):
-            yield replace(strategy, inputs=(Partial(), *strategy.inputs[1:]))
+    if call.node.meta["val"].dtype.is_floating_point:
+        yield from contraction_strategies(call, "*,b.k,bk.->..")
 
 
 def cdist_pattern(call: OperatorCall) -> str:
@@ -117,8 +129,11 @@ def linear_strategies(call: OperatorCall) -> Iterator[Strategy]:
     """Yield strategies of x @ weight.T + bias, over any leading dims of x."""
     leading = make_letters(len(logical_shape(call.inputs[0])))[:-1]
     yield from split_strategies(call, f"{leading}.,Z.,Z->{leading}Z")
+    contracted = "." * len(leading)
     if call.slots[2] is None:
         yield from split_strategies(call, f"{leading}Y,.Y,->{leading}.")
+    else:
+        yield from contraction_strategies(call, f"{contracted}Y,.Y,*->{contracted}.", bias=2)
 
 
 def linear_weight_pattern(call: OperatorCall) -> str:
@@ -135,10 +150,20 @@ def convolution_strategies(call: OperatorCall) -> Iterator[Strategy]:
     """
     yield from split_strategies(call, "b*,*,*->b*")
     if call.argument("groups") == 1:
-        result, given = get_channel_texts(call, logical_shape(call.inputs[1]))
-        yield from split_strategies(call, f"*,{result},C->.C*")
-        if call.slots[2] is None and call.node.meta["val"].dtype not in ACCUMULATED_IN:
-            yield from split_strategies(call, f".C*,{given},->{'.' * len(call.output_shapes[0])}")
+        yield from require_rows(channel_strategies)(call)
+
+
+def channel_strategies(call: OperatorCall) -> Iterator[Strategy]:
+    """Yield those strategies of a convolution that divide channels. PyTorch's kernels need one channel at least."""
+    result, given = get_channel_texts(call, logical_shape(call.inputs[1]))
+    yield from split_strategies(call, f"*,{result},C->.C*")
+    if call.node.meta["val"].dtype in ACCUMULATED_IN:
+        return
+    output = "." * len(call.output_shapes[0])
+    if call.slots[2] is None:
+        yield from split_strategies(call, f".C*,{given},->{output}")
+    else:
+        yield from contraction_strategies(call, f".C*,{given},*->{output}", bias=2)
 
 
 def convolution_backward_strategies(call: OperatorCall) -> Iterator[Strategy]:
@@ -148,8 +173,10 @@ def convolution_backward_strategies(call: OperatorCall) -> Iterator[Strategy]:
         shapes = [logical_shape(node) for node in call.inputs]
         result, given = get_channel_texts(call, shapes[2])
         partial = "." * len(shapes[1])
-        yield from make_masked_rule(lambda _: f".C*,*,{result}->{partial},{result},C")(call)
-        yield from make_masked_rule(lambda _: f"*,.C*,{given}->.C*,{given},=")(call)
+        by_result = make_masked_rule(lambda _: f".C*,*,{result}->{partial},{result},C")
+        by_given = make_masked_rule(lambda _: f"*,.C*,{given}->.C*,{given},=")
+        yield from require_rows(by_result)(call)
+        yield from require_rows(by_given)(call)
 
 
 def get_channel_texts(call: OperatorCall, weight: Sequence[int]) -> tuple[str, str]:
@@ -157,25 +184,6 @@ def get_channel_texts(call: OperatorCall, weight: Sequence[int]) -> tuple[str, s
     rest = "." * (len(weight) - 2)
     first, second = f"C.{rest}", f".C{rest}"
     return (second, first) if call.argument("transposed") else (first, second)
-
-
-def embedding_pattern(call: OperatorCall) -> str:
-    """Return the pattern of rows of a table by index; every dim of the indices can be sharded, and the columns."""
-    text = make_letters(len(logical_shape(call.inputs[1])))
-    return f".Z,{text}->{text}Z"
-
-
-def embedding_backward_strategies(call: OperatorCall) -> Iterator[Strategy]:
-    """Yield strategies of the table's gradient.
-
-    Sharded indices give partial sums, unless the gradient is divided by the frequency of an index.
-    """
-    if not call.argument("scale_grad_by_freq"):
-        text = make_letters(len(logical_shape(call.inputs[1])))
-        yield from split_strategies(call, f"{text}.,{text}->..")
-    columns = "." * len(logical_shape(call.inputs[1]))
-    yield from split_strategies(call, f"{columns}Z,{columns}->.Z")
-    yield from partial_sum_strategies(call, (0,))
 
 
 def recurrent_strategies(call: OperatorCall) -> Iterator[Strategy]:
@@ -209,11 +217,11 @@ RULES: dict[Any, ShardingRule] = {
     aten.mv.default: widen_sums(make_pattern_rule("mk,k->m", (0,), (1,))),
     aten.vdot.default: widen_sums(make_pattern_rule("k,k->", (0,), (1,))),
     aten.dot.default: widen_sums(make_pattern_rule("k,k->", (0,), (1,))),
-    aten.addmm.default: addmm_strategies,
-    aten.baddbmm.default: baddbmm_strategies,
-    aten.addmv.default: addmv_strategies,
+    aten.addmm.default: widen_sums(addmm_strategies),
+    aten.baddbmm.default: widen_sums(baddbmm_strategies),
+    aten.addmv.default: widen_sums(addmv_strategies),
     aten.addr.default: addr_strategies,
-    aten.addbmm.default: addbmm_strategies,
+    aten.addbmm.default: widen_sums(addbmm_strategies),
     aten._cdist_forward.default: make_pattern_rule(cdist_pattern, lower=lower_cdist),
     aten._cdist_backward.default: cdist_backward_strategies,
     aten._trilinear.default: widen_sums(make_pattern_rule(trilinear_pattern)),
@@ -221,8 +229,6 @@ RULES: dict[Any, ShardingRule] = {
     rankless_ops.linear_weight.default: make_pattern_rule(linear_weight_pattern, (0,), (1,)),
     aten.convolution.default: convolution_strategies,
     aten.convolution_backward.default: convolution_backward_strategies,
-    aten.embedding.default: make_pattern_rule(embedding_pattern),
-    aten.embedding_dense_backward.default: embedding_backward_strategies,
     rankless_ops.recurrent.default: recurrent_strategies,
     rankless_ops.recurrent_backward.default: recurrent_backward_strategies,
 }

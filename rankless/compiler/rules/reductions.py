@@ -229,11 +229,6 @@ RULES: dict[Any, ShardingRule] = {
     **{
         operator: make_pattern_rule(along_dims_pattern)
         for operator in (
-            aten._softmax.default,
-            aten._safe_softmax.default,
-            aten._log_softmax.default,
-            aten._softmax_backward_data.default,
-            aten._log_softmax_backward_data.default,
             aten.argmax.default,
             aten.argmin.default,
             aten.max.dim,

@@ -32,6 +32,10 @@ class GraphBuilder(Protocol):
         """Add an operator, or a Rankless function, on local values."""
         ...
 
+    def input_sharding(self, index: int) -> Sharding:
+        """Return the sharding in which the call that is being lowered takes an input, by its place in `call.inputs`."""
+        ...
+
     def output_size(self, index: int) -> list[int]:
         """Return the local size of an output of the call that is being lowered."""
         ...
@@ -126,6 +130,14 @@ def make_call(
 ) -> OperatorCall:
     """Return a node of the logical program as a call to shard or lower."""
     return OperatorCall(node, get_operator(node), list_tensor_slots(node), placements, ranks, wanted)
+
+
+def find_local_range(builder: GraphBuilder, sharding: Sharding, dim: int, size: int) -> tuple[int, int]:
+    """Return the first index and the length of this rank's part of a dim of a value, which has this logical size."""
+    for divided, start, length in builder.list_parts(sharding):
+        if divided == dim:
+            return start, length
+    return 0, size
 
 
 def logical_shape(node: fx.Node) -> tuple[int, ...]:

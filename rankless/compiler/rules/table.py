@@ -6,6 +6,7 @@ import torch
 
 from rankless.compiler.rules import (
     attention,
+    embeddings,
     fourier,
     image_sampling,
     indexing,
@@ -17,6 +18,7 @@ from rankless.compiler.rules import (
     pooling,
     random,
     reductions,
+    softmax,
     views,
 )
 from rankless.compiler.rules.strategy import AtenOperator, ShardingRule
@@ -26,7 +28,9 @@ aten = torch.ops.aten
 SHARDING_RULES: dict[Any, ShardingRule] = {
     **views.RULES,
     **reductions.RULES,
+    **softmax.RULES,
     **matrices.RULES,
+    **embeddings.RULES,
     **normalizations.RULES,
     **losses.RULES,
     **attention.RULES,
