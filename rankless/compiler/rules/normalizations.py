@@ -82,16 +82,18 @@ def list_batch_shards(call: OperatorCall, positions: tuple[int, ...]) -> Iterato
 
 
 def list_channel_shards(call: OperatorCall, count: int) -> Iterator[Shard]:
-    """Yield the placements with which the first `count` inputs are sharded on the channels.
+    """Yield the placements of the first `count` inputs with which an input is sharded on the channels.
 
+    Channels are dim 1 of these inputs, and dim 0 of the others, such as weights and running statistics.
     Each rank then computes its channels alone. Instance norm is batch norm of one sample whose channels are those of
     all samples, so a shard of its channels is a shard of the batch.
     """
-    found: list[Placement] = []
-    for placement in call.current_placements[:count]:
-        if isinstance(placement, Shard) and placement.dim == 1 and placement not in found:
-            found.append(placement)
-            yield placement
+    found: list[tuple[int, ...]] = []
+    for position, placement in enumerate(call.current_placements):
+        channels = 1 if position < count else 0
+        if isinstance(placement, Shard) and placement.dim == channels and placement.lengths not in found:
+            found.append(placement.lengths)
+            yield Shard(1, placement.lengths)
 
 
 def count_per_channel(call: OperatorCall, position: int, placement: Placement) -> list[int]:
