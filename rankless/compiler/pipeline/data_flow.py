@@ -47,7 +47,7 @@ class Need:
     is_sum: bool = False
 
 
-class Traffic:
+class DataFlow:
     """The values that parts of a step take from each other.
 
     Args:
