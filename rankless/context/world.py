@@ -1,10 +1,11 @@
 """The world that the runtime passes to jobs and loaders, so that they never look up rank or process group."""
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
+from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from rankless.context.accumulation_passes import LoaderPasses
@@ -66,7 +67,7 @@ class World:
     """Knows which parameters have no `.grad` for the script."""
     plan: ParallelPlan | None = None
     """The plan of the run; None lets each job make its own."""
-    stages: "WeakIdKeyDictionary" = field(default_factory=WeakIdKeyDictionary)
+    stages: MutableMapping[Tensor, int] = field(default_factory=WeakIdKeyDictionary)
     """The stage of a pipeline to which a parameter belongs, by the parameter."""
     once: OnceState = field(default_factory=OnceState)
     """Whether rank 0 is inside `rankless.once`."""

@@ -140,6 +140,14 @@ def get_memory_order(argument: Tensor) -> tuple[int, ...] | None:
     return find_memory_order(known.shape, known.stride())
 
 
+def find_batch_dim(arguments: FlattenedArguments, position: int) -> int | None:
+    """Return the dim along which a tensor argument can be divided; None if it has none."""
+    tensor, dim = arguments.tensors[position], arguments.batch_dims[position]
+    if isinstance(tensor, LogicalTensor):
+        return tensor.placement.dim
+    return None if dim is None or tensor.dim() <= dim else dim
+
+
 def get_shardings(arguments: FlattenedArguments, mesh: Mesh) -> tuple[Sharding, ...]:
     """Return the shardings of the tensors of a call: the axes with the role `data` divide the batch."""
     pairs = zip(arguments.tensors, arguments.batch_dims, strict=True)

@@ -10,7 +10,7 @@ from rankless.compiler.capture.graph_cleanup import named_tensors
 from rankless.context.world import World
 from rankless.data.logical_tensor import LogicalTensor
 from rankless.errors import ConfigError
-from rankless.jobs.arguments import FlattenedArguments, name_argument
+from rankless.jobs.arguments import FlattenedArguments, find_batch_dim, name_argument
 from rankless.jobs.definition import JobDefinition
 from rankless.jobs.optimizer_step import count_group_parameters
 from rankless.ownership.default_policy import give_to, make_default_plan
@@ -200,14 +200,6 @@ def require_no_zero(job: JobDefinition, mesh: Mesh) -> None:
             "state only",
             where=job.line,
         )
-
-
-def find_batch_dim(arguments: FlattenedArguments, place: int) -> int | None:
-    """Return the dim along which an argument can be divided; None if it has none."""
-    tensor, dim = arguments.tensors[place], arguments.batch_dims[place]
-    if isinstance(tensor, LogicalTensor):
-        return tensor.placement.dim
-    return None if dim is None or tensor.dim() <= dim else dim
 
 
 def apply_plan(job: JobDefinition, world: World) -> JobDefinition:

@@ -152,14 +152,12 @@ def run_on_simulated_pipeline(
         options = PipelineOptions(
             axis=MeshAxis(name="pipeline", role="pipeline", rank=len(programs), size=workers),
             stages=stages,
-            schedule_name=schedule,
             schedule=order,
             microbatches=microbatches,
             batch_lengths=divide(arguments, batch_dims, microbatches),
-            divided=names,
             transport=transport,
         )
-        programs.append(build(program, tensors, options))
+        programs.append(build(program, tensors, options, names))
     values = run_threads(programs, stages, tensors, arguments, turn, names, generators)
     return make_outcome(programs, values, stages, names, [item.sent_bytes for item in transports])
 
@@ -176,13 +174,13 @@ def divide(
     )
 
 
-def build(program: LogicalProgram, tensors: Mapping[str, Tensor], options: PipelineOptions) -> LocalProgram:
-    """Return the program of one worker."""
+def build(
+    program: LogicalProgram, tensors: Mapping[str, Tensor], options: PipelineOptions, divided: frozenset[str]
+) -> LocalProgram:
+    """Return the program of one worker; `divided` are the parameters that only the worker of their stage has."""
     workers, owners = options.axis.size, options.stages.owners
     mesh = Mesh(rank=options.axis.rank, size=workers, device=torch.device("cpu"), axes=(options.axis,))
-    gradients = {
-        name: Shard(0, one_owner(tensors[name].shape, owners[name] % workers, workers)) for name in options.divided
-    }
+    gradients = {name: Shard(0, one_owner(tensors[name].shape, owners[name] % workers, workers)) for name in divided}
     shardings = [(Replicate(),)] * len(options.batch_lengths)
     return build_pipeline_program(program, shardings, mesh, options, storage=StateStorage(gradients=gradients))
 

@@ -7,9 +7,9 @@ from simulated_pipelines import capture_job, run_on_simulated_pipeline
 from torch import nn
 
 from rankless.compiler.codegen.codegen import LocalProgram
+from rankless.compiler.pipeline.data_flow import Part, ValueKey
 from rankless.compiler.pipeline.schedules import make_schedule
 from rankless.compiler.pipeline.step import PipelineRun
-from rankless.compiler.pipeline.traffic import Part, ValueKey
 
 WORKERS, MICROBATCHES = 3, 6
 

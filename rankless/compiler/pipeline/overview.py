@@ -6,9 +6,9 @@ from operator import getitem
 from torch import fx
 
 from rankless.compiler.ir.logical_program import format_operator, format_value
+from rankless.compiler.pipeline.data_flow import DataFlow, Need, Part
 from rankless.compiler.pipeline.options import PipelineOptions
 from rankless.compiler.pipeline.partition import ProgramPartition
-from rankless.compiler.pipeline.traffic import Need, Part, Traffic
 from rankless.compiler.sharding.redistribute import CollectiveRecord, count_bytes
 from rankless.parallel.mesh import MeshAxis
 from rankless.records.job_programs import PipelineRecord, PipelineStage
@@ -24,7 +24,7 @@ def describe_pipeline(partition: ProgramPartition, options: PipelineOptions) -> 
             parameters[stage].append(count_bytes(inputs[parameter]))
     operators = [stage for node, stage in stages.of.items() if node.target is not getitem]
     return PipelineRecord(
-        schedule=options.schedule_name,
+        schedule=schedule.name,
         microbatches=len(partition.graphs),
         idle_fraction=schedule.idle_fraction,
         stages=tuple(
@@ -41,12 +41,12 @@ def describe_pipeline(partition: ProgramPartition, options: PipelineOptions) -> 
     )
 
 
-def list_sent_values(partition: ProgramPartition, traffic: Traffic, axis: MeshAxis) -> Iterator[CollectiveRecord]:
+def list_sent_values(partition: ProgramPartition, data_flow: DataFlow, axis: MeshAxis) -> Iterator[CollectiveRecord]:
     """Yield what stages send to each other in a step, all microbatches of a value together."""
-    for part in list_parts(partition, traffic.workers):
-        for target in range(traffic.workers):
-            for need in traffic.list_sent(part, target):
-                yield describe_sent_value(partition, need, traffic.find_worker(need.name), target, axis)
+    for part in list_parts(partition, data_flow.workers):
+        for target in range(data_flow.workers):
+            for need in data_flow.list_sent(part, target):
+                yield describe_sent_value(partition, need, data_flow.find_worker(need.name), target, axis)
 
 
 def list_parts(partition: ProgramPartition, workers: int) -> Sequence[Part]:

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, fx
 
 from rankless.compiler.ir import local_kernels
-from rankless.compiler.pipeline.draws import DrawInOrder, NoteDraw, RandomDraws
+from rankless.compiler.pipeline.data_flow import DataFlow, Part, ValueKey
 from rankless.compiler.pipeline.microbatches import is_join
 from rankless.compiler.pipeline.partition import is_drawing
+from rankless.compiler.pipeline.random_draws import OrderedDraw, RandomDraws
 from rankless.compiler.pipeline.schedules import UNIT_KINDS
-from rankless.compiler.pipeline.traffic import Part, Traffic, ValueKey
 from rankless.compiler.pipeline.transfers import Streams
 from rankless.compiler.rules.pattern import is_partial_sum
 from rankless.compiler.sharding.redistribute import Redistribution
@@ -26,20 +26,19 @@ class PartGraph:
         inputs (dict[ValueKey, fx.Node]): The values that it takes, after `streams` if it sends or receives.
     """
 
-    def __init__(self, traffic: Traffic, worker: int, part: Part, draws: RandomDraws) -> None:
+    def __init__(self, data_flow: DataFlow, worker: int, part: Part, draws: RandomDraws) -> None:
         self.graph = fx.Graph()
         self.inputs: dict[ValueKey, fx.Node] = {}
-        self._traffic = traffic
-        self._partition = traffic.partition
+        self._data_flow = data_flow
+        self._partition = data_flow.partition
         self._worker = worker
         self._part = part
         self._draws = draws
         self._made: dict[ValueKey, fx.Node] = {}
-        self._begin: fx.Node | None = None
-        """The first node that is no input."""
         self.streams: fx.Node | None = None
         if part.phase in ("prepare", "finish"):
             self.streams = self.graph.placeholder("streams")
+        self._last_input = self.streams
 
     def get(self, key: ValueKey) -> fx.Node:
         """Return a value: computed here, received, or an input."""
@@ -49,18 +48,19 @@ class PartGraph:
         if self._is_computed_here(key):
             node = self._add(self._partition.by_name[name], key.microbatch)
         elif self.streams is not None and self._is_received_here(key):
-            source = self._traffic.find_worker(name)
+            source = self._data_flow.find_worker(name)
             node = self._call(Streams.receive, (self.streams, key, source))
         else:
-            position = self.graph.inserting_before(self._begin) if self._begin is not None else None
-            if position is None:
-                node = self.graph.placeholder(f"input_{len(self.inputs)}")
-            else:
-                with position:
-                    node = self.graph.placeholder(f"input_{len(self.inputs)}")
-            self.inputs[key] = node
+            node = self.inputs[key] = self._add_input()
         self._made[key] = node
         return node
+
+    def _add_input(self) -> fx.Node:
+        """Add an input after those before it, and before all nodes that compute."""
+        graph, last = self.graph, self._last_input
+        with graph.inserting_before() if last is None else graph.inserting_after(last):
+            self._last_input = graph.placeholder(f"input_{len(self.inputs)}")
+        return self._last_input
 
     def _is_computed_here(self, key: ValueKey) -> bool:
         node = self._partition.by_name[key.name]
@@ -69,10 +69,10 @@ class PartGraph:
             return False
         if phase == "free":
             return not is_join(node) or self._part.phase == "prepare"
-        return self._traffic.find_part(key.name) == self._part
+        return self._data_flow.find_part(key.name) == self._part
 
     def _is_received_here(self, key: ValueKey) -> bool:
-        if not self._traffic.is_remote(key.name, self._worker):
+        if not self._data_flow.is_remote(key.name, self._worker):
             return False
         phase = self._partition.phases[key.name]
         if self._part.phase == "prepare":
@@ -90,7 +90,6 @@ class PartGraph:
     def _call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> fx.Node:
         node = self.graph.call_function(target)
         node.args, node.kwargs = args, kwargs or {}
-        self._begin = self._begin or node
         return node
 
     def _add(self, node: fx.Node, microbatch: int | None) -> fx.Node:
@@ -98,7 +97,7 @@ class PartGraph:
         if is_join(node):
             return self._add_join(node, microbatch)
         copy = self._partition.copies[microbatch or 0][node.name]
-        target = DrawInOrder(self._draws, node.name, copy.target) if is_drawing(node) else copy.target
+        target = OrderedDraw(self._draws, node.name, copy.target).run_draw if is_drawing(node) else copy.target
         added = self._call(target, *self._list_arguments(node, microbatch))
         added.meta.update({name: value for name, value in copy.meta.items() if name not in ("value", "source")})
         return added
@@ -116,14 +115,14 @@ class PartGraph:
     def note_draw(self, node: fx.Node) -> None:
         """Add a draw that advances the generator through a node."""
         target: Any = node.target
-        self._call(NoteDraw(self._draws, node.name, target), *self._list_arguments(node, None))
+        self._call(OrderedDraw(self._draws, node.name, target).note_draw, *self._list_arguments(node, None))
 
     def _find_key(self, value: fx.Node, user: fx.Node, microbatch: int | None) -> ValueKey:
         name = value.name
         phase = self._partition.phases[name]
         if phase in UNIT_KINDS and self._partition.takes_sum_of(user, value):
             return ValueKey(name, is_sum=True)
-        return ValueKey(name, None if self._traffic.is_single(name) else microbatch or 0)
+        return ValueKey(name, None if self._data_flow.is_single(name) else microbatch or 0)
 
     def _add_join(self, node: fx.Node, microbatch: int | None) -> fx.Node:
         """Add what needs all microbatches."""
@@ -136,7 +135,7 @@ class PartGraph:
             count = len(self._partition.graphs)
             keys = (
                 [key] * count
-                if self._traffic.is_single(value.name)
+                if self._data_flow.is_single(value.name)
                 else [ValueKey(value.name, number) for number in range(count)]
             )
             whole = self._call(Join(target), ([self.get(item) for item in keys],))

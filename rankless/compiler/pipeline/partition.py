@@ -21,8 +21,8 @@ from rankless.compiler.ir import counter_distributions, counter_operators, local
 from rankless.compiler.ir.logical_program import LogicalProgram, format_operator
 from rankless.compiler.lowering.lower import LocalGraph
 from rankless.compiler.lowering.value_check import ValueCheck
-from rankless.compiler.pipeline.draws import draws_numbers
 from rankless.compiler.pipeline.microbatches import get_time_placement, is_join
+from rankless.compiler.pipeline.random_draws import draws_numbers
 from rankless.compiler.pipeline.stages import Stages, list_forward
 from rankless.compiler.rules.pattern import is_partial_sum
 from rankless.compiler.sharding.redistribute import Redistribution, StackingAllGather

@@ -61,7 +61,7 @@ def build_pipeline_program(
         lines=builder.lines,
         sharded=sharded,
         storage=storage or StateStorage(),
-        collectives=(*list_sent_values(partition, builder.traffic, options.axis), *builder.collectives),
+        collectives=(*list_sent_values(partition, builder.data_flow, options.axis), *builder.collectives),
         workers=mesh.size,
         recomputed=graphs[0].recomputed,
         pipeline=describe_pipeline(partition, options),

@@ -40,11 +40,13 @@ class Schedule:
     """The units of every worker in order.
 
     Attributes:
+        name (PipelineSchedule): Its name.
         workers (tuple[tuple[Unit, ...], ...]): For each worker its units.
         makespan (int): The time of a simulated step, where a forward unit takes 1 and a backward unit 2.
         busy (tuple[int, ...]): How long each worker computes in it.
     """
 
+    name: PipelineSchedule
     workers: tuple[tuple[Unit, ...], ...]
     makespan: int
     busy: tuple[int, ...]
@@ -119,7 +121,7 @@ class _Simulation:
             assert later or not any(self._waiting), "no worker can go on"
             time = min(later, default=time)
         busy = tuple(sum(self._costs[unit.kind] for unit in units) for units in done)
-        return Schedule(workers=tuple(map(tuple, done)), makespan=max(free_from), busy=busy)
+        return Schedule(name=self._name, workers=tuple(map(tuple, done)), makespan=max(free_from), busy=busy)
 
     def _choose(self, worker: int, done: Sequence[Unit], time: int) -> Unit | None:
         """Return the unit that a free worker takes now; None if it waits."""

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from rankless.compiler.lowering.value_check import ValueCheck
-from rankless.compiler.pipeline.draws import RandomDraws
+from rankless.compiler.pipeline.data_flow import Part, ValueKey
+from rankless.compiler.pipeline.random_draws import RandomDraws
 from rankless.compiler.pipeline.schedules import Unit
-from rankless.compiler.pipeline.traffic import Part, ValueKey
 from rankless.compiler.pipeline.transfers import Streams, TransferredValue, Transport
 
 

@@ -12,14 +12,14 @@ from rankless.compiler.ir.custom_ops import run_linear_weight
 from rankless.compiler.ir.logical_program import LogicalProgram, ProgramOutput, is_fresh
 from rankless.compiler.lowering.lower import LocalGraph
 from rankless.compiler.lowering.value_check import ValueCheck
-from rankless.compiler.pipeline.draws import RandomDraws
+from rankless.compiler.pipeline.data_flow import DataFlow, Need, Part, ValueKey, count_uses, describe_tensor
 from rankless.compiler.pipeline.microbatches import MICROBATCH
 from rankless.compiler.pipeline.options import PipelineOptions
 from rankless.compiler.pipeline.part_graphs import PartGraph, take_sum
 from rankless.compiler.pipeline.partition import ProgramPartition
+from rankless.compiler.pipeline.random_draws import RandomDraws
 from rankless.compiler.pipeline.schedules import UNIT_KINDS, Unit
 from rankless.compiler.pipeline.step import PartFunction, PipelineStep, StepOutput
-from rankless.compiler.pipeline.traffic import Need, Part, Traffic, ValueKey, count_uses, describe_tensor
 from rankless.compiler.pipeline.transfers import TransferredValue
 from rankless.compiler.scheduling.gradient_buckets import schedule_gradients
 from rankless.compiler.scheduling.stored_states import StateStorage
@@ -40,18 +40,20 @@ class StepBuilder:
         self._partition = partition
         self._options = options
         self._storage = storage
+        self._divided = frozenset((*storage.values, *storage.gradients))
+        """The parameters that only the worker of their stage has."""
         self._worker = options.axis.rank
         self._workers = options.axis.size
         self.lines: dict[CodeType, Mapping[int, str]] = {}
         self.collectives: list[CollectiveRecord] = []
         self._owners = [self._find_output_worker(node, described) for node, described in partition.graphs[0].outputs]
         names = {local.name: described for local, described in partition.graphs[0].inputs}
-        held = frozenset(name for name, described in names.items() if described.name not in options.divided)
-        self.traffic = Traffic(partition, self._workers, held, self._owners)
+        held = frozenset(name for name, described in names.items() if described.name not in self._divided)
+        self.data_flow = DataFlow(partition, self._workers, held, self._owners)
 
     def _find_output_worker(self, node: fx.Node, described: ProgramOutput) -> int:
         """Return the worker that returns an output first: that of a divided parameter has its gradient."""
-        if described.kind == "gradient" and described.name in self._options.divided:
+        if described.kind == "gradient" and described.name in self._divided:
             return self._options.stages.owners[described.name] % self._workers
         return self._partition.stages.get(node.name, self._partition.count - 1) % self._workers
 
@@ -59,11 +61,7 @@ class StepBuilder:
         """Return the step."""
         draws = RandomDraws(mesh.device)
         prepare = self._build_prepare(draws)
-        functions: dict[Unit, PartFunction] = {}
-        units = []
-        for unit in self._options.schedule.workers[self._worker]:
-            functions[unit] = self._build_unit(unit, draws)
-            units.append((unit, functions[unit]))
+        units = [(unit, self._build_unit(unit, draws)) for unit in self._options.schedule.workers[self._worker]]
         finish = self._build_finish(draws)
         parts = {Part(unit.kind, unit.stage): None for unit, _ in units}
         sends = {part: tuple(self._list_sends(part)) for part in parts}
@@ -92,7 +90,7 @@ class StepBuilder:
         """Return where the values of inputs come from."""
         found: list[tuple[ValueKey, int, tuple[int, int, int] | None]] = []
         for number, (local, described) in enumerate(self._partition.graphs[0].inputs):
-            if self.traffic.is_single(local.name):
+            if self.data_flow.is_single(local.name):
                 found.append((ValueKey(local.name), number, None))
                 continue
             placement = self._options.batch_lengths[described.index]
@@ -105,7 +103,9 @@ class StepBuilder:
 
     def _list_sends(self, part: Part) -> Sequence[tuple[str, int]]:
         """Return what a unit sends, and to which worker."""
-        return [(need.name, target) for target in range(self._workers) for need in self.traffic.list_sent(part, target)]
+        return [
+            (need.name, target) for target in range(self._workers) for need in self.data_flow.list_sent(part, target)
+        ]
 
     def _list_receives(self, units: Sequence[Unit]) -> Mapping[Unit | None, tuple[tuple[ValueKey, int], ...]]:
         """Return what each unit of this worker, and what comes after them, needs first of other workers' units."""
@@ -115,12 +115,12 @@ class StepBuilder:
             part = Part("finish", self._worker) if unit is None else Part(unit.kind, unit.stage)
             numbers = range(self._options.microbatches) if unit is None else (unit.microbatch,)
             new = [
-                (ValueKey(need.name, number), self.traffic.find_worker(need.name))
-                for need in self.traffic.needs.get(part, ())
+                (ValueKey(need.name, number), self.data_flow.find_worker(need.name))
+                for need in self.data_flow.needs.get(part, ())
                 for number in numbers
                 if self._partition.phases[need.name] in UNIT_KINDS
                 and not need.is_sum
-                and self.traffic.is_remote(need.name, self._worker)
+                and self.data_flow.is_remote(need.name, self._worker)
                 and ValueKey(need.name, number) not in known
             ]
             known.update(key for key, _ in new)
@@ -129,7 +129,7 @@ class StepBuilder:
 
     def _list_stream(self, source: int) -> Sequence[TransferredValue]:
         """Return all that another worker sends to this one."""
-        stream = self.traffic.list_stream(source, self._worker, self._options.schedule.workers[source])
+        stream = self.data_flow.list_stream(source, self._worker, self._options.schedule.workers[source])
         outputs = [
             replace(output.described, key=("output", number))
             for number, output in enumerate(self._describe_outputs())
@@ -144,7 +144,7 @@ class StepBuilder:
         found = []
         for number, (node, described) in enumerate(outputs):
             value = self._partition.program.outputs[number][0].meta["val"]
-            is_divided = described.kind == "gradient" and described.name in self._options.divided
+            is_divided = described.kind == "gradient" and described.name in self._divided
             shape = list(value.shape)
             if is_divided:
                 placement = self._storage.gradients[described.name]
@@ -177,30 +177,30 @@ class StepBuilder:
     def _build_prepare(self, draws: RandomDraws) -> PartFunction:
         """Build what runs before all units."""
         own = Part("prepare", self._worker)
-        part = PartGraph(self.traffic, self._worker, own, draws)
+        part = PartGraph(self.data_flow, self._worker, own, draws)
         needed = {
             need: None
             for source in range(self._workers)
-            for need in self.traffic.list_needed(self._worker, Part("prepare", source))
+            for need in self.data_flow.list_needed(self._worker, Part("prepare", source))
         }
-        sent = {target: self.traffic.list_sent(own, target) for target in range(self._workers)}
+        sent = {target: self.data_flow.list_sent(own, target) for target in range(self._workers)}
         for node in self._partition.list_checks():  # before anything is sent: all workers stop at the same one
             part.get(ValueKey(node.name))
         for node in self._partition.list_drawing():
             part.note_draw(node)
         for node in self._partition.nodes:
             name = node.name
-            is_own = self._partition.phases[name] == "prepare" and self.traffic.find_part(name) == own
-            for key in self.traffic.list_keys(Need(name)) if is_own else ():
+            is_own = self._partition.phases[name] == "prepare" and self.data_flow.find_part(name) == own
+            for key in self.data_flow.list_keys(Need(name)) if is_own else ():
                 part.get(key)
             for target, needs in sent.items():
-                for key in self.traffic.list_keys(Need(name)) if Need(name) in needs else ():
+                for key in self.data_flow.list_keys(Need(name)) if Need(name) in needs else ():
                     part.send(key, target)
         keys = [
             key
             for need in needed
-            if self._partition.phases[need.name] != "input" or self.traffic.is_remote(need.name, self._worker)
-            for key in self.traffic.list_keys(need)
+            if self._partition.phases[need.name] != "input" or self.data_flow.is_remote(need.name, self._worker)
+            for key in self.data_flow.list_keys(need)
         ]
         outputs = [part.get(key) for key in keys]
         return PartFunction(function=self._generate(part, outputs), inputs=tuple(part.inputs), outputs=tuple(keys))
@@ -208,15 +208,15 @@ class StepBuilder:
     def _build_unit(self, unit: Unit, draws: RandomDraws) -> PartFunction:
         """Build what a stage computes for a microbatch."""
         own = Part(unit.kind, unit.stage)
-        part = PartGraph(self.traffic, self._worker, own, draws)
+        part = PartGraph(self.data_flow, self._worker, own, draws)
         for node in self._partition.nodes:
             phase = self._partition.phases[node.name]
-            if phase not in ("input", "free") and self.traffic.find_part(node.name) == own:
+            if phase not in ("input", "free") and self.data_flow.find_part(node.name) == own:
                 part.get(ValueKey(node.name, unit.microbatch))
         values: dict[str, None] = {}
         sums: dict[str, None] = {}
         for target in range(self._workers):
-            for need in self.traffic.list_needed(target, own):
+            for need in self.data_flow.list_needed(target, own):
                 values[need.name] = None
         for need in self._list_own_sums(own):
             sums[need.name] = None
@@ -240,28 +240,28 @@ class StepBuilder:
         """Return the values of a unit whose sums over microbatches are needed somewhere."""
         found = {
             need: None
-            for needs in self.traffic.needs.values()
+            for needs in self.data_flow.needs.values()
             for need in needs
-            if need.is_sum and self.traffic.find_part(need.name) == own
+            if need.is_sum and self.data_flow.find_part(need.name) == own
         }
         return list(found)
 
     def _build_finish(self, draws: RandomDraws) -> PartFunction:
         """Build what runs after all units, with the sums of gradients over the data axes."""
         own = Part("finish", self._worker)
-        part = PartGraph(self.traffic, self._worker, own, draws)
-        sent = {target: self.traffic.list_sent(own, target) for target in range(self._workers)}
+        part = PartGraph(self.data_flow, self._worker, own, draws)
+        sent = {target: self.data_flow.list_sent(own, target) for target in range(self._workers)}
         for target, needs in sent.items():
             for need in needs:
-                for key in self.traffic.list_keys(need) if need.is_sum else ():
+                for key in self.data_flow.list_keys(need) if need.is_sum else ():
                     part.send(key, target)
         for node in self._partition.nodes:
             name = node.name
-            is_own = self._partition.phases[name] == "finish" and self.traffic.find_part(name) == own
-            for key in self.traffic.list_keys(Need(name)) if is_own else ():
+            is_own = self._partition.phases[name] == "finish" and self.data_flow.find_part(name) == own
+            for key in self.data_flow.list_keys(Need(name)) if is_own else ():
                 part.get(key)
             for target, needs in sent.items():
-                for key in self.traffic.list_keys(Need(name)) if Need(name) in needs else ():
+                for key in self.data_flow.list_keys(Need(name)) if Need(name) in needs else ():
                     part.send(key, target)
         local, program = self._add_outputs(part)
         local = schedule_gradients(local, program, replace(self._storage, gradients={}, values={}, shared={}))
@@ -277,7 +277,7 @@ class StepBuilder:
                 continue
             is_unit = self._partition.phases[node.name] in UNIT_KINDS
             is_sum = is_unit and self._partition.is_partial(node)
-            key = ValueKey(node.name, None if is_sum or self.traffic.is_single(node.name) else 0, is_sum=is_sum)
+            key = ValueKey(node.name, None if is_sum or self.data_flow.is_single(node.name) else 0, is_sum=is_sum)
             value = part.call(take_sum, part.get(key))
             value.meta.update(node.meta)
             axes = tuple(axis for axis in node.meta.get("summed_along", ()) if axis.name != MICROBATCH)

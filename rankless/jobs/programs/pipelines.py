@@ -16,7 +16,7 @@ from rankless.compiler.probing.operator_probe import OperatorProbe
 from rankless.compiler.scheduling.stored_states import StateStorage
 from rankless.context.world import World
 from rankless.errors import ConfigError
-from rankless.jobs.arguments import FlattenedArguments
+from rankless.jobs.arguments import FlattenedArguments, find_batch_dim
 from rankless.jobs.definition import JobDefinition
 from rankless.parallel.batch_division import BatchDivision
 from rankless.parallel.mesh import MeshAxis, find_pipeline_axis
@@ -110,13 +110,11 @@ class Pipelines:
         options = PipelineOptions(
             axis=axis,
             stages=stages,
-            schedule_name=self._plan.schedule,
             schedule=make_schedule(
                 self._plan.schedule, workers=axis.size, stages=stages.count, microbatches=count, trains=trains
             ),
             microbatches=count,
             batch_lengths=lengths,
-            divided=frozenset((*storage.values, *storage.gradients)),
             transport=GroupTransport(axis),
         )
         return build_pipeline_program(program, shardings, mesh, options, storage=storage, probe=probe)
@@ -140,19 +138,20 @@ def divide_into_microbatches(
         wanted: The number of microbatches for a batch with enough samples.
         axes: The axes of the mesh.
     """
+    dims = [find_batch_dim(arguments, position) for position in range(len(arguments.tensors))]
     rows = [
-        0 if dim is None or tensor.dim() <= dim else tensor.shape[dim] // division.count
-        for tensor, dim in zip(arguments.tensors, arguments.batch_dims, strict=True)
+        0 if dim is None else tensor.shape[dim] // division.count
+        for tensor, dim in zip(arguments.tensors, dims, strict=True)
     ]
     count = max(1, min(wanted, max(rows, default=1)))
     found: list[Shard | None] = []
-    for tensor, dim, known, sharding in zip(arguments.tensors, arguments.batch_dims, rows, shardings, strict=True):
+    for tensor, dim, known, sharding in zip(arguments.tensors, dims, rows, shardings, strict=True):
         if known < count or dim is None:
             found.append(None)
             continue
         local = tensor.shape[dim]
         for axis, placement in zip(axes, sharding, strict=True):
             if isinstance(placement, Shard):
-                dim, local = placement.dim, placement.lengths[axis.rank]
+                local = placement.lengths[axis.rank]
         found.append(Shard(dim, split_lengths(local, count)))
     return tuple(found), count

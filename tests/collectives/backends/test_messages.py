@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from support.processes import Pool, on_mesh
 
 from rankless.collectives.backends import close_shared_memory_group
+from rankless.collectives.backends.messages.rings import RingLayout
 from rankless.errors import CollectiveError, ConfigError
 from rankless.parallel.mesh import Mesh
 
@@ -40,7 +41,7 @@ def exchange_messages(mesh: Mesh, sizes: list[int], order: list[int]) -> None:
 
 
 @settings(max_examples=6, deadline=None)
-@given(data=st.data(), sizes=st.lists(st.one_of(st.integers(0, 40), st.integers(0, 600_000)), min_size=1, max_size=8))
+@given(data=st.data(), sizes=st.lists(st.one_of(st.integers(0, 40), st.integers(0, 1_200_000)), min_size=1, max_size=8))
 def test_messages_of_any_size_arrive_in_any_order_of_tags(data: st.DataObject, sizes: list[int]):
     order = data.draw(st.permutations(range(len(sizes))))
     on_mesh(2, exchange_messages, sizes, order)
@@ -48,7 +49,7 @@ def test_messages_of_any_size_arrive_in_any_order_of_tags(data: st.DataObject, s
 
 @pytest.mark.parametrize("rest", range(0, 17, 4))
 def test_a_ring_that_has_less_space_than_a_header_is_no_obstacle(rest: int):
-    on_mesh(2, exchange_messages, [(256 << 10) - 16 - rest, 100, 3], [0, 1, 2])
+    on_mesh(2, exchange_messages, [RingLayout(2).ring_bytes - 16 - rest, 100, 3], [0, 1, 2])
 
 
 def wait_for_the_dead(mesh: Mesh, how: str) -> str:

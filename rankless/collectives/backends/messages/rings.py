@@ -13,7 +13,7 @@ from rankless.records.group_failures import WORD_BYTES
 _COUNTER_BYTES = 128
 _ALL_RINGS_BYTES = 4 << 20
 _SMALLEST_RING_BYTES = 16 << 10
-_LARGEST_RING_BYTES = 256 << 10
+_LARGEST_RING_BYTES = 512 << 10
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import fx
 
@@ -15,9 +16,8 @@ from rankless.compiler.tracing.symbolic_sizes import size_hint
 from rankless.parallel.tensor_placement import compute_local_shape
 
 
-@dataclass(frozen=True)
-class ValueKey:
-    """A value of a step.
+class ValueKey(NamedTuple):
+    """A value of a step: a tuple, because a step looks up each of its values by key several times.
 
     Attributes:
         name (str): The node that computes it.
@@ -47,7 +47,7 @@ class Need:
     is_sum: bool = False
 
 
-class Traffic:
+class DataFlow:
     """The values that parts of a step take from each other.
 
     Args:

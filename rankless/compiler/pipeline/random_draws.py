@@ -64,34 +64,23 @@ class RandomDraws:
 
 
 @dataclass(frozen=True, eq=False)
-class NoteDraw:
-    """A draw in the order of the script, for the states of generators alone; see Note [draws of stages]."""
+class OrderedDraw:
+    """A draw of a program, which gives what it would in the order of the script; see Note [draws of stages].
+
+    Attributes:
+        draws (RandomDraws): The states of generators.
+        name (str): The node that draws.
+        function (Callable[..., Any]): The function that draws.
+    """
 
     draws: RandomDraws
     name: str
     function: Callable[..., Any]
 
-    @property
-    def __name__(self) -> str:
-        return f"note_{getattr(self.function, '__name__', 'draw')}"
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """Draw."""
+    def note_draw(self, *args: Any, **kwargs: Any) -> None:
+        """Draw in the order of the script, for the state of the generator alone."""
         self.draws.note(self.name, self.function, args, kwargs)
 
-
-@dataclass(frozen=True, eq=False)
-class DrawInOrder:
-    """A function of a stage that draws as it would in the order of the script; see Note [draws of stages]."""
-
-    draws: RandomDraws
-    name: str
-    function: Callable[..., Any]
-
-    @property
-    def __name__(self) -> str:
-        return getattr(self.function, "__name__", "draw")
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Draw."""
+    def run_draw(self, *args: Any, **kwargs: Any) -> Any:
+        """Draw from the noted state, in a unit."""
         return self.draws.run(self.name, self.function, args, kwargs)
