@@ -315,6 +315,10 @@ def find_cheapest(
             )
         elif sent_bytes > 0:
             sent_bytes += sum(value_bytes(value) for value in list_outputs(call))
+        if call.wanted is not None:
+            sent_bytes += estimate_cost(
+                value_bytes(list_outputs(call)[0]), strategy.outputs[0], call.wanted, call.ranks
+            )
         if sent_bytes < best_cost:
             best, best_cost = strategy, sent_bytes
     assert best is not None
