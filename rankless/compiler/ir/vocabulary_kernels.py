@@ -79,7 +79,7 @@ the target that is ignored."""
 def find_own_targets(target: Tensor, classes: ClassRange) -> Tensor:
     """Return targets counted from this rank's first class, and `OUTSIDE` for others; in the shape of `target`."""
     _, start, length, count, ignore_index = classes
-    target = target.long()  # targets may be bytes, which have no negative numbers
+    target = target.long().contiguous()  # targets may be bytes, which have no negative numbers
     is_counted = target != ignore_index
     raise_if_outside(target.masked_fill(~is_counted, 0), max(count, 1), "a target is out of bounds")
     place, is_own = find_places(target, start, length)
@@ -167,8 +167,11 @@ def find_maxima(x: Tensor, dim: int) -> Tensor:
 
 
 def subtract_maxima(x: Tensor, gathered: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return x minus the largest of all ranks' maxima, which have shape (ranks, *maxima), in another dtype."""
-    return x.to(dtype) - gathered.amax(0).to(dtype)
+    """Return x minus the largest of all ranks' maxima, which have shape (ranks, *maxima), in another dtype.
+
+    The result is contiguous, as that of PyTorch's softmax.
+    """
+    return x.to(dtype).contiguous() - gathered.amax(0).to(dtype)
 
 
 def add_exponentials(x: Tensor, dim: int) -> Tensor:
@@ -204,12 +207,12 @@ def add_softmax_terms(grad: Tensor, output: Tensor, dim: int) -> Tensor:
 
 def finish_log_softmax_gradient(grad: Tensor, output: Tensor, total: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the gradient of log_softmax, given the sum over all ranks."""
-    return (grad.to(total.dtype) - output.to(total.dtype).exp() * total).to(dtype)
+    return (grad.to(total.dtype).contiguous() - output.to(total.dtype).exp() * total).to(dtype)
 
 
 def finish_softmax_gradient(grad: Tensor, output: Tensor, total: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the gradient of softmax, given the sum over all ranks."""
-    return ((grad.to(total.dtype) - total) * output.to(total.dtype)).to(dtype)
+    return ((grad.to(total.dtype).contiguous() - total) * output.to(total.dtype)).to(dtype)
 
 
 def widen(value: Tensor) -> torch.dtype:
