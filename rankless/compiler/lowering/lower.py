@@ -21,6 +21,8 @@ from rankless.compiler.ir.logical_program import (
 )
 from rankless.compiler.ir.memory_order import find_memory_order, find_repeated_dims, order_memory, repeat_memory
 from rankless.compiler.ir.tensor_parts import Part, list_parts
+from rankless.compiler.lowering.call_arguments import replace_arguments
+from rankless.compiler.lowering.gradient_placement import place_gradient
 from rankless.compiler.lowering.recomputation import recompute
 from rankless.compiler.lowering.recomputed_regions import choose_regions
 from rankless.compiler.lowering.sums_in_place import add_in_place
@@ -48,7 +50,6 @@ from rankless.parallel.mesh import Mesh
 from rankless.parallel.tensor_placement import (
     BlockedShard,
     Partial,
-    Placement,
     Replicate,
     Shard,
     Sharding,
@@ -387,39 +388,6 @@ class LoweringPass:
         if repeated:
             return self.call(repeat_memory, moved, repeated, order)
         return moved if order is None else self.call(order_memory, moved, order)
-
-
-def place_gradient(computed: Placement, stored: Placement) -> Placement:
-    """Return the placement in which a program returns a gradient along one axis.
-
-    Args:
-        computed: The placement in which it is computed.
-        stored: That of its parameter.
-    """
-    if isinstance(stored, Shard | BlockedShard):
-        return stored
-    return computed if isinstance(computed, Partial) else Replicate()
-
-
-def replace_arguments(node: fx.Node, values: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a call's arguments with its tensor inputs replaced in the order of `list_tensor_slots`."""
-    args, kwargs = list(node.args), dict(node.kwargs)
-    operator: Any = node.target
-    for position, described in enumerate(operator._schema.arguments):
-        if position < len(args):
-            args[position] = replace_argument(args[position], values)
-        elif described.name in kwargs:
-            kwargs[described.name] = replace_argument(kwargs[described.name], values)
-    return tuple(args), kwargs
-
-
-def replace_argument(argument: Any, values: Any) -> Any:
-    """Replace each node in an argument by the next value; return other arguments unchanged."""
-    if isinstance(argument, fx.Node):
-        return next(values)
-    if isinstance(argument, list | tuple):
-        return type(argument)(next(values) if isinstance(item, fx.Node) else item for item in argument)
-    return argument
 
 
 def lower(sharded: ShardedProgram, mesh: Mesh) -> LocalGraph:

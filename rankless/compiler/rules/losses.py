@@ -22,7 +22,7 @@ from rankless.compiler.rules.strategy import (
     find_local_range,
     logical_shape,
 )
-from rankless.parallel.tensor_placement import Partial, Placement, Replicate, Shard
+from rankless.parallel.tensor_placement import Partial, Placement, Replicate, Shard, is_divided_along
 
 aten = torch.ops.aten
 rankless_ops = torch.ops.rankless
@@ -125,7 +125,7 @@ def find_class_range(builder: GraphBuilder, call: OperatorCall, position: int) -
 def has_divided_classes(builder: GraphBuilder, call: OperatorCall) -> bool:
     """Return whether this rank has a part of the classes of the scores, the first input."""
     dim = get_class_dim(logical_shape(call.inputs[0]))
-    return any(divided == dim for divided, _, _ in builder.list_parts(builder.input_sharding(0)))
+    return any(is_divided_along(item, dim) for item in builder.input_sharding(0))
 
 
 def nll_backward_strategies(call: OperatorCall) -> Iterator[Strategy]:

@@ -197,6 +197,12 @@ def make_last_dims_rule(count: int) -> ShardingRule:
     return make_pattern_rule(pattern, (0,))
 
 
+def transform_pattern(call: OperatorCall) -> str:
+    """Return the pattern of a Fourier transform of some dims: every other dim can be sharded."""
+    text = make_letters(len(logical_shape(call.inputs[0])), call.argument("dim"))
+    return f"{text}->{text}"
+
+
 RULES: dict[Any, ShardingRule] = {
     aten.sum.default: sum_strategies,
     aten.sum.dim_IntList: sum_strategies,
@@ -224,6 +230,10 @@ RULES: dict[Any, ShardingRule] = {
         truth_strategies,
     ),
     aten.histc.default: histogram_strategies,
+    **dict.fromkeys(
+        (aten._fft_r2c.default, aten._fft_c2r.default, aten._fft_c2c.default),
+        require_rows(make_pattern_rule(transform_pattern)),
+    ),
     aten.tril.default: make_last_dims_rule(2),
     aten.triu.default: make_last_dims_rule(2),
     **{

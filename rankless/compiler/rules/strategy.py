@@ -9,7 +9,7 @@ from torch import fx
 
 from rankless.compiler.ir.logical_program import LogicalValue
 from rankless.compiler.ir.tensor_parts import Part
-from rankless.parallel.tensor_placement import Placement, Replicate, Sharding
+from rankless.parallel.tensor_placement import Placement, Replicate, Sharding, is_divided_along
 
 AtenOperator = torch._ops.OpOverload
 LocalValue = fx.Node | tuple[fx.Node | None, ...]
@@ -134,7 +134,8 @@ def make_call(
 
 def find_local_range(builder: GraphBuilder, sharding: Sharding, dim: int, size: int) -> tuple[int, int]:
     """Return the first index and the length of this rank's part of a dim of a value, which has this logical size."""
-    for divided, start, length in builder.list_parts(sharding):
+    along = tuple(item if is_divided_along(item, dim) else Replicate() for item in sharding)
+    for divided, start, length in builder.list_parts(along):
         if divided == dim:
             return start, length
     return 0, size

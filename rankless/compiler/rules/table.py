@@ -7,7 +7,6 @@ import torch
 from rankless.compiler.rules import (
     attention,
     embeddings,
-    fourier,
     image_sampling,
     indexing,
     linear_algebra,
@@ -35,7 +34,6 @@ SHARDING_RULES: dict[Any, ShardingRule] = {
     **losses.RULES,
     **attention.RULES,
     **linear_algebra.RULES,
-    **fourier.RULES,
     **pooling.RULES,
     **image_sampling.RULES,
     **indexing.RULES,

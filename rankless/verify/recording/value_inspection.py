@@ -101,7 +101,7 @@ def add_probes(
         tap = ValueProbe(
             recorder=recorder,
             mesh=mesh,
-            shape=node.meta["val"].shape if isinstance(node.meta["val"], LogicalValue) else (),
+            shape=get_shape(node),
             sharding=sharding,
             role="input" if is_input else "value",
             name=format_value_name(node, logical),
@@ -139,6 +139,12 @@ def add_probes(
         return outputs
 
     return run
+
+
+def get_shape(node: fx.Node) -> tuple[int, ...]:
+    """Return the logical shape of a value; an empty one for what is no tensor."""
+    value = node.meta["val"]
+    return value.shape if isinstance(value, LogicalValue) else ()
 
 
 def gather_output(
