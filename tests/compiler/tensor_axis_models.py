@@ -195,93 +195,79 @@ def make_encoder_layers(**settings: Any) -> Case:
     return train, {"model": model}, [torch.randn(ROWS, LENGTH, WIDTH, dtype=torch.float64)]
 
 
-class Wrapped(nn.Module):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, *values: Tensor, **named: Tensor) -> Any:
-        return self.model(*values, **named)
+COMMON = {
+    "vocab_size": WORDS,
+    "hidden_size": WIDTH,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 32,
+    "max_position_embeddings": LENGTH,
+}
+SHORT = {"vocab_size": WORDS, "n_layer": 2, "n_head": 4}
+TRANSFORMERS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config", {**SHORT, "n_embd": WIDTH, "n_positions": LENGTH}),
+    "bloom": ("BloomForCausalLM", "BloomConfig", {**SHORT, "hidden_size": WIDTH, "use_cache": False}),
+    "bert": ("BertForMaskedLM", "BertConfig", COMMON),
+    "llama": ("LlamaForCausalLM", "LlamaConfig", {**COMMON, "use_cache": False}),
+    "neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", {**COMMON, "use_cache": False}),
+    "phi3": (
+        "Phi3ForCausalLM",
+        "Phi3Config",
+        {**COMMON, "use_cache": False, "num_key_value_heads": 2, "pad_token_id": 0},
+    ),
+    "t5": (
+        "T5ForConditionalGeneration",
+        "T5Config",
+        {
+            "vocab_size": WORDS,
+            "d_model": WIDTH,
+            "d_kv": 4,
+            "d_ff": 32,
+            "num_layers": 2,
+            "num_heads": 4,
+            "use_cache": False,
+            "decoder_start_token_id": 0,
+        },
+    ),
+}
+"""Classes of transformers, by name: a model, its configuration, and settings of this."""
 
 
 def make_transformers(name: str, **settings: Any) -> Case:
-    """A model of transformers, by configuration, that returns its loss."""
+    """Return a model of transformers, by configuration, that returns its loss."""
     import transformers  # noqa: PLC0415 - the other models do not need it
 
     torch.manual_seed(0)
-    common = {
-        "vocab_size": WORDS,
-        "hidden_size": WIDTH,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "intermediate_size": 32,
-        "max_position_embeddings": LENGTH,
-        "use_cache": False,
-    }
-    if name == "gpt2":
-        config = transformers.GPT2Config(
-            vocab_size=WORDS, n_embd=WIDTH, n_layer=2, n_head=4, n_positions=LENGTH, **settings
-        )
-        model = transformers.GPT2LMHeadModel(config)
-    elif name == "bert":
-        common.pop("use_cache")
-        model = transformers.BertForMaskedLM(transformers.BertConfig(**common, **settings))
-    elif name == "llama":
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**common, **settings))
-    elif name == "mixtral":
-        model = transformers.MixtralForCausalLM(
-            transformers.MixtralConfig(
-                **common, num_local_experts=4, num_key_value_heads=2, experts_implementation="eager", **settings
-            )
-        )
-    elif name == "neox":
-        model = transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**common, **settings))
-    elif name == "phi3":
-        model = transformers.Phi3ForCausalLM(
-            transformers.Phi3Config(**common, num_key_value_heads=2, pad_token_id=0, **settings)
-        )
-    elif name == "bloom":
-        model = transformers.BloomForCausalLM(
-            transformers.BloomConfig(vocab_size=WORDS, hidden_size=WIDTH, n_layer=2, n_head=4, use_cache=False)
-        )
-    elif name == "t5":
-        config = transformers.T5Config(
-            vocab_size=WORDS,
-            d_model=WIDTH,
-            d_kv=4,
-            d_ff=32,
-            num_layers=2,
-            num_heads=4,
-            use_cache=False,
-            decoder_start_token_id=0,
-            **settings,
-        )
-        model = transformers.T5ForConditionalGeneration(config)
-    else:
-        assert name == "vit"
-        config = transformers.ViTConfig(
-            hidden_size=WIDTH,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            intermediate_size=32,
-            image_size=8,
-            patch_size=4,
-            num_channels=1,
-            num_labels=10,
-            **settings,
-        )
-        vit = transformers.ViTForImageClassification(config).double()
-
-        def classify(images: Tensor, labels: Tensor) -> Tensor:
-            return vit(pixel_values=images, labels=labels).loss
-
-        return classify, {"model": vit}, make_images(size=8)
-    model = model.double().train()
+    model_class, config_class, known = TRANSFORMERS[name]
+    config = getattr(transformers, config_class)(**known, **settings)
+    model = getattr(transformers, model_class)(config).double().train()
 
     def train(ids: Tensor, labels: Tensor) -> Tensor:
         return model(input_ids=ids, labels=labels).loss
 
     return train, {"model": model}, make_ids()
+
+
+def make_vit() -> Case:
+    import transformers  # noqa: PLC0415
+
+    torch.manual_seed(0)
+    config = transformers.ViTConfig(
+        hidden_size=WIDTH,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=32,
+        image_size=8,
+        patch_size=4,
+        num_channels=1,
+        num_labels=10,
+    )
+    model = transformers.ViTForImageClassification(config).double().train()
+
+    def train(images: Tensor, labels: Tensor) -> Tensor:
+        return model(pixel_values=images, labels=labels).loss
+
+    return train, {"model": model}, make_images(size=8)
 
 
 CASES: dict[str, Callable[[], Case]] = {
@@ -304,9 +290,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "llama, one key": lambda: make_transformers("llama", num_key_value_heads=1),
     "llama, eager": lambda: make_transformers("llama", num_key_value_heads=2, attn_implementation="eager"),
     "t5": lambda: make_transformers("t5"),
-    "vit": lambda: make_transformers("vit"),
+    "vit": make_vit,
     "neox": lambda: make_transformers("neox"),
     "phi3": lambda: make_transformers("phi3"),
     "bloom": lambda: make_transformers("bloom"),
-    "mixtral": lambda: make_transformers("mixtral"),
 }

@@ -69,6 +69,8 @@ class OperatorLinks:
 
     inputs: tuple[ValueDim, ...] = ()
     outputs: tuple[ValueDim, ...] = ()
+    shared: tuple[fx.Node, ...] = ()
+    """Inputs that every rank needs whole for its part of the outputs, so that their gradients are sums over ranks."""
     sums: bool = False
     """Whether the operator sums over the dim."""
     is_gathered: bool = False
@@ -82,6 +84,8 @@ class DimReach:
     dims: set[ValueDim] = field(default_factory=set)
     sums: set[fx.Node] = field(default_factory=set)
     """Operators that sum over one of them."""
+    shared: set[fx.Node] = field(default_factory=set)
+    """Values of which every rank needs the whole, and whose gradients are sums over ranks."""
     gathers: set[tuple[fx.Node, ValueDim]] = field(default_factory=set)
     """Operators that need a whole one, and which."""
     returned: set[ValueDim] = field(default_factory=set)
@@ -96,6 +100,7 @@ class DimReach:
         """Add the dims of another reach that are divided together with these."""
         self.dims |= other.dims
         self.sums |= other.sums
+        self.shared |= other.shared
         self.gathers |= other.gathers
         self.returned |= other.returned
 
@@ -108,6 +113,7 @@ class DimLinks:
     """
 
     def __init__(self, program: LogicalProgram) -> None:
+        self._differentiable = find_differentiable(program)
         self._returned = {node for node, output in program.outputs if output.kind in ("result", "check", "mutation")}
         self._known: dict[tuple[fx.Node, ValueDim], OperatorLinks] = {}
 
@@ -135,6 +141,7 @@ class DimLinks:
                     continue
                 links = self._find_links(user, item)
                 pending += [other for other in (*links.inputs, *links.outputs) if other not in reach.dims]
+                reach.shared.update(value for value in links.shared if value in self._differentiable)
                 if links.sums:
                     reach.sums.add(user)
                 if links.is_gathered:
@@ -148,6 +155,19 @@ class DimLinks:
         return self._known[key]
 
 
+def find_differentiable(program: LogicalProgram) -> set[fx.Node]:
+    """Return the values of the forward pass that have gradients: those that depend on parameters, but no parameters."""
+    found: set[fx.Node] = set()
+    parameters = list_parameters(program)
+    for node in program.graph.nodes:
+        value = node.meta.get("val")
+        is_real = not isinstance(value, LogicalValue) or value.dtype.is_floating_point
+        depends = any(item in found or item in parameters for item in node.all_input_nodes)
+        if depends and is_real and not node.meta.get("backward"):
+            found.add(node)
+    return found
+
+
 def find_links(node: fx.Node, item: ValueDim) -> OperatorLinks:
     """Return what follows at an operator if one dim of an input is divided."""
     call = make_call(node, AllWhole({item.value: item.placement}), 1)
@@ -159,6 +179,9 @@ def find_links(node: fx.Node, item: ValueDim) -> OperatorLinks:
     return OperatorLinks(
         inputs=tuple(other for other in given if other is not None and other != item),
         outputs=outputs,
+        shared=tuple(value for value, known in zip(call.inputs, given, strict=True) if known is None)
+        if outputs
+        else (),
         sums=not outputs,
     )
 

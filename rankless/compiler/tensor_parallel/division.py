@@ -115,9 +115,9 @@ class TensorDivider:
         return reach.units >= self._ranks and not reach.gathers and not any(name in self._requests for name in names)
 
     def _price(self, reach: DimReach) -> float:
-        """Return how many bytes are sent for each byte of parameters that is divided."""
+        """Return how many bytes are sent, forward and backward, for each byte of parameters that is divided."""
         parameters = sum(count_value_bytes(item.value.meta["val"]) for item in reach.dims if item.value in self._names)
-        summed = sum(count_value_bytes(node.meta["val"]) for node in reach.sums)
+        summed = sum(count_value_bytes(node.meta["val"]) for node in (*reach.sums, *reach.shared))
         gathered = sum(count_value_bytes(item.value.meta["val"]) for item in reach.returned)
         return (2 * summed + gathered) / parameters
 

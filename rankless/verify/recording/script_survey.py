@@ -3,7 +3,7 @@
 import gc
 from collections.abc import Iterable
 
-from torch import nn
+from torch import Tensor, nn
 
 from rankless.jobs.definition import JobDefinition
 from rankless.jobs.job import Job
@@ -27,10 +27,25 @@ def measure_job_memory(job: JobDefinition, owner: StateOwner, plan: JobPlan | No
     return JobMemory(
         parameters=count_tensor_bytes(map(owner.get_value, parameters)),
         buffers=count_tensor_bytes(item for module in job.modules.values() for item in module.buffers()),
-        gradients=count_tensor_bytes(item.grad for item in owner.get_holders(parameters)),
+        gradients=count_tensor_bytes(list_gradients(job, owner, plan)),
         optimizer_state=count_tensor_bytes(owned),
         is_offloaded=plan is not None and any(state.offloaded for state in plan.states.values()),
     )
+
+
+def list_gradients(job: JobDefinition, owner: StateOwner, plan: JobPlan | None) -> list[Tensor | None]:
+    """Return the gradients that this worker has, or tensors of their sizes.
+
+    If workers have pieces of gradients, a script finds none in `.grad`. Then each parameter that an optimizer steps
+    stands for its gradient if a worker has this whole.
+    """
+    hides = plan is not None and any(state.gradient is not None for state in plan.states.values())
+    stepped = set(map(id, job.optimized_parameters())) if hides else set()
+    parameters = job.parameters()
+    return [
+        parameter if holder is parameter and id(parameter) in stepped and holder.grad is None else holder.grad
+        for parameter, holder in zip(parameters, owner.get_holders(parameters), strict=True)
+    ]
 
 
 def survey_script(models: Iterable[nn.Module]) -> ScriptSurvey:
