@@ -43,11 +43,13 @@ class Schedule:
         workers (tuple[tuple[Unit, ...], ...]): For each worker its units.
         makespan (int): The time of a simulated step, where a forward unit takes 1 and a backward unit 2.
         busy (tuple[int, ...]): How long each worker computes in it.
+        spans (tuple[tuple[tuple[int, int], ...], ...]): For each worker when its units begin and end in it.
     """
 
     workers: tuple[tuple[Unit, ...], ...]
     makespan: int
     busy: tuple[int, ...]
+    spans: tuple[tuple[tuple[int, int], ...], ...]
 
     @property
     def idle_fraction(self) -> float:
@@ -119,7 +121,10 @@ class _Simulation:
             assert later or not any(self._waiting), "no worker can go on"
             time = min(later, default=time)
         busy = tuple(sum(self._costs[unit.kind] for unit in units) for units in done)
-        return Schedule(workers=tuple(map(tuple, done)), makespan=max(free_from), busy=busy)
+        spans = tuple(
+            tuple((self._ends[unit] - self._costs[unit.kind], self._ends[unit]) for unit in units) for units in done
+        )
+        return Schedule(workers=tuple(map(tuple, done)), makespan=max(free_from), busy=busy, spans=spans)
 
     def _choose(self, worker: int, done: Sequence[Unit], time: int) -> Unit | None:
         """Return the unit that a free worker takes now; None if it waits."""
