@@ -8,11 +8,11 @@ from torch import fx
 from rankless.compiler.ir.logical_program import format_operator, format_value
 from rankless.compiler.pipeline.options import PipelineOptions
 from rankless.compiler.pipeline.partition import ProgramPartition
-from rankless.compiler.pipeline.schedules import Schedule
+from rankless.compiler.pipeline.schedules import describe_timeline
 from rankless.compiler.pipeline.traffic import Need, Part, Traffic
 from rankless.compiler.sharding.redistribute import CollectiveRecord, count_bytes
 from rankless.parallel.mesh import MeshAxis
-from rankless.records.job_programs import PipelineRecord, PipelineStage, PipelineUnit
+from rankless.records.job_programs import PipelineRecord, PipelineStage
 
 
 def describe_pipeline(partition: ProgramPartition, options: PipelineOptions) -> PipelineRecord:
@@ -40,17 +40,6 @@ def describe_pipeline(partition: ProgramPartition, options: PipelineOptions) -> 
             for stage in range(stages.count)
         ),
         timeline=describe_timeline(schedule),
-    )
-
-
-def describe_timeline(schedule: Schedule) -> tuple[tuple[PipelineUnit, ...], ...]:
-    """Return the simulated step of a schedule as plain data."""
-    return tuple(
-        tuple(
-            PipelineUnit(kind=unit.kind, stage=unit.stage, microbatch=unit.microbatch, begin=begin, end=end)
-            for unit, (begin, end) in zip(units, spans, strict=True)
-        )
-        for units, spans in zip(schedule.workers, schedule.spans, strict=True)
     )
 
 

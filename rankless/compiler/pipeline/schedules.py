@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from rankless.records.job_programs import PipelineUnit
 from rankless.records.parallel_plan import PipelineSchedule
 
 UnitKind = Literal["forward", "backward", "weights"]
@@ -79,6 +80,17 @@ def make_schedule(name: PipelineSchedule, *, workers: int, stages: int, microbat
         trains: Whether there are backward units.
     """
     return _Simulation(name, workers, stages, microbatches, trains).run()
+
+
+def describe_timeline(schedule: Schedule) -> tuple[tuple[PipelineUnit, ...], ...]:
+    """Return the simulated step of a schedule as plain data."""
+    return tuple(
+        tuple(
+            PipelineUnit(kind=unit.kind, stage=unit.stage, microbatch=unit.microbatch, begin=begin, end=end)
+            for unit, (begin, end) in zip(units, spans, strict=True)
+        )
+        for units, spans in zip(schedule.workers, schedule.spans, strict=True)
+    )
 
 
 class _Simulation:
