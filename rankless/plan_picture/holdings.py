@@ -137,7 +137,8 @@ def describe_sizes(sizes: Sequence[int]) -> str:
         return f"{len(sizes)} x {format_decimal_bytes(sizes[0])}"
     if len(sizes) <= SIZES_SHOWN:
         return " + ".join(map(format_decimal_bytes, sizes))
-    return f"{len(sizes)} x {format_decimal_bytes(min(sizes))} to {format_decimal_bytes(max(sizes))}"
+    least, most = format_decimal_bytes(min(sizes)), format_decimal_bytes(max(sizes))
+    return f"{len(sizes)} x about {most}" if least == most else f"{len(sizes)} x {least} to {most}"
 
 
 def describe_division(division: StateDivision | None) -> str:
@@ -148,8 +149,9 @@ def describe_division(division: StateDivision | None) -> str:
     holders = [rank for rank, length in enumerate(lengths) if length]
     if len(holders) == 1 and len(lengths) > 1:
         return f"all on rank {holders[0]} along {division.axis}"
-    same = len(set(lengths)) == 1 and len(lengths) > SIZES_SHOWN
-    text = f"{len(lengths)} x {lengths[0]}" if same else "+".join(map(str, lengths))
+    text = "+".join(map(str, lengths))
+    if len(lengths) > SIZES_SHOWN:
+        text = f"{len(lengths)} x {'-'.join(map(str, dict.fromkeys([min(lengths), max(lengths)])))}"
     return f"dim {division.dim} split {text} along {division.axis}"
 
 

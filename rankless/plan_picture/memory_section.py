@@ -12,8 +12,9 @@ TOTAL_WIDTH = 72
 ROW = 26
 DETAILED = 4
 """The most bars below which the sizes stand in words."""
-NOTE_MEASURED = (
-    "measured on worker 0; activations are the peak of a call. Workers that hold as much, to 2%, are one bar."
+NOTES = (
+    "measured on worker 0; activations are the peak of a call",
+    "workers that hold as much, to 2%, are one bar",
 )
 NOTE_ESTIMATED = "others: from the plan, in proportion to worker 0; activations not known"
 
@@ -31,7 +32,7 @@ def draw_memory(drawing: Drawing, job: PicturedJob, area: Area) -> float:
         y = draw_bar(drawing, group, most, Area(x=area.x, y=y, width=area.width))
         if len(job.memory) <= DETAILED:
             y = draw_sizes(drawing, group, Area(x=area.x + NAME_WIDTH, y=y, width=area.width - NAME_WIDTH))
-    notes = [NOTE_MEASURED, *([NOTE_ESTIMATED] if any(not group.is_measured for group in job.memory) else [])]
+    notes = [*NOTES, *([NOTE_ESTIMATED] if any(not group.is_measured for group in job.memory) else [])]
     for note in notes:
         y += 16
         drawing.add(fit_label(Label(x=area.x, y=y, text=note, size=11, style="muted"), area.width))

@@ -12,7 +12,7 @@ COLUMNS = 16
 """The most workers in a line; more are wrapped."""
 MARGIN = 96
 """Left of the cells, for the ranks along the axis of the rows."""
-WIDEST = 104
+WIDEST = 124
 TWO_LINES = 64
 """The width from which a cell has room for what the worker holds."""
 
@@ -67,7 +67,11 @@ def find_stages(job: PicturedJob) -> dict[int, str]:
     for number, stage in enumerate(job.pipeline.stages):
         stages.setdefault(stage.worker, []).append(str(number))
     places = {worker: job.grid.find_ranks(worker)[axis] for worker in range(job.grid.count)}
-    return {worker: f"stage {', '.join(stages[place])}" for worker, place in places.items() if place in stages}
+    return {
+        worker: f"stage{'s' if len(stages[place]) > 1 else ''} {', '.join(stages[place])}"
+        for worker, place in places.items()
+        if place in stages
+    }
 
 
 def draw_block(

@@ -24,6 +24,7 @@ def draw_timeline(drawing: Drawing, pipeline: PipelineRecord, axis: str, area: A
         return area.y + 24
     y = area.y + 26
     slot = min(WIDEST_SLOT, (area.width - NAME_WIDTH) / slots)
+    widest = measure_text("0" * len(str(pipeline.microbatches - 1)), 11) + 1
     for worker, units in enumerate(pipeline.timeline):
         stages = [number for number, stage in enumerate(pipeline.stages) if stage.worker == worker]
         name = f"{axis} {worker}: {'stage' if len(stages) == 1 else 'stages'} {', '.join(map(str, stages))}"
@@ -32,15 +33,24 @@ def draw_timeline(drawing: Drawing, pipeline: PipelineRecord, axis: str, area: A
             Bar(x=area.x + NAME_WIDTH, y=y, width=slots * slot, height=ROW - 4, style="waiting"),
         )
         for unit in units:
-            draw_unit(drawing, unit, min(stages, default=0), Area(x=area.x + NAME_WIDTH, y=y, width=slot))
+            place = Area(x=area.x + NAME_WIDTH, y=y, width=slot)
+            draw_unit(drawing, unit, place, is_later=unit.stage != min(stages, default=0), widest=widest)
         y += ROW
     kinds = [kind for kind in UNIT_NAMES if any(unit.kind == kind for units in pipeline.timeline for unit in units)]
     has_later = any(stage.worker != number for number, stage in enumerate(pipeline.stages))
     return draw_unit_legend(drawing, kinds, Area(x=area.x + NAME_WIDTH, y=y, width=area.width), has_later=has_later)
 
 
-def draw_unit(drawing: Drawing, unit: PipelineUnit, first_stage: int, row: Area) -> None:
-    """Draw a unit with the number of its microbatch, if there is room; `row.width` is that of a slot."""
+def draw_unit(drawing: Drawing, unit: PipelineUnit, row: Area, *, is_later: bool, widest: float) -> None:
+    """Draw a unit with the number of its microbatch, if there is room for all numbers.
+
+    Args:
+        drawing: The picture.
+        unit: The unit.
+        row: The line of its worker, with the width of a slot.
+        is_later: Whether it is not of the first stage of its worker.
+        widest: The width of the greatest number.
+    """
     x, width = row.x + unit.begin * row.width, (unit.end - unit.begin) * row.width
     title = f"{UNIT_NAMES[unit.kind]} of microbatch {unit.microbatch} in stage {unit.stage}"
     inset = min(1.0, width / 10)
@@ -49,10 +59,10 @@ def draw_unit(drawing: Drawing, unit: PipelineUnit, first_stage: int, row: Area)
             x=x + inset, y=row.y + 1, width=width - 2 * inset, height=ROW - 6, style=UNIT_STYLES[unit.kind], title=title
         )
     )
-    if unit.stage != first_stage:
+    if is_later:
         drawing.add(Bar(x=x + inset, y=row.y + 1, width=width - 2 * inset, height=3, style="later", title=title))
     number = str(unit.microbatch)
-    if measure_text(number, 11) + 2 <= width:
+    if widest <= width:
         drawing.add(Label(x=x + width / 2, y=row.y + 15, text=number, size=11, anchor="middle", title=title))
 
 
