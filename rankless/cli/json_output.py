@@ -5,7 +5,6 @@ A result is one JSON object. It starts with the fields of `JsonHeader`, and the 
 
 import argparse
 import contextlib
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from rankless.cli.output_files import require_writable_file
 from rankless.config.run_config import Program
 from rankless.errors import ConfigError
 from rankless.version import VERSION
@@ -103,13 +103,7 @@ def read_json_destination(arguments: argparse.Namespace) -> JsonDestination:
             found=f"{path}, a Python script",
             fix=f"name the file before the script: --json result.json {path}; or print the result: --json - {path}",
         )
-    folder = os.path.dirname(os.path.abspath(path))
-    if os.path.isdir(path) or not os.access(path if os.path.exists(path) else folder, os.W_OK):
-        raise ConfigError(
-            expected="--json FILE in an existing folder, with permission to write",
-            found=path,
-            fix="create the folder, or choose another file",
-        )
+    require_writable_file("--json", path)
     return JsonDestination(path=path)
 
 

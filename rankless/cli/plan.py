@@ -7,14 +7,17 @@ import tempfile
 
 from rankless.cli.host_options import LOG_FOLDER_HELP
 from rankless.cli.json_output import add_json_option, make_json_header, read_json_destination
+from rankless.cli.picture_option import PICTURE_HELP, read_picture_path
 from rankless.cli.program_options import PLAN_HELP, add_program_options, read_program
 from rankless.config.environment import default_log_folder
 from rankless.config.mesh_option import MESH_HELP, count_workers, parse_mesh
-from rankless.config.plan_file import find_plan, make_parallel_plan, write_plan
+from rankless.config.plan_file import find_plan, make_parallel_plan, name_axes, write_plan
 from rankless.config.run_config import Program, RunConfig, RunObservation, RunRequest
 from rankless.config.validation import make_run_config
 from rankless.errors import ConfigError
 from rankless.launch.agent import make_job_runner
+from rankless.plan_picture.picture_file import write_picture
+from rankless.plan_picture.pictured_job import collect_plan
 from rankless.records.job_programs import read_program_records
 from rankless.terminal.program_table import WIDTH, PlanReport, make_plan_report, render_plan
 from rankless.verify.runs import INTERRUPTED, RunFailed, run_silently
@@ -47,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Training steps to run; the plan shows the jobs called by then. Default: 1.",
     )
     parser.add_argument("--save", metavar="FILE", help="Write the plan to this file, for rankless run --plan.")
+    parser.add_argument("--picture", metavar="FILE.svg|FILE.html", help=PICTURE_HELP)
     parser.add_argument("--plan", metavar="FILE", help=PLAN_HELP)
     add_json_option(parser, "the plan")
     parser.add_argument("--log-dir", default=default_log_folder(), metavar="DIR", help=LOG_FOLDER_HELP)
@@ -57,6 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan of the jobs; return 0, or 1 if the script fails."""
     program, destination = read_program(arguments), read_json_destination(arguments)
+    picture = read_picture_path(arguments)
     if arguments.workers is None:
         arguments.workers = count_workers(arguments.mesh) if arguments.mesh else 2
     if arguments.workers < 2:
@@ -84,6 +89,8 @@ def run(arguments: argparse.Namespace) -> int:
         write_plan(arguments.save, make_parallel_plan(records, program, workers=arguments.workers, mesh=config.mesh))
     if not destination.is_standard_output:
         print(render_plan(report, shutil.get_terminal_size((WIDTH, 0)).columns if sys.stdout.isatty() else WIDTH))
+    if picture is not None:
+        write_picture(picture, collect_plan(program.text, records, name_axes(config.mesh, arguments.workers)))
     destination.write(make_json_header(NAME, program, seed=config.seed), report)
     return 0
 

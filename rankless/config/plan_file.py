@@ -47,9 +47,14 @@ def make_parallel_plan(
         rankless=VERSION,
         program=program.text,
         source_sha256=digest_source(program),
-        axes=mesh or (PlannedAxis(name="data", role="data", size=workers),),
+        axes=name_axes(mesh, workers),
         jobs=jobs,
     )
+
+
+def name_axes(mesh: tuple[PlannedAxis, ...], workers: int) -> tuple[PlannedAxis, ...]:
+    """Return the axes of a mesh; of one that is not given, the axis `data` of all workers."""
+    return mesh or (PlannedAxis(name="data", role="data", size=workers),)
 
 
 def write_plan(path: str, plan: ParallelPlan) -> None:

@@ -92,6 +92,17 @@ class PipelineStage(msgspec.Struct, frozen=True, kw_only=True):
     """The most microbatches whose activations its worker holds at once."""
 
 
+class PipelineUnit(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker computes without interruption: one stage on one microbatch, in a simulated step."""
+
+    kind: Literal["forward", "backward", "weights"]
+    """"weights" are the gradients of parameters, if the schedule computes them apart."""
+    stage: int
+    microbatch: int
+    begin: int
+    end: int
+
+
 class PipelineRecord(msgspec.Struct, frozen=True, kw_only=True):
     """How a program is cut for a pipeline."""
 
@@ -100,6 +111,9 @@ class PipelineRecord(msgspec.Struct, frozen=True, kw_only=True):
     idle_fraction: float
     """The part of a step in which workers wait, on average, if all stages take the same time and sending takes none."""
     stages: tuple[PipelineStage, ...]
+    timeline: tuple[tuple[PipelineUnit, ...], ...] = ()
+    """For each worker along the axis `pipeline` what it computes, in order. All stages take the same time: a forward
+    unit 1, a backward unit 2, or 1 with "weights" apart."""
 
 
 class JobProgram(msgspec.Struct, frozen=True, kw_only=True, tag="program"):

@@ -18,9 +18,10 @@ from rankless.records.job_programs import (
     ProgramRecord,
     ReplicatedOperator,
 )
+from rankless.records.module_groups import group_by_module
 from rankless.records.quantities import format_decimal_bytes
 from rankless.records.repeated_layer_names import format_modules
-from rankless.terminal.module_table import group_by_module, render_modules
+from rankless.terminal.module_table import render_modules
 
 WIDTH = 100
 """Columns if the output is not a terminal."""

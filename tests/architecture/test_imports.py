@@ -13,7 +13,7 @@ from architecture.sources import PACKAGE, ROOT, parsed, python_files, short
 
 import rankless
 
-WITHOUT_TORCH = ("cli", "launchers", "launch", "terminal", "config", "records", "errors")
+WITHOUT_TORCH = ("cli", "launchers", "launch", "terminal", "plan_picture", "config", "records", "errors")
 
 # Each exception has its reason; this list only shrinks.
 LATE_IMPORTS: dict[str, str] = {}

@@ -16,8 +16,9 @@ from rankless.records.job_programs import (
     ProgramInputRecord,
     ReplicatedOperator,
 )
+from rankless.records.module_groups import group_by_module
 from rankless.records.quantities import format_decimal_bytes
-from rankless.terminal.module_table import group_by_module, render_modules
+from rankless.terminal.module_table import render_modules
 from rankless.terminal.program_table import make_plan_report, render_plan
 
 SCRIPT = """

@@ -9,6 +9,7 @@ from rankless.compiler.ir.logical_program import format_operator, format_value
 from rankless.compiler.pipeline.data_flow import DataFlow, Need, Part
 from rankless.compiler.pipeline.options import PipelineOptions
 from rankless.compiler.pipeline.partition import ProgramPartition
+from rankless.compiler.pipeline.schedules import describe_timeline
 from rankless.compiler.sharding.redistribute import CollectiveRecord, count_bytes
 from rankless.parallel.mesh import MeshAxis
 from rankless.records.job_programs import PipelineRecord, PipelineStage
@@ -38,6 +39,7 @@ def describe_pipeline(partition: ProgramPartition, options: PipelineOptions) -> 
             )
             for stage in range(stages.count)
         ),
+        timeline=describe_timeline(schedule),
     )
 
 

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from rankless.records.job_programs import PipelineUnit
 from rankless.records.parallel_plan import PipelineSchedule
 
 UnitKind = Literal["forward", "backward", "weights"]
@@ -44,12 +45,14 @@ class Schedule:
         workers (tuple[tuple[Unit, ...], ...]): For each worker its units.
         makespan (int): The time of a simulated step, where a forward unit takes 1 and a backward unit 2.
         busy (tuple[int, ...]): How long each worker computes in it.
+        spans (tuple[tuple[tuple[int, int], ...], ...]): For each worker when its units begin and end in it.
     """
 
     name: PipelineSchedule
     workers: tuple[tuple[Unit, ...], ...]
     makespan: int
     busy: tuple[int, ...]
+    spans: tuple[tuple[tuple[int, int], ...], ...]
 
     @property
     def idle_fraction(self) -> float:
@@ -79,6 +82,17 @@ def make_schedule(name: PipelineSchedule, *, workers: int, stages: int, microbat
         trains: Whether there are backward units.
     """
     return _Simulation(name, workers, stages, microbatches, trains).run()
+
+
+def describe_timeline(schedule: Schedule) -> tuple[tuple[PipelineUnit, ...], ...]:
+    """Return the simulated step of a schedule as plain data."""
+    return tuple(
+        tuple(
+            PipelineUnit(kind=unit.kind, stage=unit.stage, microbatch=unit.microbatch, begin=begin, end=end)
+            for unit, (begin, end) in zip(units, spans, strict=True)
+        )
+        for units, spans in zip(schedule.workers, schedule.spans, strict=True)
+    )
 
 
 class _Simulation:
@@ -121,7 +135,16 @@ class _Simulation:
             assert later or not any(self._waiting), "no worker can go on"
             time = min(later, default=time)
         busy = tuple(sum(self._costs[unit.kind] for unit in units) for units in done)
-        return Schedule(name=self._name, workers=tuple(map(tuple, done)), makespan=max(free_from), busy=busy)
+        spans = tuple(
+            tuple((self._ends[unit] - self._costs[unit.kind], self._ends[unit]) for unit in units) for units in done
+        )
+        return Schedule(
+            name=self._name,
+            workers=tuple(map(tuple, done)),
+            makespan=max(free_from),
+            busy=busy,
+            spans=spans,
+        )
 
     def _choose(self, worker: int, done: Sequence[Unit], time: int) -> Unit | None:
         """Return the unit that a free worker takes now; None if it waits."""

@@ -1,0 +1,164 @@
+"""Which worker holds how much of a module's parameters, their gradients and their optimizer state."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from rankless.plan_picture.worker_grid import WorkerGrid
+from rankless.records.parallel_plan import StateDivision, StatePlan
+from rankless.records.quantities import format_decimal_bytes
+
+HeldKind = Literal["parameters", "gradients", "optimizer state"]
+FIELDS: dict[HeldKind, Literal["value", "gradient", "optimizer_state"]] = {
+    "parameters": "value",
+    "gradients": "gradient",
+    "optimizer state": "optimizer_state",
+}
+SIZES_SHOWN = 3
+_BITS = re.compile(r"\d+")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldTensor:
+    """A parameter: its name, bytes and plan; no plan for one that every worker holds whole."""
+
+    name: str
+    bytes: int
+    shape: tuple[int, ...]
+    dtype: str
+    plan: StatePlan | None
+    stage: int | None
+    """Its stage in a pipeline."""
+
+    def find_division(self, kind: HeldKind) -> StateDivision | None:
+        """Return how it, its gradient or its optimizer state is divided."""
+        division: StateDivision | None = None if self.plan is None else getattr(self.plan, FIELDS[kind])
+        return division
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holding:
+    """Who holds some parameters, or what belongs to them.
+
+    Attributes:
+        kinds (tuple[HeldKind, ...]): What is held in this way.
+        whole_bytes (int): The bytes of the whole parameters.
+        held_bytes (tuple[int, ...]): For each worker the bytes of the parameters whose elements it holds.
+        text (str): The same in words.
+    """
+
+    kinds: tuple[HeldKind, ...]
+    whole_bytes: int
+    held_bytes: tuple[int, ...]
+    text: str
+
+
+def describe_holdings(tensors: Sequence[HeldTensor], grid: WorkerGrid, *, trains: bool) -> list[Holding]:
+    """Return who holds some parameters; what is held in the same way together."""
+    kinds: list[HeldKind] = list(FIELDS) if trains else ["parameters"]
+    found: dict[tuple[StateDivision | None, ...], list[HeldKind]] = {}
+    for kind in kinds:
+        found.setdefault(tuple(tensor.find_division(kind) for tensor in tensors), []).append(kind)
+    return [
+        Holding(
+            kinds=tuple(members),
+            whole_bytes=sum(tensor.bytes for tensor in tensors),
+            held_bytes=count_held(tensors, grid, members[0]),
+            text=describe_held(tensors, members[0], grid.count),
+        )
+        for members in found.values()
+    ]
+
+
+def count_held(tensors: Sequence[HeldTensor], grid: WorkerGrid, kind: HeldKind) -> tuple[int, ...]:
+    """Return for each worker the bytes of the parameters whose elements it holds."""
+    whole, divided = 0, dict[str, list[int]]()
+    for tensor in tensors:
+        division = tensor.find_division(kind)
+        if division is None:
+            whole += tensor.bytes
+        else:
+            add_sizes(divided, division, tensor.bytes)
+    ranks = [grid.find_ranks(worker) for worker in range(grid.count)]
+    return tuple(
+        whole + sum(sizes[rank[axis]] for axis, sizes in divided.items() if rank.get(axis, len(sizes)) < len(sizes))
+        for rank in ranks
+    )
+
+
+def add_sizes(divided: dict[str, list[int]], division: StateDivision, size: int) -> None:
+    """Add the bytes of the pieces of a tensor to those of other tensors along the same axis."""
+    sizes = divided.setdefault(division.axis, [0] * len(division.lengths))
+    rows = sum(division.lengths)
+    for rank, length in enumerate(division.lengths):
+        sizes[rank] += size * length // rows if rows else 0
+
+
+def describe_held(tensors: Sequence[HeldTensor], kind: HeldKind, workers: int) -> str:
+    """Describe how some parameters are held, or what belongs to them."""
+    if workers == 1:
+        return "whole on the worker"
+    whole, stages, divided = 0, dict[int, int](), dict[str, list[int]]()
+    divisions = [tensor.find_division(kind) for tensor in tensors]
+    if not any(divisions):
+        return "whole on every worker"
+    if len(divisions) == 1 and tensors[0].stage is None:
+        return describe_division(divisions[0])
+    for tensor, division in zip(tensors, divisions, strict=True):
+        if division is None:
+            whole += tensor.bytes
+        elif tensor.stage is not None:
+            stages[tensor.stage] = stages.get(tensor.stage, 0) + tensor.bytes
+        else:
+            add_sizes(divided, division, tensor.bytes)
+    texts = [f"{format_decimal_bytes(whole)} whole"] if whole else []
+    texts += [describe_stages(stages)] if stages else []
+    texts += [f"along {axis}: {describe_sizes(sizes)}" for axis, sizes in divided.items()]
+    return "; ".join(texts)
+
+
+def describe_stages(stages: Mapping[int, int]) -> str:
+    """Describe on which stages parameters are, given the bytes of each."""
+    if len(stages) == 1:
+        return f"on stage {next(iter(stages))}"
+    ordered = sorted(stages)
+    if len(stages) < SIZES_SHOWN:
+        return ", ".join(f"stage {stage}: {format_decimal_bytes(stages[stage])}" for stage in ordered)
+    return f"on {len(stages)} stages, {ordered[0]} to {ordered[-1]}"
+
+
+def describe_sizes(sizes: Sequence[int]) -> str:
+    """Describe the bytes of pieces along an axis."""
+    holders = [rank for rank, size in enumerate(sizes) if size]
+    if len(holders) == 1:
+        return f"all on rank {holders[0]}"
+    if len(set(sizes)) == 1:
+        return f"{len(sizes)} x {format_decimal_bytes(sizes[0])}"
+    if len(sizes) <= SIZES_SHOWN:
+        return " + ".join(map(format_decimal_bytes, sizes))
+    least, most = format_decimal_bytes(min(sizes)), format_decimal_bytes(max(sizes))
+    return f"{len(sizes)} x about {most}" if least == most else f"{len(sizes)} x {least} to {most}"
+
+
+def describe_division(division: StateDivision | None) -> str:
+    """Describe how one tensor is divided, as "dim 0 split 5+5 along data"."""
+    if division is None:
+        return "whole"
+    lengths = division.lengths
+    holders = [rank for rank, length in enumerate(lengths) if length]
+    if len(holders) == 1 and len(lengths) > 1:
+        return f"all on rank {holders[0]} along {division.axis}"
+    text = "+".join(map(str, lengths))
+    if len(lengths) > SIZES_SHOWN:
+        text = f"{len(lengths)} x {'-'.join(map(str, dict.fromkeys([min(lengths), max(lengths)])))}"
+    return f"dim {division.dim} split {text} along {division.axis}"
+
+
+def count_tensor_bytes(shape: Sequence[int], dtype: str) -> int:
+    """Return the bytes of a tensor, with the size of an element from the name of its type, such as "bfloat16"."""
+    found = _BITS.search(dtype)
+    size = (int(found[0]) + 7) // 8 if found else 1
+    for length in shape:
+        size *= length
+    return size
