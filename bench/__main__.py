@@ -15,6 +15,7 @@ MODULES = {
     "step": "step",
     "divided_states": "divided_states",
     "pipelines": "pipelines",
+    "tensor_parallel": "tensor_parallel",
     "overhead": "overhead",
     "capture": "capture",
     "start": "start",

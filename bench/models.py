@@ -58,14 +58,36 @@ class Block(nn.Module):
         return hidden + self.dropout(self.feed(self.feed_norm(hidden)))
 
 
+class SplitBlock(Block):
+    """The same with a matrix each for queries, keys and values, which a script divides by columns."""
+
+    def __init__(self, *, width: int, heads: int, dropout: float) -> None:
+        super().__init__(width=width, heads=heads, dropout=dropout)
+        del self.query_key_value
+        self.features = width // heads
+        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        rows, length, _ = hidden.shape
+        normed = self.attention_norm(hidden)
+        parts = [layer(normed) for layer in (self.query, self.key, self.value)]
+        query, key, value = (part.view(rows, length, -1, self.features).transpose(1, 2) for part in parts)
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        attended = attended.transpose(1, 2).reshape(rows, length, -1)
+        hidden = hidden + self.dropout(self.projection(attended))
+        return hidden + self.dropout(self.feed(self.feed_norm(hidden)))
+
+
 class GPT(nn.Module):
     """A small GPT on characters."""
+
+    block: type[Block] = Block
 
     def __init__(self, *, layers: int = 4, width: int = 128, dropout: float = 0.0) -> None:
         super().__init__()
         self.characters = nn.Embedding(CHARACTERS, width)
         self.positions = nn.Embedding(CONTEXT, width)
-        self.blocks = nn.Sequential(*[Block(width=width, heads=4, dropout=dropout) for _ in range(layers)])
+        self.blocks = nn.Sequential(*[self.block(width=width, heads=4, dropout=dropout) for _ in range(layers)])
         self.norm = nn.LayerNorm(width)
         self.output = nn.Linear(width, CHARACTERS, bias=False)
 
@@ -73,6 +95,12 @@ class GPT(nn.Module):
         positions = torch.arange(text.shape[1], device=text.device)
         hidden = self.characters(text) + self.positions(positions)
         return self.output(self.norm(self.blocks(hidden)))
+
+
+class SplitGPT(GPT):
+    """The same with a matrix each for queries, keys and values."""
+
+    block = SplitBlock
 
 
 class Attention(nn.Module):

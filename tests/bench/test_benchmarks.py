@@ -108,6 +108,16 @@ def test_steps_of_pipelines_of_both_sides_are_timed(model: str, tmp_path: Path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("model", [pytest.param("mlp", marks=pytest.mark.exhaustive), "gpt"])
+def test_steps_of_divided_layers_of_both_sides_are_timed(model: str, tmp_path: Path):
+    command = rankless_run(2, "tensor_parallel.py", model, "--pairs", "1", "--steps", "1", mesh="tensor=2")
+    run(command, folder=tmp_path)
+    ((ours, peer),) = json.loads((tmp_path / "times.json").read_text())
+    assert ours > 0
+    assert peer > 0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("workers", "what"), [(2, "stall"), (1, "resume")])
 def test_saves_and_loads_of_both_sides_are_timed(workers: int, what: str, tmp_path: Path):
     command = rankless_run(workers, "saves.py", what, "--pairs", "1", "--width", "32")
