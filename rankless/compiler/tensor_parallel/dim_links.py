@@ -77,18 +77,22 @@ class OperatorLinks:
     """Whether the operator needs the whole dim."""
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class DimReach:
-    """All dims that are divided if one of them is, and what this costs."""
+    """All dims that are divided if one of them is, and what this costs.
 
-    dims: set[ValueDim] = field(default_factory=set)
-    sums: set[fx.Node] = field(default_factory=set)
+    Dicts stand for sets, because all ranks must see the same order.
+    """
+
+    dims: dict[ValueDim, None] = field(default_factory=dict)
+    """The first one is that from which they were found."""
+    sums: dict[fx.Node, None] = field(default_factory=dict)
     """Operators that sum over one of them."""
-    shared: set[fx.Node] = field(default_factory=set)
+    shared: dict[fx.Node, None] = field(default_factory=dict)
     """Values of which every rank needs the whole, and whose gradients are sums over ranks."""
-    gathers: set[tuple[fx.Node, ValueDim]] = field(default_factory=set)
+    gathers: dict[tuple[fx.Node, ValueDim], None] = field(default_factory=dict)
     """Operators that need a whole one, and which."""
-    returned: set[ValueDim] = field(default_factory=set)
+    returned: dict[ValueDim, None] = field(default_factory=dict)
     """Those of values that the program returns, which every rank needs whole."""
 
     @property
@@ -133,19 +137,19 @@ class DimLinks:
             item = pending.pop()
             if item in reach.dims:
                 continue
-            reach.dims.add(item)
+            reach.dims[item] = None
             if item.value in self._returned:
-                reach.returned.add(item)
+                reach.returned[item] = None
             for user in item.value.users:
                 if user.op == "output" or user.meta.get("backward"):
                     continue
                 links = self._find_links(user, item)
                 pending += [other for other in (*links.inputs, *links.outputs) if other not in reach.dims]
-                reach.shared.update(value for value in links.shared if value in self._differentiable)
+                reach.shared |= dict.fromkeys(value for value in links.shared if value in self._differentiable)
                 if links.sums:
-                    reach.sums.add(user)
+                    reach.sums[user] = None
                 if links.is_gathered:
-                    reach.gathers.add((user, item))
+                    reach.gathers[user, item] = None
         return reach
 
     def _find_links(self, node: fx.Node, item: ValueDim) -> OperatorLinks:

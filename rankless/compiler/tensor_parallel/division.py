@@ -51,42 +51,45 @@ class TensorDivider:
             fills: Whether to choose also for parameters of which the script wants nothing. If not, only those are
                 divided that are linked with a wanted one.
         """
-        reaches = self._find_reaches()
-        wanted = [reach for reach in reaches if self._is_requested(reach)]
-        others = [reach for reach in reaches if fills and not self._is_requested(reach) and self._is_offered(reach)]
-        chosen: list[DimReach] = []
-        taken: dict[fx.Node, ValueDim] = {}
-        for reach in [*wanted, *sorted(others, key=self._price)]:
-            dims = {item.value: item for item in reach.dims}
-            conflicts = len(dims) < len(reach.dims) or any(
-                taken.get(value, item) != item for value, item in dims.items()
-            )
-            if conflicts and reach in others:
-                continue
-            chosen.append(reach)
-            taken |= {value: item for value, item in dims.items() if value not in taken}
+        reaches, taken = self._find_reaches()
+        chosen = [reach for reach in reaches if self._is_requested(reach)]
+        offered = [reach for reach in reaches if fills and reach not in chosen and self._is_offered(reach)]
+        for reach in chosen:
+            take(reach, taken)
+        for reach in sorted(offered, key=self._price):
+            if not has_conflicts(reach, taken):
+                chosen.append(reach)
+                take(reach, taken)
         return self._place(chosen, taken)
 
     def _place(self, chosen: Sequence[DimReach], taken: Mapping[fx.Node, ValueDim]) -> dict[str, Shard | BlockedShard]:
-        """Return the placements of the parameters in some reaches."""
+        """Return the placements of the parameters in some reaches.
+
+        If some ranks would have nothing of what is linked, only the parameters that a script names are divided.
+        """
         found: dict[str, Shard | BlockedShard] = {}
         for reach in chosen:
-            units = split_lengths(reach.units, self._ranks)
             for item in reach.dims:
                 name = self._names.get(item.value)
                 if name is None or taken[item.value] != item or self._is_kept_whole(name):
                     continue
-                lengths = tuple(unit * (item.length // reach.units) for unit in units)
+                units = reach.units
+                if units < self._ranks:
+                    units = item.length
+                    if name not in self._requests:
+                        continue
+                lengths = tuple(unit * (item.length // units) for unit in split_lengths(units, self._ranks))
                 found[name] = Shard(item.dim, lengths) if item.blocks == 1 else BlockedShard(item.dim, lengths)
         return found
 
-    def _find_reaches(self) -> list[DimReach]:
-        """Return what is divided together, for each dim of each parameter.
+    def _find_reaches(self) -> tuple[list[DimReach], dict[fx.Node, ValueDim]]:
+        """Return what is divided together, for each dim of each parameter, and the dims that the script wants.
 
         A dim with fewer units than ranks is left whole, because some ranks would have nothing of it, as the keys of
         attention with fewer groups than ranks. What it is linked with can be divided all the same.
         """
         found: list[DimReach] = []
+        wanted: dict[fx.Node, ValueDim] = {}
         for value, name in self._names.items():
             shape = value.meta["val"].shape
             request = self._requests.get(name)
@@ -94,10 +97,12 @@ class TensorDivider:
                 if request is not None and request.dim != dim:
                     continue
                 reach = self._links.find_reach(ValueDim(value, dim))
-                if reach.units < self._ranks and request is None:
+                if request is not None:
+                    wanted[value] = next(iter(reach.dims))
+                elif reach.units < self._ranks:
                     continue
                 found.append(reach)
-        return join_overlapping(found)
+        return join_overlapping(found), wanted
 
     def _is_requested(self, reach: DimReach) -> bool:
         """Return whether the script wants one of these dims to be divided."""
@@ -120,6 +125,18 @@ class TensorDivider:
         summed = sum(count_value_bytes(node.meta["val"]) for node in (*reach.sums, *reach.shared))
         gathered = sum(count_value_bytes(item.value.meta["val"]) for item in reach.returned)
         return (2 * summed + gathered) / parameters
+
+
+def take(reach: DimReach, taken: dict[fx.Node, ValueDim]) -> None:
+    """Note the dims of a reach, the first one of each value, except for values of which another one is noted."""
+    for item in reach.dims:
+        taken.setdefault(item.value, item)
+
+
+def has_conflicts(reach: DimReach, taken: Mapping[fx.Node, ValueDim]) -> bool:
+    """Return whether a value would be divided along two dims."""
+    own: dict[fx.Node, ValueDim] = {}
+    return any(own.setdefault(item.value, item) != item or taken.get(item.value, item) != item for item in reach.dims)
 
 
 def join_overlapping(reaches: Sequence[DimReach]) -> list[DimReach]:
