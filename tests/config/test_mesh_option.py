@@ -14,14 +14,21 @@ def test_axes_are_arranged_by_what_they_send_and_not_as_they_are_named():
     axes = parse_mesh("data=3, pipeline=2")
     assert axes == parse_mesh("pipeline=2,data=3")
     assert [(axis.name, axis.role, axis.size) for axis in axes] == [("pipeline", "pipeline", 2), ("data", "data", 3)]
+    assert [axis.name for axis in parse_mesh("tensor=2,data=3")] == ["data", "tensor"]
     assert count_workers(axes) == 6
     assert format_mesh(axes) == "pipeline=2,data=3"
 
 
-@pytest.mark.parametrize("text", ["", "pipeline", "pipeline=", "pipeline=0", "pipeline=-1", "tensor=2", "data=2;x=1"])
+@pytest.mark.parametrize("text", ["", "pipeline", "pipeline=", "pipeline=0", "pipeline=-1", "sequence=2", "data=2;x=1"])
 def test_what_names_no_mesh_is_refused(text):
     with pytest.raises(ConfigError, match="axes as name=size"):
         parse_mesh(text)
+
+
+def test_a_pipeline_of_divided_layers_is_refused():
+    with pytest.raises(ConfigError, match="found:    both in --mesh tensor=2,pipeline=2"):
+        parse_mesh("tensor=2,pipeline=2")
+    assert len(parse_mesh("tensor=1,pipeline=2")) == 2
 
 
 def test_an_axis_has_one_size():
