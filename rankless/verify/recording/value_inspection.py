@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from rankless.collectives.mesh_collectives import all_gather
 from rankless.compiler.codegen.codegen import LocalProgram, generate_function
 from rankless.compiler.ir.logical_program import LogicalProgram, LogicalValue, ProgramInput, ProgramOutput
-from rankless.compiler.lowering.lower import LoweringPass
+from rankless.compiler.lowering.lower import LocalGraph, LoweringPass
 from rankless.compiler.scheduling.gradient_buckets import schedule_gradients
 from rankless.compiler.scheduling.parameter_gathers import gather_parameters
 from rankless.compiler.scheduling.stored_states import StateStorage
@@ -96,21 +96,7 @@ def add_probes(
     lowering = LoweringPass(sharded, mesh)
     local = lowering.lower_graph()
     call_line = user_line(sys._getframe(1))
-    for node, sharding, value in choose_local_values(lowering):
-        is_input = node in logical.inputs
-        tap = ValueProbe(
-            recorder=recorder,
-            mesh=mesh,
-            shape=get_shape(node),
-            sharding=sharding,
-            role="input" if is_input else "value",
-            name=format_value_name(node, logical),
-            operator="" if is_input else format_operator_name(node),
-            line=call_line if is_input else str(node.meta.get("line", "")),
-            inputs=tuple(format_value_name(item, logical) for item in node.all_input_nodes),
-        )
-        with local.graph.inserting_after(value):
-            local.graph.call_function(tap, (value,))
+    insert_probes(lowering, local, mesh, recorder, call_line)
     local = schedule_gradients(gather_parameters(local, logical, storage), logical, storage)
     function, lines = generate_function(local.graph)
     program = LocalProgram(
@@ -139,6 +125,36 @@ def add_probes(
         return outputs
 
     return run
+
+
+def insert_probes(
+    lowering: LoweringPass, local: LocalGraph, mesh: Mesh, recorder: InspectedCallRecorder, call_line: str
+) -> None:
+    """Add a probe after each value of a local graph.
+
+    Args:
+        lowering: Has made the graph.
+        local: The graph.
+        mesh: The workers.
+        recorder: Records the values.
+        call_line: The script's line of the call, for the inputs.
+    """
+    logical = lowering.sharded.logical
+    for node, sharding, value in choose_local_values(lowering):
+        is_input = node in logical.inputs
+        tap = ValueProbe(
+            recorder=recorder,
+            mesh=mesh,
+            shape=get_shape(node),
+            sharding=sharding,
+            role="input" if is_input else "value",
+            name=format_value_name(node, logical),
+            operator="" if is_input else format_operator_name(node),
+            line=call_line if is_input else str(node.meta.get("line", "")),
+            inputs=tuple(format_value_name(item, logical) for item in node.all_input_nodes),
+        )
+        with local.graph.inserting_after(value):
+            local.graph.call_function(tap, (value,))
 
 
 def get_shape(node: fx.Node) -> tuple[int, ...]:
