@@ -56,7 +56,7 @@ def describe_division(partition: Partition | None) -> str:
     if partition is None:
         return "whole"
     placement = partition.layout.placement
-    return f"dim {placement.dim} as {placement}"
+    return f"dim {placement.dim} as {placement!r}"
 
 
 def gather_content(objects: Mapping[str, Any], extra: object) -> Content:

@@ -117,20 +117,20 @@ def test_inputs_have_placements_and_redistributions_name_script_lines() -> None:
     assert sum(move.bytes for move in gradients) == 4 * (6 * 8 + 8 + 8 * 4 + 4)
 
 
-class SoftmaxOverBatch(nn.Module):
+class SumsOverBatch(nn.Module):
     """A layer that needs the whole batch."""
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return inputs.softmax(0)
+        return inputs.cumsum(0)
 
 
 class Mixed(nn.Module):
-    """Layers that gather (a softmax over the batch), merge statistics, reduce extrema, and join an empty cache."""
+    """Layers that gather (cumulative sums over the batch), merge statistics, reduce extrema, and join an empty cache."""
 
     def __init__(self) -> None:
         super().__init__()
         self.attention = nn.MultiheadAttention(32, 4, batch_first=True)
-        self.layers = nn.ModuleList(SoftmaxOverBatch() for _ in range(3))
+        self.layers = nn.ModuleList(SumsOverBatch() for _ in range(3))
         self.norm = nn.BatchNorm1d(32)
         self.last = nn.Linear(32, 4)
 
@@ -198,18 +198,18 @@ def test_the_plan_lists_exactly_the_collectives_that_run() -> None:
         gathers = [move for move in program.moves if move.gathered]
         inputs = [move for move in gathers if move.purpose == "input"]
         assert {move.module for move in inputs} == {f"model.layers.{layer}" for layer in range(3)}
-        assert {move.module_type for move in inputs} == {"SoftmaxOverBatch"}
+        assert {move.module_type for move in inputs} == {"SumsOverBatch"}
         assert {move.backward for move in inputs} == {False, True}
-        assert {move.reason for move in inputs} == {"input of softmax", "input of softmax_backward_data"}
+        assert {move.reason for move in inputs} == {"input of cumsum", "input of flip"}
         outputs = [move.reason for move in program.moves if move.purpose == "output"]
         assert sorted(outputs) == ["result 1", "result 2", "the loss"]
         assert [move.reason for move in gathers if move.purpose == "output"] == ["result 1", "result 2"]
         assert 0 < program.whole_operators < program.operators
         forward, backward, returned = notices
-        modules = "of model.layers.[0-2] (SoftmaxOverBatch)"
+        modules = "of model.layers.[0-2] (SumsOverBatch)"
         assert forward.startswith(f"{__file__}:")
-        assert f"softmax {modules} gathers 246 kB per step: its rule does not fit" in forward
-        assert f"softmax_backward_data {modules} in backward gathers" in backward
+        assert f"cumsum {modules} gathers 246 kB per step: its rule does not fit" in forward
+        assert f"flip {modules} in backward gathers" in backward
         assert returned.startswith("train.py:1: job 'train' returns 82.0 kB of tensors that every rank gathers")
 
 
@@ -220,7 +220,7 @@ class Gathering(nn.Module):
         super().__init__()
         self.kind = kind
         self.first = nn.Linear(32, 32)
-        self.norms = nn.ModuleList(SoftmaxOverBatch() for _ in range(2))
+        self.norms = nn.ModuleList(SumsOverBatch() for _ in range(2))
 
     def forward(self, inputs: Tensor) -> Tensor:
         values = self.first(inputs)

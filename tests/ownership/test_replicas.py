@@ -52,7 +52,7 @@ def change(model: nn.Linear, what: str) -> None:
 
 def compare(mesh: Mesh, has_two_axes: bool, what: str, changed_rank: int) -> tuple[dict[str, list[int]], str]:
     """Return what differs after one rank has changed something, and the error of the check."""
-    world, model, job, _ = make_divided_model(make_two_axes(mesh) if has_two_axes else mesh)
+    world, model, job, _ = make_divided_model(make_two_axes(mesh, "sequence") if has_two_axes else mesh)
     if mesh.rank == changed_rank:
         change(model, what)
     definition = job.definition
@@ -88,7 +88,7 @@ def test_pieces_that_differ_along_the_axis_that_divides_them_are_no_error_on_two
 
 def share(mesh: Mesh) -> tuple[bool, list[str]]:
     """Two ranks change their pieces; return whether sharing has restored this rank's, and the notices."""
-    world, model, job, notices = make_divided_model(make_two_axes(mesh))
+    world, model, job, notices = make_divided_model(make_two_axes(mesh, "sequence"))
     partition = find_partition(model.weight)
     assert partition is not None
     before = partition.piece.clone()
