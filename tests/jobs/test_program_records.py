@@ -125,7 +125,7 @@ class SumsOverBatch(nn.Module):
 
 
 class Mixed(nn.Module):
-    """Layers that gather (cumulative sums over the batch), merge statistics, reduce extrema, and join an empty cache."""
+    """Layers that gather (sums over rows of the batch), merge statistics, reduce extrema, and join an empty cache."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -43,7 +43,10 @@ def find_storage(job: JobDefinition, program: LogicalProgram, world: World, memo
     if divided_along is not None and divided_along.role == "tensor":
         number = mesh.axes.index(divided_along)
         whole: Sharding = (Replicate(),) * len(mesh.axes)
-        shardings = {name: replace_placement(whole, number, placement) for name, placement in values.items()}
+        # A tied parameter may be an input under one name and have its gradient under another.
+        shardings = {
+            name: replace_placement(whole, number, placement) for name, placement in (values | gradients).items()
+        }
         return StateStorage(shardings=shardings, ranks=tuple(axis.rank for axis in mesh.axes), memory=memory)
     return StateStorage(
         axis=find_axis(mesh, "data"),
