@@ -5,42 +5,14 @@ import time
 from pathlib import Path
 
 import pytest
+from mesh_runs import SCRIPT, resume
 from support.warm_runs import rankless, run_script
 
-RESUME = Path(__file__).parents[1] / "ownership" / "scripts" / "resume.py"
-SCRIPT = """
-import torch, torch.nn.functional as F
-import rankless
-
-torch.manual_seed(0)
-torch.set_default_dtype(torch.float64)
-model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(4)])
-optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-
-@rankless.job(model=model, optimizer=optimizer{options})
-def train(images, labels):
-    return F.cross_entropy(model(images), labels)
-
-@rankless.job(model=model)
-def predict(images):
-    return model(images).argmax(1)
-
-data = torch.utils.data.TensorDataset(torch.randn(38, 8), torch.randint(0, 8, (38,)))
-for images, labels in rankless.loader(data, batch_size=10, shuffle=True):
-    loss = train(images, labels)
-{end}
-print(f"loss {{float(loss):.12f}}, right {{int((predict(data.tensors[0]) == data.tensors[1]).sum())}}")
-"""
+MODEL = "torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(4)])"
 
 
 def write(folder: Path, options: str = "", end: str = "") -> None:
-    (folder / "train.py").write_text(SCRIPT.format(options=options, end=end))
-
-
-def resume(folder: Path, options: tuple[str, ...], action: str, zero: str = "none") -> list[float]:
-    done = rankless("run", *options, "--seed", "3", "-q", str(RESUME), action, zero, folder=folder)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return [float(word) for word in done.stdout.split()]
+    (folder / "train.py").write_text(SCRIPT.format(model=MODEL, options=options, end=end))
 
 
 @pytest.mark.slow
@@ -117,7 +89,7 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_a_pipeline_is_refused_by_name(tmp_path, case):
     options, change, text = REFUSED[case]
-    script = SCRIPT.format(options=options, end="").replace("optimizer =", f"{change}\noptimizer =", 1)
+    script = SCRIPT.format(model=MODEL, options=options, end="").replace("optimizer =", f"{change}\noptimizer =", 1)
     found = run_script(script, "--mesh", "pipeline=2", folder=tmp_path)
     assert found.returncode != 0
     assert text in found.stdout + found.stderr

@@ -5,43 +5,14 @@ import time
 from pathlib import Path
 
 import pytest
+from mesh_runs import SCRIPT, resume
 from support.warm_runs import rankless, run_script
 
-RESUME = Path(__file__).parents[1] / "ownership" / "scripts" / "resume.py"
-SCRIPT = """
-import torch, torch.nn.functional as F
-from torch.distributed.tensor import Replicate, Shard
-import rankless
-
-torch.manual_seed(0)
-torch.set_default_dtype(torch.float64)
-model = torch.nn.Sequential(torch.nn.Linear(8, 12), torch.nn.Tanh(), torch.nn.Linear(12, 8))
-optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-
-@rankless.job(model=model, optimizer=optimizer{options})
-def train(images, labels):
-    return F.cross_entropy(model(images), labels)
-
-@rankless.job(model=model)
-def predict(images):
-    return model(images).argmax(1)
-
-data = torch.utils.data.TensorDataset(torch.randn(38, 8), torch.randint(0, 8, (38,)))
-for images, labels in rankless.loader(data, batch_size=10, shuffle=True):
-    loss = train(images, labels)
-{end}
-print(f"loss {{float(loss):.12f}}, right {{int((predict(data.tensors[0]) == data.tensors[1]).sum())}}")
-"""
+MODEL = "torch.nn.Sequential(torch.nn.Linear(8, 12), torch.nn.Tanh(), torch.nn.Linear(12, 8))"
 
 
 def write(folder: Path, options: str = "", end: str = "") -> None:
-    (folder / "train.py").write_text(SCRIPT.format(options=options, end=end))
-
-
-def resume(folder: Path, options: tuple[str, ...], action: str, zero: str = "none") -> list[float]:
-    done = rankless("run", *options, "--seed", "3", "-q", str(RESUME), action, zero, folder=folder)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return [float(word) for word in done.stdout.split()]
+    (folder / "train.py").write_text(SCRIPT.format(model=MODEL, options=options, end=end))
 
 
 @pytest.mark.slow
@@ -130,7 +101,7 @@ REFUSED = {
 def test_what_cannot_be_divided_is_refused_by_name(tmp_path, case):
     given, text = REFUSED[case]
     options = f", plan=rankless.Plan({given})" + ", zero='parameters'" * (case == "zero")
-    script = SCRIPT.format(options=options, end="")
+    script = SCRIPT.format(model=MODEL, options=options, end="")
     if case == "too few rows":
         script = script.replace("Linear(8, 12)", "Linear(8, 1)").replace("Linear(12, 8)", "Linear(1, 8)")
     found = run_script(script, "--mesh", "data=2,tensor=2", folder=tmp_path)
