@@ -29,7 +29,7 @@ class Plan:
             `("model.layers.4", "model.layers.8")`. Default: Rankless chooses them for about equal work.
         tensor: How the axis `tensor` divides parameters: "auto", or a dict from names of parameters to
             `torch.distributed.tensor.Shard(dim)` or `Replicate()`. A name may be a pattern as in a shell, and begin
-            anywhere after a dot: "*.mlp.up.weight". What must be divided together with a named parameter follows it,
+            anywhere after a dot: `"*.mlp.up.weight"`. What must be divided together with a named parameter follows it,
             as the bias of a layer and the input features of the next one do; all others are whole. Default: "auto",
             which divides attention by heads, MLPs by hidden features, convolutions by channels, embeddings and heads by
             words, as the program of the job allows.
