@@ -82,7 +82,7 @@ class BlockedShard(Placement):
         return isinstance(other, BlockedShard) and (self.dim, self.lengths) == (other.dim, other.lengths)
 
     def __hash__(self) -> int:
-        return hash((self.dim, self.lengths))
+        return hash((BlockedShard, self.dim))  # without the lengths, which may be symbolic
 
     def __repr__(self) -> str:
         return f"BlockedShard({self.dim}, {list(self.lengths)})"

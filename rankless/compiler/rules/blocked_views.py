@@ -135,9 +135,8 @@ def join_block_strategies(call: OperatorCall) -> Iterator[Strategy]:
     """Yield the strategy of joining equal blocks, each divided alike, in a backward pass: the gradient of a split."""
     if not call.node.meta.get("backward") or not call.inputs:
         return
-    shapes = {logical_shape(node) for node in call.inputs}
-    (shape,) = shapes if len(shapes) == 1 else ((),)
-    if not shape:
+    shape, *others = [logical_shape(node) for node in call.inputs]
+    if not shape or not others or any(other != shape for other in others):
         return
     dim = call.argument("dim") % len(shape)
     for placement in call.current_placements:
@@ -146,9 +145,7 @@ def join_block_strategies(call: OperatorCall) -> Iterator[Strategy]:
             and placement.dim == dim
             and all(type(item) is int for item in placement.lengths)
         ):
-            count = len(call.inputs)
-            if count > 1:
-                yield Strategy((placement,) * count, (BlockedShard(dim, placement.lengths),))
+            yield Strategy((placement,) * len(call.inputs), (BlockedShard(dim, placement.lengths),))
             return
 
 
