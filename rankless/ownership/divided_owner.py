@@ -17,7 +17,7 @@ from rankless.ownership.divided_parameter import DividedParameter, make_divided_
 from rankless.ownership.host_memory import copy_to_device, copy_to_host
 from rankless.ownership.optimizer_pieces import list_parameters, on_pieces, read_state
 from rankless.ownership.owned_state import share_state
-from rankless.ownership.partitioned_tensor import WholeValues, find_partition
+from rankless.ownership.partitioned_tensor import WholeValues, find_partition, gather_pieces
 from rankless.ownership.piece_layout import PieceGroup, PieceLayout, group_in_order
 from rankless.ownership.replica import Replica
 from rankless.ownership.shared_pieces import SharedPieces, SharedValue
@@ -190,13 +190,7 @@ class DividedOwner:
         known = self._divided.get(id(parameter))
         if known is None or not known.divides_gradient or known.piece.grad is None:
             return parameter.grad
-        group = PieceGroup((known.layout,), self._group.size)
-        chunk = group.join_pieces([copy_to_device(known.piece.grad, parameter.device)])
-        flat = chunk.new_empty(group.flat_size)
-        work = start_all_gather(flat, chunk, among=self._group)
-        if work is not None:
-            work.wait()
-        return group.split_wholes(flat)[0]
+        return gather_pieces(known.layout, copy_to_device(known.piece.grad, parameter.device), among=self._group)
 
     def divide_gradient(self, parameter: Tensor, whole: Tensor) -> Tensor:
         """Return a copy of what this worker holds of a whole gradient."""

@@ -56,14 +56,9 @@ class WholeValues:
 
     def gather_now(self, partition: "Partition") -> Tensor:
         """Return the whole value as its pieces are now. Collective."""
-        group = PieceGroup((partition.layout,), self.group.size)
-        chunk = group.join_pieces([copy_to_device(partition.piece.detach(), partition.device)])
-        flat = chunk.new_empty(group.flat_size)
-        work = start_all_gather(flat, chunk, among=self.group)
-        if work is not None:
-            work.wait()
+        piece = copy_to_device(partition.piece.detach(), partition.device)
         # `.data` is not a view: a view would keep its base, and seem to be used elsewhere for ever.
-        return group.split_wholes(flat)[0].data
+        return gather_pieces(partition.layout, piece, among=self.group).data
 
     def keep(self, partition: "Partition", whole: Tensor) -> None:
         """Begin with a whole value that is there already."""
@@ -100,6 +95,17 @@ class WholeValues:
             for partition in self._open:
                 assert partition.whole is not None
                 partition.whole.copy_(self.gather_now(partition))
+
+
+def gather_pieces(layout: PieceLayout, piece: Tensor, *, among: WorkerGroup) -> Tensor:
+    """Return a whole tensor from the pieces of all workers, of which this one has `piece`. Collective."""
+    group = PieceGroup((layout,), among.size)
+    chunk = group.join_pieces([piece])
+    flat = chunk.new_empty(group.flat_size)
+    work = start_all_gather(flat, chunk, among=among)
+    if work is not None:
+        work.wait()
+    return group.split_wholes(flat)[0]
 
 
 class Partition:
