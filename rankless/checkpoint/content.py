@@ -1,7 +1,7 @@
 """The content of a checkpoint: the state of all objects, extra data, and the random number generators of all ranks."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from rankless.checkpoint.random_state import capture_random_state
 from rankless.checkpoint.state_tree import TreeWriter
 from rankless.deferred_models.building import materialize
 from rankless.errors import CheckpointError
-from rankless.ownership.partitioned_tensor import DetachedWithoutGather, Partition, find_partition
+from rankless.ownership.partitioned_tensor import DetachedWithoutGather, Partition, find_partition, list_partitions
 
 EXTRA = "extra"
 RANDOM = "random"
@@ -39,24 +39,28 @@ class Content:
         Args:
             all_tensors: Whether it covers all tensors, or only those that are divided between ranks.
         """
-        partitions = {name: find_partition(tensor) for name, tensor in self.shared_tensors.items()}
+        partitions = {name: list_partitions(tensor) for name, tensor in self.shared_tensors.items()}
         lines = [
             f"{name} {tensor.dtype} {tuple(tensor.shape)} {describe_division(partitions[name])}"
             for name, tensor in self.shared_tensors.items()
-            if all_tensors or partitions[name] is not None
+            if all_tensors or partitions[name]
         ]
         checksum = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-        divided = sum(partition is not None for partition in partitions.values())
+        divided = sum(map(bool, partitions.values()))
         counts = f"{len(lines)} tensors of " * all_tensors + (", ".join(self.objects) or "no object")
         return f"{counts}, {divided} of them divided (names, shapes and divisions: {checksum[:12]})"
 
 
-def describe_division(partition: Partition | None) -> str:
-    """Return a text that is equal for tensors that are divided in the same way."""
-    if partition is None:
+def describe_division(partitions: Sequence[Partition]) -> str:
+    """Return a text that is equal for tensors that are divided in the same way.
+
+    Args:
+        partitions: How one axis after the other divides a tensor. How long pieces of pieces are depends on the rank.
+    """
+    if not partitions:
         return "whole"
-    placement = partition.layout.placement
-    return f"dim {placement.dim} as {placement!r}"
+    dims = [partition.layout.placement.dim for partition in partitions]
+    return f"dims {dims}, first as {partitions[0].layout.placement!r}"
 
 
 def gather_content(objects: Mapping[str, Any], extra: object) -> Content:

@@ -15,6 +15,7 @@ from rankless.checkpoint.manifest import (
     TENSORS_NAME,
     Manifest,
     Preamble,
+    RowRange,
     TensorFile,
     TensorPiece,
     encode_manifest,
@@ -122,24 +123,44 @@ def _check_pieces(file: Path, manifest: Manifest) -> None:
     found: dict[str, list[TensorPiece]] = {}
     for entry in manifest.files:
         for name, piece in entry.pieces.items():
+            dims = [rows.dim for rows in piece.rows]
+            if len(set(dims)) < len(dims) or not all(0 <= dim < len(piece.shape) for dim in dims):
+                raise damaged_file_error(file, f"a piece called {name!r:.80}, with rows along the dims {dims!s:.80}")
             if name not in entry.tensors or name != piece.name:
                 raise damaged_file_error(file, f"a piece called {name!r:.80}, which {entry.name} does not have")
             found.setdefault(piece.tensor, []).append(piece)
     for name, pieces in found.items():
         first = pieces[0]
-        if name in whole or any((piece.shape, piece.dim) != (first.shape, first.dim) for piece in pieces):
+        kinds = {(piece.shape, tuple(rows.dim for rows in piece.rows)) for piece in pieces}
+        if name in whole or len(kinds) > 1:
             raise damaged_file_error(file, f"pieces of {name} that do not belong together")
-        rows = 0
-        for piece in sorted(pieces, key=lambda item: (item.start, item.stop)):
-            if piece.start != rows or piece.stop <= piece.start:
-                kind = "missing" if piece.start > rows else "in two pieces"
-                raise damaged_file_error(
-                    file, f"rows {min(rows, piece.start)} to {max(rows, piece.start)} of {name} {kind}"
-                )
-            rows = piece.stop
-        size = first.shape[first.dim] if 0 <= first.dim < len(first.shape) else 0
-        if rows != size:
-            raise damaged_file_error(file, f"pieces of {name} with {rows} rows instead of {size}")
+        _check_rows(file, name, [piece.rows for piece in pieces], first.shape)
+
+
+def _check_rows(file: Path, name: str, pieces: list[tuple[RowRange, ...]], shape: tuple[int, ...]) -> None:
+    """Raise `CheckpointError` unless pieces have each row along their first dim once, and so on along the next.
+
+    Args:
+        file: The manifest.
+        name: The tensor's name.
+        pieces: The rows of each piece along the same dims, of which there is at least one.
+        shape: The shape of the tensor.
+    """
+    groups: dict[tuple[int, int], list[tuple[RowRange, ...]]] = {}
+    for first, *others in pieces:
+        groups.setdefault((first.start, first.stop), []).append(tuple(others))
+    rows, dim = 0, pieces[0][0].dim
+    for (start, stop), inner in sorted(groups.items()):
+        if start != rows or stop <= start:
+            kind = "missing" if start > rows else "in two pieces"
+            raise damaged_file_error(file, f"rows {min(rows, start)} to {max(rows, start)} of {name} {kind}")
+        if len(inner) > 1 and not inner[0]:
+            raise damaged_file_error(file, f"rows {start} to {stop} of {name} in two pieces")
+        rows = stop
+        if inner[0]:
+            _check_rows(file, name, inner, shape)
+    if rows != shape[dim]:
+        raise damaged_file_error(file, f"pieces of {name} with {rows} rows instead of {shape[dim]}")
 
 
 def _manifest_bytes(folder: Path) -> bytes:

@@ -1,12 +1,14 @@
 """What each rank writes into its file: whole tensors, its pieces of divided ones, or what all ranks gather for it."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 
 from torch import Tensor
 
-from rankless.checkpoint.manifest import TensorPiece
-from rankless.ownership.partitioned_tensor import Partition, find_partition
+from rankless.checkpoint.manifest import RowRange, TensorPiece
+from rankless.ownership.partitioned_tensor import Partition, find_partition, list_partitions
+from rankless.ownership.piece_layout import select_ranges
 from rankless.ownership.replica import Replica
 from rankless.parallel.mesh import Mesh
 
@@ -40,50 +42,81 @@ def share_whole(tensors: Mapping[str, Tensor], *, rank: int) -> FileShare:
     return FileShare(tensors=others if rank == 0 else {}, gathered=gathered)
 
 
-def share_by_owner(tensors: Mapping[str, Tensor], mesh: Mesh) -> FileShare:
-    """Return this rank's share if each writes its pieces, and about as many bytes as the others.
+@dataclass(frozen=True, kw_only=True)
+class OwnPieces:
+    """The pieces of divided tensors that one rank writes.
 
-    The first of the ranks that hold the same piece writes it.
+    Attributes:
+        tensors: Their elements, by their names in the file, not copied.
+        pieces: What they are pieces of, by name.
+    """
+
+    tensors: dict[str, Tensor]
+    pieces: dict[str, TensorPiece]
+
+    @property
+    def size(self) -> int:
+        """Their bytes; -1 if there are none."""
+        return sum(part.nbytes for part in self.tensors.values()) if self.tensors else -1
+
+
+def list_own_pieces(tensors: Mapping[str, Tensor], mesh: Mesh) -> OwnPieces:
+    """Return the pieces that this rank writes: the first of the ranks that hold the same piece does.
 
     Args:
         tensors: All tensors by name, of which some may be divided.
-        mesh: All ranks, which hold tensors of the same names and shapes.
+        mesh: All ranks.
     """
-    rank, ranks = mesh.rank, mesh.size
-    loads = [0] * ranks
-    has_pieces = [False] * ranks
-    own: dict[str, Tensor] = {}
-    pieces: dict[str, TensorPiece] = {}
-    whole: dict[str, Tensor] = {}
+    found: list[tuple[TensorPiece, Tensor]] = []
     for name, tensor in tensors.items():
-        partition = find_partition(tensor)
-        if partition is None:
-            whole[name] = tensor
-            continue
-        replica = Replica(partition.piece, divided_along=partition.group)
-        for number in sorted(set(replica.find_first_ranks(mesh))):
-            place = mesh.find_rank_along(partition.group, number)
-            ranges = describe_pieces(name, partition, place)
-            loads[number] += partition.layout.piece_size(place) * tensor.element_size()
-            has_pieces[number] |= bool(ranges)
-            if number == rank and ranges:
-                parts = partition.get_current_piece().chunk(len(ranges), partition.layout.placement.dim)
-                own.update(zip((piece.name for piece in ranges), parts, strict=True))
-                pieces.update({piece.name: piece for piece in ranges})
-    shares = assign_tensors(whole, loads)
-    own.update({name: whole[name] for name in shares[rank]})
-    writers = [number for number in range(1, ranks) if shares[number] or has_pieces[number]]
-    return FileShare(tensors=own, pieces=pieces, writers=writers)
+        partitions = list_partitions(tensor)
+        replica = Replica(tensor, tuple(partition.group for partition in partitions))
+        if partitions and replica.find_first_ranks(mesh)[mesh.rank] == mesh.rank:
+            found += split_piece(name, partitions)
+    return OwnPieces(
+        tensors={piece.name: part for piece, part in found}, pieces={piece.name: piece for piece, _ in found}
+    )
 
 
-def describe_pieces(name: str, partition: Partition, place: int) -> list[TensorPiece]:
-    """Return which ranges of rows the rank at a place along the axis has that divides a tensor; none for no rows."""
-    layout = partition.layout
-    return [
-        TensorPiece(name, layout.shape, layout.placement.dim, start, stop)
-        for start, stop in layout.list_ranges(place)
-        if start < stop
-    ]
+def share_by_owner(tensors: Mapping[str, Tensor], own: OwnPieces, sizes: Sequence[int], rank: int) -> FileShare:
+    """Return a rank's share if each writes its pieces, and about as many bytes as the others.
+
+    Args:
+        tensors: All tensors by name, of which some may be divided. All ranks hold tensors of the same names and shapes.
+        own: The pieces of this rank.
+        sizes: The bytes of each rank's pieces; -1 for a rank that has none.
+        rank: The rank.
+    """
+    whole = {name: tensor for name, tensor in tensors.items() if find_partition(tensor) is None}
+    shares = assign_tensors(whole, [max(0, size) for size in sizes])
+    written = own.tensors | {name: whole[name] for name in shares[rank]}
+    writers = [number for number in range(1, len(sizes)) if shares[number] or sizes[number] >= 0]
+    return FileShare(tensors=written, pieces=own.pieces, writers=writers)
+
+
+def split_piece(name: str, partitions: Sequence[Partition]) -> Iterator[tuple[TensorPiece, Tensor]]:
+    """Yield the boxes of a tensor's elements that this rank has, and their elements; nothing for no elements.
+
+    Args:
+        name: The tensor's name.
+        partitions: How one axis after the other divides it.
+    """
+    shape = partitions[0].layout.shape
+    ranges: dict[int, list[tuple[int, int]]] = {}
+    for partition in partitions:
+        dim = partition.layout.placement.dim
+        ranges[dim] = select_ranges(ranges.get(dim, [(0, shape[dim])]), partition.own_ranges)
+    local = partitions[0].get_current_piece()
+    dims = sorted(ranges)
+    for chosen in product(*(ranges[dim] for dim in dims)):
+        part = local
+        for dim, (start, stop) in zip(dims, chosen, strict=True):
+            before = sum(high - low for low, high in ranges[dim] if low < start)
+            part = part.narrow(dim, before, stop - start)
+        first, *others = [RowRange(dim, *rows) for dim, rows in zip(dims, chosen, strict=True)]
+        piece = TensorPiece(name, shape, first.dim, first.start, first.stop, tuple(others))
+        if part.numel():
+            yield piece, part
 
 
 def assign_tensors(tensors: Mapping[str, Tensor], loads: list[int]) -> list[list[str]]:

@@ -8,7 +8,7 @@
 # between ranks is in their files as pieces, whose names end in the rows: `model.conv.weight[4:8]`. The manifest holds
 # the rest: the state of every object as a tree of typed nodes, in which a tensor is a reference. Nothing is pickled:
 # any editor can read a manifest, and reading it runs no code. docs/guides/checkpoints.md describes it for other
-# programs. Version 2 had no pieces.
+# programs. Version 2 had no pieces, and version 3 none of tensors that are divided along several dims.
 """
 
 import hashlib
@@ -18,8 +18,8 @@ from typing import Literal
 import msgspec
 
 FORMAT = "rankless checkpoint"
-VERSION = 3
-READABLE_VERSIONS = (2, 3)
+VERSION = 4
+READABLE_VERSIONS = (2, 3, 4)
 MANIFEST_NAME = "manifest.json"
 TENSORS_NAME = re.compile(r"tensors(-(0|[1-9][0-9]{0,6}))?\.safetensors")
 """The allowed names of a tensor file. None of them leads out of the folder."""
@@ -72,24 +72,48 @@ Node = None | bool | int | float | str | SpecialFloat | Bytes | NumpyScalar | Te
 """One value of an object's state."""
 
 
+class RowRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The rows from `start` to `stop` along `dim`."""
+
+    dim: int
+    start: int
+    stop: int
+
+
 class TensorPiece(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The rows from `start` to `stop` along `dim` of the tensor called `tensor`, which as a whole has `shape`."""
+    """The rows from `start` to `stop` along `dim` of the tensor called `tensor`, which as a whole has `shape`.
+
+    `also` has those along other dims, if more than one dim is divided.
+    """
 
     tensor: str
     shape: tuple[int, ...]
     dim: int
     start: int
     stop: int
+    also: tuple[RowRange, ...] = ()
+
+    @property
+    def rows(self) -> tuple[RowRange, ...]:
+        """The rows along the dims that are divided."""
+        return (RowRange(self.dim, self.start, self.stop), *self.also)
+
+    @property
+    def box(self) -> tuple[slice, ...]:
+        """The rows along every dim."""
+        found = {item.dim: slice(item.start, item.stop) for item in self.rows}
+        return tuple(found.get(dim, slice(0, size)) for dim, size in enumerate(self.shape))
 
     @property
     def name(self) -> str:
         """The piece's name in its file: the tensor's, and its rows as NumPy writes them."""
-        return f"{self.tensor}[{':, ' * self.dim}{self.start}:{self.stop}]"
+        texts = {item.dim: f"{item.start}:{item.stop}" for item in self.rows}
+        return f"{self.tensor}[{', '.join(texts.get(dim, ':') for dim in range(max(texts) + 1))}]"
 
     @property
     def piece_shape(self) -> tuple[int, ...]:
         """The shape of the piece."""
-        return (*self.shape[: self.dim], self.stop - self.start, *self.shape[self.dim + 1 :])
+        return tuple(rows.stop - rows.start for rows in self.box)
 
 
 class TensorFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -13,16 +13,17 @@ import hashlib
 import os
 import threading
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
+import msgspec
 from torch import Tensor
 
 from rankless.checkpoint.background_write import CheckpointSeries, WriteTask
 from rankless.checkpoint.collective_errors import Agreement
 from rankless.checkpoint.content import Content, gather_content, pack_random_state, unpack_random_state
-from rankless.checkpoint.file_shares import FileShare, share_by_owner, share_whole
+from rankless.checkpoint.file_shares import FileShare, OwnPieces, list_own_pieces, share_by_owner, share_whole
 from rankless.checkpoint.folder import UncommittedCheckpoint, disk_errors, resolve_target
 from rankless.checkpoint.manifest import Manifest, Node
 from rankless.checkpoint.snapshot import Snapshot
@@ -138,15 +139,20 @@ class Saver:
             self.join()
             _check(options)
             content = gather_content(objects, options.extra)
-            share = self._share(content, options)
+            is_sharded = options.layout == "sharded"
+            own = list_own_pieces(content.shared_tensors if is_sharded else {}, mesh)
             position = None
             if mesh.rank == 0:
                 position = series.next_position() if series is not None else None
                 uncommitted.open(token)
-            description = content.describe(all_tensors=options.layout == "sharded")
+            description = content.describe(all_tensors=is_sharded)
             agreement.summary = f"{doing}, {options.layout}{' in the background' * options.background}, {description}"
-            agreement.note = hashlib.sha256(pack_random_state(mesh.device, rank=0)).digest()
-        random = self._gather_random(same=len(set(agreement.notes)) == 1, tensors=share.tensors)
+            random_digest = hashlib.sha256(pack_random_state(mesh.device, rank=0)).digest()
+            agreement.note = msgspec.msgpack.encode((random_digest, own.size))
+        notes = [msgspec.msgpack.decode(note, type=tuple[bytes, int]) for note in agreement.notes]
+        with Agreement(mesh=mesh, doing=doing):
+            share = self._share(content, options, own, [size for _, size in notes])
+        random = self._gather_random(same=len({digest for digest, _ in notes}) == 1, tensors=share.tensors)
         self._reserve(uncommitted, share.writers, token, doing=doing)
         return WriteTask(
             rank=mesh.rank,
@@ -192,11 +198,18 @@ class Saver:
                 self._write_gathered(share.gathered, file)
         return file
 
-    def _share(self, content: Content, options: SaveOptions) -> FileShare:
-        """Return what this rank writes: as it is now, or copies of it if the script goes on meanwhile."""
+    def _share(self, content: Content, options: SaveOptions, own: OwnPieces, sizes: Sequence[int]) -> FileShare:
+        """Return what this rank writes: as it is now, or copies of it if the script goes on meanwhile.
+
+        Args:
+            content: The checkpoint's content.
+            options: The options of the save.
+            own: The pieces that this rank writes, if each writes its own.
+            sizes: The bytes of each rank's pieces.
+        """
         rank = self.mesh.rank
         share = (
-            share_by_owner(content.shared_tensors, self.mesh)
+            share_by_owner(content.shared_tensors, own, sizes, rank)
             if options.layout == "sharded"
             else share_whole(content.shared_tensors, rank=rank)
         )

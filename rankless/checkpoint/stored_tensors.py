@@ -94,7 +94,7 @@ class FileTensor:
             whole = torch.empty(self.shape, dtype=self.dtype)
             for part in self._parts:
                 assert part.piece is not None
-                whole.narrow(part.piece.dim, part.piece.start, part.piece.stop - part.piece.start).copy_(part.view())
+                whole[part.piece.box].copy_(part.view())
             return whole
 
     def read_rows(self, dim: int, start: int, length: int) -> Tensor:
@@ -103,17 +103,15 @@ class FileTensor:
         with torch.inference_mode(False), torch.no_grad():
             rows = torch.empty((*self.shape[:dim], length, *self.shape[dim + 1 :]), dtype=self.dtype)
             for part in self._parts if rows.numel() else ():
-                piece = part.piece
-                if piece is None:
+                if part.piece is None:
                     rows.copy_(part.view_rows(dim, start, stop))
-                elif piece.dim != dim:
-                    target = rows.narrow(piece.dim, piece.start, piece.stop - piece.start)
-                    target.copy_(part.view_rows(dim, start, stop))
-                else:
-                    first, last = max(start, piece.start), min(stop, piece.stop)
-                    if first < last:
-                        found = part.view_rows(dim, first - piece.start, last - piece.start)
-                        rows.narrow(dim, first - start, last - first).copy_(found)
+                    continue
+                box = list(part.piece.box)
+                first, last = max(start, box[dim].start), min(stop, box[dim].stop)
+                if first < last:
+                    found = part.view_rows(dim, first - box[dim].start, last - box[dim].start)
+                    box[dim] = slice(first - start, last - start)
+                    rows[tuple(box)].copy_(found)
             return rows
 
 

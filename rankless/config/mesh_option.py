@@ -36,12 +36,6 @@ def parse_mesh(text: str) -> tuple[PlannedAxis, ...]:
                 expected="each axis of a mesh once", found=f"{name} twice in --mesh {text}", fix="name it once"
             )
         sizes[name] = int(number)
-    if sizes.get("pipeline", 1) > 1 and sizes.get("tensor", 1) > 1:
-        raise ConfigError(
-            expected="a mesh with the axis pipeline or the axis tensor",
-            found=f"both in --mesh {text}",
-            fix="use one of them, with data: both at once are not supported yet",
-        )
     return tuple(PlannedAxis(name=name, role=name, size=sizes[name]) for name in AXES if name in sizes)
 
 

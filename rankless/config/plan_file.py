@@ -1,7 +1,7 @@
 """Read, check and write the file of a parallel plan."""
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -11,7 +11,15 @@ from rankless.config.run_config import PlanFile, Program
 from rankless.config.script_source import digest_source
 from rankless.errors import ConfigError
 from rankless.records.job_programs import DefinedJob, ProgramRecord
-from rankless.records.parallel_plan import PLAN_FORMAT, JobPlan, ParallelPlan, PlannedAxis, StatePlan
+from rankless.records.parallel_plan import (
+    PLAN_FORMAT,
+    JobPlan,
+    ParallelPlan,
+    PlannedAxis,
+    PlanVersion,
+    StateDivision,
+    StatePlan,
+)
 from rankless.version import VERSION
 
 NAME_A_PLAN = "name a file that `rankless plan --save` has written"
@@ -127,34 +135,44 @@ def require_valid_division(name: str, state: StatePlan, axes: Sequence[PlannedAx
         state: Its plan.
         axes: The axes of the plan.
     """
-    division = state.optimizer_state
     sizes = {axis.name: axis.size for axis in axes if axis.role in ("data", "pipeline", "tensor")}
-    problem = None
-    if division is None:
-        if state.value is not None or state.gradient is not None:
-            problem = "a value or gradient in pieces, with whole optimizer state"
-    elif state.value is not None and state.gradient is None:
-        problem = "a value in pieces with a whole gradient"
-    elif any(other not in (None, division) for other in (state.value, state.gradient)):
-        problem = "two different divisions"
-    elif division.axis not in sizes:
-        problem = f"the axis {division.axis!r}, which is none of {', '.join(sizes)}"
-    elif not 0 <= division.dim < len(state.shape):
-        problem = f"dim {division.dim} of the shape {list(state.shape)}"
-    elif len(division.lengths) != sizes[division.axis] or not (
-        division.axis == "tensor" or is_even_or_owned(division.lengths)
-    ):
-        problem = f"the lengths {list(division.lengths)} for {sizes[division.axis]} workers"
-    elif min(division.lengths) < 0 or division.blocks * sum(division.lengths) != state.shape[division.dim]:
-        blocks = f"{division.blocks} times " if division.blocks > 1 else ""
-        problem = f"{blocks}the lengths {list(division.lengths)} for {state.shape[division.dim]} rows"
+    value, gradient, divisions = state.value, state.gradient, state.optimizer_state
+    if divisions[: len(gradient)] != gradient or gradient[: len(value)] != value:
+        problem: str | None = "a value or gradient that is divided otherwise than its optimizer state"
+    elif len({division.axis for division in divisions}) < len(divisions):
+        problem = f"two divisions along the axis {divisions[0].axis!r}"
+    else:
+        problems = (find_problem(division, state.shape, sizes) for division in divisions)
+        problem = next((found for found in problems if found), None)
     if problem is not None:
         raise ConfigError(
             expected=f"a plan that divides {name} in one way: optimizer state, also its gradient, or also its value, "
-            "with a length of at least 1 for each worker, or all rows on one worker",
+            "once along an axis, with a length of at least 1 for each worker, or all rows on one worker",
             found=problem,
             fix="correct the plan, or make a new one with `rankless plan --save`",
         )
+
+
+def find_problem(division: StateDivision, shape: Sequence[int], sizes: Mapping[str, int]) -> str | None:
+    """Return what is wrong with a division; None if nothing is.
+
+    Args:
+        division: The division.
+        shape: The shape of the whole tensor.
+        sizes: The sizes of the axes that may divide states.
+    """
+    lengths = division.lengths
+    if division.axis not in sizes:
+        return f"the axis {division.axis!r}, which is none of {', '.join(sizes)}"
+    if not 0 <= division.dim < len(shape):
+        return f"dim {division.dim} of the shape {list(shape)}"
+    is_possible = division.axis == "tensor" or is_even_or_owned(lengths)
+    if len(lengths) != sizes[division.axis] or not is_possible:
+        return f"the lengths {list(lengths)} for {sizes[division.axis]} workers"
+    if min(lengths) < 0 or division.blocks * sum(lengths) != shape[division.dim]:
+        blocks = f"{division.blocks} times " if division.blocks > 1 else ""
+        return f"{blocks}the lengths {list(lengths)} for {shape[division.dim]} rows"
+    return None
 
 
 def is_even_or_owned(lengths: Sequence[int]) -> bool:
@@ -166,7 +184,8 @@ def load_plan(path: str) -> tuple[ParallelPlan, str]:
     """Return the plan in a file, and the file's digest."""
     try:
         data = Path(path).read_bytes()
-        plan = msgspec.json.decode(data, type=ParallelPlan)
+        found = msgspec.json.decode(data, type=PlanVersion)
+        plan = None if found.format != PLAN_FORMAT else msgspec.json.decode(data, type=ParallelPlan)
     except OSError as error:
         raise ConfigError(
             expected=f"a plan in {path}",
@@ -179,10 +198,10 @@ def load_plan(path: str) -> tuple[ParallelPlan, str]:
             found=str(error),
             fix=NAME_A_PLAN,
         ) from error
-    if plan.format != PLAN_FORMAT:
+    if plan is None:
         raise ConfigError(
             expected=f"a plan of format {PLAN_FORMAT} in {path}",
-            found=f"format {plan.format}, of Rankless {plan.rankless}",
+            found=f"format {found.format}, of Rankless {found.rankless}",
             fix="make the plan again with this version",
         )
     return plan, hashlib.sha256(data).hexdigest()

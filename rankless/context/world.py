@@ -19,7 +19,7 @@ from rankless.context.training_progress import ProgressMeter
 from rankless.errors import RanklessError
 from rankless.ownership.divided_owner import DividedOwner
 from rankless.ownership.state_owner import StateOwner, WholeOwner
-from rankless.parallel.mesh import Mesh, find_state_axis
+from rankless.parallel.mesh import Mesh, list_state_axes
 from rankless.records.events import AnyRecord
 from rankless.records.parallel_plan import ParallelPlan
 
@@ -75,11 +75,12 @@ class World:
     @cached_property
     def owner(self) -> StateOwner:
         """Holds parameters, gradients and optimizer state, of which each worker may have only pieces."""
-        axis = find_state_axis(self.mesh)
-        if self.mesh.size == 1 or axis is None:
-            return WholeOwner()
-        # Only along `data` do workers read each other's parameters.
-        return DividedOwner(axis, self._require_all_workers, shares_values=axis.role == "data")
+        owner: StateOwner = WholeOwner()
+        for axis in reversed(list_state_axes(self.mesh) if self.mesh.size > 1 else ()):
+            # Only along `data` do workers read each other's parameters.
+            is_data = axis.role == "data"
+            owner = DividedOwner(axis, self._require_all_workers, shares_values=is_data, within=owner)
+        return owner
 
     def require_not_in_once(self, operation: str) -> None:
         """Raise RanklessError if rank 0 is alone inside `rankless.once`, where it must not wait for other ranks."""

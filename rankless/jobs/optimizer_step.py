@@ -219,7 +219,7 @@ def hides_gradients(job: JobDefinition, world: World) -> bool:
     if job.captured and (find_pipeline_axis(world.mesh) is not None or find_tensor_axis(world.mesh) is not None):
         return True
     if plan is not None and job.name in plan.jobs:
-        return any(state.gradient is not None for state in plan.jobs[job.name].states.values())
+        return any(state.gradient for state in plan.jobs[job.name].states.values())
     return job.step_options.zero in ("gradients", "parameters")
 
 

@@ -14,10 +14,11 @@ from rankless.jobs.arguments import FlattenedArguments, find_batch_dim, name_arg
 from rankless.jobs.definition import JobDefinition
 from rankless.jobs.optimizer_step import count_group_parameters
 from rankless.ownership.default_policy import give_to, make_default_plan
-from rankless.ownership.divided_owner import GATHER_BYTES, DividedOwner
+from rankless.ownership.divided_owner import DividedOwner
 from rankless.ownership.optimizer_pieces import READS_WHOLE, list_parameters, require_divisible
+from rankless.ownership.parameter_gather import GATHER_BYTES
 from rankless.ownership.piece_layout import group_in_order
-from rankless.parallel.mesh import Mesh, find_pipeline_axis, find_tensor_axis
+from rankless.parallel.mesh import Mesh, find_axis, find_pipeline_axis, find_tensor_axis
 from rankless.parallel.plan import Plan
 from rankless.parallel.tensor_placement import Shard, Sharding
 from rankless.records.parallel_plan import JobPlan, PipelinePlan, StateDivision, StatePlan
@@ -40,12 +41,12 @@ class PlannedDivision:
         self._arguments: dict[str, int | None] = {}
         self._stages: Mapping[str, int] | None = None
         """The stage of each parameter in a pipeline, once it is known."""
-        self._divisions: Mapping[str, StateDivision | None] | None = None
-        """How parameters are divided of which no worker needs the whole, once it is known."""
-        self._pipeline = find_pipeline_axis(world.mesh)
+        self._divisions: Mapping[str, StateDivision] | None = None
+        """How the axis `tensor` divides parameters, once it is known."""
+        self.pipeline = find_pipeline_axis(world.mesh)
         self.tensor = find_tensor_axis(world.mesh)
-        if self._pipeline is not None or self.tensor is not None:
-            require_no_zero(job, world.mesh)
+        if self.pipeline is not None:
+            require_no_gathers(job, world.mesh)
         if self._given is not None and self._given.pipeline is not None:
             self.take_stages(self._given.pipeline.stages)
 
@@ -55,20 +56,34 @@ class PlannedDivision:
         job = self._job
         tensors = named_tensors(job.modules)
         options = job.step_options
-        mesh, divisions = self._world.mesh, self._divisions
-        made = make_default_plan(tensors, job.optimizers, mesh, options.zero, options.offload, divisions)
+        made = make_default_plan(
+            tensors, job.optimizers, self._world.mesh, options.zero, options.offload, self._list_given(tensors)
+        )
         return JobPlan(
             states=made.states if self._given is None else self._given.states,
             arguments=self._arguments,
             recompute=job.recomputed_fraction,
             pipeline=None
-            if self._pipeline is None
+            if self.pipeline is None
             else PipelinePlan(
                 schedule=self._settings.schedule,
-                microbatches=self._settings.count_microbatches(self._pipeline.size),
+                microbatches=self._settings.count_microbatches(self.pipeline.size),
                 stages={name: stage for name, stage in (self._stages or {}).items() if name in made.states},
             ),
         )
+
+    def _list_given(self, tensors: Mapping[str, Tensor]) -> dict[str, tuple[StateDivision, ...]]:
+        """Return how the axes `tensor` and `pipeline` divide parameters, by name, in this order."""
+        stepped = {id(item) for optimizer in self._job.optimizers for item in list_parameters(optimizer)}
+        found: dict[str, tuple[StateDivision, ...]] = {}
+        for name, tensor in tensors.items():
+            along_tensor, along_pipeline = (self._divisions or {}).get(name), None
+            if self.pipeline is not None and name in (self._stages or {}) and id(tensor) in stepped:
+                along_pipeline = give_to(tensor, self.pipeline, (self._stages or {})[name])
+            divisions = tuple(item for item in (along_tensor, along_pipeline) if item is not None)
+            if divisions:
+                found[name] = divisions
+        return found
 
     def divide_arguments(self, arguments: FlattenedArguments) -> FlattenedArguments:
         """Return a call's arguments with the batch dims of the plan that was given, if one was.
@@ -111,15 +126,17 @@ class PlannedDivision:
         """Note how the arguments of a call are divided, for a plan to save."""
         for place, sharding in enumerate(shardings):
             dim = next((item.dim for item in sharding if isinstance(item, Shard)), None)
-            if self._pipeline is not None and dim is None:
+            if self.pipeline is not None and dim is None:
                 dim = find_batch_dim(arguments, place)
             self._arguments.setdefault(name_argument(self._job.function, arguments, place), dim)
 
     @property
     def needs_program(self) -> bool:
         """Whether the division of a train job's parameters depends on its program, and is not known yet."""
-        is_known = self._stages is not None or self._divisions is not None or self._given is not None
-        return (self._pipeline is not None or self.tensor is not None) and self._job.trains and not is_known
+        is_open = (self.pipeline is not None and self._stages is None) or (
+            self.tensor is not None and self._divisions is None
+        )
+        return is_open and self._job.trains and self._given is None
 
     def take_stages(self, stages: Mapping[str, int]) -> None:
         """Let the next update divide parameters between the stages of a pipeline.
@@ -129,12 +146,6 @@ class PlannedDivision:
         """
         self._stages = stages
         tensors = named_tensors(self._job.modules)
-        stepped = {id(item) for optimizer in self._job.optimizers for item in list_parameters(optimizer)}
-        self._divisions = {
-            name: give_to(tensors[name], self._world.mesh, stage)
-            for name, stage in stages.items()
-            if name in tensors and id(tensors[name]) in stepped
-        }
         for name, stage in stages.items():
             if name in tensors:
                 self._world.stages.setdefault(tensors[name], stage)
@@ -151,8 +162,9 @@ class PlannedDivision:
     def is_up_to_date(self) -> bool:
         """Whether there is nothing to divide."""
         job = self._job
-        divides = job.step_options.zero is not None or self._given is not None or self._divisions is not None
-        if not isinstance(self._world.owner, DividedOwner) or not divides:
+        is_decided = self._given is not None or self._divisions is not None or self._stages is not None
+        divides = job.step_options.zero is not None or is_decided
+        if self.needs_program or not isinstance(self._world.owner, DividedOwner) or not divides:
             return True
         return count_group_parameters(job) == self._known
 
@@ -182,22 +194,20 @@ class PlannedDivision:
                 require_divisible(optimizer, job=job.name, line=job.line)
             require_whole_tensors(job, plan, tensors)
         before = owner.version
-        divided = [name for name, state in plan.states.items() if state.optimizer_state is not None]
+        divided = [name for name, state in plan.states.items() if state.optimizer_state]
         for names in group_by_size(divided, tensors):
             group = JobPlan(states={name: plan.states[name] for name in names})
             owner.divide(group, tensors, line=job.line, complete=complete)
         return owner.version != before
 
 
-def require_no_zero(job: JobDefinition, mesh: Mesh) -> None:
-    """Raise `ConfigError` for `zero=` on a mesh that divides both the batch and the layers or features."""
-    if job.step_options.zero is not None and any(axis.role == "data" for axis in mesh.axes):
-        names = ", ".join(axis.name for axis in mesh.axes)
+def require_no_gathers(job: JobDefinition, mesh: Mesh) -> None:
+    """Raise `ConfigError` for zero="parameters" in a pipeline, whose stages do not gather parameters."""
+    if job.step_options.zero == "parameters" and find_axis(mesh, "data") is not None:
         raise ConfigError(
-            expected="a mesh with one axis for zero=: states are divided along one axis",
-            found=f"zero={job.step_options.zero!r} on job {job.name!r}, and a mesh with the axes {names}",
-            fix="omit zero=: along the axes pipeline and tensor each worker has its part of parameters and optimizer "
-            "state only",
+            expected="zero='optimizer' or zero='gradients' with the axes pipeline and data",
+            found=f"zero='parameters' on job {job.name!r}",
+            fix="use zero='gradients': each worker has the parameters of its stage only",
             where=job.line,
         )
 
@@ -238,14 +248,14 @@ def require_whole_tensors(job: JobDefinition, plan: JobPlan, tensors: Mapping[st
     """Raise `ConfigError` if a plan divides a parameter between workers whose optimizer reads whole tensors."""
     whole = {id(item) for each in job.optimizers if type(each) in READS_WHOLE for item in list_parameters(each)}
     for name, state in plan.states.items():
-        division = state.optimizer_state
-        if division is not None and id(tensors[name]) in whole and len([size for size in division.lengths if size]) > 1:
-            raise ConfigError(
-                expected=f"{name} on one worker in the plan, because its optimizer reads whole tensors",
-                found=f"the lengths {list(division.lengths)}",
-                fix=NEW_PLAN,
-                where=job.line,
-            )
+        for division in state.optimizer_state:
+            if id(tensors[name]) in whole and len([size for size in division.lengths if size]) > 1:
+                raise ConfigError(
+                    expected=f"{name} on one worker in the plan, because its optimizer reads whole tensors",
+                    found=f"the lengths {list(division.lengths)}",
+                    fix=NEW_PLAN,
+                    where=job.line,
+                )
 
 
 def require_same_states(

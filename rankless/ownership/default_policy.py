@@ -7,7 +7,8 @@ from torch.optim import Optimizer
 
 from rankless.ownership.optimizer_pieces import READS_WHOLE, list_parameters
 from rankless.ownership.piece_layout import divide_evenly, is_dense, order_dims
-from rankless.parallel.mesh import Mesh, MeshAxis
+from rankless.parallel.mesh import Mesh, MeshAxis, find_axis
+from rankless.parallel.tensor_placement import split_lengths
 from rankless.records.parallel_plan import JobPlan, StateDivision, StatePlan, ZeroLevel
 
 
@@ -17,9 +18,9 @@ def make_default_plan(
     mesh: Mesh,
     zero: ZeroLevel | None,
     offload: bool = False,
-    divisions: Mapping[str, StateDivision | None] | None = None,
+    given: Mapping[str, tuple[StateDivision, ...]] | None = None,
 ) -> JobPlan:
-    """Return the data-parallel plan of a job.
+    """Return the plan of a job: data parallelism, with what other axes divide, and what `zero=` divides of that.
 
     Args:
         tensors: The job's parameters and buffers by name.
@@ -27,53 +28,76 @@ def make_default_plan(
         mesh: The workers. The first axis with the role `data` divides states.
         zero: What is divided; None for nothing.
         offload: Whether the pieces lie in the memory of the host.
-        divisions: How parameters are divided of which no worker needs the whole, by name: along the axis `pipeline` or
-            `tensor`, if the mesh has one.
+        given: How the axes `tensor` and `pipeline` divide parameters, by name.
     """
     stepped = {id(item): optimizer for optimizer in optimizers for item in list_parameters(optimizer)}
-    loads = [0] * mesh.size
-    axis = next((axis for axis in mesh.axes if axis.role == "data"), None)
+    axis = find_axis(mesh, "data")
+    loads = [0] * (1 if axis is None else axis.size)
     states: dict[str, StatePlan] = {}
     known: set[int] = set()
     for name, tensor in tensors.items():
         if id(tensor) in known:
             continue
         known.add(id(tensor))
-        division = None
+        before, division = (given or {}).get(name, ()), None
         if axis is not None and zero is not None and isinstance(tensor, nn.Parameter) and id(tensor) in stepped:
             is_whole = type(stepped[id(tensor)]) in READS_WHOLE
-            division = assign(tensor, axis, loads) if is_whole else divide(tensor, axis)
-        if divisions is not None and name in divisions:
-            states[name] = plan_state(tensor, divisions[name], "parameters", offload)
-        else:
-            states[name] = plan_state(tensor, division, zero, offload)
+            division = assign(tensor, axis, loads) if is_whole else divide(tensor, axis, before)
+        states[name] = plan_state(tensor, before, division, zero, offload)
     return JobPlan(states=states)
 
 
-def plan_state(tensor: Tensor, division: StateDivision | None, zero: ZeroLevel | None, offload: bool) -> StatePlan:
-    """Return the plan of a tensor whose division is known."""
+def plan_state(
+    tensor: Tensor,
+    before: tuple[StateDivision, ...],
+    division: StateDivision | None,
+    zero: ZeroLevel | None,
+    offload: bool,
+) -> StatePlan:
+    """Return the plan of a tensor.
+
+    Args:
+        tensor: The tensor.
+        before: How it is divided of which no worker needs the whole.
+        division: How `zero=` divides what that leaves; None if it does not.
+        zero: What is divided so.
+        offload: Whether a piece lies in the memory of the host.
+    """
+    after = () if division is None else (division,)
     return StatePlan(
         shape=tuple(tensor.shape),
         dtype=str(tensor.dtype).removeprefix("torch."),
-        value=division if zero == "parameters" else None,
-        gradient=division if zero in ("gradients", "parameters") else None,
-        optimizer_state=division,
+        value=(*before, *after) if zero == "parameters" else before,
+        gradient=(*before, *after) if zero in ("gradients", "parameters") else before,
+        optimizer_state=(*before, *after),
         offloaded=offload and division is not None,
     )
 
 
-def divide(parameter: Tensor, axis: MeshAxis) -> StateDivision | None:
-    """Return the division of a parameter; None for one that is too small, or that leaves gaps in its memory."""
-    shape, strides = tuple(parameter.shape), parameter.stride()
+def divide(parameter: Tensor, axis: MeshAxis, before: Sequence[StateDivision]) -> StateDivision | None:
+    """Return the division of a parameter; None for one that is too small, or that leaves gaps in its memory.
+
+    Args:
+        parameter: The parameter.
+        axis: The workers.
+        before: How other axes divide it first. Of what they leave, each worker gets rows.
+    """
+    shape, strides = list(parameter.shape), parameter.stride()
     if axis.size == 1 or not is_dense(shape, strides):
         return None
+    whole = list(shape)
+    for division in before:
+        own = [length for length in division.lengths if length]
+        if len(own) > 1:
+            shape[division.dim] = division.blocks * min(own)
     found = divide_evenly(shape, order_dims(strides), axis.size)
-    return None if found is None else StateDivision(axis=axis.name, dim=found[0], lengths=found[1])
+    if found is None:
+        return None
+    return StateDivision(axis=axis.name, dim=found[0], lengths=split_lengths(whole[found[0]], axis.size))
 
 
-def give_to(parameter: Tensor, mesh: Mesh, stage: int) -> StateDivision | None:
+def give_to(parameter: Tensor, axis: MeshAxis, stage: int) -> StateDivision | None:
     """Return the division that gives a parameter to the worker of its stage; None for one without rows."""
-    axis = next(axis for axis in mesh.axes if axis.role == "pipeline")
     owner = stage % axis.size
     if parameter.dim() == 0 or parameter.shape[0] == 0 or not is_dense(tuple(parameter.shape), parameter.stride()):
         return None

@@ -2,52 +2,77 @@
 
 This is ZeRO (Rajbhandari et al., SC 2020). What is divided is in the job's plan: the state of optimizers, also
 gradients, or also parameters.
+
+Note [owners within owners]: an owner divides states along one axis. It gives its pieces, and what it does not divide,
+to the owner within it, as that worker's states. That one may divide them along another axis, or take them as they are.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
-from rankless.collectives.mesh_collectives import all_reduce, all_reduce_maximum, start_all_gather
+from rankless.collectives.mesh_collectives import all_reduce, all_reduce_maximum
 from rankless.errors import ConfigError
 from rankless.ownership.divided_parameter import DividedParameter, make_divided_parameter
 from rankless.ownership.host_memory import copy_to_device, copy_to_host
-from rankless.ownership.optimizer_pieces import list_parameters, on_pieces, read_state
+from rankless.ownership.optimizer_pieces import find_state_layout, list_parameters, on_pieces
 from rankless.ownership.owned_state import share_state
-from rankless.ownership.partitioned_tensor import WholeValues, find_partition, gather_pieces
-from rankless.ownership.piece_layout import PieceGroup, PieceLayout, group_in_order
+from rankless.ownership.parameter_gather import publish
+from rankless.ownership.partitioned_tensor import (
+    Partition,
+    WholeValues,
+    gather_pieces,
+    get_local,
+    list_partitions,
+    make_partitioned_tensor,
+)
+from rankless.ownership.piece_layout import PieceLayout, fit_placement
 from rankless.ownership.replica import Replica
 from rankless.ownership.shared_pieces import SharedPieces, SharedValue
+from rankless.ownership.state_owner import StateOwner, WholeOwner
 from rankless.ownership.unread_tensor import UnreadTensor
-from rankless.parallel.mesh import WorkerGroup
+from rankless.parallel.mesh import MeshAxis, WorkerGroup
 from rankless.parallel.tensor_placement import BlockedShard, Shard
 from rankless.records.parallel_plan import JobPlan, StateDivision, StatePlan
 
-GATHER_BYTES = 25 * 2**20
-"""The size of whole parameters that are gathered together after a step."""
-
 
 class DividedOwner:
-    """Holds pieces of the states that plans divide, and whole ones of all others.
+    """Holds pieces of the states that plans divide along an axis; see Note [owners within owners].
 
     Args:
-        group: The workers that divide states.
+        axis: The workers that divide states.
         require_all: Called with what is about to be gathered for the script. Raises if not all workers take part.
         shares_values: Whether workers of one host may hold divided values in one memory.
+        within: Holds the pieces, and what this owner does not divide. Default: every worker holds all of it.
     """
 
-    def __init__(self, group: WorkerGroup, require_all: Callable[[str], None], *, shares_values: bool = True) -> None:
-        self.version = 0
-        self._group = group
-        self._values = WholeValues(group, require_all)
-        self._shared = SharedPieces(group)
+    def __init__(
+        self,
+        axis: MeshAxis,
+        require_all: Callable[[str], None],
+        *,
+        shares_values: bool = True,
+        within: StateOwner | None = None,
+    ) -> None:
+        self._axis = axis
+        self._within = WholeOwner() if within is None else within
+        self._values = WholeValues(axis, require_all)
+        self._shared = SharedPieces(axis)
         self._shares_values = shares_values
+        self._own_version = 0
         self._divided: dict[int, DividedParameter] = {}
-        self._pieces: dict[int, torch.device] = {}
-        """The device of each divided parameter, by the id of the worker's piece."""
+        self._holders: dict[int, torch.device] = {}
+        """The device of the parameter of each holder with a piece of a gradient, by the id of the holder."""
+        self._holders_version = 0
+
+    @property
+    def version(self) -> int:
+        """Changes whenever more parameters are divided."""
+        return self._own_version + self._within.version
 
     def divide(
         self,
@@ -71,12 +96,13 @@ class DividedOwner:
         Raises:
             ConfigError: Another job divides a parameter in another way.
         """
+        own = {name: select_divisions(state, self._axis) for name, state in plan.states.items()}
         new: dict[str, tuple[nn.Parameter, PieceLayout]] = {}
-        for name, state in plan.states.items():
-            division, parameter = state.optimizer_state, tensors[name]
-            if division is None or not isinstance(parameter, nn.Parameter):
+        for name, state in own.items():
+            parameter = tensors[name]
+            if not state.optimizer_state or not isinstance(parameter, nn.Parameter):
                 continue
-            placement = read_placement(division)
+            placement = read_placement(state.optimizer_state[0], parameter)
             known = self._divided.get(id(parameter))
             if known is None:
                 new[name] = parameter, PieceLayout.of(parameter, placement)
@@ -84,14 +110,18 @@ class DividedOwner:
                 require_same_division(known, placement, state, line)
         shared = {}
         if self._shares_values:
-            shared = self._shared.allocate([(name, *item) for name, item in new.items() if plan.states[name].value])
+            shared = self._shared.allocate([(name, *item) for name, item in new.items() if own[name].value])
         for name, (parameter, layout) in new.items():
             if complete is not None:
                 complete(name, parameter)
-            self._divide_one(name, parameter, layout, plan.states[name], shared.get(name))
+            self._divide_one(name, parameter, layout, own[name], shared.get(name))
             if complete is not None:
                 self.begin_call()
         self.begin_call()
+        if isinstance(self._within, DividedOwner):
+            left = JobPlan(states={name: omit_divisions(state, self._axis) for name, state in plan.states.items()})
+            pieces = {name: self._get_own_holder(tensors[name]) for name in plan.states}
+            self._within.divide(left, pieces, line=line, complete=complete and only_for(complete, tensors, pieces))
 
     def _divide_one(
         self, name: str, parameter: nn.Parameter, layout: PieceLayout, plan: StatePlan, shared: SharedValue | None
@@ -102,23 +132,33 @@ class DividedOwner:
             layout, shared = actual, None
         divided = make_divided_parameter(parameter, layout, self._values, name=name, state=plan, shared=shared)
         self._divided[id(parameter)] = divided
-        self._pieces[id(divided.piece)] = parameter.device
-        self.version += 1
+        self._own_version += 1
+
+    def _get_own_value(self, tensor: Tensor) -> Tensor:
+        """Return what the owner within has of a value."""
+        known = self._divided.get(id(tensor))
+        return known.piece if known is not None and known.divides_value else tensor
+
+    def _get_own_holder(self, tensor: Tensor) -> Tensor:
+        """Return the tensor whose gradient the owner within has."""
+        known = self._divided.get(id(tensor))
+        return tensor if known is None else known.holder
 
     def begin_call(self) -> None:
         """Take the changes of the script to whole values. Collective if it has read any."""
         if self._values.is_open:
-            self._shared.begin_write()
+            self.begin_write()
             self._values.write_back()
+        self._within.begin_call()
 
     def end_call(self) -> None:
         """Update the whole values that the script holds. Collective if there are any."""
         self._values.refresh()
+        self._within.end_call()
 
     def get_holders(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """Return for each parameter the tensor that has this worker's gradient."""
-        found = map(self._divided.get, map(id, parameters))
-        return [item if known is None else known.holder for item, known in zip(parameters, found, strict=True)]
+        return self._within.get_holders(list(map(self._get_own_holder, parameters)))
 
     def take_gradients(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """Give the holder of each parameter its gradient, on the host if its piece is there."""
@@ -132,93 +172,124 @@ class DividedOwner:
         if moved:
             for place, gradient in zip(moved, copy_to_host([gradients[place] for place in moved]), strict=True):
                 placed[place] = gradient
-        for holder, gradient in zip(self.get_holders(parameters), placed, strict=True):
-            holder.grad = gradient
+        self._within.take_gradients(list(map(self._get_own_holder, parameters)), placed)
 
     def get_value(self, tensor: Tensor) -> Tensor:
         """Return what this worker has of a parameter or buffer."""
-        known = self._divided.get(id(tensor))
-        return known.piece if known is not None and known.divides_value else tensor
+        return self._within.get_value(self._get_own_value(tensor))
 
     def get_inputs(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return what a program takes of parameters and buffers: the whole value in shared memory, or the piece."""
         found = [self._divided.get(id(item)) for item in tensors]
         if any(known is not None and known.shared is not None for known in found):
             self._shared.begin_read()
-        return [
-            self.get_value(item) if known is None or known.shared is None else known.shared.whole
-            for item, known in zip(tensors, found, strict=True)
-        ]
+        return self._within.get_inputs(
+            [
+                self._get_own_value(item) if known is None or known.shared is None else known.shared.whole
+                for item, known in zip(tensors, found, strict=True)
+            ]
+        )
 
     def find_shared_memory(self, tensor: Tensor) -> int | None:
-        """Return the number of the memory in which workers share the whole value; None if they do not."""
+        """Return the number of the memory in which workers share the value; None if they do not."""
         known = self._divided.get(id(tensor))
-        return None if known is None or known.shared is None else known.shared.memory
+        if known is not None and known.shared is not None:
+            return known.shared.memory
+        return self._within.find_shared_memory(self._get_own_value(tensor))
 
     def begin_write(self) -> None:
         """Wait until no worker reads values that workers share."""
         self._shared.begin_write()
+        self._within.begin_write()
 
     def set_value(self, tensor: Tensor, whole: Tensor) -> None:
         """Take a new whole value of a parameter or buffer."""
         known = self._divided.get(id(tensor))
-        if known is not None and known.shared is not None:
+        if known is None or not known.divides_value:
+            self._within.set_value(tensor, whole)
+            return
+        if known.shared is not None:
             self._shared.begin_write()
-        with torch.no_grad():
-            if known is not None and known.divides_value:
-                known.piece.copy_(known.layout.get_piece(whole, self._group.rank))
-            else:
-                tensor.copy_(whole)
+        self._within.set_value(known.piece, known.layout.get_piece(whole, self._axis.rank))
 
-    def find_value_placement(self, tensor: Tensor) -> Shard | BlockedShard | None:
-        """Return how the value of a parameter or buffer is divided; None for a whole one."""
+    def find_value_placements(self, tensor: Tensor) -> dict[str, Shard | BlockedShard]:
+        """Return how the value of a parameter or buffer is divided, by axis; nothing for a whole one."""
         known = self._divided.get(id(tensor))
-        return known.layout.placement if known is not None and known.divides_value else None
+        own = {self._axis.name: known.layout.placement} if known is not None and known.divides_value else {}
+        return own | self._within.find_value_placements(self._get_own_value(tensor))
 
     def find_replica(self, tensor: Tensor) -> Replica:
         """Return this worker's piece of a divided tensor, or a whole one."""
-        known = find_partition(tensor)
-        return Replica(tensor) if known is None else Replica(known.piece, divided_along=self._group)
+        return Replica(get_local(tensor), tuple(partition.group for partition in list_partitions(tensor)))
 
-    def find_gradient_placement(self, parameter: Tensor) -> Shard | BlockedShard | None:
-        """Return how the gradient of a parameter is divided; None for a whole one."""
+    def find_gradient_placements(self, parameter: Tensor) -> dict[str, Shard | BlockedShard]:
+        """Return how the gradient of a parameter is divided, by axis; nothing for a whole one."""
         known = self._divided.get(id(parameter))
-        return known.layout.placement if known is not None and known.divides_gradient else None
+        own = {self._axis.name: known.layout.placement} if known is not None and known.divides_gradient else {}
+        return own | self._within.find_gradient_placements(self._get_own_holder(parameter))
 
     def gather_gradient(self, parameter: Tensor) -> Tensor | None:
         """Return the whole gradient of a parameter; None if it has none."""
         known = self._divided.get(id(parameter))
-        if known is None or not known.divides_gradient or known.piece.grad is None:
-            return parameter.grad
-        return gather_pieces(known.layout, copy_to_device(known.piece.grad, parameter.device), among=self._group)
+        piece = self._within.gather_gradient(self._get_own_holder(parameter))
+        if piece is None or known is None or not known.divides_gradient:
+            return piece
+        return gather_pieces(known.layout, copy_to_device(piece, parameter.device), among=self._axis)
 
     def divide_gradient(self, parameter: Tensor, whole: Tensor) -> Tensor:
         """Return a copy of what this worker holds of a whole gradient."""
         known = self._divided.get(id(parameter))
         if known is None or not known.divides_gradient:
-            return whole.clone()
-        return known.place(known.layout.copy_piece(whole, self._group.rank))
+            return self._within.divide_gradient(parameter, whole)
+        return known.place(self._within.divide_gradient(known.piece, known.layout.get_piece(whole, self._axis.rank)))
 
     def take_state(self, parameter: Tensor, key: str, stored: UnreadTensor) -> Tensor:
         """Return an entry of a parameter's optimizer state: divided like the parameter, with this worker's piece."""
         known = self._divided.get(id(parameter))
-        return stored if known is None else read_state(stored, known, key, self._values)
+        layout = None if known is None else find_state_layout(tuple(stored.shape), known)
+        if known is None or layout is None:
+            return self._within.take_state(parameter, key, stored)
+        own = stored.partition.select(layout.placement.dim, layout.list_ranges(self._axis.rank))
+        piece = self._within.take_state(known.piece, key, UnreadTensor(own))
+        if isinstance(piece, UnreadTensor):
+            shape, strides = layout.piece_shape(self._axis.rank), layout.piece_strides(self._axis.rank)
+            piece = torch.empty_strided(shape, strides, dtype=stored.dtype, device=known.piece.device).copy_(own.read())
+        name = f"{key} of {known.name}"
+        return make_partitioned_tensor(Partition(layout, piece, name, self._values, device=known.parameter.device))
+
+    def find_axes(self, holder: Tensor) -> tuple[WorkerGroup, ...]:
+        """Return the axes whose workers have pieces of the gradient of which a holder has one."""
+        own = (self._axis,) if id(holder) in self._get_holder_devices() else ()
+        return (*own, *self._within.find_axes(holder))
+
+    def _get_holder_devices(self) -> dict[int, torch.device]:
+        """Return the device of each holder of a piece, by its id."""
+        if self._holders_version != self.version:
+            known = [item for item in self._divided.values() if item.divides_gradient]
+            holders = self._within.get_holders([item.piece for item in known])
+            self._holders = {id(holder): item.parameter.device for holder, item in zip(holders, known, strict=True)}
+            self._holders_version = self.version
+        return self._holders
 
     def measure_norm(self, holders: Sequence[Tensor]) -> Tensor:
         """Return the norm of the whole gradient, equal on all workers. Collective if gradients are divided.
 
         As in `torch.nn.utils.get_total_norm` it is the norm of the norms of all tensors, each in its own dtype.
         """
-        whole = [item.grad for item in holders if item.grad is not None and id(item) not in self._pieces]
-        pieces = [item.grad for item in holders if item.grad is not None and id(item) in self._pieces]
+        found = [(item.grad, self.find_axes(item)) for item in holders if item.grad is not None]
+        whole = [gradient for gradient, axes in found if not axes]
+        pieces = [(gradient, axes) for gradient, axes in found if axes]
         norms = list(torch._foreach_norm(whole, 2.0)) if whole else []
         if pieces:
-            is_double = any(item.dtype in (torch.float64, torch.complex128) for item in pieces)
+            is_double = any(item.dtype in (torch.float64, torch.complex128) for item, _ in pieces)
             accumulated = torch.float64 if is_double else torch.float32
-            real = [torch.view_as_real(item) if item.is_complex() else item for item in pieces]
+            real = [torch.view_as_real(item) if item.is_complex() else item for item, _ in pieces]
             squares = torch.stack([torch.linalg.vector_norm(item, 2.0, dtype=accumulated) ** 2 for item in real])
-            summed = all_reduce(copy_to_device(squares, self._list_devices(holders)[0]), among=self._group).sqrt()
-            norms += [norm.to(item.abs().dtype) for norm, item in zip(summed, pieces, strict=True)]
+            summed = copy_to_device(squares, self._find_device(holders))
+            for axis in dict.fromkeys(axis for _, axes in pieces for axis in axes):
+                places = [place for place, (_, axes) in enumerate(pieces) if axis in axes]
+                summed[places] = all_reduce(summed[places], among=axis)
+            norms += [norm.to(item.abs().dtype) for norm, (item, _) in zip(summed.sqrt(), pieces, strict=True)]
         if not norms:
             return torch.tensor(0.0)
         total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), 2.0)
@@ -239,14 +310,14 @@ class DividedOwner:
         if not bad:
             return None
         flags = torch.stack([item.to(bad[-1].device) for item in bad])
-        devices = self._list_devices(holders)
-        if devices:
-            flags = all_reduce_maximum(copy_to_device(flags, devices[0]), among=self._group)
+        for axis in dict.fromkeys(axis for item in holders for axis in self.find_axes(item)):
+            flags = all_reduce_maximum(copy_to_device(flags, self._find_device(holders)), among=axis)
         return next((number for number, is_bad in enumerate(flags.tolist()) if is_bad), None)
 
-    def _list_devices(self, holders: Sequence[Tensor]) -> list[torch.device]:
-        """Return the device of each divided parameter among the holders, on which the workers can sum."""
-        return [self._pieces[id(item)] for item in holders if id(item) in self._pieces]
+    def _find_device(self, holders: Sequence[Tensor]) -> torch.device:
+        """Return a device on which workers can sum what belongs to holders. Their pieces may lie on the host."""
+        known = self._get_holder_devices()
+        return next((known[id(item)] for item in holders if id(item) in known), holders[0].device)
 
     def step(self, optimizer: Optimizer) -> None:
         """Let an optimizer step on this worker's pieces; then all workers get the parameters that they hold whole."""
@@ -254,71 +325,50 @@ class DividedOwner:
         if any(item.shared is not None for item in known):
             self._shared.begin_write()
         with on_pieces(optimizer, self._divided, self._values):
-            optimizer.step()
+            self._within.step(optimizer)
         share_state(optimizer, self._divided, self._values)
-        self._publish([item for item in known if not item.divides_value])
-
-    def _publish(self, stepped: Sequence[DividedParameter]) -> None:
-        """Gather the pieces of parameters into the parameters of all workers."""
-        pending = None
-        for members in group_by_kind(stepped):
-            gather = ParameterGather(members, self._group)
-            gather.start()
-            if pending is not None:
-                pending.finish()
-            pending = gather
-        if pending is not None:
-            pending.finish()
+        publish([item for item in known if not item.divides_value], self._axis)
 
 
-class ParameterGather:
-    """Gathers the pieces of some parameters into the parameters, which every worker holds whole."""
-
-    def __init__(self, members: Sequence[DividedParameter], group: WorkerGroup) -> None:
-        self._members = members
-        self._group = group
-        self._pieces = PieceGroup(tuple(member.layout for member in members), group.size)
-
-    def start(self) -> None:
-        """Begin to gather."""
-        first = self._members[0]
-        device = first.parameter.device
-        chunk = self._pieces.join_pieces([copy_to_device(member.piece.detach(), device) for member in self._members])
-        self._in_place = self._pieces.is_one_memory and first.has_ranges
-        self._flat = (
-            first.layout.flatten(first.parameter.detach())
-            if self._in_place
-            else chunk.new_empty(self._pieces.flat_size)
-        )
-        self._work = start_all_gather(self._flat, chunk, among=self._group)
-
-    def finish(self) -> None:
-        """Wait, and copy what has not been gathered into place."""
-        if self._work is not None:
-            self._work.wait()
-        wholes = [member.parameter for member in self._members]
-        with torch.no_grad():
-            if not self._in_place:
-                self._pieces.copy_to_wholes(self._flat, [whole.detach() for whole in wholes])
-            for whole in wholes:
-                torch.autograd.graph.increment_version(whole)
+def select_divisions(state: StatePlan, axis: MeshAxis) -> StatePlan:
+    """Return the plan of a state with its division along one axis only."""
+    return keep_divisions(state, lambda division: division.axis == axis.name)
 
 
-def group_by_kind(members: Sequence[DividedParameter]) -> list[list[DividedParameter]]:
-    """Group parameters of one dtype and device, up to a size."""
-    return group_in_order(
-        members,
-        kind=lambda member: (member.parameter.dtype, member.parameter.device),
-        size=lambda member: member.parameter.numel() * member.parameter.element_size(),
-        limit=lambda _member, _groups: GATHER_BYTES,
+def omit_divisions(state: StatePlan, axis: MeshAxis) -> StatePlan:
+    """Return the plan of a state without its division along one axis."""
+    return keep_divisions(state, lambda division: division.axis != axis.name)
+
+
+def keep_divisions(state: StatePlan, is_kept: Callable[[StateDivision], bool]) -> StatePlan:
+    """Return the plan of a state with some of its divisions. One without any lies on the device."""
+    kept = tuple(filter(is_kept, state.optimizer_state))
+    return msgspec.structs.replace(
+        state,
+        value=tuple(filter(is_kept, state.value)),
+        gradient=tuple(filter(is_kept, state.gradient)),
+        optimizer_state=kept,
+        offloaded=state.offloaded and kept[-1:] == state.optimizer_state[-1:],
     )
 
 
-def read_placement(division: StateDivision) -> Shard | BlockedShard:
-    """Return the placement that a plan describes."""
+def only_for(
+    complete: Callable[[str, Tensor], None], tensors: Mapping[str, Tensor], pieces: Mapping[str, Tensor]
+) -> Callable[[str, Tensor], None]:
+    """Return a function that completes a tensor unless it is a piece, which has a value."""
+
+    def complete_whole(name: str, tensor: Tensor) -> None:
+        if tensors[name] is pieces[name]:
+            complete(name, tensor)
+
+    return complete_whole
+
+
+def read_placement(division: StateDivision, tensor: Tensor) -> Shard | BlockedShard:
+    """Return the placement that a plan describes, for what other axes have left of a tensor."""
     if division.blocks > 1:
         return BlockedShard(division.dim, division.lengths)
-    return Shard(division.dim, division.lengths)
+    return fit_placement(Shard(division.dim, division.lengths), tensor.shape[division.dim])
 
 
 def require_same_division(
@@ -327,8 +377,8 @@ def require_same_division(
     """Raise `ConfigError` for a parameter that another job divides in another way."""
     if (known.layout.placement, known.divides_value, known.divides_gradient, known.is_offloaded) != (
         placement,
-        state.value is not None,
-        state.gradient is not None,
+        bool(state.value),
+        bool(state.gradient),
         state.offloaded,
     ):
         raise ConfigError(

@@ -122,7 +122,7 @@ def make_divided_parameter(
     own = layout.copy_piece(whole, rank) if shared is None else shared.piece.copy_(layout.get_piece(whole, rank))
     placed = copy_to_host([own])[0] if state.offloaded else own
     piece = nn.Parameter(placed, requires_grad=parameter.requires_grad)
-    if state.value is not None:
+    if state.value:
         partition = Partition(layout, piece, name, values, device=whole.device)
         divide_parameter(parameter, partition)
         values.keep(partition, whole)
@@ -131,8 +131,8 @@ def make_divided_parameter(
         piece=piece,
         layout=layout,
         name=name,
-        divides_value=state.value is not None,
-        divides_gradient=state.gradient is not None,
+        divides_value=bool(state.value),
+        divides_gradient=bool(state.gradient),
         is_offloaded=state.offloaded,
         shared=shared,
     )

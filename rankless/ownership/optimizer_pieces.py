@@ -26,7 +26,6 @@ from rankless.ownership.partitioned_tensor import (
     make_partitioned_tensor,
 )
 from rankless.ownership.piece_layout import PieceLayout
-from rankless.ownership.unread_tensor import UnreadTensor
 
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.ASGD,
@@ -159,26 +158,15 @@ def show_state(value: Any, before: Any, divided: DividedParameter, key: str, val
     )
 
 
-def read_state(stored: UnreadTensor, divided: DividedParameter, key: str, values: WholeValues) -> Tensor:
-    """Return an entry of a parameter's state that is divided like the parameter, with this worker's rows of a file.
+def find_state_layout(shape: tuple[int, ...], divided: DividedParameter) -> PieceLayout | None:
+    """Return how an entry of a parameter's state is divided, like the parameter; None for one of another shape.
 
     Args:
-        stored: The entry, which is in a file. One that has not the parameter's shape is returned as it is.
+        shape: The shape of the whole entry.
         divided: The parameter.
-        key: The entry's key.
-        values: Gathers whole values for the script.
     """
-    shape, rank = tuple(stored.shape), values.group.rank
-    if not shape or (not divided.is_owned and shape != divided.layout.shape):
-        return stored
-    order = divided.layout.order if shape == divided.layout.shape else tuple(range(len(shape)))
-    placement = divided.own(shape[0]) if divided.is_owned else divided.layout.placement
-    layout = PieceLayout(shape, order, placement)
-    piece = torch.empty_strided(
-        layout.piece_shape(rank), layout.piece_strides(rank), dtype=stored.dtype, device=divided.piece.device
-    )
-    made = make_partitioned_tensor(
-        Partition(layout, piece, f"{key} of {divided.name}", values, device=divided.parameter.device)
-    )
-    made.partition.take(stored.partition)
-    return made
+    layout = divided.layout
+    if not shape or (not divided.is_owned and shape != layout.shape):
+        return None
+    order = layout.order if shape == layout.shape else tuple(range(len(shape)))
+    return PieceLayout(shape, order, divided.own(shape[0]) if divided.is_owned else layout.placement)

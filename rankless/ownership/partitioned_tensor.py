@@ -5,7 +5,7 @@ its optimizers have. Its memory is freed. Functions that need only its shape, dt
 function of PyTorch gets the whole tensor, gathered from all workers, so it computes what it would on one device. All
 workers run the same script, so all gather. The whole tensor lives until the next call of a job, which takes the pieces
 back, with the script's changes. If the script keeps a tensor that shares its memory, such as `weight.data`, it lives on
-and is updated after each step.
+and is updated after each step. A piece may be a divided tensor itself, if several axes divide a tensor.
 """
 
 import contextlib
@@ -56,7 +56,9 @@ class WholeValues:
 
     def gather_now(self, partition: "Partition") -> Tensor:
         """Return the whole value as its pieces are now. Collective."""
-        piece = copy_to_device(partition.piece.detach(), partition.device)
+        within = find_partition(partition.piece)
+        own = partition.piece.detach() if within is None else within.gather_once()
+        piece = copy_to_device(own, partition.device)
         # `.data` is not a view: a view would keep its base, and seem to be used elsewhere for ever.
         return gather_pieces(partition.layout, piece, among=self.group).data
 
@@ -80,7 +82,7 @@ class WholeValues:
         with torch.no_grad():
             for partition in self._open:
                 assert partition.whole is not None
-                partition.piece.copy_(partition.layout.get_piece(partition.whole, self.group.rank))
+                copy_whole(partition.piece, partition.layout.get_piece(partition.whole, self.group.rank))
         # Workers may free memory at different times. They must agree on what they will gather.
         is_used = torch.tensor([has_other_users(partition.whole) for partition in self._open], dtype=torch.uint8)
         used = all_reduce_maximum(is_used.to(self._open[0].device), among=self.group).tolist()
@@ -144,18 +146,34 @@ class Partition:
 
     def take(self, value: StoredValue) -> None:
         """Take a new value, of which only this worker's rows are read, unless the script holds a whole one."""
-        dim, ranges = self.layout.placement.dim, self.layout.list_ranges(self._values.group.rank)
-        rows = [value.read_rows(dim, start, stop - start) for start, stop in ranges]
+        own = value.select(self.layout.placement.dim, self.own_ranges)
+        within = find_partition(self.piece)
+        if within is not None:
+            within.take(own)
         with torch.no_grad():
-            self.piece.copy_(rows[0] if len(rows) == 1 else torch.cat(rows, dim))
+            if within is None:
+                self.piece.copy_(own.read())
             if self.whole is not None:
                 self.whole.copy_(value.read())
 
+    @property
+    def own_ranges(self) -> list[tuple[int, int]]:
+        """The rows of the whole tensor that this worker's piece has, as ranges from a row up to another."""
+        return self.layout.list_ranges(self._values.group.rank)
+
     def get_current_piece(self) -> Tensor:
-        """Return this worker's piece, with what the script has changed in the whole value."""
+        """Return what this worker holds, with what the script has changed in the whole value."""
+        within = find_partition(self.piece)
         if self.whole is None:
-            return self.piece.detach()
-        return self.layout.get_piece(self.whole, self._values.group.rank)
+            return self.piece.detach() if within is None else within.get_current_piece()
+        own = self.layout.get_piece(self.whole, self._values.group.rank)
+        return own if within is None else within.get_piece(own)
+
+    def get_piece(self, whole: Tensor) -> Tensor:
+        """Return of a whole value what this worker holds."""
+        own = self.layout.get_piece(whole, self._values.group.rank)
+        within = find_partition(self.piece)
+        return own if within is None else within.get_piece(own)
 
 
 class CallsWithWholes:
@@ -315,8 +333,8 @@ def as_plain_parameters(parameters: Iterable[Tensor]) -> Iterator[None]:
 
 def make_without_memory(partition: Partition) -> Tensor:
     """Return a plain tensor with the shape of the whole, and no elements in memory."""
-    layout, piece = partition.layout, partition.piece.detach()
-    made = piece.new_empty_strided(layout.shape, layout.strides, device=partition.device)
+    layout, piece = partition.layout, get_local(partition.piece)
+    made = piece.detach().new_empty_strided(layout.shape, layout.strides, device=partition.device)
     made.untyped_storage().resize_(0)
     return made
 
@@ -326,10 +344,36 @@ def find_partition(tensor: Tensor) -> Partition | None:
     return tensor.partition if isinstance(tensor, Partitioned) else None
 
 
+def list_partitions(tensor: Tensor) -> list[Partition]:
+    """Return how a tensor is divided, how its piece is divided, and so on; nothing for a plain one."""
+    found = []
+    known = find_partition(tensor)
+    while known is not None:
+        found.append(known)
+        known = find_partition(known.piece)
+    return found
+
+
+def get_local(tensor: Tensor) -> Tensor:
+    """Return what this worker holds of a tensor: all of it, or its piece."""
+    partitions = list_partitions(tensor)
+    return partitions[-1].piece if partitions else tensor
+
+
+def copy_whole(target: Tensor, value: Tensor) -> None:
+    """Copy a whole value to a tensor, which may be divided, without a gather."""
+    known = find_partition(target)
+    if known is None:
+        target.copy_(value)
+        return
+    get_local(target).copy_(known.get_piece(value))
+    if known.whole is not None:
+        known.whole.copy_(value)
+
+
 def count_local_bytes(tensor: Tensor) -> int:
     """Return the bytes of memory that a tensor's elements take on this worker."""
-    known = find_partition(tensor)
-    local = tensor if known is None else known.piece
+    local = get_local(tensor)
     return local.numel() * local.element_size()
 
 

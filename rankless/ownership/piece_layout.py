@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from rankless.parallel.tensor_placement import BlockedShard, Shard, compute_local_shape
+from rankless.parallel.tensor_placement import BlockedShard, Shard, compute_local_shape, split_lengths
 
 Item = TypeVar("Item")
 
@@ -175,6 +175,33 @@ class PieceGroup:
             targets = [layout.view_range(whole, rank) for layout, whole in zip(self.layouts, wholes, strict=True)]
             sources = [layout.view_piece(piece, rank) for layout, piece in zip(self.layouts, pieces, strict=True)]
             torch._foreach_copy_(targets, sources)
+
+
+def fit_placement(placement: Shard | BlockedShard, rows: int) -> Shard | BlockedShard:
+    """Return a placement for what other axes leave of a dim: all on the rank that has all rows, else divided evenly.
+
+    Args:
+        placement: How an axis divides the whole dim.
+        rows: The rows that are left.
+    """
+    if isinstance(placement, BlockedShard) or sum(placement.lengths) == rows:
+        return placement
+    owners = [rank for rank, length in enumerate(placement.lengths) if length]
+    if len(owners) == 1:
+        return Shard(placement.dim, tuple(rows if rank == owners[0] else 0 for rank in range(len(placement.lengths))))
+    return Shard(placement.dim, split_lengths(rows, len(placement.lengths)))
+
+
+def select_ranges(outer: Sequence[tuple[int, int]], inner: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return those rows of ranges that other ranges, which count the rows of the first ones, select."""
+    found, first = [], 0
+    for start, stop in outer:
+        for low, high in inner:
+            begin, end = max(low, first), min(high, first + stop - start)
+            if begin < end:
+                found.append((start + begin - first, start + end - first))
+        first += stop - start
+    return found
 
 
 def order_dims(strides: Sequence[int]) -> tuple[int, ...]:

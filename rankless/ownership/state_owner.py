@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from rankless.ownership.replica import Replica
 from rankless.ownership.unread_tensor import UnreadTensor
+from rankless.parallel.mesh import WorkerGroup
 from rankless.parallel.tensor_placement import BlockedShard, Shard
 
 
@@ -20,8 +21,10 @@ class StateOwner(Protocol):
     this worker's piece of it.
     """
 
-    version: int
-    """Changes whenever more parameters are divided."""
+    @property
+    def version(self) -> int:
+        """Changes whenever more parameters are divided."""
+        ...
 
     def begin_call(self) -> None:
         """Prepare the states for a call of a job, after the script may have changed them. Collective."""
@@ -62,16 +65,19 @@ class StateOwner(Protocol):
         """Take a new whole value. Collective."""
         ...
 
-    def find_value_placement(self, tensor: Tensor) -> Shard | BlockedShard | None:
-        """Return how the value of a parameter or buffer is divided; None for a whole one."""
+    def find_value_placements(self, tensor: Tensor) -> dict[str, Shard | BlockedShard]:
+        """Return how the value of a parameter or buffer is divided, by axis; nothing for a whole one.
+
+        Axes are in the order in which they divide it, each what those before it leave on this worker.
+        """
         ...
 
     def find_replica(self, tensor: Tensor) -> Replica:
         """Return what this worker holds of a parameter, buffer or optimizer state, and who must hold the same."""
         ...
 
-    def find_gradient_placement(self, parameter: Tensor) -> Shard | BlockedShard | None:
-        """Return how the gradient of a parameter is divided; None for a whole one."""
+    def find_gradient_placements(self, parameter: Tensor) -> dict[str, Shard | BlockedShard]:
+        """Return how the gradient of a parameter is divided, by axis; nothing for a whole one."""
         ...
 
     def gather_gradient(self, parameter: Tensor) -> Tensor | None:
@@ -84,6 +90,10 @@ class StateOwner(Protocol):
 
     def take_state(self, parameter: Tensor, key: str, stored: UnreadTensor) -> Tensor:
         """Return an entry of a parameter's optimizer state as this worker holds it, read as far as it needs it."""
+        ...
+
+    def find_axes(self, holder: Tensor) -> tuple[WorkerGroup, ...]:
+        """Return the axes whose workers have pieces of the gradient of which a holder has one."""
         ...
 
     def measure_norm(self, holders: Sequence[Tensor]) -> Tensor:
@@ -143,17 +153,17 @@ class WholeOwner:
         with torch.no_grad():
             tensor.copy_(whole)
 
-    def find_value_placement(self, tensor: Tensor) -> Shard | BlockedShard | None:  # noqa: ARG002
-        """Return None."""
-        return None
+    def find_value_placements(self, tensor: Tensor) -> dict[str, Shard | BlockedShard]:  # noqa: ARG002
+        """Return nothing."""
+        return {}
 
     def find_replica(self, tensor: Tensor) -> Replica:
         """Return the tensor: all workers must hold the same."""
         return Replica(tensor)
 
-    def find_gradient_placement(self, parameter: Tensor) -> Shard | BlockedShard | None:  # noqa: ARG002
-        """Return None."""
-        return None
+    def find_gradient_placements(self, parameter: Tensor) -> dict[str, Shard | BlockedShard]:  # noqa: ARG002
+        """Return nothing."""
+        return {}
 
     def gather_gradient(self, parameter: Tensor) -> Tensor | None:
         """Return its `.grad`."""
@@ -166,6 +176,10 @@ class WholeOwner:
     def take_state(self, parameter: Tensor, key: str, stored: UnreadTensor) -> Tensor:  # noqa: ARG002
         """Return the entry itself, which is read later."""
         return stored
+
+    def find_axes(self, holder: Tensor) -> tuple[WorkerGroup, ...]:  # noqa: ARG002
+        """Return nothing."""
+        return ()
 
     def measure_norm(self, holders: Sequence[Tensor]) -> Tensor:
         """Return the norm of all gradients together."""

@@ -1,10 +1,13 @@
 """A tensor whose elements are elsewhere, as in the files of a checkpoint, and can be read whole or by rows."""
 
 import weakref
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from rankless.ownership.piece_layout import select_ranges
 
 
 class TensorSource(Protocol):
@@ -72,6 +75,46 @@ class StoredValue:
         if self.whole is None:
             return self.source.read_rows(dim, start, length)
         return self.whole.narrow(dim, start, length).clone()
+
+    def select(self, dim: int, ranges: Sequence[tuple[int, int]]) -> "StoredValue":
+        """Return some ranges of rows along a dim as a value of its own, which is read when it is needed."""
+        return StoredValue(SelectedRows(self, dim, ranges), weakref.WeakValueDictionary())
+
+
+class SelectedRows:
+    """Some ranges of rows of a value, one after the other, as a source.
+
+    Args:
+        value: The value.
+        dim: The dim of the rows.
+        ranges: The first row of each range, and the row after its last one.
+    """
+
+    def __init__(self, value: StoredValue, dim: int, ranges: Sequence[tuple[int, int]]) -> None:
+        rows = sum(stop - start for start, stop in ranges)
+        self.name = value.name
+        self.shape = (*value.shape[:dim], rows, *value.shape[dim + 1 :])
+        self.dtype = value.dtype
+        self.device = value.device
+        self._value = value
+        self._dim = dim
+        self._ranges = tuple(ranges)
+
+    def read(self) -> Tensor:
+        """Return all of them."""
+        return self._read(self._ranges)
+
+    def read_rows(self, dim: int, start: int, length: int) -> Tensor:
+        """Return some rows along a dim."""
+        if dim == self._dim:
+            return self._read(select_ranges(self._ranges, [(start, start + length)]))
+        return self.read().narrow(dim, start, length).clone()
+
+    def _read(self, ranges: Sequence[tuple[int, int]]) -> Tensor:
+        rows = [self._value.read_rows(self._dim, start, stop - start) for start, stop in ranges]
+        if not rows:
+            return self._value.read_rows(self._dim, 0, 0)
+        return rows[0] if len(rows) == 1 else torch.cat(rows, self._dim)
 
 
 class ConvertedSource:

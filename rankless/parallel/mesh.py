@@ -151,13 +151,14 @@ class Mesh:
         return Mesh(rank=0, size=1, device=torch.device(device))
 
 
-STATE_ROLES: tuple[AxisRole, ...] = ("pipeline", "tensor", "data")
-"""The roles of axes along which states can be divided. The first one that a mesh has divides them."""
+STATE_ROLES: tuple[AxisRole, ...] = ("tensor", "pipeline", "data")
+"""The roles of axes along which states can be divided, in the order in which they divide a tensor."""
 
 
-def find_state_axis(mesh: Mesh) -> MeshAxis | None:
-    """Return the axis of a mesh along which workers hold pieces of parameters, gradients and optimizer state."""
-    return next((axis for role in STATE_ROLES for axis in mesh.axes if axis.role == role), None)
+def list_state_axes(mesh: Mesh) -> list[MeshAxis]:
+    """Return the axes of a mesh that can divide parameters, gradients and optimizer state, in the order they do it."""
+    found = [find_axis(mesh, role) for role in STATE_ROLES]
+    return [axis for axis in found if axis is not None]
 
 
 def find_pipeline_axis(mesh: Mesh) -> MeshAxis | None:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Literal
 
 from rankless.plan_picture.worker_grid import WorkerGrid
@@ -15,6 +16,7 @@ FIELDS: dict[HeldKind, Literal["value", "gradient", "optimizer_state"]] = {
     "gradients": "gradient",
     "optimizer state": "optimizer_state",
 }
+PIPELINE = "pipeline"
 SIZES_SHOWN = 3
 _BITS = re.compile(r"\d+")
 
@@ -31,10 +33,10 @@ class HeldTensor:
     stage: int | None
     """Its stage in a pipeline."""
 
-    def find_division(self, kind: HeldKind) -> StateDivision | None:
-        """Return how it, its gradient or its optimizer state is divided."""
-        division: StateDivision | None = None if self.plan is None else getattr(self.plan, FIELDS[kind])
-        return division
+    def list_divisions(self, kind: HeldKind) -> tuple[StateDivision, ...]:
+        """Return how it, its gradient or its optimizer state is divided, by one axis after the other."""
+        divisions: tuple[StateDivision, ...] = () if self.plan is None else getattr(self.plan, FIELDS[kind])
+        return divisions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,9 +59,9 @@ class Holding:
 def describe_holdings(tensors: Sequence[HeldTensor], grid: WorkerGrid, *, trains: bool) -> list[Holding]:
     """Return who holds some parameters; what is held in the same way together."""
     kinds: list[HeldKind] = list(FIELDS) if trains else ["parameters"]
-    found: dict[tuple[StateDivision | None, ...], list[HeldKind]] = {}
+    found: dict[tuple[tuple[StateDivision, ...], ...], list[HeldKind]] = {}
     for kind in kinds:
-        found.setdefault(tuple(tensor.find_division(kind) for tensor in tensors), []).append(kind)
+        found.setdefault(tuple(tensor.list_divisions(kind) for tensor in tensors), []).append(kind)
     return [
         Holding(
             kinds=tuple(members),
@@ -73,49 +75,62 @@ def describe_holdings(tensors: Sequence[HeldTensor], grid: WorkerGrid, *, trains
 
 def count_held(tensors: Sequence[HeldTensor], grid: WorkerGrid, kind: HeldKind) -> tuple[int, ...]:
     """Return for each worker the bytes of the parameters whose elements it holds."""
-    whole, divided = 0, dict[str, list[int]]()
-    for tensor in tensors:
-        division = tensor.find_division(kind)
-        if division is None:
-            whole += tensor.bytes
-        else:
-            add_sizes(divided, division, tensor.bytes)
-    ranks = [grid.find_ranks(worker) for worker in range(grid.count)]
     return tuple(
-        whole + sum(sizes[rank[axis]] for axis, sizes in divided.items() if rank.get(axis, len(sizes)) < len(sizes))
-        for rank in ranks
+        sum(count_piece(tensor, grid.find_ranks(worker), kind) for tensor in tensors) for worker in range(grid.count)
     )
 
 
-def add_sizes(divided: dict[str, list[int]], division: StateDivision, size: int) -> None:
-    """Add the bytes of the pieces of a tensor to those of other tensors along the same axis."""
-    sizes = divided.setdefault(division.axis, [0] * len(division.lengths))
-    rows = sum(division.lengths)
-    for rank, length in enumerate(division.lengths):
-        sizes[rank] += size * length // rows if rows else 0
+def count_piece(tensor: HeldTensor, ranks: Mapping[str, int], kind: HeldKind) -> int:
+    """Return the bytes of a tensor's elements that the worker with these ranks along the axes holds."""
+    held = Fraction(tensor.bytes)
+    for division in tensor.list_divisions(kind):
+        rows, rank = sum(division.lengths), ranks.get(division.axis, 0)
+        held *= Fraction(division.lengths[rank], rows) if rows and rank < len(division.lengths) else 0
+    return int(held)
 
 
 def describe_held(tensors: Sequence[HeldTensor], kind: HeldKind, workers: int) -> str:
     """Describe how some parameters are held, or what belongs to them."""
     if workers == 1:
         return "whole on the worker"
-    whole, stages, divided = 0, dict[int, int](), dict[str, list[int]]()
-    divisions = [tensor.find_division(kind) for tensor in tensors]
+    whole, stages = 0, dict[int, int]()
+    divided: dict[tuple[str, ...], list[list[int]]] = {}
+    divisions = [tensor.list_divisions(kind) for tensor in tensors]
     if not any(divisions):
         return "whole on every worker"
     if len(divisions) == 1 and tensors[0].stage is None:
-        return describe_division(divisions[0])
-    for tensor, division in zip(tensors, divisions, strict=True):
-        if division is None:
-            whole += tensor.bytes
-        elif tensor.stage is not None:
+        return describe_divisions(divisions[0])
+    for tensor, found in zip(tensors, divisions, strict=True):
+        if tensor.stage is not None:
             stages[tensor.stage] = stages.get(tensor.stage, 0) + tensor.bytes
-        else:
-            add_sizes(divided, division, tensor.bytes)
+        elsewhere = tuple(item for item in found if tensor.stage is None or item.axis != PIPELINE)
+        if elsewhere:
+            add_sizes(divided.setdefault(tuple(item.axis for item in elsewhere), []), elsewhere, tensor.bytes)
+        elif tensor.stage is None:
+            whole += tensor.bytes
     texts = [f"{format_decimal_bytes(whole)} whole"] if whole else []
     texts += [describe_stages(stages)] if stages else []
-    texts += [f"along {axis}: {describe_sizes(sizes)}" for axis, sizes in divided.items()]
+    texts += [f"along {' and '.join(axes)}: {describe_sizes(join_sizes(sizes))}" for axes, sizes in divided.items()]
     return "; ".join(texts)
+
+
+def add_sizes(sizes: list[list[int]], divisions: Sequence[StateDivision], size: int) -> None:
+    """Add the bytes of the pieces of a tensor to those of other tensors along the same axes."""
+    pieces = [Fraction(size)]
+    for division in divisions:
+        rows = sum(division.lengths)
+        pieces = [piece * length / rows if rows else Fraction(0) for piece in pieces for length in division.lengths]
+    sizes.append([int(piece) for piece in pieces])
+
+
+def join_sizes(sizes: Sequence[Sequence[int]]) -> list[int]:
+    """Return the bytes of each piece of all tensors together."""
+    return [sum(pieces) for pieces in zip(*sizes, strict=True)]
+
+
+def is_owned(division: StateDivision) -> bool:
+    """Return whether one of several workers has all rows."""
+    return len(division.lengths) > 1 and len([length for length in division.lengths if length]) == 1
 
 
 def describe_stages(stages: Mapping[int, int]) -> str:
@@ -141,14 +156,17 @@ def describe_sizes(sizes: Sequence[int]) -> str:
     return f"{len(sizes)} x about {most}" if least == most else f"{len(sizes)} x {least} to {most}"
 
 
-def describe_division(division: StateDivision | None) -> str:
+def describe_divisions(divisions: Sequence[StateDivision]) -> str:
+    """Describe how one tensor is divided by one axis after the other; "whole" if it is not."""
+    return ", then ".join(map(describe_division, divisions)) or "whole"
+
+
+def describe_division(division: StateDivision) -> str:
     """Describe how one tensor is divided, as "dim 0 split 5+5 along data"."""
-    if division is None:
-        return "whole"
     lengths = division.lengths
-    holders = [rank for rank, length in enumerate(lengths) if length]
-    if len(holders) == 1 and len(lengths) > 1:
-        return f"all on rank {holders[0]} along {division.axis}"
+    if is_owned(division):
+        holder = next(rank for rank, length in enumerate(lengths) if length)
+        return f"all on rank {holder} along {division.axis}"
     text = "+".join(map(str, lengths))
     if len(lengths) > SIZES_SHOWN:
         text = f"{len(lengths)} x {'-'.join(map(str, dict.fromkeys([min(lengths), max(lengths)])))}"

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from xml.etree import ElementTree
 
-from rankless.plan_picture.holdings import describe_division
+from rankless.plan_picture.holdings import describe_divisions
 from rankless.plan_picture.job_picture import draw_one_job, summarize
 from rankless.plan_picture.memory_section import KINDS
 from rankless.plan_picture.pictured_job import PicturedJob, PicturedPlan
@@ -155,9 +155,9 @@ def list_tensors(job: PicturedJob) -> list[list[str]]:
             str(list(tensor.shape)),
             tensor.dtype,
             format_decimal_bytes(tensor.bytes),
-            describe_division(tensor.find_division("parameters")),
-            describe_division(tensor.find_division("gradients")) if job.program.trains else "-",
-            describe_division(tensor.find_division("optimizer state")) if job.program.trains else "-",
+            describe_divisions(tensor.list_divisions("parameters")),
+            describe_divisions(tensor.list_divisions("gradients")) if job.program.trains else "-",
+            describe_divisions(tensor.list_divisions("optimizer state")) if job.program.trains else "-",
         ]
         for tensor, remark in [*used, *((tensor, " (not used by this program)") for tensor in job.unused)]
     ]

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from rankless.plan_picture.drawing import GAP, Area, Bar, Drawing, Label, fit_label, scale
-from rankless.plan_picture.holdings import Holding, describe_division
+from rankless.plan_picture.holdings import Holding, describe_divisions
 from rankless.plan_picture.pictured_job import PicturedJob, PicturedModule, PicturedMove
 from rankless.records.quantities import format_decimal_bytes
 
@@ -122,7 +122,7 @@ def draw_strip(drawing: Drawing, holding: Holding, area: Area) -> None:
 def describe_tensors(module: PicturedModule) -> str:
     """Describe how each parameter of a module is held."""
     shown = module.tensors[:TENSORS_IN_TITLE]
-    texts = [f"{item.name}: {describe_division(item.find_division('parameters'))}" for item in shown]
+    texts = [f"{item.name}: {describe_divisions(item.list_divisions('parameters'))}" for item in shown]
     others = len(module.tensors) - len(shown)
     return "; ".join([*texts, *([f"and {others} more"] if others else [])])
 

@@ -10,7 +10,7 @@ ZeroLevel = Literal["optimizer", "gradients", "parameters"]
 """What each worker holds only a part of: the state of optimizers, also gradients, or also parameters."""
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 """The order in which the stages of a pipeline compute microbatches; see `compiler.pipeline.schedules`."""
-PLAN_FORMAT = 1
+PLAN_FORMAT = 2
 ZERO_LEVELS: tuple[ZeroLevel, ...] = ("optimizer", "gradients", "parameters")
 
 
@@ -23,24 +23,32 @@ class PlannedAxis(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class StateDivision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a tensor is divided along one axis of the mesh."""
+    """How a tensor is divided along one axis of the mesh, after other divisions of it.
+
+    If an earlier one has the same dim, what that leaves on a worker is divided evenly, or is all on the worker that has
+    all rows.
+    """
 
     axis: str
     dim: int
     lengths: tuple[int, ...]
-    """The rows that each worker along the axis holds, of each block."""
+    """The rows of the whole dim that each worker along the axis holds, of each block."""
     blocks: int = 1
     """The number of equal parts of the dim that are divided alike, such as 3 for queries, keys and values."""
 
 
 class StatePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a parameter or a buffer is held, with what belongs to it. None stands for a whole tensor on every worker."""
+    """How a parameter or a buffer is held, with what belongs to it.
+
+    Divisions are in the order in which they divide a tensor. Without one, every worker holds the whole. What the value
+    has, the gradient begins with, and what the gradient has, the optimizer state.
+    """
 
     shape: tuple[int, ...]
     dtype: str
-    value: StateDivision | None = None
-    gradient: StateDivision | None = None
-    optimizer_state: StateDivision | None = None
+    value: tuple[StateDivision, ...] = ()
+    gradient: tuple[StateDivision, ...] = ()
+    optimizer_state: tuple[StateDivision, ...] = ()
     offloaded: bool = False
     """Whether the pieces lie in the memory of the host, and the optimizer steps there."""
 
@@ -72,7 +80,14 @@ class JobPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     @property
     def divides_states(self) -> bool:
         """Whether a worker holds less than all of the job's state."""
-        return any(state.optimizer_state is not None for state in self.states.values())
+        return any(state.optimizer_state for state in self.states.values())
+
+
+class PlanVersion(msgspec.Struct, frozen=True, kw_only=True):
+    """What a plan of any format says of itself. It is read first."""
+
+    format: int
+    rankless: str
 
 
 class ParallelPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -36,12 +36,14 @@ def plan(tmp_path: Path) -> Path:
     return tmp_path / "plan.json"
 
 
-def divide(plan: Path, *kinds: str, lengths: tuple[int, ...] = (4, 2), axis: str = "data", dim: int = 0) -> None:
+def divide(
+    plan: Path, *kinds: str, lengths: tuple[int, ...] = (4, 2), axis: str = "data", dim: int = 0, times: int = 1
+) -> None:
     """Change the plan: these kinds of state of the first layer's weight are divided."""
     content = json.loads(plan.read_text())
     state = content["jobs"]["train"]["states"]["model.0.weight"]
     for kind in kinds:
-        state[kind] = {"axis": axis, "dim": dim, "lengths": list(lengths)}
+        state[kind] = [{"axis": axis, "dim": dim, "lengths": list(lengths)}] * times
     plan.write_text(json.dumps(content))
 
 
@@ -60,9 +62,9 @@ def test_a_saved_plan_runs_and_says_how_everything_is_held(plan: Path) -> None:
     assert train["states"]["model.0.weight"] == {
         "shape": [6, 8],
         "dtype": "float64",
-        "value": None,
-        "gradient": None,
-        "optimizer_state": None,
+        "value": [],
+        "gradient": [],
+        "optimizer_state": [],
         "offloaded": False,
     }
     assert run(plan, "--plan", "plan.json") == run(plan)
@@ -98,7 +100,11 @@ def test_a_plan_for_another_run_is_refused_before_any_process_starts(plan: Path)
     other = rankless("run", "-n", "2", "--plan", "plan.json", "train.py", folder=plan.parent)
     assert other.returncode == 2
     assert "found:    another one: changed since" in other.stderr
-    for text, found in (("{", "Input data was truncated"), ('{"format": 1}', "missing required field")):
+    for text, found in (
+        ("{", "Input data was truncated"),
+        ('{"format": 2, "rankless": "0"}', "missing required field"),
+        ('{"format": 1, "rankless": "0.9"}', "format 1, of Rankless 0.9"),
+    ):
         plan.write_text(text)
         damaged = rankless("run", "-n", "2", "--plan", "plan.json", "train.py", folder=plan.parent)
         assert damaged.returncode == 2
@@ -113,8 +119,9 @@ def test_a_plan_for_another_run_is_refused_before_any_process_starts(plan: Path)
 @pytest.mark.parametrize(
     ("changes", "found"),
     [
-        ({"kinds": ["value"]}, "with whole optimizer state"),
-        ({"kinds": ["optimizer_state", "value"]}, "a value in pieces with a whole gradient"),
+        ({"kinds": ["value"]}, "a value or gradient that is divided otherwise than its optimizer state"),
+        ({"kinds": ["optimizer_state", "value"]}, "a value or gradient that is divided otherwise"),
+        ({"kinds": ["optimizer_state"], "times": 2}, "two divisions along the axis 'data'"),
         ({"kinds": ["optimizer_state"], "lengths": (3, 2)}, "the lengths [3, 2] for 6 rows"),
         ({"kinds": ["optimizer_state"], "lengths": (6,)}, "the lengths [6] for 2 workers"),
         ({"kinds": ["optimizer_state"], "lengths": (7, -1)}, "the lengths [7, -1] for 2 workers"),

@@ -180,9 +180,9 @@ def build(
     """Return the program of one worker; `divided` are the parameters that only the worker of their stage has."""
     workers, owners = options.axis.size, options.stages.owners
     mesh = Mesh(rank=options.axis.rank, size=workers, device=torch.device("cpu"), axes=(options.axis,))
-    gradients = {name: Shard(0, one_owner(tensors[name].shape, owners[name] % workers, workers)) for name in divided}
+    owned = {name: Shard(0, one_owner(tensors[name].shape, owners[name] % workers, workers)) for name in divided}
     shardings = [(Replicate(),)] * len(options.batch_lengths)
-    return build_pipeline_program(program, shardings, mesh, options, storage=StateStorage(gradients=gradients))
+    return build_pipeline_program(program, shardings, mesh, options, storage=StateStorage(owned=owned))
 
 
 def make_outcome(

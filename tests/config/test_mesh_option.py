@@ -15,6 +15,7 @@ def test_axes_are_arranged_by_what_they_send_and_not_as_they_are_named():
     assert axes == parse_mesh("pipeline=2,data=3")
     assert [(axis.name, axis.role, axis.size) for axis in axes] == [("pipeline", "pipeline", 2), ("data", "data", 3)]
     assert [axis.name for axis in parse_mesh("tensor=2,data=3")] == ["data", "tensor"]
+    assert [axis.name for axis in parse_mesh("tensor=2,data=3,pipeline=4")] == ["pipeline", "data", "tensor"]
     assert count_workers(axes) == 6
     assert format_mesh(axes) == "pipeline=2,data=3"
 
@@ -23,12 +24,6 @@ def test_axes_are_arranged_by_what_they_send_and_not_as_they_are_named():
 def test_what_names_no_mesh_is_refused(text):
     with pytest.raises(ConfigError, match="axes as name=size"):
         parse_mesh(text)
-
-
-def test_a_pipeline_of_divided_layers_is_refused():
-    with pytest.raises(ConfigError, match="found:    both in --mesh tensor=2,pipeline=2"):
-        parse_mesh("tensor=2,pipeline=2")
-    assert len(parse_mesh("tensor=1,pipeline=2")) == 2
 
 
 def test_an_axis_has_one_size():

@@ -33,8 +33,8 @@ def make_divided_model(mesh: Mesh) -> tuple[World, nn.Linear, object, list[str]]
     )
     owner = world.owner
     assert isinstance(owner, DividedOwner)
-    division = StateDivision(axis="data", dim=0, lengths=(3, 3))
-    weight = StatePlan(shape=(6, 3), dtype="float32", value=division, gradient=division, optimizer_state=division)
+    divisions = (StateDivision(axis="data", dim=0, lengths=(3, 3)),)
+    weight = StatePlan(shape=(6, 3), dtype="float32", value=divisions, gradient=divisions, optimizer_state=divisions)
     owner.divide(JobPlan(states={"model.weight": weight}), {"model.weight": model.weight}, line="here")
     owner.begin_call()
     return world, model, job, notices

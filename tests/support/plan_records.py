@@ -58,9 +58,13 @@ def make_states(
     sizes: dict[str, int], divide: Callable[[str, int], StateDivision | None], kinds: Sequence[str]
 ) -> dict[str, StatePlan]:
     return {
-        name: StatePlan(shape=(size,), dtype="uint8", **dict.fromkeys(kinds, divide(name, size)))
+        name: StatePlan(shape=(size,), dtype="uint8", **dict.fromkeys(kinds, list_divisions(divide(name, size))))
         for name, size in sizes.items()
     }
+
+
+def list_divisions(division: StateDivision | None) -> tuple[StateDivision, ...]:
+    return () if division is None else (division,)
 
 
 def make_records(program: JobProgram, plan: JobPlan | None, held: int) -> list[ProgramRecord]:

@@ -13,7 +13,6 @@ from rankless.compiler.pipeline.partition import Phase, ProgramPartition
 from rankless.compiler.pipeline.schedules import UNIT_KINDS, Unit
 from rankless.compiler.pipeline.transfers import TransferredValue
 from rankless.compiler.tracing.symbolic_sizes import size_hint
-from rankless.parallel.tensor_placement import compute_local_shape
 
 
 class ValueKey(NamedTuple):
@@ -174,11 +173,9 @@ class DataFlow:
 
     def describe(self, key: ValueKey) -> TransferredValue:
         """Return the shape and memory of a value, for a worker that receives it."""
-        value, sharding = self.partition.by_name[key.name].meta["value"]
-        axes = self.partition.axes
-        ranks = [*[axis.rank for axis in axes], key.microbatch or 0]
-        logical: LogicalValue = value.meta["val"]
-        return describe_tensor(key, logical, compute_local_shape(logical.shape, sharding, ranks))
+        value = self.partition.by_name[key.name]
+        logical: LogicalValue = value.meta["value"][0].meta["val"]
+        return describe_tensor(key, logical, self.partition.compute_shape(value, key.microbatch or 0))
 
 
 def describe_tensor(key: object, logical: LogicalValue, shape: Sequence[int]) -> TransferredValue:

@@ -1,11 +1,11 @@
 """Lower a program for each microbatch: microbatches are ranks along an axis in time.
 
-Note [microbatches]: the axis `microbatch` divides the batch as a data axis does, after all data axes. Its ranks are run
-one after another by the same process. So the rules of operators hold as they stand: what is a partial sum along the
-axis is accumulated, and what needs a whole value waits for all microbatches.
+Note [microbatches]: the axis `microbatch` divides the batch as a data axis does, after all data axes, and before the
+axis `tensor`. Its ranks are run one after another by the same process. So the rules of operators hold as they stand:
+what is a partial sum along the axis is accumulated, and what needs a whole value waits for all microbatches.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import getitem
 from typing import Any
@@ -22,6 +22,7 @@ from rankless.compiler.rules.half_precision import ACCUMULATED_IN
 from rankless.compiler.rules.losses import find_class_range, finish_losses, lower_loss_terms
 from rankless.compiler.rules.strategy import LocalValue
 from rankless.compiler.sharding.redistribute import CollectivePurpose, Redistribution, StackingAllGather
+from rankless.compiler.sharding.redistribution_steps import replace_placement
 from rankless.compiler.sharding.sharding_propagation import ShardedProgram
 from rankless.parallel.mesh import Mesh, MeshAxis
 from rankless.parallel.tensor_placement import Partial, Replicate, Sharding
@@ -37,6 +38,7 @@ class MicrobatchLowering(LoweringPass):
     def __init__(self, sharded: ShardedProgram, mesh: Mesh) -> None:
         super().__init__(sharded, mesh)
         self._moves = False
+        self._time = find_time_number(mesh.axes)
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         """Add a node with the logical operator that needs it, and whether it only moves a value."""
@@ -48,23 +50,25 @@ class MicrobatchLowering(LoweringPass):
         self, node: fx.Node, target: Sharding, reason: str, *, purpose: CollectivePurpose = "input"
     ) -> fx.Node:
         """Sum over the microbatches before anything is sent, so that it is sent once."""
+        time = self._time
         if target not in self.values[node]:
             for source in list(self.values[node]):
-                if isinstance(source[-1], Partial) and isinstance(target[-1], Replicate):
-                    super().redistribute(node, (*source[:-1], target[-1]), reason, purpose=purpose)
+                if isinstance(source[time], Partial) and isinstance(target[time], Replicate):
+                    summed = replace_placement(source, time, target[time])
+                    super().redistribute(node, summed, reason, purpose=purpose)
         return super().redistribute(node, target, reason, purpose=purpose)
 
     def all_reduce(self, value: fx.Node, reason: str, size: int) -> fx.Node:
         """Add a sum over the ranks along the current axes, first over the microbatches."""
-        self.current_axes = sorted(self.current_axes, reverse=True)
+        self.current_axes = sorted(self.current_axes, key=lambda number: number != self._time)
         return super().all_reduce(value, reason, size)
 
     def apply_strategies(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalValue:
         """Add an operator. A loss takes its number of targets from the targets alone."""
         strategies = self.sharded.strategies(node)
-        if node.target not in LOSSES or not isinstance(strategies[-1].outputs[0], Partial):
+        if node.target not in LOSSES or not isinstance(strategies[self._time].outputs[0], Partial):
             return super().apply_strategies(node, args, kwargs)
-        call, dtype = self.make_call(node, len(strategies) - 1), node.meta["val"][1].dtype
+        call, dtype = self.make_call(node, self._time), node.meta["val"][1].dtype
         self.current_axes = [number for number, item in enumerate(strategies) if item.lower is not None]
         loss = self.call(getitem, lower_loss_terms(self, call, args), 0)
         classes, wide = find_class_range(self, call, 0), ACCUMULATED_IN.get(dtype, dtype)
@@ -115,8 +119,15 @@ class RecomputationInStages(Recomputation):
 
 def add_microbatch_axis(mesh: Mesh, rank: int, count: int) -> Mesh:
     """Return the mesh of one microbatch: the axes of a mesh without its pipeline, and the axis in time."""
+    time = MeshAxis(name=MICROBATCH, role="data", rank=rank, size=count)
     axes = [axis for axis in mesh.axes if axis.role != "pipeline"]
-    return replace(mesh, axes=(*axes, MeshAxis(name=MICROBATCH, role="data", rank=rank, size=count)))
+    number = next((number for number, axis in enumerate(axes) if axis.role == "tensor"), len(axes))
+    return replace(mesh, axes=(*axes[:number], time, *axes[number:]))
+
+
+def find_time_number(axes: Sequence[MeshAxis]) -> int:
+    """Return the place of the axis in time among the axes of one microbatch."""
+    return next(number for number, axis in enumerate(axes) if axis.name == MICROBATCH)
 
 
 def lower_microbatches(sharded: ShardedProgram, mesh: Mesh, count: int, stages: Stages) -> list[LocalGraph]:
@@ -159,9 +170,3 @@ def is_join(node: fx.Node) -> bool:
     """Return whether a node needs all microbatches."""
     target = node.target
     return isinstance(target, Redistribution | StackingAllGather) and target.axis.name == MICROBATCH
-
-
-def get_time_placement(node: fx.Node) -> Any:
-    """Return the placement of a local value along the axis in time; None if it is unknown."""
-    value = node.meta.get("value")
-    return None if value is None else value[1][-1]

@@ -21,7 +21,7 @@ from rankless.compiler.ir import counter_distributions, counter_operators, local
 from rankless.compiler.ir.logical_program import LogicalProgram, format_operator
 from rankless.compiler.lowering.lower import LocalGraph
 from rankless.compiler.lowering.value_check import ValueCheck
-from rankless.compiler.pipeline.microbatches import get_time_placement, is_join
+from rankless.compiler.pipeline.microbatches import find_time_number, is_join
 from rankless.compiler.pipeline.random_draws import draws_numbers
 from rankless.compiler.pipeline.stages import Stages, list_forward
 from rankless.compiler.rules.pattern import is_partial_sum
@@ -29,7 +29,7 @@ from rankless.compiler.sharding.redistribute import Redistribution, StackingAllG
 from rankless.compiler.sharding.sharding_propagation import ShardedProgram
 from rankless.errors import CaptureError
 from rankless.parallel.mesh import MeshAxis
-from rankless.parallel.tensor_placement import Replicate
+from rankless.parallel.tensor_placement import Replicate, compute_local_shape
 
 Phase = Literal["input", "free", "prepare", "forward", "backward", "weights", "finish"]
 """When a node runs. One that is "free" runs wherever its value is needed; see `stages.find_free`."""
@@ -62,6 +62,7 @@ class ProgramPartition:
     ) -> None:
         self.graphs = graphs
         self.axes = axes
+        self._time = find_time_number(axes)
         self.program: LogicalProgram = sharded.logical
         self.copies = [{node.name: node for node in local.graph.nodes} for local in graphs]
         self.nodes = [node for node in graphs[0].graph.nodes if node.op != "output"]
@@ -91,7 +92,7 @@ class ProgramPartition:
             self.phases[name] = "input" if is_parameter else "free"
             if is_parameter:
                 self.stages[name] = self._logical_stages.owners[described.name]
-            self.is_invariant[name] = isinstance(self._sharded.sharding(node)[-1], Replicate)
+            self.is_invariant[name] = isinstance(self._sharded.sharding(node)[self._time], Replicate)
             local.meta["value"] = node, self._sharded.sharding(node)
 
     def _find_early(self) -> frozenset[fx.Node]:
@@ -161,7 +162,7 @@ class ProgramPartition:
             return False
         if node.target is getitem or not isinstance(node.target, torch._ops.OpOverload):
             return False
-        strategy = self._sharded.axes[-1].strategies.get(node.meta["source"])
+        strategy = self._sharded.axes[self._time].strategies.get(node.meta["source"])
         if strategy is None or strategy.lower is not None:
             return False
         return all(self.is_partial(item) or self.is_invariant[item.name] for item in node.all_input_nodes)
@@ -175,11 +176,16 @@ class ProgramPartition:
         """Return whether a node takes the sum of a value over microbatches."""
         return self.takes_sum(user) and self.is_partial(value)
 
-    @staticmethod
-    def is_partial(value: fx.Node) -> bool:
+    def is_partial(self, value: fx.Node) -> bool:
         """Return whether each microbatch has a term of a value."""
-        placement = get_time_placement(value)
-        return placement is not None and is_partial_sum(placement)
+        known = value.meta.get("value")
+        return known is not None and is_partial_sum(known[1][self._time])
+
+    def compute_shape(self, value: fx.Node, microbatch: int) -> list[int]:
+        """Return the shape of a value of a microbatch, on every worker of this one's pipeline."""
+        logical, sharding = value.meta["value"]
+        ranks = [microbatch if number == self._time else axis.rank for number, axis in enumerate(self.axes)]
+        return compute_local_shape(logical.meta["val"].shape, sharding, ranks)
 
     def _require_possible(self) -> None:
         """Refuse what would stop the pipeline; see Note [phases]."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from rankless.compiler.capture.trace_errors import offer_whole_batch
 from rankless.compiler.codegen.codegen import LocalProgram
 from rankless.compiler.ir.logical_program import LogicalProgram
-from rankless.compiler.pipeline.microbatches import add_microbatch_axis, lower_microbatches
+from rankless.compiler.pipeline.microbatches import add_microbatch_axis, find_time_number, lower_microbatches
 from rankless.compiler.pipeline.options import PipelineOptions
 from rankless.compiler.pipeline.overview import describe_pipeline, list_sent_values
 from rankless.compiler.pipeline.partition import ProgramPartition
@@ -15,7 +15,7 @@ from rankless.compiler.probing.operator_probe import OperatorProbe
 from rankless.compiler.scheduling.stored_states import StateStorage
 from rankless.compiler.sharding.sharding_propagation import propagate_shardings
 from rankless.parallel.mesh import Mesh
-from rankless.parallel.tensor_placement import Replicate, Sharding
+from rankless.parallel.tensor_placement import Placement, Replicate, Sharding
 
 
 def build_pipeline_program(
@@ -34,24 +34,32 @@ def build_pipeline_program(
         argument_shardings: The sharding of each tensor argument along all axes of the mesh.
         mesh: The workers.
         options: How the program is cut.
-        storage: The memory of gradients.
+        storage: The memory of gradients, and how states are stored. Default: new memory, and whole states.
         probe: Probes operators without a rule. None leaves them whole. With it the call is collective.
     """
+    storage = storage or StateStorage()
     inner = add_microbatch_axis(mesh, 0, options.microbatches)
-    kept = [number for number, axis in enumerate(mesh.axes) if axis.role != "pipeline"]
+    number = find_time_number(inner.axes)
+    kept = [place for place, axis in enumerate(mesh.axes) if axis.role != "pipeline"]
     # One microbatch is the whole batch. Rules may join values along an axis of size one at no cost.
     is_divided = options.microbatches > 1
+
+    def add_time(sharding: Sharding, placement: Placement | None) -> Sharding:
+        others = [sharding[place] for place in kept]
+        return (*others[:number], placement or Replicate(), *others[number:])
+
     shardings = [
-        (*(sharding[number] for number in kept), time if time is not None and is_divided else Replicate())
-        for sharding, time in zip(argument_shardings, options.batch_lengths, strict=True)
+        add_time(sharding, lengths if is_divided else None)
+        for sharding, lengths in zip(argument_shardings, options.batch_lengths, strict=True)
     ]
+    states = {name: add_time(sharding, None) for name, sharding in storage.shardings.items()}
     with offer_whole_batch():
-        sharded = propagate_shardings(program, shardings, [axis.size for axis in inner.axes], probe)
+        sharded = propagate_shardings(program, shardings, [axis.size for axis in inner.axes], probe, states)
         graphs = lower_microbatches(sharded, mesh, options.microbatches, options.stages)
-        partition = ProgramPartition(graphs, sharded, options.stages, inner.axes[:-1])
+        partition = ProgramPartition(graphs, sharded, options.stages, inner.axes)
         if any(unit.kind == "weights" for unit in options.schedule.workers[0]):
             partition.split_weights()
-        builder = StepBuilder(partition, options, storage or StateStorage())
+        builder = StepBuilder(partition, options, storage)
         step = builder.build(mesh)
     run = PipelineRun(step, options.transport)
     return LocalProgram(
@@ -60,7 +68,7 @@ def build_pipeline_program(
         function=run,
         lines=builder.lines,
         sharded=sharded,
-        storage=storage or StateStorage(),
+        storage=storage,
         collectives=(*list_sent_values(partition, builder.data_flow, options.axis), *builder.collectives),
         workers=mesh.size,
         recomputed=graphs[0].recomputed,

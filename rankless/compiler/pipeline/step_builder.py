@@ -33,27 +33,26 @@ class StepBuilder:
     Args:
         partition: When and where each node runs.
         options: How the program is cut.
-        storage: The memory of gradients.
+        storage: The memory of gradients, and how states are stored.
     """
 
     def __init__(self, partition: ProgramPartition, options: PipelineOptions, storage: StateStorage) -> None:
         self._partition = partition
         self._options = options
         self._storage = storage
-        self._divided = frozenset((*storage.values, *storage.gradients))
-        """The parameters that only the worker of their stage has."""
+        self._owned = storage.owned
         self._worker = options.axis.rank
         self._workers = options.axis.size
         self.lines: dict[CodeType, Mapping[int, str]] = {}
         self.collectives: list[CollectiveRecord] = []
         self._owners = [self._find_output_worker(node, described) for node, described in partition.graphs[0].outputs]
         names = {local.name: described for local, described in partition.graphs[0].inputs}
-        held = frozenset(name for name, described in names.items() if described.name not in self._divided)
+        held = frozenset(name for name, described in names.items() if described.name not in self._owned)
         self.data_flow = DataFlow(partition, self._workers, held, self._owners)
 
     def _find_output_worker(self, node: fx.Node, described: ProgramOutput) -> int:
         """Return the worker that returns an output first: that of a divided parameter has its gradient."""
-        if described.kind == "gradient" and described.name in self._divided:
+        if described.kind == "gradient" and described.name in self._owned:
             return self._options.stages.owners[described.name] % self._workers
         return self._partition.stages.get(node.name, self._partition.count - 1) % self._workers
 
@@ -144,13 +143,11 @@ class StepBuilder:
         found = []
         for number, (node, described) in enumerate(outputs):
             value = self._partition.program.outputs[number][0].meta["val"]
-            is_divided = described.kind == "gradient" and described.name in self._divided
-            shape = list(value.shape)
-            if is_divided:
-                placement = self._storage.gradients[described.name]
-                shape[placement.dim] = placement.lengths[self._worker]
+            is_gradient = described.kind == "gradient"
+            is_owned = is_gradient and described.name in self._owned
             is_late_check = described.kind == "check" and self._partition.phases[node.name] != "free"
-            is_shared = not is_divided and (described.kind != "check" or is_late_check)
+            is_shared = not is_owned and (described.kind != "check" or is_late_check)
+            shape = self._storage.get_piece_shape(described.name, value, self._worker) if is_gradient else value.shape
             earlier = first.setdefault(node.name, number) if is_shared and described.kind != "gradient" else number
             found.append(
                 StepOutput(
@@ -264,7 +261,7 @@ class StepBuilder:
                 for key in self.data_flow.list_keys(Need(name)) if Need(name) in needs else ():
                     part.send(key, target)
         local, program = self._add_outputs(part)
-        local = schedule_gradients(local, program, replace(self._storage, gradients={}, values={}, shared={}))
+        local = schedule_gradients(local, program, self._storage)
         return PartFunction(function=self._generate_function(local.graph), inputs=tuple(part.inputs))
 
     def _add_outputs(self, part: PartGraph) -> tuple[LocalGraph, LogicalProgram]:

@@ -50,7 +50,9 @@ class GradientOutput:
     name: str
     layout: GradientLayout
     pieces: PieceLayout | None = None
-    """How it is divided between the workers, if each of them keeps only its piece."""
+    """How it is divided between the workers along an axis, if each of them keeps only its piece."""
+    is_scattered: bool = False
+    """Whether the workers along that axis have terms of it, whose sum gives each its piece."""
 
     @property
     def axes(self) -> tuple[MeshAxis, ...]:
@@ -175,23 +177,27 @@ def schedule_gradients(local: LocalGraph, program: LogicalProgram, storage: Stat
     # Of several gradients that are one value, the first is reduced, and the others are copies of it.
     to_reduce = {gradient.local: gradient for gradient in reversed(gradients) if gradient.local in pending}
     in_order = sorted(to_reduce.values(), key=lambda gradient: order[gradient.local])
-    reduced: dict[str, fx.Node] = {}
+    sums: dict[str, fx.Node] = {}
     for number, group in enumerate(group_into_buckets(in_order)):
         bucket = make_bucket(group, number, storage)
-        reduced |= add_bucket(local.graph, bucket, group)
+        sums |= add_bucket(local.graph, bucket, group)
     uses = Counter(node for node, _ in local.outputs)
+    reduced: dict[str, fx.Node] = {}
     output = get_output(local.graph)
     with local.graph.inserting_before(output):
         for gradient in gradients:
-            if gradient.name not in reduced:
-                known = to_reduce.get(gradient.local)
-                value = gradient.local if known is None else reduced[known.name]
-                is_new = is_fresh(value) or value.meta.get("has_own_memory", False)
-                is_shared = known is not None or uses[value] > 1 or len(value.users) > 1 or not is_new
-                is_piece = known is not None and known.pieces == gradient.pieces
-                reduced[gradient.name] = add_own_memory(
-                    local.graph, gradient, value, storage, is_shared=is_shared, is_piece=is_piece
-                )
+            is_placed = gradient.is_scattered or gradient.pieces is None
+            if gradient.name in sums and is_placed:
+                reduced[gradient.name] = sums[gradient.name]
+                continue
+            known = to_reduce.get(gradient.local)
+            value = gradient.local if known is None else sums[known.name]
+            is_new = is_fresh(value) or value.meta.get("has_own_memory", False)
+            is_shared = known is not None or uses[value] > 1 or len(value.users) > 1 or not is_new
+            is_piece = known is not None and known.is_scattered and known.pieces == gradient.pieces
+            reduced[gradient.name] = add_own_memory(
+                local.graph, gradient, value, storage, is_shared=is_shared, is_piece=is_piece
+            )
     outputs = tuple(
         (reduced[described.name] if described.kind == "gradient" else node, described)
         for node, described in local.outputs
@@ -209,6 +215,7 @@ def list_gradients(local: LocalGraph, program: LogicalProgram, storage: StateSto
             name=described.name,
             layout=layout,
             pieces=storage.find_gradient_layout(program, described.name, logical.meta["val"]),
+            is_scattered=storage.axis in node.meta.get("summed_along", ()) and described.name in storage.gradients,
         )
         for (node, described), (logical, _), layout in zip(
             local.outputs, program.outputs, find_gradient_layouts(program, storage), strict=True
@@ -249,11 +256,8 @@ def make_bucket(
 ) -> GradientBucket | ScatteredBucket:
     """Return the bucket of a group of gradients, which is the one with this number in its program."""
     first, memory = group[0], storage.memory
-    layouts = [gradient.pieces for gradient in group if gradient.pieces is not None]
-    if layouts:
-        axis = storage.axis
-        assert axis is not None, "gradients are divided along no axis"
-        assert axis in first.axes, "a gradient is divided along an axis that does not sum it"
+    axis, layouts = storage.axis, [gradient.pieces for gradient in group if gradient.pieces is not None]
+    if first.is_scattered and axis is not None:
         pieces = PieceGroup(tuple(layouts), axis.size)
         flat = memory.get(number, pieces.chunk_size, first.value)
         return ScatteredBucket(first.axes, axis, pieces, flat, memory.staging)
@@ -327,16 +331,16 @@ def try_write_in_place(graph: fx.Graph, node: fx.Node, bucket: GradientBucket, i
 
 def group_into_buckets(gradients: Sequence[GradientOutput]) -> list[list[GradientOutput]]:
     """Group gradients, in the order of computation, by dtype, axes and limited size."""
-    scattered = limit_group([gradient.bytes for gradient in gradients if gradient.pieces is not None])
+    scattered = limit_group([gradient.bytes for gradient in gradients if gradient.is_scattered])
 
     def limit(gradient: GradientOutput, groups: int) -> int:
-        if gradient.pieces is not None:
+        if gradient.is_scattered:
             return scattered
         return FIRST_BUCKET_BYTES if groups == 1 else BUCKET_BYTES
 
     return group_in_order(
         gradients,
-        kind=lambda gradient: (gradient.value.dtype, gradient.axes, gradient.pieces is not None),
+        kind=lambda gradient: (gradient.value.dtype, gradient.axes, gradient.is_scattered),
         size=lambda gradient: gradient.bytes,
         limit=limit,
     )

@@ -11,6 +11,7 @@ This is what FSDP does for modules that a script names (Zhao et al., VLDB 2023),
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import prod
 from operator import getitem
 from typing import Any
 
@@ -22,7 +23,7 @@ from rankless.collectives.mesh_collectives import start_all_gather
 from rankless.compiler.ir.logical_program import LogicalProgram, LogicalValue, is_fresh
 from rankless.compiler.lowering.lower import LocalGraph
 from rankless.compiler.scheduling.shared_parameters import copy_shared_results
-from rankless.compiler.scheduling.stored_states import StateStorage, limit_group, make_layout
+from rankless.compiler.scheduling.stored_states import StateStorage, limit_group
 from rankless.compiler.sharding.redistribute import CollectiveRecord
 from rankless.ownership.host_memory import copy_to_device
 from rankless.ownership.piece_layout import PieceGroup, PieceLayout, group_in_order
@@ -93,7 +94,7 @@ def gather_parameters(local: LocalGraph, program: LogicalProgram, storage: State
     """
     shapes = {described.name: node.meta["val"] for node, described in program.inputs.items()}
     layouts = {
-        node: make_layout(shapes[described.name], storage.values[described.name])
+        node: storage.make_layout(described.name, shapes[described.name], storage.values[described.name])
         for node, described in local.inputs
         if described.kind in ("parameter", "buffer") and described.name in storage.values
     }
@@ -200,7 +201,8 @@ def add_gathers(
         gather = GatherOfParameters(axis, pieces, values[group[0].parameter].device)
         with graph.inserting_before(first if number == 0 else before_first[number - 1]):
             started = graph.call_function(gather.start, tuple(item.parameter for item in group))
-        started.meta["collective"] = describe_gather(group, values, axis)
+        size = sum(prod(layout.shape) for layout in pieces.layouts) * values[group[0].parameter].element_size()
+        started.meta["collective"] = describe_gather(group, size, axis)
         with graph.inserting_before(before_first[number]):
             finished = graph.call_function(gather.finish, (started,))
             wholes = [graph.call_function(getitem, (finished, index)) for index in range(len(group))]
@@ -231,11 +233,8 @@ def use_whole(graph: fx.Graph, item: GatheredValue, whole: fx.Node) -> None:
         use.user.replace_input_with(use.value, made[use.value])
 
 
-def describe_gather(
-    group: Sequence[GatheredValue], values: dict[fx.Node, LogicalValue], axis: MeshAxis
-) -> CollectiveRecord:
-    """Return the record of a group's gather."""
-    size = sum(count_bytes(values[item.parameter]) for item in group)
+def describe_gather(group: Sequence[GatheredValue], size: int, axis: MeshAxis) -> CollectiveRecord:
+    """Return the record of a group's gather, of so many bytes."""
     user: dict[str, Any] = group[0].uses[0].user.meta
     return CollectiveRecord(
         kind="all_gather",

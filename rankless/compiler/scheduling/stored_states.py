@@ -18,8 +18,8 @@ GROUPS = 24
 class StateStorage:
     """The placements of states between calls, by name. States without one are whole.
 
-    Programs use whole values of those in `values`, along one axis. Passes after lowering gather those that workers do
-    not share, and scatter gradients. Programs use those in `shardings` as they are stored.
+    Programs use those in `shardings` as they are stored. Of those in `values` they use what the workers along one axis
+    have together: passes after lowering gather those that workers do not share, and scatter gradients.
     """
 
     axis: MeshAxis | None = None
@@ -31,6 +31,8 @@ class StateStorage:
     """The shardings of states whose pieces a program uses, and whose gradients it returns in pieces."""
     ranks: tuple[int, ...] = ()
     """This worker's rank along each axis of these shardings."""
+    owned: Mapping[str, Shard] = field(default_factory=dict)
+    """The states that only the worker of their stage has, with their gradients, as the axis `pipeline` divides them."""
     memory: GradientMemory = field(default_factory=GradientMemory)
     """The memory of gradients, which the programs of a job share."""
 
@@ -45,11 +47,36 @@ class StateStorage:
             name: The parameter's name.
             parameter: The whole parameter.
         """
-        sharding = self.shardings.get(name)
-        if sharding is None:
+        if name not in self.shardings:
             return find_gradient_layout(parameter)
-        shape = compute_local_shape(parameter.shape, sharding, self.ranks)
-        return GradientLayout(tuple(shape), make_dense_strides(shape, order_dims(parameter.strides)))
+        shape = self.get_own_shape(name, parameter)
+        return GradientLayout(shape, make_dense_strides(shape, order_dims(parameter.strides)))
+
+    def get_own_shape(self, name: str, value: LogicalValue) -> tuple[int, ...]:
+        """Return the shape of what a program uses of a state, or computes of its gradient."""
+        sharding = self.shardings.get(name)
+        return tuple(value.shape if sharding is None else compute_local_shape(value.shape, sharding, self.ranks))
+
+    def get_piece_shape(self, name: str, value: LogicalValue, stage_worker: int) -> tuple[int, ...]:
+        """Return the shape of what a worker holds of a gradient.
+
+        Args:
+            name: The parameter's name.
+            value: The gradient.
+            stage_worker: The worker's rank along the axis `pipeline`.
+        """
+        shape = list(self.get_own_shape(name, value))
+        owned, placement = self.owned.get(name), self.gradients.get(name)
+        if owned is not None:
+            shape[owned.dim] = owned.lengths[stage_worker]
+        if placement is not None and self.axis is not None:
+            shape[placement.dim] = placement.lengths[self.axis.rank]
+        return tuple(shape)
+
+    def make_layout(self, name: str, value: LogicalValue, placement: Shard) -> PieceLayout:
+        """Return how what a program uses of a dense state is divided between the workers along the axis."""
+        shape = tuple(map(int, self.get_own_shape(name, value)))
+        return PieceLayout(shape, order_dims(value.strides), placement)
 
     def find_gradient_layout(self, program: LogicalProgram, name: str, value: LogicalValue) -> PieceLayout | None:
         """Return how the gradient of a parameter is divided; None for a whole one.
@@ -63,7 +90,7 @@ class StateStorage:
         if placement is None:
             return None
         parameters = {described.name: node.meta["val"] for node, described in program.inputs.items()}
-        return make_layout(parameters.get(name, value), placement)
+        return self.make_layout(name, parameters.get(name, value), placement)
 
 
 def limit_group(sizes: Sequence[int]) -> int:
@@ -76,8 +103,3 @@ def limit_group(sizes: Sequence[int]) -> int:
         sizes: The bytes of all of them.
     """
     return min(LARGE_GROUP_BYTES, max(SMALL_GROUP_BYTES, *sizes, sum(sizes) // GROUPS))
-
-
-def make_layout(value: LogicalValue, placement: Shard) -> PieceLayout:
-    """Return the layout of a dense logical value that is divided."""
-    return PieceLayout(tuple(map(int, value.shape)), order_dims(value.strides), placement)

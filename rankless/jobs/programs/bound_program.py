@@ -57,7 +57,7 @@ class InputSources:
         grouped = [place for kind in kinds for place, slot in enumerate(slots) if isinstance(slot, kind)]
         self._order = sorted(range(len(slots)), key=grouped.__getitem__)
         states = enumerate(self.states.read())
-        self._divided = [place for place, state in states if owner.find_value_placement(state) is not None]
+        self._divided = [place for place, state in states if owner.find_value_placements(state)]
 
     def collect(self, arguments: Sequence[Tensor]) -> list[Tensor]:
         """Return the inputs without autograd history.
@@ -106,7 +106,7 @@ class OutputTargets:
         for place, target, renews_memory in self._updates:
             (tensor,) = target.read()
             changed.append(tensor)
-            if renews_memory and self._owner.find_value_placement(tensor) is None:
+            if renews_memory and not self._owner.find_value_placements(tensor):
                 tensor.data = outputs[place].clone()
             else:
                 self._owner.set_value(tensor, outputs[place])

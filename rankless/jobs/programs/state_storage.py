@@ -1,5 +1,7 @@
 """Tell the compiler how the states of a job's program are stored."""
 
+from collections.abc import Mapping
+
 from torch import Tensor
 
 from rankless.compiler.ir.logical_program import LogicalProgram
@@ -9,8 +11,11 @@ from rankless.compiler.sharding.redistribution_steps import replace_placement
 from rankless.context.world import World
 from rankless.jobs.definition import JobDefinition
 from rankless.jobs.programs.bound_program import find_slot
-from rankless.parallel.mesh import find_axis, find_state_axis
+from rankless.parallel.mesh import Mesh, MeshAxis, find_axis
 from rankless.parallel.tensor_placement import BlockedShard, Replicate, Shard, Sharding
+
+Placements = Mapping[str, Shard | BlockedShard]
+"""How a state is divided, by axis."""
 
 
 def find_storage(job: JobDefinition, program: LogicalProgram, world: World, memory: GradientMemory) -> StateStorage:
@@ -23,38 +28,50 @@ def find_storage(job: JobDefinition, program: LogicalProgram, world: World, memo
         memory: The memory of the job's gradients.
     """
     owner, mesh = world.owner, world.mesh
-    divided_along = find_state_axis(mesh)
-    values: dict[str, Shard | BlockedShard] = {}
+    values: dict[str, Placements] = {}
     shared: dict[str, int] = {}
-    gradients: dict[str, Shard | BlockedShard] = {}
+    gradients: dict[str, Placements] = {}
     for described in program.inputs.values():
         if described.kind in ("parameter", "buffer") and described.constant is None:
             tensor = read_slot(job, described.name)
-            placement, number = owner.find_value_placement(tensor), owner.find_shared_memory(tensor)
-            if placement is not None:
-                values[described.name] = placement
+            values[described.name] = owner.find_value_placements(tensor)
+            number = owner.find_shared_memory(tensor)
             if number is not None:
                 shared[described.name] = number
     for _, output in program.outputs:
         if output.kind == "gradient":
-            placement = owner.find_gradient_placement(read_slot(job, output.name))
-            if placement is not None:
-                gradients[output.name] = placement
-    if divided_along is not None and divided_along.role == "tensor":
-        number = mesh.axes.index(divided_along)
-        whole: Sharding = (Replicate(),) * len(mesh.axes)
-        # A tied parameter may be an input under one name and have its gradient under another.
-        shardings = {
-            name: replace_placement(whole, number, placement) for name, placement in (values | gradients).items()
-        }
-        return StateStorage(shardings=shardings, ranks=tuple(axis.rank for axis in mesh.axes), memory=memory)
+            gradients[output.name] = owner.find_gradient_placements(read_slot(job, output.name))
+    data, tensor_axis, pipeline = (find_axis(mesh, role) for role in ("data", "tensor", "pipeline"))
+    # A tied parameter may be an input under one name and have its gradient under another.
+    both = values | gradients
     return StateStorage(
-        axis=find_axis(mesh, "data"),
-        values={name: item for name, item in values.items() if isinstance(item, Shard)},
+        axis=data,
+        values=select_shards(values, data),
         shared=shared,
-        gradients={name: item for name, item in gradients.items() if isinstance(item, Shard)},
+        gradients=select_shards(gradients, data),
+        shardings=make_shardings(both, mesh, tensor_axis),
+        ranks=tuple(axis.rank for axis in mesh.axes),
+        owned=select_shards(both, pipeline),
         memory=memory,
     )
+
+
+def select_shards(placements: Mapping[str, Placements], axis: MeshAxis | None) -> dict[str, Shard]:
+    """Return how an axis divides states, by name."""
+    found = {name: None if axis is None else known.get(axis.name) for name, known in placements.items()}
+    return {name: placement for name, placement in found.items() if isinstance(placement, Shard)}
+
+
+def make_shardings(placements: Mapping[str, Placements], mesh: Mesh, axis: MeshAxis | None) -> dict[str, Sharding]:
+    """Return the shardings along all axes of the states that one axis divides, by name."""
+    if axis is None:
+        return {}
+    number, whole = mesh.axes.index(axis), (Replicate(),) * len(mesh.axes)
+    return {
+        name: replace_placement(whole, number, known[axis.name])
+        for name, known in placements.items()
+        if axis.name in known
+    }
 
 
 def read_slot(job: JobDefinition, name: str) -> Tensor:

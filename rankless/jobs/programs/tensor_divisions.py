@@ -39,7 +39,7 @@ def find_tensor_divisions(
     requests = {} if plan.tensor == "auto" else read_requests(plan.tensor, tensors, job, axis)
     known: dict[str, Shard | BlockedShard] = {}
     for name, item in tensors.items():
-        placement = world.owner.find_value_placement(item)
+        placement = world.owner.find_value_placements(item).get(axis.name)
         if placement is not None:
             known[name] = placement
             requests[name] = DimRequest(dim=placement.dim)

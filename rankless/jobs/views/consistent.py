@@ -120,7 +120,7 @@ class ConsistentView:
         if self.division.tensor is not None:
             divisions = find_tensor_divisions(program, self._job, self._world, self.division.tensor)
             self.division.take_divisions(divisions)
-        else:
+        if self.division.pipeline is not None:
             self.division.take_stages(self._programs.pipelines.find_stages(program).owners)
 
     def _run_program(self, bound: BoundProgram, call: CacheLookup, *, inspected: bool) -> Sequence[Tensor]:

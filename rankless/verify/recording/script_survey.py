@@ -39,7 +39,7 @@ def list_gradients(job: JobDefinition, owner: StateOwner, plan: JobPlan | None) 
     If workers have pieces of gradients, a script finds none in `.grad`. Then each parameter that an optimizer steps
     stands for its gradient if a worker has this whole.
     """
-    hides = plan is not None and any(state.gradient is not None for state in plan.states.values())
+    hides = plan is not None and any(state.gradient for state in plan.states.values())
     stepped = set(map(id, job.optimized_parameters())) if hides else set()
     parameters = job.parameters()
     return [
