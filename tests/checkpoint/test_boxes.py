@@ -12,7 +12,7 @@ from checkpoint.saved_objects import SOLO, Holder, save
 from support.processes import on_mesh
 from support.two_axes import make_two_axes
 
-from rankless.checkpoint import Saver, SaveOptions, load, tensor_file_writer
+from rankless.checkpoint import SaveOptions, Saver, load, tensor_file_writer
 from rankless.checkpoint.file_io import read_manifest, write_manifest
 from rankless.checkpoint.manifest import RowRange
 from rankless.errors import CheckpointError

@@ -87,8 +87,10 @@ def make_gradients(owner, tensors):
     """Return the gradients of a program: this worker's pieces, or whole ones."""
     gradients = []
     for tensor in tensors.values():
-        placement = owner.find_gradient_placement(tensor)
-        shape = tensor.shape if placement is None else PieceLayout.of(tensor, placement).piece_shape(0)
+        placements = owner.find_gradient_placements(tensor).values()
+        shape = tensor.shape
+        for placement in placements:
+            shape = PieceLayout.of(tensor, placement).piece_shape(0)
         gradients.append(torch.empty(shape, device=DEVICE))
     return gradients
 

@@ -15,7 +15,7 @@ from rankless.compiler.probing.operator_probe import OperatorProbe
 from rankless.compiler.scheduling.stored_states import StateStorage
 from rankless.compiler.sharding.sharding_propagation import propagate_shardings
 from rankless.parallel.mesh import Mesh
-from rankless.parallel.tensor_placement import Placement, Replicate, Sharding
+from rankless.parallel.tensor_placement import Replicate, Shard, Sharding
 
 
 def build_pipeline_program(
@@ -39,20 +39,13 @@ def build_pipeline_program(
     """
     storage = storage or StateStorage()
     inner = add_microbatch_axis(mesh, 0, options.microbatches)
-    number = find_time_number(inner.axes)
-    kept = [place for place, axis in enumerate(mesh.axes) if axis.role != "pipeline"]
     # One microbatch is the whole batch. Rules may join values along an axis of size one at no cost.
     is_divided = options.microbatches > 1
-
-    def add_time(sharding: Sharding, placement: Placement | None) -> Sharding:
-        others = [sharding[place] for place in kept]
-        return (*others[:number], placement or Replicate(), *others[number:])
-
     shardings = [
-        add_time(sharding, lengths if is_divided else None)
+        add_time(sharding, lengths if is_divided else None, mesh, inner)
         for sharding, lengths in zip(argument_shardings, options.batch_lengths, strict=True)
     ]
-    states = {name: add_time(sharding, None) for name, sharding in storage.shardings.items()}
+    states = {name: add_time(sharding, None, mesh, inner) for name, sharding in storage.shardings.items()}
     with offer_whole_batch():
         sharded = propagate_shardings(program, shardings, [axis.size for axis in inner.axes], probe, states)
         graphs = lower_microbatches(sharded, mesh, options.microbatches, options.stages)
@@ -74,3 +67,17 @@ def build_pipeline_program(
         recomputed=graphs[0].recomputed,
         pipeline=describe_pipeline(partition, options),
     )
+
+
+def add_time(sharding: Sharding, lengths: Shard | None, mesh: Mesh, inner: Mesh) -> Sharding:
+    """Return a sharding along the axes of one microbatch.
+
+    Args:
+        sharding: The sharding along all axes of the mesh.
+        lengths: How microbatches divide the value; None if each has all of it.
+        mesh: The workers.
+        inner: The mesh of one microbatch.
+    """
+    others = [placement for axis, placement in zip(mesh.axes, sharding, strict=True) if axis.role != "pipeline"]
+    number = find_time_number(inner.axes)
+    return (*others[:number], Replicate() if lengths is None else lengths, *others[number:])
