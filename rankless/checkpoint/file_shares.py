@@ -95,7 +95,7 @@ def share_by_owner(tensors: Mapping[str, Tensor], own: OwnPieces, sizes: Sequenc
 
 
 def split_piece(name: str, partitions: Sequence[Partition]) -> Iterator[tuple[TensorPiece, Tensor]]:
-    """Yield the boxes of a tensor's elements that this rank has, and their elements; nothing for no elements.
+    """Yield the boxes of a tensor's elements that this rank has, and their elements; nothing for no rows.
 
     Args:
         name: The tensor's name.
@@ -115,8 +115,7 @@ def split_piece(name: str, partitions: Sequence[Partition]) -> Iterator[tuple[Te
             part = part.narrow(dim, before, stop - start)
         first, *others = [RowRange(dim, *rows) for dim, rows in zip(dims, chosen, strict=True)]
         piece = TensorPiece(name, shape, first.dim, first.start, first.stop, tuple(others))
-        if part.numel():
-            yield piece, part
+        yield piece, part
 
 
 def assign_tensors(tensors: Mapping[str, Tensor], loads: list[int]) -> list[list[str]]:

@@ -129,6 +129,7 @@ class JobDefinition:
             line=self.line,
             draws_by_counter=self.draws_by_counter,
             recompute=self.recomputed_fraction,
+            sequence_parallel=self.plan is not None and self.plan.sequence_parallel,
         )
 
     @property

@@ -63,6 +63,7 @@ class PlannedDivision:
             states=made.states if self._given is None else self._given.states,
             arguments=self._arguments,
             recompute=job.recomputed_fraction,
+            sequence_parallel=self._settings.sequence_parallel,
             pipeline=None
             if self.pipeline is None
             else PipelinePlan(
@@ -218,7 +219,9 @@ def apply_plan(job: JobDefinition, world: World) -> JobDefinition:
         return job
     planned = find_job_plan(job, world.plan.jobs)
     pipeline = planned.pipeline
-    plan = None if pipeline is None else Plan(schedule=pipeline.schedule, microbatches=pipeline.microbatches)
+    plan = Plan(sequence_parallel=planned.sequence_parallel)
+    if pipeline is not None:
+        plan = replace(plan, schedule=pipeline.schedule, microbatches=pipeline.microbatches)
     return replace(job, recompute=planned.recompute or None, plan=plan)
 
 

@@ -33,6 +33,9 @@ class Plan:
             as the bias of a layer and the input features of the next one do; all others are whole. Default: "auto",
             which divides attention by heads, MLPs by hidden features, convolutions by channels, embeddings and heads by
             words, as the program of the job allows.
+        sequence_parallel: Whether the axis `tensor` also divides the activations between its layers, as Megatron's
+            sequence parallelism does: residual sums, norms and dropout are computed on a part of the positions each.
+            As many bytes are sent, and less memory is needed. Default: False.
 
     Raises:
         ConfigError: A value is invalid.
@@ -46,6 +49,7 @@ class Plan:
     microbatches: int | None = None
     stages: tuple[str, ...] | None = None
     tensor: Literal["auto"] | Mapping[str, Placement] = "auto"
+    sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
         if self.schedule not in get_args(PipelineSchedule):
@@ -71,6 +75,12 @@ class Plan:
             )
         if self.tensor != "auto":
             require_placements(self.tensor)
+        if not isinstance(self.sequence_parallel, bool):
+            raise ConfigError(
+                expected="sequence_parallel= as True or False",
+                found=f"sequence_parallel={self.sequence_parallel!r}",
+                fix="use one of them",
+            )
         if stages is not None:
             object.__setattr__(self, "stages", tuple(stages))
 

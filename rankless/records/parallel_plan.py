@@ -74,6 +74,8 @@ class JobPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Its parameters and buffers by name, such as "model.head.weight"; tied ones under their first name."""
     recompute: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
     """How much of what the model's blocks compute is computed again for gradients, from 0 to 1."""
+    sequence_parallel: bool = False
+    """Whether the axis `tensor` divides activations between layers too."""
     pipeline: PipelinePlan | None = None
     """Its stages, on a mesh with the axis `pipeline`."""
 

@@ -1,5 +1,6 @@
 """Parameters divided along an axis: every model is the same training, and sends what an expert's program sends."""
 
+import math
 from collections import Counter
 
 import pytest
@@ -28,6 +29,14 @@ def test_a_model_is_the_same_training_and_most_of_it_is_divided(name, mesh):
     function, modules, arguments = CASES[name]()
     _, states = check_tensor_axis(function, modules, arguments, mesh)
     assert count_parameters(modules["model"], states) > (0.6 if name in ("gated", "phi3") else 0.85)
+
+
+@pytest.mark.ci_sample(12)
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_a_model_with_divided_activations_is_the_same_training(name, mesh):
+    function, modules, arguments = CASES[name]()
+    check_tensor_axis(function, modules, arguments, mesh, sequence_parallel=True)
 
 
 @pytest.mark.parametrize("form", ["split", "three", "heads"])
@@ -189,3 +198,21 @@ def test_values_can_be_computed_again(recompute):
     function, modules, arguments = make_decoder("split", dropout=0.1)
     outcome, _ = check_tensor_axis(function, modules, arguments, (2,), recompute=recompute)
     assert outcome.local.recomputed > 0
+
+
+@pytest.mark.parametrize("form", ["split", "three", "heads"])
+@pytest.mark.parametrize("mesh", [(2,), (4,), (2, 2)])
+def test_sequence_parallelism_sends_what_megatron_sends(form, mesh):
+    function, modules, arguments = make_decoder(form)
+    outcome, _ = check_tensor_axis(function, modules, arguments, mesh, sequence_parallel=True)
+    size = ACTIVATION // math.prod(mesh[:-1])
+    large = [item for item in outcome.local.collectives if item.bytes >= size]
+    # After the embedding and twice per layer it scatters, and gathers twice per layer and before the head. The backward
+    # pass does the reverse, and gathers the inputs of five weights again.
+    assert Counter((item.kind, item.backward) for item in large) == {
+        ("reduce_scatter", False): 5,
+        ("all_gather", False): 5,
+        ("reduce_scatter", True): 5,
+        ("all_gather", True): 5 + 5,
+    }
+    assert all(item.bytes == size for item in large)

@@ -72,6 +72,8 @@ class JobSource:
     """Whether its random operators draw by counter; see `rankless.compiler.ir.counter_distributions`."""
     recompute: float = 0.0
     """How much of what the model's blocks compute is computed again for gradients, from 0 to 1."""
+    sequence_parallel: bool = False
+    """Whether the axis `tensor` divides activations between layers too."""
 
 
 @dataclass(frozen=True)
@@ -257,7 +259,7 @@ def capture(
                 program = name_checks(program, reads.values)
             program = clean_up(program, source.modules)
             require_own_data(program, tensors)
-            program = replace(program, recompute=source.recompute)
+            program = replace(program, recompute=source.recompute, sequence_parallel=source.sequence_parallel)
             if source.draws_by_counter:
                 mark_counter_draws(program.graph)
     assert job.result_spec is not None

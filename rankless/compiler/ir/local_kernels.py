@@ -20,8 +20,15 @@ ADVANCE_CHUNK = 2**15
 
 
 def slice_dim(value: Tensor, dim: int, start: int, length: int) -> Tensor:
-    """Return rows `start` to `start + length` of a dim, as a view."""
-    return value.narrow(dim, start, length)
+    """Return rows `start` to `start + length` of a dim: a view if they lie together in memory, else a copy.
+
+    Some kernels of PyTorch ignore the strides of values that they have computed themselves, such as the means and
+    deviations of a norm, which always lie together then.
+    """
+    part = value.narrow(dim, start, length)
+    strides = [stride for stride, size in zip(value.stride(), value.shape, strict=True) if size > 1]
+    is_together = not strides or min(strides) == 0 or value.stride(dim) == max(strides)
+    return part if is_together else part.clone()
 
 
 def keep_on_rank_zero(value: Tensor, rank: int) -> Tensor:

@@ -94,6 +94,8 @@ class LogicalProgram:
     outputs: tuple[tuple[fx.Node, ProgramOutput], ...]
     recompute: float = 0.0
     """How much of what the model's blocks compute is computed again for gradients, from 0 to 1, besides checkpoints."""
+    sequence_parallel: bool = False
+    """Whether the axis `tensor` divides activations between layers too; see `tensor_parallel.sequence_parallelism`."""
 
     def text(self) -> str:
         """Return the program as lines of text, equal on all ranks that captured the same program."""
@@ -113,6 +115,7 @@ class LogicalProgram:
                     description += f" from generator {self.generators.index(node.meta['generator'])} of the script"
             lines.append(f"{node.name} = {description} : {format_value(node)}  # {node.meta.get('line', '')}")
         lines += [f"recompute {self.recompute}"] * bool(self.recompute)
+        lines += ["sequence parallel"] * self.sequence_parallel
         lines += [f"-> {node.name} : {output.kind} {output.name}" for node, output in self.outputs]
         return "\n".join(lines)
 

@@ -25,6 +25,7 @@ from rankless.compiler.lowering.call_arguments import replace_arguments
 from rankless.compiler.lowering.gradient_placement import place_gradient
 from rankless.compiler.lowering.recomputation import recompute
 from rankless.compiler.lowering.recomputed_regions import choose_regions
+from rankless.compiler.lowering.repeated_gathers import gather_again
 from rankless.compiler.lowering.sums_in_place import add_in_place
 from rankless.compiler.lowering.value_check import ValueCheck
 from rankless.compiler.rules.random import CounterDraw, lower_counter_draw
@@ -240,9 +241,7 @@ class LoweringPass:
             target = self.whole
             if described.kind == "gradient":
                 stored = self.sharded.find_state_sharding(described.name)
-                target = tuple(
-                    place_gradient(item, kept) for item, kept in zip(self.sharded.sharding(node), stored, strict=True)
-                )
+                target = tuple(map(place_gradient, self.sharded.sharding(node), stored))
             local = self.redistribute(node, target, name, purpose="output")
             summed = tuple(axis for axis, item in zip(self.axes, target, strict=True) if isinstance(item, Partial))
             if summed and local not in pending_gradients:
@@ -394,6 +393,7 @@ def lower(sharded: ShardedProgram, mesh: Mesh) -> LocalGraph:
     """Return the program of the rank of `mesh`."""
     lowering = LoweringPass(sharded, mesh)
     local = lowering.lower_graph()
+    gather_again(local.graph, sharded, mesh)
     recompute(local.graph, choose_regions(local.graph, sharded.logical.recompute, lowering.count_local_bytes))
     add_in_place(local.graph)
     return local

@@ -17,6 +17,7 @@ from rankless.compiler.ir import vocabulary_kernels
 from rankless.compiler.lowering.lower import LocalGraph, LoweringPass
 from rankless.compiler.lowering.recomputation import Recomputation, Region, recompute
 from rankless.compiler.lowering.recomputed_regions import choose_regions
+from rankless.compiler.lowering.repeated_gathers import gather_again
 from rankless.compiler.pipeline.stages import Stages
 from rankless.compiler.rules.half_precision import ACCUMULATED_IN
 from rankless.compiler.rules.losses import find_class_range, finish_losses, lower_loss_terms
@@ -144,6 +145,7 @@ def lower_microbatches(sharded: ShardedProgram, mesh: Mesh, count: int, stages: 
     for number in range(count):
         lowering = MicrobatchLowering(sharded, add_microbatch_axis(mesh, number, count))
         local = lowering.lower_graph()
+        gather_again(local.graph, sharded, mesh)
         if not graphs:  # the first microbatch decides for all: they may differ in size
             chosen = choose_regions(local.graph, sharded.logical.recompute, lowering.count_local_bytes)
             repeated = {node.name: region for node, region in chosen.regions.items()}

@@ -120,7 +120,7 @@ class ProgramPartition:
             self.stages[name] = self.stages[inputs[0]]
         is_forward = source in self._forward and "repeats" not in node.meta
         self.phases[name] = "forward" if is_forward else "backward"
-        if node.meta["moves"] and followed:
+        if node.meta["moves"] and followed and "repeats" not in node.meta:
             self.stages[name], self.phases[name] = self.stages[followed[0]], self.phases[followed[0]]
         if node in self._early:
             self.phases[name] = "prepare"

@@ -12,7 +12,7 @@ them. A strategy that does not combine is left out, and the inner axis may compu
 do not depend on the lengths that one worker has, so all workers make the same ones.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from operator import getitem
@@ -26,6 +26,7 @@ from rankless.compiler.probing.operator_probe import OperatorProbe
 from rankless.compiler.rules.strategy import OperatorCall, Strategy, make_call, make_replicated_strategy
 from rankless.compiler.rules.table import REFUSED_OPERATORS, find_rule
 from rankless.compiler.sharding.redistribute import estimate_cost
+from rankless.compiler.sharding.sequence_parallelism import find_divided_weights, find_rows
 from rankless.compiler.tracing.symbolic_sizes import size_hint
 from rankless.errors import CaptureError
 from rankless.parallel.tensor_placement import (
@@ -87,6 +88,14 @@ class ShardedProgram:
     def find_state_sharding(self, name: str) -> Sharding:
         """Return the sharding of a parameter or buffer."""
         return self.state_shardings.get(name, (Replicate(),) * len(self.axes))
+
+    def list_state_axes(self) -> list[int]:
+        """Return the axes that divide parameters and buffers, by number."""
+        return [
+            number
+            for number in range(len(self.axes))
+            if any(not isinstance(sharding[number], Replicate) for sharding in self.state_shardings.values())
+        ]
 
     def strategies(self, node: fx.Node) -> tuple[Strategy, ...]:
         """Return the strategies of an operator."""
@@ -160,6 +169,9 @@ def propagate_along_axis(
     nodes_without_rule: list[fx.Node] = []
     probed_nodes: list[fx.Node] = []
     wanted = find_wanted_placements(program, given)
+    weights = find_divided_weights(program, given) if program.sequence_parallel else frozenset()
+    # What operators take: the rows of a sum in place of its terms, in sequence parallelism.
+    taken: dict[fx.Node, Placement] = {}
     for node in program.graph.nodes:
         if node.op == "output":
             continue
@@ -170,8 +182,8 @@ def propagate_along_axis(
             placement = strategies[source].outputs[index]
         else:
             refuse_unshardable(node)
-            call = make_call(node, placements, ranks, wanted.get(node))
-            strategy, has_rule = choose_strategy(call, available, probe, outer)
+            call = make_call(node, taken, ranks, wanted.get(node))
+            strategy, has_rule = choose_strategy(call, available, probe, outer, weights)
             strategies[node] = strategy
             if not has_rule:
                 is_split = any(isinstance(item, Shard) for item in strategy.inputs)
@@ -180,8 +192,10 @@ def propagate_along_axis(
                 if required not in available[value]:
                     available[value].append(required)
             placement = strategy.outputs[0]
+        rows = find_rows(node, placement, ranks, [axis.placements[node] for axis in outer]) if weights else None
         placements[node] = placement
-        available[node] = [placement]
+        taken[node] = placement if rows is None else rows
+        available[node] = [placement] if rows is None else [placement, rows]
     return AxisSharding(
         ranks=ranks,
         placements=placements,
@@ -230,10 +244,11 @@ def choose_strategy(
     available: Mapping[fx.Node, list[Placement]],
     probe: OperatorProbe | None,
     outer: Sequence[AxisSharding] = (),
+    weights: Collection[fx.Node] = (),
 ) -> tuple[Strategy, bool]:
     """Return the strategy that sends the fewest bytes, and whether a rule covers the operator.
 
-    It combines with those along the axes in `outer`.
+    It combines with those along the axes in `outer`. It gathers one of `weights` only if none else is possible.
     """
     rule = find_rule(call.operator)
     replicated_strategy = make_replicated_strategy(call)
@@ -244,7 +259,15 @@ def choose_strategy(
     if rule is None:
         rule = no_strategies if probe is None else probe.strategies
     strategies = [strategy for strategy in rule(call) if combines(strategy, call, outer)]
-    return find_cheapest([*strategies, replicated_strategy], call, available), has_rule
+    strategies.append(replicated_strategy)
+    kept = [strategy for strategy in strategies if not gathers_weights(strategy, call, weights)]
+    return find_cheapest(kept or strategies, call, available), has_rule
+
+
+def gathers_weights(strategy: Strategy, call: OperatorCall, weights: Collection[fx.Node]) -> bool:
+    """Return whether a strategy needs the whole of a divided parameter."""
+    pairs = zip(call.inputs, strategy.inputs, strict=True)
+    return any(value in weights and isinstance(required, Replicate) for value, required in pairs)
 
 
 def combines(strategy: Strategy, call: OperatorCall, outer: Sequence[AxisSharding]) -> bool:
@@ -300,12 +323,12 @@ def no_strategies(_call: OperatorCall) -> Iterator[Strategy]:
 def find_cheapest(
     strategies: Sequence[Strategy], call: OperatorCall, available: Mapping[fx.Node, list[Placement]]
 ) -> Strategy:
-    """Return the strategy that sends the fewest bytes; the last one is the replicated one."""
-    replicated_strategy = strategies[-1]
+    """Return the strategy that sends the fewest bytes."""
+    replicated_strategy = make_replicated_strategy(call)
     best, best_cost = None, inf
     for strategy in strategies:
         sent_bytes = estimate_input_cost(strategy, call, available)
-        if sent_bytes > 0 and strategy is not replicated_strategy:
+        if sent_bytes > 0 and strategy != replicated_strategy:
             # A partial sum that needs a redistribution first must still be reduced, so count that too. A partial sum
             # without one is what an expert would choose.
             sent_bytes += sum(
