@@ -141,6 +141,8 @@ def require_valid_division(name: str, state: StatePlan, axes: Sequence[PlannedAx
         problem: str | None = "a value or gradient that is divided otherwise than its optimizer state"
     elif len({division.axis for division in divisions}) < len(divisions):
         problem = f"two divisions along the axis {divisions[0].axis!r}"
+    elif "pipeline" in sizes and any(division.axis == "data" for division in value):
+        problem = "a value that the axis data divides, in a pipeline, whose stages gather no parameters"
     else:
         problems = (find_problem(division, state.shape, sizes) for division in divisions)
         problem = next((found for found in problems if found), None)

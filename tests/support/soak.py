@@ -3,9 +3,10 @@
 A soak can be resumed: it does not repeat test files that passed at the same commit. Nor does it repeat those that
 passed at an earlier commit if only other tests have changed since; the page then says so. It writes the commit
 and the raw counts to docs/soak.md. Several files run in parallel, because tests mostly wait for other processes. The
-fault tests, whose times are published, then run alone. The operator database, the longest file, comes last and has all
-cores; it goes on after the operators that an interrupted soak has finished, and docs/scoreboard.md gets its counts.
-docs/soak.md is written before it too, and then says that it is missing.
+longest ones run in parts, so that an interrupted soak loses little. The fault tests, whose times are published, then
+run alone. The operator database, the longest file, comes last and has all cores; it goes on after the operators that an
+interrupted soak has finished, and docs/scoreboard.md gets its counts. docs/soak.md is written before it too, and then
+says that it is missing.
 
 docs/soak.json has the counts of each file as soon as it ends. Committed, it lets another machine go on with the soak.
 """
@@ -20,6 +21,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from xml.etree import ElementTree
@@ -36,9 +38,15 @@ LONGEST = (
     "tests/compiler/test_random_programs.py",
     "tests/verify/test_right_scripts.py",
     "tests/jobs/test_pipeline_matrix.py",
+    "tests/jobs/test_tensor_matrix.py",
+    "tests/jobs/test_hybrid_matrix.py",
     "tests/ownership/test_divided_models.py",
+    "tests/ownership/test_states_on_grids.py",
 )
-"""Files that start first, so that none of them runs alone at the end."""
+"""Files that start first, so that none of them runs alone at the end. They run in parts."""
+PART_TESTS = 16
+"""The tests of a part."""
+ALL_TESTS = ("-m", "exhaustive or not exhaustive")
 PUBLISHED_ROWS = {"FAULTS_JSON": "faults.jsonl", "SCOREBOARD_JSONL": "scoreboard.jsonl"}
 """The environment variables with the files for rows of tests, and how these files end."""
 PUBLISHED = ("tests/launch/test_faults.py", "tests/launch/test_faults_at_start.py")
@@ -56,6 +64,44 @@ HELPER = re.compile(r"tests/(?!support/)\w+/(.*/)?\w+\.py")
 Counts = dict[str, float]
 
 
+@dataclass(frozen=True)
+class Part:
+    """A test file, or some of its tests.
+
+    Attributes:
+        file: The file.
+        number: The number of the part, from 1.
+        count: The number of parts of the file.
+        tests: What pytest is to run.
+    """
+
+    file: str
+    number: int
+    count: int
+    tests: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """What the results call it; see `find_file`."""
+        return self.file if self.count == 1 else f"{self.file} part {self.number} of {self.count}"
+
+
+def find_file(name: str) -> str:
+    """Return the file of a part from its name."""
+    return name.partition(" part ")[0]
+
+
+def list_parts(file: str) -> list[Part]:
+    """Return the parts of a test file."""
+    if file not in LONGEST:
+        return [Part(file, 1, 1, (str(ROOT / file),))]
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *ALL_TESTS, file]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    tests = [line for line in found if "::" in line]
+    groups = [tests[start : start + PART_TESTS] for start in range(0, len(tests), PART_TESTS)]
+    return [Part(file, number, len(groups), tuple(group)) for number, group in enumerate(groups, 1)]
+
+
 def commit() -> str:
     """Return the commit under test. Exit if there are uncommitted changes, because nobody could repeat the result."""
     changed = subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -67,24 +113,24 @@ def commit() -> str:
     return head.stdout.strip()
 
 
-def run(file: Path, published: Mapping[str, Path]) -> Counts:
-    """Run one test file with all markers and return its counts.
+def run(part: Part, published: Mapping[str, Path]) -> Counts:
+    """Run a part of a test file with all markers and return its counts.
 
-    Tests append rows to the files in `published`, by the environment variables that name them. A test file that exceeds
-    the time limit is killed and counts as failed.
+    Tests append rows to the files in `published`, by the environment variables that name them. A part that exceeds the
+    time limit is killed and counts as failed.
     """
     with tempfile.TemporaryDirectory() as folder:
         report, output = Path(folder) / "report.xml", Path(folder) / "output.txt"
-        command = [sys.executable, "-m", "pytest", "-q", "-m", "exhaustive or not exhaustive"]
+        command = [sys.executable, "-m", "pytest", "-q", *ALL_TESTS]
         command += ["--show-capture=stderr", "--disable-warnings", f"--junitxml={report}"]
-        is_database = file == ROOT / DATABASE
+        is_database = part.file == DATABASE
         if is_database:
             command += DATABASE_OPTIONS
         start = time.monotonic()
         environment = {**os.environ, **{name: str(path) for name, path in published.items()}}
         with output.open("w") as text, suppress(subprocess.TimeoutExpired):
             subprocess.run(
-                [*command, str(file)],
+                [*command, *part.tests],
                 cwd=ROOT,
                 env=environment,
                 stdout=text,
@@ -123,7 +169,9 @@ def reuse(tested: str) -> tuple[str, dict[str, Counts]]:
         names = changed.stdout.split()
         if changed.returncode == 0 and all(INDEPENDENT.fullmatch(name) or HELPER.fullmatch(name) for name in names):
             return earlier, {
-                test: counts for test, counts in results.items() if not any(depends(test, name) for name in names)
+                test: counts
+                for test, counts in results.items()
+                if not any(depends(find_file(test), name) for name in names)
             }
     return "", {}
 
@@ -181,11 +229,11 @@ def page(tested: str, results: dict[str, Counts], *, base: str = "", missing: Se
 
 
 def soak(
-    names: Sequence[str], results: dict[str, Counts], state: Path, published: Mapping[str, Path], *, parallel: int
+    parts: Sequence[Part], results: dict[str, Counts], state: Path, published: Mapping[str, Path], *, parallel: int
 ) -> None:
-    """Run these files, `parallel` at a time, and write each result to `state` and docs/soak.json at once."""
+    """Run parts of files, `parallel` at a time, and write each result to `state` and docs/soak.json at once."""
     with ThreadPoolExecutor(parallel) as pool:
-        running = {pool.submit(run, ROOT / name, published): name for name in names}
+        running = {pool.submit(run, part, published): part.name for part in parts}
         for done in as_completed(running):
             results[running[done]] = done.result()
             state.write_text(json.dumps(results, indent=1, sort_keys=True))
@@ -194,7 +242,7 @@ def soak(
 
 
 def write_counts(tested: str, results: dict[str, Counts]) -> None:
-    """Write the counts of each file, a line each, with the commit that they hold for."""
+    """Write the counts of each file or part, a line each, with the commit that they hold for."""
     files = ",\n".join(f" {json.dumps(name)}: {json.dumps(counts)}" for name, counts in sorted(results.items()))
     (ROOT / COUNTS).write_text(f'{{"commit": "{tested}", "files": {{\n{files}\n}}}}\n')
 
@@ -215,16 +263,20 @@ def main() -> None:
         for name, suffix in PUBLISHED_ROWS.items():
             if base and (earlier := STATE / f"{base}-{suffix}").exists():
                 published[name].write_bytes(earlier.read_bytes())
-    names = sorted(str(file.relative_to(ROOT)) for file in (ROOT / "tests").rglob("test_*.py"))
-    left = [name for name in names if name not in results or results[name]["failed"]]
-    ordered = sorted(left, key=lambda name: name not in LONGEST)
-    soak([name for name in ordered if name not in (DATABASE, *PUBLISHED)], results, state, published, parallel=PARALLEL)
-    if any(name in PUBLISHED for name in left):  # repeat all: an interrupted file has left some of its rows
+    files = sorted(str(file.relative_to(ROOT)) for file in (ROOT / "tests").rglob("test_*.py"))
+    parts = [part for file in files for part in list_parts(file)]
+    names = [part.name for part in parts]
+    left = [part for part in parts if part.name not in results or results[part.name]["failed"]]
+    ordered = sorted(left, key=lambda part: part.file not in LONGEST)
+    alone = (DATABASE, *PUBLISHED)
+    soak([part for part in ordered if part.file not in alone], results, state, published, parallel=PARALLEL)
+    if any(part.file in PUBLISHED for part in left):  # repeat all: an interrupted file has left some of its rows
         published["FAULTS_JSON"].unlink(missing_ok=True)
-        soak(PUBLISHED, results, state, published, parallel=1)
+        soak([part for part in parts if part.file in PUBLISHED], results, state, published, parallel=1)
     write_pages(tested, base, names, results, published)
-    if DATABASE in left:
-        soak([DATABASE], results, state, published, parallel=1)
+    database = [part for part in left if part.file == DATABASE]
+    if database:
+        soak(database, results, state, published, parallel=1)
         write_pages(tested, base, names, results, published)
     sys.exit(any(counts["failed"] for counts in results.values()))
 
@@ -233,7 +285,7 @@ def write_pages(
     tested: str, base: str, names: Sequence[str], results: dict[str, Counts], published: Mapping[str, Path]
 ) -> None:
     """Write the page of the soak and those of the published rows that there are."""
-    missing = [name for name in names if name not in results]
+    missing = list(dict.fromkeys(find_file(name) for name in names if name not in results))
     result = page(tested, dict(sorted(results.items())), base=base, missing=missing)
     (ROOT / "docs" / "soak.md").write_text(result)
     for name, write in (("FAULTS_JSON", fault_page.write_page), ("SCOREBOARD_JSONL", scoreboard_page.write_page)):

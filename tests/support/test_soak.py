@@ -84,7 +84,7 @@ def test_a_file_that_hangs_is_killed_and_counts_as_failed(tmp_path: Path, monkey
     monkeypatch.setattr(soak, "FILE_SECONDS", 3.0)
     file = tmp_path / "test_hangs.py"
     file.write_text("import time\n\n\ndef test_it():\n    time.sleep(600)\n")
-    counts = soak.run(file, {"FAULTS_JSON": tmp_path / "faults.jsonl"})
+    counts = soak.run(soak.Part(str(file), 1, 1, (str(file),)), {"FAULTS_JSON": tmp_path / "faults.jsonl"})
     assert (counts["tests"], counts["failed"]) == (1, 1)
     assert counts["seconds"] < 60
 
@@ -94,6 +94,26 @@ def test_the_page_names_the_files_that_have_not_run():
     text = page("abc1234", {"tests/a/test_x.py": one}, missing=["tests/b/test_z.py"])
     assert text.endswith("Not run yet: tests/b/test_z.py.\n")
     assert "Not run yet" not in page("abc1234", {"tests/a/test_x.py": one})
+
+
+def test_long_files_run_in_parts_whose_results_are_kept_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    name = "tests/test_long.py"
+    monkeypatch.setattr(soak, "ROOT", tmp_path)
+    monkeypatch.setattr(soak, "LONGEST", (name,))
+    (tmp_path / "tests").mkdir()
+    numbers = f"range({soak.PART_TESTS + 3})"
+    (tmp_path / name).write_text(
+        f"import pytest\n\n@pytest.mark.parametrize('n', {numbers})\ndef test_it(n):\n    assert n != 2\n"
+    )
+    parts = soak.list_parts(name)
+    assert [part.name for part in parts] == [f"{name} part 1 of 2", f"{name} part 2 of 2"]
+    results: dict[str, soak.Counts] = {}
+    (tmp_path / "docs").mkdir()
+    soak.soak(parts, results, tmp_path / "abc.json", {}, parallel=2)
+    assert [results[part.name]["tests"] for part in parts] == [soak.PART_TESTS, 3]
+    assert [results[part.name]["failed"] for part in parts] == [1, 0]
+    assert {soak.find_file(item) for item in json.loads((tmp_path / "docs/soak.json").read_text())["files"]} == {name}
+    assert f"- {name} part 1 of 2: 1 of {soak.PART_TESTS} failed\n" in page("abc", results)
 
 
 def test_the_longest_files_exist():

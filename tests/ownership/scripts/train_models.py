@@ -12,6 +12,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--model", choices=["lenet", "gpt", "bert", "llama", "towers", "tagger"], required=True)
 parser.add_argument("--zero", choices=["optimizer", "gradients", "parameters"])
 parser.add_argument("--schedule", choices=["gpipe", "1f1b", "interleaved", "zero-bubble"])
+parser.add_argument("--sequence-parallel", action="store_true")
 parser.add_argument("--recompute", type=float)
 parser.add_argument("--random", default="generator")
 parser.add_argument("--optimizer", choices=["sgd", "adamw", "adafactor", "muon"], default="adamw")
@@ -152,6 +153,10 @@ else:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
+settings = {"schedule": options.schedule, "microbatches": 3} if options.schedule else {}
+settings |= {"sequence_parallel": True} if options.sequence_parallel else {}
+
+
 @rankless.job(
     model=model,
     optimizer=optimizer,
@@ -160,7 +165,7 @@ else:
     accumulate=options.accumulate,
     recompute=options.recompute,
     random=options.random,
-    plan=None if options.schedule is None else rankless.Plan(schedule=options.schedule, microbatches=3),
+    plan=rankless.Plan(**settings) if settings else None,
 )
 def train(inputs, labels):
     with torch.autocast("cpu", torch.bfloat16, enabled=options.bfloat16):
