@@ -169,6 +169,27 @@ def tokens_class_first():
     return Script(modules={"model": model}, loss=loss, batch=batch)
 
 
+def scores_of_labels():
+    """The scores of the labels, each row selected by its number."""
+
+    def loss(scores, labels):
+        return -scores.log_softmax(1)[torch.arange(len(labels)), labels].mean()
+
+    return perceptron(loss, labelled)
+
+
+def rows_selected_by_number():
+    """Rows that a value of the batch has anyway, by their numbers, as the masks of transformers do."""
+
+    def loss(scores, labels):
+        numbers = torch.arange(0, len(scores), 1)[:, None].expand(-1, 3)
+        chosen = scores[numbers, torch.arange(3)[None]]
+        weight = torch.ones(len(scores), 2)[torch.arange(len(scores))][:, 0] + chosen.sum(1).tanh()
+        return (F.cross_entropy(scores, labels, reduction="none") * weight).mean()
+
+    return perceptron(loss, labelled)
+
+
 def class_token():
     """One learned token expanded over the batch, as in a vision transformer."""
     layer = nn.TransformerEncoderLayer(5, 1, 8, dropout=0.0, batch_first=True)
@@ -244,6 +265,7 @@ BUILDS = [
     mean_squares, several_means, divergence, binary, loss_per_sample, sum_over_rows, sum_over_their_number,
     rows_over_their_number, times_the_inverse_of_the_number, number_as_a_tensor, ones_counted,
     masked_mean, masked_mean_with_epsilon, weighted_mean, penalty_on_weights, temperature, tokens, tokens_class_first,
+    scores_of_labels, rows_selected_by_number,
     class_token, recurrent, critic, gradient_penalty, convolution,
     valid_targets_and_rows,
 ]  # fmt: skip

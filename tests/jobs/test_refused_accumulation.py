@@ -65,6 +65,20 @@ def places_in_the_batch(model):
     return loss
 
 
+def rows_of_other_samples(model):
+    def loss(x, _):
+        return (model(x)[torch.arange(len(x)).flip(0)] * model(x)).mean()  # the line
+
+    return loss
+
+
+def numbers_of_rows_as_classes(model):
+    def loss(x, _):
+        return F.nll_loss(model(x).log_softmax(1), torch.arange(len(x)) % 4)  # the line
+
+    return loss
+
+
 def shifted_rows(model):
     def loss(x, y):
         return (model(x) - y[:, :4].roll(1, 0)).square().mean()  # the line
@@ -97,7 +111,8 @@ def number_in_a_power(model):
 
 REFUSED = [
     contrastive, root_of_a_mean, sum_beside_a_mean, sum_and_penalty, statistics_of_the_batch,
-    places_in_the_batch, shifted_rows, mixed_rows, divided_by_a_prediction, number_in_a_power,
+    places_in_the_batch, rows_of_other_samples, numbers_of_rows_as_classes,
+    shifted_rows, mixed_rows, divided_by_a_prediction, number_in_a_power,
 ]  # fmt: skip
 
 

@@ -4,9 +4,9 @@ A soak can be resumed: it does not repeat test files that passed at the same com
 passed at an earlier commit if only other tests have changed since; the page then says so. It writes the commit
 and the raw counts to docs/soak.md. Several files run in parallel, because tests mostly wait for other processes. The
 longest ones run in parts, so that an interrupted soak loses little. The fault tests, whose times are published, then
-run alone. The operator database, the longest file, comes last and has all cores; it goes on after the operators that an
-interrupted soak has finished, and docs/scoreboard.md gets its counts. docs/soak.md is written before it too, and then
-says that it is missing.
+run alone. Then comes the operator database, which has all cores; it goes on after the operators that an interrupted
+soak has finished, and docs/scoreboard.md gets its counts. The matrices of models and meshes come last. docs/soak.md is
+written before and after each of these, and says what is missing.
 
 docs/soak.json has the counts of each file as soon as it ends. Committed, it lets another machine go on with the soak.
 """
@@ -37,13 +37,16 @@ LONGEST = (
     "tests/compat/test_conformance.py",
     "tests/compiler/test_random_programs.py",
     "tests/verify/test_right_scripts.py",
-    "tests/jobs/test_pipeline_matrix.py",
-    "tests/jobs/test_tensor_matrix.py",
-    "tests/jobs/test_hybrid_matrix.py",
     "tests/ownership/test_divided_models.py",
-    "tests/ownership/test_states_on_grids.py",
 )
 """Files that start first, so that none of them runs alone at the end. They run in parts."""
+MATRICES = (
+    "tests/ownership/test_states_on_grids.py",
+    "tests/jobs/test_tensor_matrix.py",
+    "tests/jobs/test_hybrid_matrix.py",
+    "tests/jobs/test_pipeline_matrix.py",
+)
+"""Files with hundreds of models and meshes, which come last. They run in parts."""
 PART_TESTS = 16
 """The tests of a part."""
 ALL_TESTS = ("-m", "exhaustive or not exhaustive")
@@ -93,7 +96,7 @@ def find_file(name: str) -> str:
 
 def list_parts(file: str) -> list[Part]:
     """Return the parts of a test file."""
-    if file not in LONGEST:
+    if file not in (*LONGEST, *MATRICES):
         return [Part(file, 1, 1, (str(ROOT / file),))]
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *ALL_TESTS, file]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
@@ -268,7 +271,7 @@ def main() -> None:
     names = [part.name for part in parts]
     left = [part for part in parts if part.name not in results or results[part.name]["failed"]]
     ordered = sorted(left, key=lambda part: part.file not in LONGEST)
-    alone = (DATABASE, *PUBLISHED)
+    alone = (DATABASE, *PUBLISHED, *MATRICES)
     soak([part for part in ordered if part.file not in alone], results, state, published, parallel=PARALLEL)
     if any(part.file in PUBLISHED for part in left):  # repeat all: an interrupted file has left some of its rows
         published["FAULTS_JSON"].unlink(missing_ok=True)
@@ -278,6 +281,8 @@ def main() -> None:
     if database:
         soak(database, results, state, published, parallel=1)
         write_pages(tested, base, names, results, published)
+    soak([part for part in left if part.file in MATRICES], results, state, published, parallel=PARALLEL)
+    write_pages(tested, base, names, results, published)
     sys.exit(any(counts["failed"] for counts in results.values()))
 
 

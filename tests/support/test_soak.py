@@ -117,4 +117,4 @@ def test_long_files_run_in_parts_whose_results_are_kept_one_by_one(tmp_path: Pat
 
 
 def test_the_longest_files_exist():
-    assert all((soak.ROOT / name).exists() for name in (*soak.LONGEST, soak.DATABASE, *soak.PUBLISHED))
+    assert all((soak.ROOT / name).exists() for name in (*soak.LONGEST, *soak.MATRICES, soak.DATABASE, *soak.PUBLISHED))

@@ -45,6 +45,7 @@ from rankless.compiler.analysis.batch_dim_kinds import (
     make_batch_shard,
     to_placement,
 )
+from rankless.compiler.analysis.row_numbers import RESHAPING_OPS, counts_rows, find_selected_rows
 from rankless.compiler.ir.logical_program import LogicalProgram, ProgramInput, is_random_node
 from rankless.compiler.rules.pointwise import is_pointwise
 from rankless.compiler.rules.reductions import lower_mean_as_sum
@@ -122,6 +123,8 @@ class BatchDimAnalysis:
         for kind in inputs:
             if isinstance(kind, BatchMixed):
                 return kind
+        if any(isinstance(kind, BatchSharded) and kind.is_number for kind in inputs):
+            return self._analyze_row_numbers(node)
         if any(isinstance(kind, BatchSum) for kind in inputs):
             return self._analyze_sums(node)
         if any(isinstance(kind, BatchSharded) for kind in inputs):
@@ -165,9 +168,19 @@ class BatchDimAnalysis:
         filled = node.target in FACTORY_OPS and logical_shape(node) == ()
         if growth == [GROWTH_FACTOR] and (filled or node.target in MUL_OPS):
             return BatchSum(frozenset({None}))
+        if counts_rows(node, growth):
+            return BatchSharded(make_batch_shard(0, logical_shape(node)[0]), is_number=True)
         if growth:
             return self._mixed(node, ROW_DEPENDENT_NUMBER)
         return BatchIndependent(frozenset(self._find_uniform_dims(node)))
+
+    def _analyze_row_numbers(self, node: fx.Node) -> BatchDimKind:
+        """Analyze an operator on the numbers of rows: it may reshape them, or select each row by its number."""
+        if node.target in RESHAPING_OPS:
+            kind = self._analyze_sharded(node)
+            return replace(kind, is_number=True) if isinstance(kind, BatchSharded) else kind
+        selected = find_selected_rows(node, self._counterparts[node], self.kinds)
+        return selected or self._mixed(node, ROW_DEPENDENT_NUMBER)
 
     def _find_uniform_dims(self, node: fx.Node) -> list[int]:
         """Return the dims along which all entries of a batch-independent value are equal."""

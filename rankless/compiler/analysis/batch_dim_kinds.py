@@ -69,11 +69,14 @@ class BatchSharded:
 
     With `outer_size` above one, the dim is another dim of that size flattened together with the batch, which is the
     inner one. The rows of one sample then lie apart, and the placement only says that each can be computed alone.
+
+    With `is_number` each row holds its own number, as `torch.arange(len(images))` does. It may only select rows.
     """
 
     placement: Shard
     normalizer: Normalizer | None = None
     outer_size: int = 1
+    is_number: bool = False
 
 
 @dataclass(frozen=True)
