@@ -71,6 +71,9 @@ class Strategy:
     inputs: tuple[Placement, ...]
     outputs: tuple[Placement, ...]
     lower: LoweringRule | None = None
+    returned: tuple[Placement, ...] = ()
+    """The placements in which later operators take the outputs, if a move for this operator alone is undone. The
+    lengths of such a strategy are those of whole dims."""
 
 
 @dataclass(frozen=True)

@@ -170,16 +170,18 @@ def propagate_along_axis(
     probed_nodes: list[fx.Node] = []
     wanted = find_wanted_placements(program, given)
     weights = find_divided_weights(program, given) if program.sequence_parallel else frozenset()
-    # What operators take: the rows of a sum in place of its terms, in sequence parallelism.
+    # What operators take: in sequence parallelism rows of a sum in place of its terms, and positions in place of heads.
     taken: dict[fx.Node, Placement] = {}
     for node in program.graph.nodes:
         if node.op == "output":
             continue
+        other: Placement | None = None
         if node in program.inputs:
             placement = given[node]
         elif node.target is getitem:
             source, index = node.args
             placement = strategies[source].outputs[index]
+            other = strategies[source].returned[index] if strategies[source].returned else None
         else:
             refuse_unshardable(node)
             call = make_call(node, taken, ranks, wanted.get(node))
@@ -192,10 +194,11 @@ def propagate_along_axis(
                 if required not in available[value]:
                     available[value].append(required)
             placement = strategy.outputs[0]
-        rows = find_rows(node, placement, ranks, [axis.placements[node] for axis in outer]) if weights else None
+        if weights:
+            other = find_rows(node, placement, ranks, [axis.placements[node] for axis in outer])
         placements[node] = placement
-        taken[node] = placement if rows is None else rows
-        available[node] = [placement] if rows is None else [placement, rows]
+        taken[node] = placement if other is None else other
+        available[node] = [placement] if other is None else [placement, other]
     return AxisSharding(
         ranks=ranks,
         placements=placements,
@@ -281,7 +284,7 @@ def combines(strategy: Strategy, call: OperatorCall, outer: Sequence[AxisShardin
     shared = {tuple(is_within(own, item) for item in others) for own, *others in divided}
     if len(shared) > 1 or any(is_within_blocks(own, item) for own, *others in divided for item in others):
         return False
-    if call.wanted in strategy.outputs and not any(map(any, shared)):
+    if (strategy.returned or call.wanted in strategy.outputs) and not any(map(any, shared)):
         return True  # these lengths hold for whole values
     for node, current, (required, *around) in zip(call.inputs, call.current_placements, inputs, strict=True):
         if isinstance(required, BlockedShard) and current == required:
