@@ -17,7 +17,7 @@ from rankless.data.logical_tensor import LogicalTensor
 from rankless.errors import CaptureError
 from rankless.parallel.batch_division import BatchDivision
 from rankless.parallel.mesh import Mesh
-from rankless.parallel.tensor_placement import Replicate, Shard, Sharding
+from rankless.parallel.tensor_placement import Replicate, Shard, Sharding, split_lengths
 
 TENSOR = "tensor"
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -33,6 +33,8 @@ class FlattenedArguments:
     """One entry per leaf: `TENSOR` for a tensor, else the leaf itself."""
     batch_dims: tuple[int | None, ...] = ()
     """The batch dim of each tensor; None for a tensor without one."""
+    position_dims: tuple[int | None, ...] | None = None
+    """The dim of positions of each tensor, for the axis `sequence`. None: the first dim besides that of the batch."""
 
     def unflatten(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the positional and keyword arguments with the given tensors in place."""
@@ -149,9 +151,39 @@ def find_batch_dim(arguments: FlattenedArguments, position: int) -> int | None:
 
 
 def get_shardings(arguments: FlattenedArguments, mesh: Mesh) -> tuple[Sharding, ...]:
-    """Return the shardings of the tensors of a call: the axes with the role `data` divide the batch."""
+    """Return the shardings of the tensors of a call.
+
+    The axes with the role `data` divide the batch, those with the role `sequence` positions.
+    """
     pairs = zip(arguments.tensors, arguments.batch_dims, strict=True)
-    return tuple([get_sharding(tensor, dim, mesh) for tensor, dim in pairs])
+    found = [get_sharding(tensor, dim, mesh) for tensor, dim in pairs]
+    if any(axis.role == "sequence" for axis in mesh.axes):
+        found = [
+            divide_positions(tensor, sharding, find_position_dim(arguments, place), mesh)
+            for place, (tensor, sharding) in enumerate(zip(arguments.tensors, found, strict=True))
+        ]
+    return tuple(found)
+
+
+def find_position_dim(arguments: FlattenedArguments, position: int) -> int | None:
+    """Return the dim of a tensor argument that the axis `sequence` divides; None if it has none."""
+    batch_dim = find_batch_dim(arguments, position)
+    given = arguments.position_dims
+    dim = (1 if batch_dim in (0, None) else 0) if given is None else given[position]
+    return None if dim is None or dim == batch_dim or dim >= arguments.tensors[position].dim() else dim
+
+
+def divide_positions(argument: Tensor, sharding: Sharding, dim: int | None, mesh: Mesh) -> Sharding:
+    """Return the sharding of an argument with a dim divided along the axes with the role `sequence`."""
+    if dim is None:
+        return sharding
+    rows = argument.shape[dim]
+    return tuple(
+        [
+            Shard(dim, split_lengths(rows, axis.size)) if axis.role == "sequence" and rows >= axis.size else placement
+            for axis, placement in zip(mesh.axes, sharding, strict=True)
+        ]
+    )
 
 
 def get_sharding(argument: Tensor, batch_dim: int | None, mesh: Mesh) -> Sharding:
@@ -172,9 +204,10 @@ def get_sharding(argument: Tensor, batch_dim: int | None, mesh: Mesh) -> Shardin
 
 def get_local_piece(argument: Tensor, sharding: Sharding, mesh: Mesh) -> Tensor:
     """Return this rank's piece of an argument."""
+    is_divided = isinstance(argument, LogicalTensor)
     if isinstance(argument, LogicalTensor):
-        return argument.local
+        argument = argument.local
     for axis, placement in zip(mesh.axes, sharding, strict=True):
-        if isinstance(placement, Shard):
+        if isinstance(placement, Shard) and not (is_divided and axis.role == "data"):
             argument = argument.narrow(placement.dim, placement.start(axis.rank), placement.lengths[axis.rank])
     return argument

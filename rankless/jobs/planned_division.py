@@ -13,6 +13,7 @@ from rankless.errors import ConfigError
 from rankless.jobs.arguments import FlattenedArguments, find_batch_dim, name_argument
 from rankless.jobs.definition import JobDefinition
 from rankless.jobs.optimizer_step import count_group_parameters
+from rankless.jobs.position_dims import PositionDims
 from rankless.ownership.default_policy import give_to, make_default_plan
 from rankless.ownership.divided_owner import DividedOwner
 from rankless.ownership.optimizer_pieces import READS_WHOLE, list_parameters, require_divisible
@@ -39,12 +40,16 @@ class PlannedDivision:
         self._given = None if world.plan is None else find_job_plan(job, world.plan.jobs)
         self._batch_dims: dict[Hashable, tuple[int | None, ...]] = {}
         self._arguments: dict[str, int | None] = {}
+        self._positions: dict[str, int | None] = {}
         self._stages: Mapping[str, int] | None = None
         """The stage of each parameter in a pipeline, once it is known."""
         self._divisions: Mapping[str, StateDivision] | None = None
         """How the axis `tensor` divides parameters, once it is known."""
         self.pipeline = find_pipeline_axis(world.mesh)
         self.tensor = find_tensor_axis(world.mesh)
+        self._position_dims: PositionDims | None = None
+        if find_axis(world.mesh, "sequence") is not None:
+            self._position_dims = PositionDims(job, None if self._given is None else self._given.positions)
         if self.pipeline is not None:
             require_no_gathers(job, world.mesh)
         if self._given is not None and self._given.pipeline is not None:
@@ -62,6 +67,7 @@ class PlannedDivision:
         return JobPlan(
             states=made.states if self._given is None else self._given.states,
             arguments=self._arguments,
+            positions=self._positions,
             recompute=job.recomputed_fraction,
             sequence_parallel=self._settings.sequence_parallel,
             pipeline=None
@@ -87,26 +93,30 @@ class PlannedDivision:
         return found
 
     def divide_arguments(self, arguments: FlattenedArguments) -> FlattenedArguments:
-        """Return a call's arguments with the batch dims of the plan that was given, if one was.
+        """Return a call's arguments with the batch dims of the plan that was given, if one was, and dims of positions.
 
         Raises:
             ConfigError: The plan has other arguments, or a loader has divided one in another way.
         """
-        if self._given is None:
-            return arguments
+        if self._given is not None:
+            arguments = self._divide_as_planned(arguments, self._given)
+        return arguments if self._position_dims is None else self._position_dims.apply(arguments)
+
+    def _divide_as_planned(self, arguments: FlattenedArguments, given: JobPlan) -> FlattenedArguments:
+        """Return a call's arguments with the batch dims of a plan."""
         key = arguments.spec, arguments.plain
         if key not in self._batch_dims:
             names = [name_argument(self._job.function, arguments, place) for place in range(len(arguments.tensors))]
-            unknown = [name for name in names if name not in self._given.arguments]
+            unknown = [name for name in names if name not in given.arguments]
             if unknown:
                 raise ConfigError(
                     expected=f"the tensor arguments of job {self._job.name!r} in the plan: "
-                    f"{', '.join(self._given.arguments) or 'none'}",
+                    f"{', '.join(given.arguments) or 'none'}",
                     found=unknown[0],
                     fix=NEW_PLAN,
                     where=self._job.line,
                 )
-            self._batch_dims[key] = tuple(self._given.arguments[name] for name in names)
+            self._batch_dims[key] = tuple(given.arguments[name] for name in names)
         dims = self._batch_dims[key]
         for tensor, dim in zip(arguments.tensors, dims, strict=True):
             if (
@@ -126,10 +136,17 @@ class PlannedDivision:
     def note_arguments(self, arguments: FlattenedArguments, shardings: tuple[Sharding, ...]) -> None:
         """Note how the arguments of a call are divided, for a plan to save."""
         for place, sharding in enumerate(shardings):
-            dim = next((item.dim for item in sharding if isinstance(item, Shard)), None)
+            found = {
+                axis.role: item.dim
+                for axis, item in zip(self._world.mesh.axes, sharding, strict=True)
+                if isinstance(item, Shard)
+            }
+            dim, name = found.get("data"), name_argument(self._job.function, arguments, place)
             if self.pipeline is not None and dim is None:
                 dim = find_batch_dim(arguments, place)
-            self._arguments.setdefault(name_argument(self._job.function, arguments, place), dim)
+            self._arguments.setdefault(name, dim)
+            if self._position_dims is not None:
+                self._positions.setdefault(name, found.get("sequence"))
 
     @property
     def needs_program(self) -> bool:

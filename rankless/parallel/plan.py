@@ -36,6 +36,9 @@ class Plan:
         sequence_parallel: Whether the axis `tensor` also divides the activations between its layers, as Megatron's
             sequence parallelism does: residual sums, norms and dropout are computed on a part of the positions each.
             As many bytes are sent, and less memory is needed. Default: False.
+        sequence: The dim of each tensor argument that the axis `sequence` divides, by the argument's name; None for
+            one without positions. Default: "auto", the first dim besides that of the batch. It decides how fast a call
+            is, and does not change its result.
 
     Raises:
         ConfigError: A value is invalid.
@@ -50,6 +53,7 @@ class Plan:
     stages: tuple[str, ...] | None = None
     tensor: Literal["auto"] | Mapping[str, Placement] = "auto"
     sequence_parallel: bool = False
+    sequence: Literal["auto"] | Mapping[str, int | None] = "auto"
 
     def __post_init__(self) -> None:
         if self.schedule not in get_args(PipelineSchedule):
@@ -75,6 +79,8 @@ class Plan:
             )
         if self.tensor != "auto":
             require_placements(self.tensor)
+        if self.sequence != "auto":
+            require_dims(self.sequence)
         if not isinstance(self.sequence_parallel, bool):
             raise ConfigError(
                 expected="sequence_parallel= as True or False",
@@ -91,6 +97,19 @@ class Plan:
             workers: The number of workers along the axis `pipeline`.
         """
         return self.microbatches or MICROBATCHES_PER_WORKER * workers
+
+
+def require_dims(sequence: object) -> None:
+    """Raise `ConfigError` if `sequence=` is no dict from names to dims."""
+    is_dict = isinstance(sequence, Mapping) and all(
+        isinstance(name, str) and (dim is None or (type(dim) is int and dim >= 0)) for name, dim in sequence.items()
+    )
+    if not is_dict:
+        raise ConfigError(
+            expected='sequence= as "auto", or a dict from names of tensor arguments to dims counted from 0, or None',
+            found=f"sequence={sequence!r}",
+            fix='for example sequence={"words": 1, "labels": 1}',
+        )
 
 
 def require_placements(tensor: object) -> None:

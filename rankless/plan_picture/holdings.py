@@ -158,7 +158,13 @@ def describe_sizes(sizes: Sequence[int]) -> str:
 
 def describe_divisions(divisions: Sequence[StateDivision]) -> str:
     """Describe how one tensor is divided by one axis after the other; "whole" if it is not."""
-    return ", then ".join(map(describe_division, divisions)) or "whole"
+    texts = [
+        f"what is left of dim {item.dim} evenly along {item.axis}"
+        if any(item.dim == earlier.dim for earlier in divisions[:place]) and not is_owned(item)
+        else describe_division(item)
+        for place, item in enumerate(divisions)
+    ]
+    return ", then ".join(texts) or "whole"
 
 
 def describe_division(division: StateDivision) -> str:

@@ -70,6 +70,8 @@ class JobPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     arguments: dict[str, int | None] = {}
     """The dim of each tensor argument that the axes with the role `data` divide, and the microbatches of a pipeline;
     None for a whole one."""
+    positions: dict[str, int | None] = {}
+    """The dim of each tensor argument that the axis `sequence` divides, on a mesh with this axis."""
     states: dict[str, StatePlan]
     """Its parameters and buffers by name, such as "model.head.weight"; tied ones under their first name."""
     recompute: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0

@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
+import torch.nn.functional as F
 from simulated_pipelines import capture_job
 from simulated_ranks import assert_runs_as_plain, divide_evenly, run_program_on_axes
 from simulated_tensor_axis import InDoublePrecision
@@ -12,7 +13,6 @@ from tensor_axis_models import CASES, LENGTH, ROWS, WIDTH, make_decoder
 
 ACTIVATION = ROWS * LENGTH * WIDTH * 8
 MESHES = ((2,), (3,), (2, 2))
-IMAGES = ("lenet", "batch norm", "group norm", "vit")
 
 
 def check_sequence_axis(function, modules, arguments, axis_sizes):
@@ -47,7 +47,7 @@ def test_a_model_with_divided_positions_is_the_same_training(name, mesh):
 
 
 @pytest.mark.parametrize("mesh", [(2,), (4,), (2, 2)])
-@pytest.mark.parametrize("form", ["split", "three", "heads"])
+@pytest.mark.parametrize("form", ["split", "heads"])
 def test_a_decoder_exchanges_positions_for_heads_and_sends_no_other_activation(form, mesh):
     function, modules, arguments = make_decoder(form)
     outcome = check_sequence_axis(function, modules, arguments, mesh)
@@ -58,3 +58,49 @@ def test_a_decoder_exchanges_positions_for_heads_and_sends_no_other_activation(f
         ("all_to_all", False): 2 * 4,
         ("all_to_all", True): 2 * 4,
     }
+
+
+def test_attention_by_hand_gathers_keys_and_values():
+    function, modules, arguments = make_decoder("three")
+    outcome = check_sequence_axis(function, modules, arguments, (2,))
+    large = [item for item in outcome.local.collectives if item.purpose == "input" and item.bytes >= ACTIVATION]
+    assert Counter((item.kind, item.backward) for item in large) == {
+        ("all_gather", False): 2 * 2,
+        ("all_gather", True): 2 * 2,
+        ("reduce_scatter", True): 2 * 2,
+    }
+
+
+def attend(heads, keys, length, other, is_causal, has_mask):
+    """Return a job of attention on its arguments, with `heads` and `keys` heads, and `length` and `other` positions."""
+    torch.manual_seed(1)
+    model = torch.nn.ModuleList([torch.nn.Linear(8, count * 4, dtype=torch.float64) for count in (heads, keys, keys)])
+    model.register_parameter("bias", torch.nn.Parameter(torch.randn(length, other, dtype=torch.float64)))
+
+    def function(x, y):
+        query = model[0](x).unflatten(2, (heads, 4)).transpose(1, 2)
+        key, value = (layer(y).unflatten(2, (keys, 4)).transpose(1, 2) for layer in list(model)[1:])
+        mask = model.bias if has_mask else None
+        found = F.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal, enable_gqa=heads != keys)
+        return found.square().mean()
+
+    arguments = [torch.randn(2, size, 8, dtype=torch.float64) for size in (length, other)]
+    return function, {"model": model}, arguments
+
+
+@pytest.mark.parametrize(
+    ("heads", "keys", "length", "other", "is_causal", "has_mask"),
+    [
+        (4, 4, 7, 7, True, False),
+        (4, 2, 6, 6, True, False),
+        (4, 2, 5, 9, False, False),
+        (3, 3, 5, 5, False, True),
+        (1, 1, 6, 6, False, True),
+        (1, 1, 6, 6, True, False),
+        (2, 1, 6, 4, False, False),
+        (1, 1, 9, 5, False, False),
+    ],
+)
+@pytest.mark.parametrize("mesh", [(2,), (3,), (2, 2)])
+def test_attention_of_any_heads_and_positions_is_right(heads, keys, length, other, is_causal, has_mask, mesh):
+    check_sequence_axis(*attend(heads, keys, length, other, is_causal, has_mask), mesh)

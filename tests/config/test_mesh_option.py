@@ -16,11 +16,12 @@ def test_axes_are_arranged_by_what_they_send_and_not_as_they_are_named():
     assert [(axis.name, axis.role, axis.size) for axis in axes] == [("pipeline", "pipeline", 2), ("data", "data", 3)]
     assert [axis.name for axis in parse_mesh("tensor=2,data=3")] == ["data", "tensor"]
     assert [axis.name for axis in parse_mesh("tensor=2,data=3,pipeline=4")] == ["pipeline", "data", "tensor"]
+    assert [axis.name for axis in parse_mesh("tensor=2,sequence=2,data=3")] == ["data", "sequence", "tensor"]
     assert count_workers(axes) == 6
     assert format_mesh(axes) == "pipeline=2,data=3"
 
 
-@pytest.mark.parametrize("text", ["", "pipeline", "pipeline=", "pipeline=0", "pipeline=-1", "sequence=2", "data=2;x=1"])
+@pytest.mark.parametrize("text", ["", "pipeline", "pipeline=", "pipeline=0", "pipeline=-1", "expert=2", "data=2;x=1"])
 def test_what_names_no_mesh_is_refused(text):
     with pytest.raises(ConfigError, match="axes as name=size"):
         parse_mesh(text)

@@ -11,6 +11,10 @@ MESHES = (
     ("pipeline=2,data=2", ("--zero", "gradients")),
     ("tensor=2", ("--sequence-parallel",)),
     ("pipeline=2,tensor=2", ("--sequence-parallel",)),
+    ("sequence=2", ()),
+    ("data=2,sequence=2", ()),
+    ("pipeline=2,sequence=2", ()),
+    ("data=2,sequence=2", ("--zero", "parameters")),
 )
 
 

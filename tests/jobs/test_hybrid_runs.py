@@ -70,7 +70,10 @@ def test_the_plan_shows_who_holds_what_along_both_axes(tmp_path):
     jobs = {job["program"]["job"]: job for job in json.loads((tmp_path / "plan.json").read_text())["jobs"]}
     gathers = [move for move in jobs["train"]["program"]["moves"] if move["kind"] == "all_gather"]
     assert {move["axis"] for move in gathers} <= {"data", "tensor"}
-    assert "dim 0 split 6+6 along tensor, then dim 1 split 4+4 along data" in (tmp_path / "plan.html").read_text()
+    assert (
+        "dim 0 split 6+6 along tensor, then what is left of dim 0 evenly along data"
+        in (tmp_path / "plan.html").read_text()
+    )
 
 
 SEQUENCES = """

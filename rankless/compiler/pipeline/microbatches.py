@@ -1,8 +1,9 @@
 """Lower a program for each microbatch: microbatches are ranks along an axis in time.
 
 Note [microbatches]: the axis `microbatch` divides the batch as a data axis does, after all data axes, and before the
-axis `tensor`. Its ranks are run one after another by the same process. So the rules of operators hold as they stand:
-what is a partial sum along the axis is accumulated, and what needs a whole value waits for all microbatches.
+axes `sequence` and `tensor`. Its ranks are run one after another by the same process. So the rules of operators hold as
+they stand: what is a partial sum along the axis is accumulated, and what needs a whole value waits for all
+microbatches.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +30,8 @@ from rankless.parallel.mesh import Mesh, MeshAxis
 from rankless.parallel.tensor_placement import Partial, Replicate, Sharding
 
 MICROBATCH = "microbatch"
+INNER_ROLES = ("sequence", "tensor")
+"""The roles of the axes after the one in time."""
 LOSSES = (torch.ops.aten.nll_loss_forward.default, torch.ops.aten.nll_loss2d_forward.default)
 """Losses that return a sum, and the weight of all targets."""
 
@@ -122,7 +125,7 @@ def add_microbatch_axis(mesh: Mesh, rank: int, count: int) -> Mesh:
     """Return the mesh of one microbatch: the axes of a mesh without its pipeline, and the axis in time."""
     time = MeshAxis(name=MICROBATCH, role="data", rank=rank, size=count)
     axes = [axis for axis in mesh.axes if axis.role != "pipeline"]
-    number = next((number for number, axis in enumerate(axes) if axis.role == "tensor"), len(axes))
+    number = next((number for number, axis in enumerate(axes) if axis.role in INNER_ROLES), len(axes))
     return replace(mesh, axes=(*axes[:number], time, *axes[number:]))
 
 

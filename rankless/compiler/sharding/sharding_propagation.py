@@ -175,13 +175,11 @@ def propagate_along_axis(
     for node in program.graph.nodes:
         if node.op == "output":
             continue
-        other: Placement | None = None
         if node in program.inputs:
             placement = given[node]
         elif node.target is getitem:
             source, index = node.args
             placement = strategies[source].outputs[index]
-            other = strategies[source].returned[index] if strategies[source].returned else None
         else:
             refuse_unshardable(node)
             call = make_call(node, taken, ranks, wanted.get(node))
@@ -194,11 +192,10 @@ def propagate_along_axis(
                 if required not in available[value]:
                     available[value].append(required)
             placement = strategy.outputs[0]
-        if weights:
-            other = find_rows(node, placement, ranks, [axis.placements[node] for axis in outer])
         placements[node] = placement
-        taken[node] = placement if other is None else other
-        available[node] = [placement] if other is None else [placement, other]
+        rows = find_rows(node, placement, ranks, [axis.placements[node] for axis in outer]) if weights else None
+        taken[node] = rows or find_returned(node, strategies) or placement
+        available[node] = [placement] if taken[node] is placement else [placement, taken[node]]
     return AxisSharding(
         ranks=ranks,
         placements=placements,
@@ -206,6 +203,15 @@ def propagate_along_axis(
         nodes_without_rule=tuple(nodes_without_rule),
         probed_nodes=tuple(probed_nodes),
     )
+
+
+def find_returned(node: fx.Node, strategies: Mapping[fx.Node, Strategy]) -> Placement | None:
+    """Return the placement in which later operators take an output of several; None for the one that is computed."""
+    if node.target is not getitem:
+        return None
+    source, index = node.all_input_nodes[0], int(str(node.args[1]))
+    known = strategies.get(source)
+    return known.returned[index] if known is not None and known.returned else None
 
 
 def find_wanted_placements(program: LogicalProgram, given: Mapping[fx.Node, Placement]) -> dict[fx.Node, Placement]:

@@ -151,7 +151,7 @@ def divide_into_microbatches(
             continue
         local = tensor.shape[dim]
         for axis, placement in zip(axes, sharding, strict=True):
-            if isinstance(placement, Shard):
+            if isinstance(placement, Shard) and placement.dim == dim:
                 local = placement.lengths[axis.rank]
         found.append(Shard(dim, split_lengths(local, count)))
     return tuple(found), count
