@@ -32,7 +32,7 @@ from rankless.launch.self_launch import ScriptHosts, relaunch, require_script
 from rankless.launch.spawn_function import Spawned
 from rankless.launch.spawn_function import spawn as spawn_workers
 from rankless.launch.spawn_output import Show
-from rankless.parallel.plan import Plan
+from rankless.parallel.plan import Plan, PlanSource
 from rankless.records.events import AnyRecord, Notice, Progress
 from rankless.records.parallel_plan import Recompute, ZeroLevel
 from rankless.runtime.current_context import current_context, join_line, join_rendezvous, leave
@@ -365,7 +365,7 @@ def job(
     zero: ZeroLevel | None = None,
     offload: bool = False,
     recompute: Recompute | None = None,
-    plan: Plan | None = None,
+    plan: PlanSource | None = None,
     batch_dims: Mapping[str, int | None] | None = None,
     dtype: torch.dtype | None = None,
 ) -> Callable[[Callable[Arguments, Result]], Job[Arguments, Result]]:
@@ -404,7 +404,8 @@ def job(
             for all repeated blocks of the model, such as the layers of a Transformer, or a number above 0 and at most 1
             for the first blocks, with this fraction of the memory of all. Random numbers stay the same. Default:
             nothing but what `torch.utils.checkpoint` in the model says.
-        plan: How the model is divided along the axes of `rankless run --mesh`. Default: Rankless chooses.
+        plan: How the model is divided along the axes of `rankless run --mesh`: a `rankless.Plan`, or a function that
+            returns one, called with the models of the job. Default: Rankless chooses.
         batch_dims: The batch dim of arguments by name, None for an argument without one. It affects speed, not
             results. Default: dim 0 of every tensor.
         dtype: Floating-point dtype of placeholders without a dtype, and of tensors that the function creates without

@@ -16,7 +16,7 @@ from rankless.context.redundant_step_calls import JobLabel
 from rankless.errors import ConfigError
 from rankless.jobs.gradient_accumulation import LossWeight
 from rankless.ownership.optimizer_pieces import require_divisible
-from rankless.parallel.plan import Plan
+from rankless.parallel.plan import Plan, PlanSource
 from rankless.records.parallel_plan import ZERO_LEVELS, Recompute, ZeroLevel
 
 Models = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
@@ -355,13 +355,21 @@ def require_recomputation(job: JobDefinition) -> None:
         )
 
 
+def make_plan(source: PlanSource | None, job: JobDefinition) -> Plan | None:
+    """Return the plan of a job: the one that the script gives, or what its function returns for the job's models."""
+    return source(*job.modules.values()) if callable(source) else source
+
+
 def require_plan(job: JobDefinition) -> None:
     """Raise `ConfigError` for a `plan=` that is none, or one on a job that is not captured."""
     if job.plan is None:
         return
     if not isinstance(job.plan, Plan):
         raise ConfigError(
-            expected="plan= as a rankless.Plan", found=f"plan={job.plan!r}", fix="omit it", where=job.line
+            expected="plan= as a rankless.Plan, or a function that returns one",
+            found=f"plan={job.plan!r}",
+            fix="omit it",
+            where=job.line,
         )
     if not job.captured:
         raise ConfigError(

@@ -31,6 +31,7 @@ from rankless.jobs.definition import (
     View,
     as_function,
     list_optimizers,
+    make_plan,
     name_modules,
     require_divisible_states,
     require_optimizer,
@@ -42,7 +43,7 @@ from rankless.jobs.optimizer_step import OptimizerStepper, count_group_parameter
 from rankless.jobs.views.consistent import ConsistentView
 from rankless.jobs.views.view_start import JobView, divides_states, start_view
 from rankless.ownership.state_owner import StateOwner, WholeOwner
-from rankless.parallel.plan import Plan
+from rankless.parallel.plan import PlanSource
 from rankless.records.parallel_plan import JobPlan, Recompute
 from rankless.user_code import caller_line, display_name, is_user_code
 
@@ -88,13 +89,14 @@ class Job(Generic[Parameters, Result]):
         dtype: torch.dtype | None = None,
         random: RandomSource = "generator",
         recompute: Recompute | None = None,
-        plan: Plan | None = None,
+        plan: PlanSource | None = None,
     ) -> Self:
         """Say which dim of which argument holds the batch, None for one that is not batch, and the dtype where neither
         a placeholder nor the function names one, where random numbers come from, and what is computed again for
         gradients; the job itself.
         """
-        self.definition = replace(self.definition, random=random, recompute=recompute, plan=plan)
+        self.definition = replace(self.definition, random=random, recompute=recompute, plan=None)
+        self.definition = replace(self.definition, plan=make_plan(plan, self.definition))
         require_settings(self.definition)
         if batch_dims:
             self._batch_dims = BatchDims(self.definition.function, batch_dims)

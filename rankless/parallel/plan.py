@@ -1,6 +1,6 @@
 """The plan that a script gives to a job: how its model is divided along the axes of the mesh."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -97,6 +97,10 @@ class Plan:
             workers: The number of workers along the axis `pipeline`.
         """
         return self.microbatches or MICROBATCHES_PER_WORKER * workers
+
+
+PlanSource = Plan | Callable[..., Plan]
+"""A plan, or a function that returns it, called with the models of the job."""
 
 
 def require_dims(sequence: object) -> None:

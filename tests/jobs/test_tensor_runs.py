@@ -131,3 +131,28 @@ def test_a_killed_worker_ends_the_run_and_is_named(tmp_path):
     assert found.returncode == 137
     assert "rank 1 was killed by signal 9" in found.stdout + found.stderr
     assert time.monotonic() - started < 60
+
+
+BY_FUNCTION = """
+def choose(model):
+    assert isinstance(model, torch.nn.Sequential)
+    return {result}
+"""
+
+
+@pytest.mark.slow
+def test_a_function_of_the_model_gives_the_plan(tmp_path):
+    options = ", plan=choose"
+    for result, wanted in (("rankless.Plan(tensor={'0.weight': Shard(0), '2.*': Replicate()})", True), ("4", False)):
+        script = SCRIPT.format(model=MODEL, options=options, end="")
+        function = BY_FUNCTION.format(result=result)
+        (tmp_path / "train.py").write_text(script.replace("\noptimizer =", function + "\noptimizer =", 1))
+        arguments = ("plan", "--mesh", "tensor=2", "--steps", "5", "--save", "plan.json", "train.py")
+        found = rankless(*arguments, folder=tmp_path)
+        assert (found.returncode == 0) is wanted, found.stdout + found.stderr
+        if wanted:
+            states = json.loads((tmp_path / "plan.json").read_text())["jobs"]["train"]["states"]
+            assert [name for name, state in states.items() if state["value"]] == ["model.0.weight", "model.0.bias"]
+        else:
+            assert "a function that returns one" in found.stdout + found.stderr
+            assert "plan=4" in found.stdout + found.stderr
