@@ -22,7 +22,6 @@ def test_the_example_prints_the_same_losses_on_every_mesh(tmp_path):
     wanted = run(tmp_path, "", "--save", "saved")
     assert len(wanted) == 2
     assert run(tmp_path, "pipeline=2,tensor=2", "--schedule", "zero-bubble") == pytest.approx(wanted, rel=2e-3)
-    assert run(tmp_path, "data=2,sequence=2", "--recompute", "1.0") == pytest.approx(wanted, rel=2e-3)
     further = run(tmp_path, "", "--load", "saved")
     divided = ("data=2,tensor=2", "--zero", "parameters", "--sequence-parallel")
     assert run(tmp_path, *divided, "--load", "saved") == pytest.approx(further, rel=5e-3)
@@ -33,4 +32,5 @@ def test_the_example_prints_the_same_losses_on_every_mesh(tmp_path):
 @pytest.mark.exhaustive  # 8 workers
 def test_the_example_runs_on_three_axes(tmp_path):
     wanted = run(tmp_path, "")
+    assert run(tmp_path, "data=2,sequence=2", "--recompute", "1.0") == pytest.approx(wanted, rel=2e-3)
     assert run(tmp_path, "data=2,tensor=2,pipeline=2", "--zero", "gradients") == pytest.approx(wanted, rel=2e-3)

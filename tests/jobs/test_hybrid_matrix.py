@@ -24,7 +24,6 @@ MESHES = (
     [
         ("gpt", "pipeline=2,tensor=2", (), "sgd"),
         ("llama", "data=2,tensor=2", ("--zero", "parameters"), "accumulated"),
-        ("bert", "tensor=2", ("--sequence-parallel",), "plain"),
     ],
 )
 def test_a_model_on_combined_axes_is_the_same_training(tmp_path, model, mesh, options, setting):

@@ -23,6 +23,7 @@ def test_a_checkpoint_of_three_axes_continues_with_zero_and_on_one_device(tmp_pa
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_combined_axes_continue_a_checkpoint_of_one_device(tmp_path):
     wanted = resume(tmp_path, (), "save")
     for options, zero in ((("--mesh", "data=2,tensor=2"), "parameters"), (("--mesh", "pipeline=2,tensor=2"), "none")):

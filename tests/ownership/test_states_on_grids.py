@@ -26,7 +26,12 @@ GRIDS = [
     ({"pipeline": 2, "data": 2}, "gradients"),
     ({"pipeline": 2, "data": 2, "tensor": 2}, "gradients"),
 ]
-IN_CI = ("clipped_by_norm", "saved_and_loaded", "weights_changed_through_views", "accumulated_calls")
+IN_CI = {
+    "clipped_by_norm": [({"data": 2, "tensor": 2}, "parameters"), ({"pipeline": 2, "tensor": 2}, None)],
+    "saved_and_loaded": [({"data": 2, "tensor": 2}, "optimizer"), ({"pipeline": 2, "data": 2}, "gradients")],
+    "weights_changed_through_views": [({"data": 2, "tensor": 2}, "parameters")],
+    "accumulated_calls": [({"pipeline": 2, "data": 2}, "optimizer")],
+}
 
 
 def run_case(mesh, name, sizes, zero):
@@ -45,8 +50,7 @@ def list_parameters():
     """Return all cases with each mesh; CI has a few of them."""
     for name in ALL:
         for sizes, zero in GRIDS:
-            is_short = name in IN_CI and len(sizes) == 2
-            marks = () if is_short else pytest.mark.exhaustive
+            marks = () if (sizes, zero) in IN_CI.get(name, ()) else pytest.mark.exhaustive
             yield pytest.param(name, sizes, zero, marks=marks, id=f"{name}-{'-'.join(sizes)}-{zero}")
 
 

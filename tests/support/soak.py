@@ -33,11 +33,11 @@ STATE = ROOT / ".soak"
 PARALLEL = 3
 FILE_SECONDS = 6 * 3600.0
 LONGEST = (
+    "tests/ownership/test_divided_models.py",
     "tests/verify/test_real_scripts.py",
     "tests/compat/test_conformance.py",
     "tests/compiler/test_random_programs.py",
     "tests/verify/test_right_scripts.py",
-    "tests/ownership/test_divided_models.py",
 )
 """Files that start first, so that none of them runs alone at the end. They run in parts."""
 MATRICES = (
@@ -98,9 +98,11 @@ def list_parts(file: str) -> list[Part]:
     """Return the parts of a test file."""
     if file not in (*LONGEST, *MATRICES):
         return [Part(file, 1, 1, (str(ROOT / file),))]
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *ALL_TESTS, file]
+    # Without the options of pyproject.toml, among which is a second -q: then pytest prints numbers instead of names.
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-o", "addopts=", *ALL_TESTS, file]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     tests = [line for line in found if "::" in line]
+    assert tests, f"{file} has no tests"
     groups = [tests[start : start + PART_TESTS] for start in range(0, len(tests), PART_TESTS)]
     return [Part(file, number, len(groups), tuple(group)) for number, group in enumerate(groups, 1)]
 
@@ -270,7 +272,8 @@ def main() -> None:
     parts = [part for file in files for part in list_parts(file)]
     names = [part.name for part in parts]
     left = [part for part in parts if part.name not in results or results[part.name]["failed"]]
-    ordered = sorted(left, key=lambda part: part.file not in LONGEST)
+    places = {file: place for place, file in enumerate(LONGEST)}
+    ordered = sorted(left, key=lambda part: places.get(part.file, len(LONGEST)))
     alone = (DATABASE, *PUBLISHED, *MATRICES)
     soak([part for part in ordered if part.file not in alone], results, state, published, parallel=PARALLEL)
     if any(part.file in PUBLISHED for part in left):  # repeat all: an interrupted file has left some of its rows

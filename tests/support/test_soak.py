@@ -116,5 +116,12 @@ def test_long_files_run_in_parts_whose_results_are_kept_one_by_one(tmp_path: Pat
     assert f"- {name} part 1 of 2: 1 of {soak.PART_TESTS} failed\n" in page("abc", results)
 
 
+def test_the_parts_of_a_long_file_have_its_tests():
+    parts = soak.list_parts("tests/ownership/test_divided_models.py")
+    assert len(parts) > 1
+    assert all(test.startswith("tests/ownership/test_divided_models.py::") for part in parts for test in part.tests)
+    assert sum(len(part.tests) for part in parts) > 400
+
+
 def test_the_longest_files_exist():
     assert all((soak.ROOT / name).exists() for name in (*soak.LONGEST, *soak.MATRICES, soak.DATABASE, *soak.PUBLISHED))
