@@ -6,8 +6,9 @@ shows as noise too. So a comparison is decisive only as long as its limits are s
   - for a result: 1 % of the largest value that this result has had;
   - for a gradient: 10 % of its norm;
   - for a parameter or buffer: 10 % of the length of its path, or 1 % of its norm if it has not moved.
-A limit that rounding alone explains is never too high, and parameters whose gradients are all rounding are left out. If
-those are most of what trains, nothing is decided.
+A limit that rounding alone explains is never too high. In float64 neither is that of a difference which is itself one
+of rounding: it hides nothing, whatever the noise. Parameters whose gradients are all rounding are left out. If those
+are most of what trains, nothing is decided.
 """
 
 from collections.abc import Sequence
@@ -63,7 +64,7 @@ def find_too_noisy(differences: Sequence[Difference], noise_floor: NoiseFloor) -
         else:
             scale = item.path if item.path > 0 else item.scale
             highest = PATH_SHARE * item.path if item.path > 0 else STILL_SHARE * item.scale
-        if noise_floor.is_all_rounding(item):
+        if noise_floor.is_all_rounding(item) or is_exact(item):
             continue
         if noise_floor.limit(item) > max(highest, compute_rounding_limit(item)):
             return TooNoisy(
@@ -74,6 +75,11 @@ def find_too_noisy(differences: Sequence[Difference], noise_floor: NoiseFloor) -
                 scale=scale,
             )
     return None
+
+
+def is_exact(item: Difference) -> bool:
+    """Whether a difference is one of rounding, by a bound so small that no noise matters."""
+    return item.dtype in ("float64", "complex128") and item.size <= compute_rounding_limit(item)
 
 
 def is_mostly_rounding(differences: Sequence[Difference], noise_floor: NoiseFloor) -> bool:

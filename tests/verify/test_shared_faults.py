@@ -121,10 +121,16 @@ def test_noise_as_large_as_the_fault_never_passes(tmp_path: Path) -> None:
 
 
 def test_noise_decides_up_to_the_step_where_it_is_too_high(tmp_path: Path) -> None:
-    one = record(tmp_path / "one")
-    report = report_on(compare(one, [one], [record(tmp_path / "noise", bias=1e-2)]), workers=2)
+    one, many = record(tmp_path / "one"), record(tmp_path / "many", bias=1e-3)
+    report = report_on(compare(one, [many], [record(tmp_path / "noise", bias=1e-2)]), workers=2)
     assert report.verdict == "undecided"
     assert "step 1 the noise in model.bias" in report.text
+
+
+def test_noise_hides_nothing_where_values_are_equal_to_rounding(tmp_path: Path) -> None:
+    one, many = record(tmp_path / "one"), record(tmp_path / "many", bias=1e-16)
+    report = report_on(compare(one, [many], [record(tmp_path / "noise", bias=1e-2)]), workers=2)
+    assert report.verdict == "same"
 
 
 ROUNDING = 3e-17
