@@ -22,6 +22,8 @@ from rankless.records.parallel_plan import (
 )
 from rankless.version import VERSION
 
+DIVIDING_AXES = ("tensor", "pipeline", "data")
+"""The axes that divide states, in the order in which they divide a tensor."""
 NAME_A_PLAN = "name a file that `rankless plan --save` has written"
 
 
@@ -139,8 +141,8 @@ def require_valid_division(name: str, state: StatePlan, axes: Sequence[PlannedAx
     value, gradient, divisions = state.value, state.gradient, state.optimizer_state
     if divisions[: len(gradient)] != gradient or gradient[: len(value)] != value:
         problem: str | None = "a value or gradient that is divided otherwise than its optimizer state"
-    elif len({division.axis for division in divisions}) < len(divisions):
-        problem = f"two divisions along the axis {divisions[0].axis!r}"
+    elif (axes_found := [division.axis for division in divisions]) != sorted(set(axes_found), key=place_division):
+        problem = f"divisions along {', '.join(axes_found)}"
     elif "pipeline" in sizes and any(division.axis == "data" for division in value):
         problem = "a value that the axis data divides, in a pipeline, whose stages gather no parameters"
     else:
@@ -149,10 +151,16 @@ def require_valid_division(name: str, state: StatePlan, axes: Sequence[PlannedAx
     if problem is not None:
         raise ConfigError(
             expected=f"a plan that divides {name} in one way: optimizer state, also its gradient, or also its value, "
-            "once along an axis, with a length of at least 1 for each worker, or all rows on one worker",
+            f"once along each axis, in the order {', '.join(DIVIDING_AXES)}, with a length of at least 1 for each "
+            "worker, or all rows on one worker",
             found=problem,
             fix="correct the plan, or make a new one with `rankless plan --save`",
         )
+
+
+def place_division(axis: str) -> int:
+    """Return the place of an axis among those that divide states; the last one for any other."""
+    return DIVIDING_AXES.index(axis) if axis in DIVIDING_AXES else len(DIVIDING_AXES)
 
 
 def find_problem(division: StateDivision, shape: Sequence[int], sizes: Mapping[str, int]) -> str | None:
@@ -168,7 +176,10 @@ def find_problem(division: StateDivision, shape: Sequence[int], sizes: Mapping[s
         return f"the axis {division.axis!r}, which is none of {', '.join(sizes)}"
     if not 0 <= division.dim < len(shape):
         return f"dim {division.dim} of the shape {list(shape)}"
-    is_possible = division.axis == "tensor" or is_even_or_owned(lengths)
+    is_owned = len([length for length in lengths if length]) == 1
+    is_possible = division.axis == "tensor" or (is_owned if division.axis == "pipeline" else is_even_or_owned(lengths))
+    if division.blocks != 1 and division.axis != "tensor":
+        return f"{division.blocks} blocks along the axis {division.axis}"
     if len(lengths) != sizes[division.axis] or not is_possible:
         return f"the lengths {list(lengths)} for {sizes[division.axis]} workers"
     if min(lengths) < 0 or division.blocks * sum(lengths) != shape[division.dim]:

@@ -92,11 +92,11 @@ class Job(Generic[Parameters, Result]):
         plan: PlanSource | None = None,
     ) -> Self:
         """Say which dim of which argument holds the batch, None for one that is not batch, and the dtype where neither
-        a placeholder nor the function names one, where random numbers come from, and what is computed again for
-        gradients; the job itself.
+        a placeholder nor the function names one, where random numbers come from, what is computed again for
+        gradients, and how models are divided; the job itself.
         """
-        self.definition = replace(self.definition, random=random, recompute=recompute, plan=None)
-        self.definition = replace(self.definition, plan=make_plan(plan, self.definition))
+        given = make_plan(plan, self.definition)
+        self.definition = replace(self.definition, random=random, recompute=recompute, plan=given)
         require_settings(self.definition)
         if batch_dims:
             self._batch_dims = BatchDims(self.definition.function, batch_dims)

@@ -16,8 +16,8 @@ from rankless.jobs.optimizer_step import count_group_parameters
 from rankless.jobs.position_dims import PositionDims
 from rankless.ownership.default_policy import give_to, make_default_plan
 from rankless.ownership.divided_owner import DividedOwner
+from rankless.ownership.gather_after_step import GATHER_BYTES
 from rankless.ownership.optimizer_pieces import READS_WHOLE, list_parameters, require_divisible
-from rankless.ownership.parameter_gather import GATHER_BYTES
 from rankless.ownership.piece_layout import group_in_order
 from rankless.parallel.mesh import Mesh, find_axis, find_pipeline_axis, find_tensor_axis
 from rankless.parallel.plan import Plan

@@ -18,10 +18,10 @@ from torch.optim import Optimizer
 from rankless.collectives.mesh_collectives import all_reduce, all_reduce_maximum
 from rankless.errors import ConfigError
 from rankless.ownership.divided_parameter import DividedParameter, make_divided_parameter
+from rankless.ownership.gather_after_step import gather_after_step
 from rankless.ownership.host_memory import copy_to_device, copy_to_host
 from rankless.ownership.optimizer_pieces import find_state_layout, list_parameters, on_pieces
 from rankless.ownership.owned_state import share_state
-from rankless.ownership.parameter_gather import publish
 from rankless.ownership.partitioned_tensor import (
     Partition,
     WholeValues,
@@ -327,7 +327,7 @@ class DividedOwner:
         with on_pieces(optimizer, self._divided, self._values):
             self._within.step(optimizer)
         share_state(optimizer, self._divided, self._values)
-        publish([item for item in known if not item.divides_value], self._axis)
+        gather_after_step([item for item in known if not item.divides_value], self._axis)
 
 
 def select_divisions(state: StatePlan, axis: MeshAxis) -> StatePlan:

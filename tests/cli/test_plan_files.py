@@ -37,13 +37,19 @@ def plan(tmp_path: Path) -> Path:
 
 
 def divide(
-    plan: Path, *kinds: str, lengths: tuple[int, ...] = (4, 2), axis: str = "data", dim: int = 0, times: int = 1
+    plan: Path,
+    *kinds: str,
+    lengths: tuple[int, ...] = (4, 2),
+    axis: str = "data",
+    dim: int = 0,
+    times: int = 1,
+    blocks: int = 1,
 ) -> None:
     """Change the plan: these kinds of state of the first layer's weight are divided."""
     content = json.loads(plan.read_text())
     state = content["jobs"]["train"]["states"]["model.0.weight"]
     for kind in kinds:
-        state[kind] = [{"axis": axis, "dim": dim, "lengths": list(lengths)}] * times
+        state[kind] = [{"axis": axis, "dim": dim, "lengths": list(lengths), "blocks": blocks}] * times
     plan.write_text(json.dumps(content))
 
 
@@ -121,10 +127,11 @@ def test_a_plan_for_another_run_is_refused_before_any_process_starts(plan: Path)
     [
         ({"kinds": ["value"]}, "a value or gradient that is divided otherwise than its optimizer state"),
         ({"kinds": ["optimizer_state", "value"]}, "a value or gradient that is divided otherwise"),
-        ({"kinds": ["optimizer_state"], "times": 2}, "two divisions along the axis 'data'"),
+        ({"kinds": ["optimizer_state"], "times": 2}, "found:    divisions along data, data"),
         ({"kinds": ["optimizer_state"], "lengths": (3, 2)}, "the lengths [3, 2] for 6 rows"),
         ({"kinds": ["optimizer_state"], "lengths": (6,)}, "the lengths [6] for 2 workers"),
         ({"kinds": ["optimizer_state"], "lengths": (7, -1)}, "the lengths [7, -1] for 2 workers"),
+        ({"kinds": ["optimizer_state"], "lengths": (3, 3), "blocks": 2}, "2 blocks along the axis data"),
         ({"kinds": ["optimizer_state"], "dim": 2}, "dim 2 of the shape [6, 8]"),
         ({"kinds": ["optimizer_state"], "axis": "tensor"}, "the axis 'tensor', which is none of data"),
     ],

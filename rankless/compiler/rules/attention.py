@@ -62,8 +62,7 @@ def split_attention(call: OperatorCall, inputs: list[str], outputs: list[str]) -
 
 def divides_queries(call: OperatorCall) -> bool:
     """Return whether a kernel computes some queries as it computes all: it has no causal mask, and takes no lengths."""
-    names = [described.name for described in call.operator._schema.arguments]
-    return call.operator in (*ON_CPU, *EFFICIENT) and "max_q" not in names and not call.argument("is_causal")
+    return call.operator in ON_ANY_QUERIES and not call.argument("is_causal")
 
 
 def head_strategies(call: OperatorCall, inputs: list[str], outputs: list[str]) -> Iterator[Strategy]:
@@ -144,14 +143,13 @@ def attention_backward_strategies(call: OperatorCall) -> Iterator[Strategy]:
     yield from split_attention(call, inputs, outputs)
 
 
-ON_CPU = (
+ON_ANY_QUERIES = (
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-)
-EFFICIENT = (
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_efficient_attention_backward.default,
 )
+"""Operators that take some queries as they take all; the others are given the number of positions."""
 RULES: dict[Any, ShardingRule] = {
     aten._scaled_dot_product_flash_attention_for_cpu.default: attention_strategies,
     aten._scaled_dot_product_flash_attention.default: attention_strategies,

@@ -14,7 +14,7 @@ GATHER_BYTES = 25 * 2**20
 """The size of whole parameters that are gathered together after a step."""
 
 
-def publish(stepped: Sequence[DividedParameter], group: WorkerGroup) -> None:
+def gather_after_step(stepped: Sequence[DividedParameter], group: WorkerGroup) -> None:
     """Gather the pieces of parameters into the parameters of all workers.
 
     Args:
