@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, compress
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -357,7 +357,9 @@ def require_recomputation(job: JobDefinition) -> None:
 
 def make_plan(source: PlanSource | None, job: JobDefinition) -> Plan | None:
     """Return the plan of a job: the one that the script gives, or what its function returns for the job's models."""
-    return source(*job.modules.values()) if callable(source) else source
+    if callable(source) and not isinstance(source, type):  # the class Plan itself is refused below, as any other value
+        return source(*job.modules.values())
+    return cast("Plan | None", source)
 
 
 def require_plan(job: JobDefinition) -> None:

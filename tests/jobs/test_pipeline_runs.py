@@ -80,7 +80,12 @@ REFUSED = {
     "unknown stage": (", plan=rankless.Plan(stages=['model.7'])", "", "found:    'model.7', which it does not run"),
     "stage without parameters": (", plan=rankless.Plan(stages=['model.3.1'])", "", "found:    none for stage 1"),
     "too few stages": (", plan=rankless.Plan(stages=[])", "", "expected: stages= with 1 modules that job 'train' runs"),
-    "another plan": (", plan='1f1b'", "", "expected: plan= as a rankless.Plan\nfound:    plan='1f1b'"),
+    "another plan": (
+        ", plan='1f1b'",
+        "",
+        "expected: plan= as a rankless.Plan, or a function that returns one\nfound:    plan='1f1b'",
+    ),
+    "class of plans": (", plan=rankless.Plan", "", "found:    plan=<class 'rankless."),
     "no schedule": (", plan=rankless.Plan(schedule='2f2b')", "", "found:    schedule='2f2b'"),
 }
 
