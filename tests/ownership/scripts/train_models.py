@@ -142,7 +142,10 @@ torch.manual_seed(1)
 makers = {"lenet": LeNet, "gpt": GPT, "bert": make_bert, "llama": make_llama, "towers": Towers, "tagger": Tagger}
 model = makers[options.model]()
 if options.optimizer == "adafactor":
-    optimizer = torch.optim.Adafactor(model.parameters(), lr=1e-2)
+    # The default is the epsilon of the dtype. That of float64 is less than the rounding in a gradient that is zero, as
+    # that of a bias of attention keys, and the update would be this rounding, divided by its own size.
+    epsilon = torch.finfo(torch.float32).eps
+    optimizer = torch.optim.Adafactor(model.parameters(), lr=1e-2, eps=(epsilon, 1e-3))
 elif options.optimizer == "muon":
     matrices = [item for item in model.parameters() if item.dim() == 2]
     others = [item for item in model.parameters() if item.dim() != 2]
