@@ -6,12 +6,12 @@ from math import prod
 from rankless.errors import ConfigError
 from rankless.records.parallel_plan import PlannedAxis
 
-AXES = ("pipeline", "data", "sequence", "tensor")
+AXES = ("pipeline", "data", "expert", "sequence", "tensor")
 """The axes that a mesh may have, from the outermost: along the innermost, workers of one host are neighbours."""
 MESH_HELP = (
     "Axes of the mesh and their sizes, as data=2,tensor=4: `data` divides the batch, `tensor` the features and heads "
-    "of each layer, `pipeline` the layers of the model, `sequence` the positions of sequences. The product is the "
-    "number of workers. Default: all workers along data."
+    "of each layer, `pipeline` the layers of the model, `sequence` the positions of sequences, `expert` the experts of "
+    "mixtures, and the batch too. The product is the number of workers. Default: all workers along data."
 )
 
 

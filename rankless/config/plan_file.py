@@ -22,7 +22,7 @@ from rankless.records.parallel_plan import (
 )
 from rankless.version import VERSION
 
-DIVIDING_AXES = ("tensor", "pipeline", "data")
+DIVIDING_AXES = ("tensor", "expert", "pipeline", "data")
 """The axes that divide states, in the order in which they divide a tensor."""
 NAME_A_PLAN = "name a file that `rankless plan --save` has written"
 
@@ -137,7 +137,7 @@ def require_valid_division(name: str, state: StatePlan, axes: Sequence[PlannedAx
         state: Its plan.
         axes: The axes of the plan.
     """
-    sizes = {axis.name: axis.size for axis in axes if axis.role in ("data", "pipeline", "tensor")}
+    sizes = {axis.name: axis.size for axis in axes if axis.role in DIVIDING_AXES}
     value, gradient, divisions = state.value, state.gradient, state.optimizer_state
     if divisions[: len(gradient)] != gradient or gradient[: len(value)] != value:
         problem: str | None = "a value or gradient that is divided otherwise than its optimizer state"
@@ -177,7 +177,7 @@ def find_problem(division: StateDivision, shape: Sequence[int], sizes: Mapping[s
     if not 0 <= division.dim < len(shape):
         return f"dim {division.dim} of the shape {list(shape)}"
     is_owned = len([length for length in lengths if length]) == 1
-    is_possible = division.axis == "tensor" or (is_owned if division.axis == "pipeline" else is_even_or_owned(lengths))
+    is_possible = {"pipeline": is_owned, "data": is_even_or_owned(lengths)}.get(division.axis, True)
     if division.blocks != 1 and division.axis != "tensor":
         return f"{division.blocks} blocks along the axis {division.axis}"
     if len(lengths) != sizes[division.axis] or not is_possible:

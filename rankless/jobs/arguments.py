@@ -15,7 +15,7 @@ from rankless.compiler.capture.trace_errors import WHOLE_BATCH
 from rankless.compiler.ir.memory_order import find_memory_order
 from rankless.data.logical_tensor import LogicalTensor
 from rankless.errors import CaptureError
-from rankless.parallel.batch_division import BatchDivision
+from rankless.parallel.batch_division import BatchDivision, divides_batches
 from rankless.parallel.mesh import Mesh
 from rankless.parallel.tensor_placement import Replicate, Shard, Sharding, split_lengths
 
@@ -153,7 +153,7 @@ def find_batch_dim(arguments: FlattenedArguments, position: int) -> int | None:
 def get_shardings(arguments: FlattenedArguments, mesh: Mesh) -> tuple[Sharding, ...]:
     """Return the shardings of the tensors of a call.
 
-    The axes with the role `data` divide the batch, those with the role `sequence` positions.
+    The axes with the roles `data` and `expert` divide the batch, those with the role `sequence` positions.
     """
     pairs = zip(arguments.tensors, arguments.batch_dims, strict=True)
     found = [get_sharding(tensor, dim, mesh) for tensor, dim in pairs]
@@ -199,7 +199,7 @@ def get_sharding(argument: Tensor, batch_dim: int | None, mesh: Mesh) -> Shardin
     else:
         dim, parts = batch_dim, division.split(argument.shape[batch_dim])
     lengths = iter(division.find_lengths_along_axes(parts))
-    return tuple([Shard(dim, next(lengths)) if axis.role == "data" else Replicate() for axis in mesh.axes])
+    return tuple([Shard(dim, next(lengths)) if divides_batches(axis) else Replicate() for axis in mesh.axes])
 
 
 def get_local_piece(argument: Tensor, sharding: Sharding, mesh: Mesh) -> Tensor:
@@ -208,6 +208,6 @@ def get_local_piece(argument: Tensor, sharding: Sharding, mesh: Mesh) -> Tensor:
     if isinstance(argument, LogicalTensor):
         argument = argument.local
     for axis, placement in zip(mesh.axes, sharding, strict=True):
-        if isinstance(placement, Shard) and not (is_divided and axis.role == "data"):
+        if isinstance(placement, Shard) and not (is_divided and divides_batches(axis)):
             argument = argument.narrow(placement.dim, placement.start(axis.rank), placement.lengths[axis.rank])
     return argument

@@ -14,7 +14,7 @@ from rankless.context.world import World
 from rankless.errors import ConfigError, StepError
 from rankless.jobs.definition import JobDefinition
 from rankless.jobs.gradient_accumulation import GradientAccumulator, LossWeight
-from rankless.parallel.mesh import find_pipeline_axis, find_tensor_axis
+from rankless.parallel.mesh import find_pipeline_axis, list_layer_axes
 
 
 class OptimizerStepper:
@@ -216,7 +216,7 @@ def hides_gradients(job: JobDefinition, world: World) -> bool:
         world: Has the mesh, and the plan of the run if it was given one.
     """
     plan = world.plan
-    if job.captured and (find_pipeline_axis(world.mesh) is not None or find_tensor_axis(world.mesh) is not None):
+    if job.captured and (find_pipeline_axis(world.mesh) is not None or list_layer_axes(world.mesh)):
         return True
     if plan is not None and job.name in plan.jobs:
         return any(state.gradient for state in plan.jobs[job.name].states.values())

@@ -19,7 +19,7 @@ from rankless.ownership.divided_owner import DividedOwner
 from rankless.ownership.gather_after_step import GATHER_BYTES
 from rankless.ownership.optimizer_pieces import READS_WHOLE, list_parameters, require_divisible
 from rankless.ownership.piece_layout import group_in_order
-from rankless.parallel.mesh import Mesh, find_axis, find_pipeline_axis, find_tensor_axis
+from rankless.parallel.mesh import Mesh, find_axis, find_pipeline_axis, list_layer_axes
 from rankless.parallel.plan import Plan
 from rankless.parallel.tensor_placement import Shard, Sharding
 from rankless.records.parallel_plan import JobPlan, PipelinePlan, StateDivision, StatePlan
@@ -43,10 +43,10 @@ class PlannedDivision:
         self._positions: dict[str, int | None] = {}
         self._stages: Mapping[str, int] | None = None
         """The stage of each parameter in a pipeline, once it is known."""
-        self._divisions: Mapping[str, StateDivision] | None = None
-        """How the axis `tensor` divides parameters, once it is known."""
+        self._divisions: Mapping[str, tuple[StateDivision, ...]] | None = None
+        """How the axes `tensor` and `expert` divide parameters, once it is known."""
         self.pipeline = find_pipeline_axis(world.mesh)
-        self.tensor = find_tensor_axis(world.mesh)
+        self.layer_axes = list_layer_axes(world.mesh)
         self._position_dims: PositionDims | None = None
         if find_axis(world.mesh, "sequence") is not None:
             self._position_dims = PositionDims(job, None if self._given is None else self._given.positions)
@@ -80,14 +80,14 @@ class PlannedDivision:
         )
 
     def _list_given(self, tensors: Mapping[str, Tensor]) -> dict[str, tuple[StateDivision, ...]]:
-        """Return how the axes `tensor` and `pipeline` divide parameters, by name, in this order."""
+        """Return how the axes `tensor`, `expert` and `pipeline` divide parameters, by name, in this order."""
         stepped = {id(item) for optimizer in self._job.optimizers for item in list_parameters(optimizer)}
         found: dict[str, tuple[StateDivision, ...]] = {}
         for name, tensor in tensors.items():
-            along_tensor, along_pipeline = (self._divisions or {}).get(name), None
+            divisions = (self._divisions or {}).get(name, ())
             if self.pipeline is not None and name in (self._stages or {}) and id(tensor) in stepped:
                 along_pipeline = give_to(tensor, self.pipeline, (self._stages or {})[name])
-            divisions = tuple(item for item in (along_tensor, along_pipeline) if item is not None)
+                divisions = (*divisions, along_pipeline) if along_pipeline is not None else divisions
             if divisions:
                 found[name] = divisions
         return found
@@ -141,7 +141,7 @@ class PlannedDivision:
                 for axis, item in zip(self._world.mesh.axes, sharding, strict=True)
                 if isinstance(item, Shard)
             }
-            dim, name = found.get("data"), name_argument(self._job.function, arguments, place)
+            dim, name = found.get("data", found.get("expert")), name_argument(self._job.function, arguments, place)
             if self.pipeline is not None and dim is None:
                 dim = find_batch_dim(arguments, place)
             self._arguments.setdefault(name, dim)
@@ -152,7 +152,7 @@ class PlannedDivision:
     def needs_program(self) -> bool:
         """Whether the division of a train job's parameters depends on its program, and is not known yet."""
         is_open = (self.pipeline is not None and self._stages is None) or (
-            self.tensor is not None and self._divisions is None
+            bool(self.layer_axes) and self._divisions is None
         )
         return is_open and self._job.trains and self._given is None
 
@@ -168,8 +168,8 @@ class PlannedDivision:
             if name in tensors:
                 self._world.stages.setdefault(tensors[name], stage)
 
-    def take_divisions(self, divisions: Mapping[str, StateDivision]) -> None:
-        """Let the next update divide parameters along the axis `tensor`.
+    def take_divisions(self, divisions: Mapping[str, tuple[StateDivision, ...]]) -> None:
+        """Let the next update divide parameters along the axes `tensor` and `expert`.
 
         Args:
             divisions: How each parameter that is divided is divided, by name.

@@ -28,7 +28,7 @@ def make_default_plan(
         mesh: The workers. The first axis with the role `data` divides states.
         zero: What is divided; None for nothing.
         offload: Whether the pieces lie in the memory of the host.
-        given: How the axes `tensor` and `pipeline` divide parameters, by name.
+        given: How the axes `tensor`, `expert` and `pipeline` divide parameters, by name.
     """
     stepped = {id(item): optimizer for optimizer in optimizers for item in list_parameters(optimizer)}
     axis = find_axis(mesh, "data")

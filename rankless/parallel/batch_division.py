@@ -1,9 +1,9 @@
 """How a batch is divided between the workers of a mesh: the one rule that loaders and jobs follow.
 
-Note [batch division]: the axes of the plan with the role `data` divide the rows of a batch, from the outermost, each
-what the axes before it leave. The rows of one part are consecutive, in the order of workers, and the first parts have
-one row more if the parts cannot be equal. Workers that differ by their rank along other axes have the same rows. A
-batch with fewer rows than parts is not divided.
+Note [batch division]: the axes of the mesh with the roles `data` and `expert` divide the rows of a batch, from the
+outermost, each what the axes before it leave. The rows of one part are consecutive, in the order of workers, and the
+first parts have one row more if the parts cannot be equal. Workers that differ by their rank along other axes have the
+same rows. A batch with fewer rows than parts is not divided.
 """
 
 import math
@@ -30,7 +30,7 @@ class BatchDivision:
 
     @classmethod
     def of(cls, mesh: Mesh) -> "BatchDivision":
-        """Return the division of a mesh: its axes with the role `data` divide batches."""
+        """Return the division of a mesh: see Note [batch division]."""
         axes = list_batch_axes(mesh)
         sizes, ranks = tuple(axis.size for axis in axes), tuple(axis.rank for axis in axes)
         along = ([mesh.find_rank_along(axis, worker) for axis in axes] for worker in range(mesh.size))
@@ -72,9 +72,14 @@ class BatchDivision:
         return found
 
 
+def divides_batches(axis: MeshAxis) -> bool:
+    """Return whether an axis divides batches."""
+    return axis.role in ("data", "expert")
+
+
 def list_batch_axes(mesh: Mesh) -> list[MeshAxis]:
     """Return the axes of a mesh that divide batches, from the outermost."""
-    return [axis for axis in mesh.axes if axis.role == "data"]
+    return [axis for axis in mesh.axes if divides_batches(axis)]
 
 
 def _number_part(sizes: Sequence[int], ranks: Sequence[int]) -> int:

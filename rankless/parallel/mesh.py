@@ -151,7 +151,7 @@ class Mesh:
         return Mesh(rank=0, size=1, device=torch.device(device))
 
 
-STATE_ROLES: tuple[AxisRole, ...] = ("tensor", "pipeline", "data")
+STATE_ROLES: tuple[AxisRole, ...] = ("tensor", "expert", "pipeline", "data")
 """The roles of axes along which states can be divided, in the order in which they divide a tensor."""
 
 
@@ -166,9 +166,12 @@ def find_pipeline_axis(mesh: Mesh) -> MeshAxis | None:
     return find_axis(mesh, "pipeline")
 
 
-def find_tensor_axis(mesh: Mesh) -> MeshAxis | None:
-    """Return the axis of a mesh that divides features; None if there is none."""
-    return find_axis(mesh, "tensor")
+def list_layer_axes(mesh: Mesh) -> list[MeshAxis]:
+    """Return the axes of a mesh that divide what is in a layer, its features and experts, in the order they do it.
+
+    Programs take parameters in the pieces into which these axes divide them.
+    """
+    return [axis for axis in list_state_axes(mesh) if axis.role in ("tensor", "expert")]
 
 
 def find_axis(mesh: Mesh, role: AxisRole) -> MeshAxis | None:

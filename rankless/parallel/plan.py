@@ -36,6 +36,9 @@ class Plan:
         sequence_parallel: Whether the axis `tensor` also divides the activations between its layers, as Megatron's
             sequence parallelism does: residual sums, norms and dropout are computed on a part of the positions each.
             As many bytes are sent, and less memory is needed. Default: False.
+        experts: Which parameters the axis `expert` divides between workers, and along which dim: "auto", or a dict as
+            for `tensor=`. Default: "auto", which divides the parameters with one row for each expert that a batched
+            matrix product computes with, as `(experts, inputs, outputs)`, along this dim, and what is linked with it.
         sequence: The dim of each tensor argument that the axis `sequence` divides, by the argument's name; None for
             one without positions. Default: "auto", the first dim besides that of the batch. It decides how fast a call
             is, and does not change its result.
@@ -53,6 +56,7 @@ class Plan:
     stages: tuple[str, ...] | None = None
     tensor: Literal["auto"] | Mapping[str, Placement] = "auto"
     sequence_parallel: bool = False
+    experts: Literal["auto"] | Mapping[str, Placement] = "auto"
     sequence: Literal["auto"] | Mapping[str, int | None] = "auto"
 
     def __post_init__(self) -> None:
@@ -78,7 +82,9 @@ class Plan:
                 fix="omit it, and Rankless chooses the stages",
             )
         if self.tensor != "auto":
-            require_placements(self.tensor)
+            require_placements("tensor", self.tensor, "*.mlp.up.weight")
+        if self.experts != "auto":
+            require_placements("experts", self.experts, "*.experts.up")
         if self.sequence != "auto":
             require_dims(self.sequence)
         if not isinstance(self.sequence_parallel, bool):
@@ -116,21 +122,27 @@ def require_dims(sequence: object) -> None:
         )
 
 
-def require_placements(tensor: object) -> None:
-    """Raise `ConfigError` if `tensor=` is no dict from names to placements."""
-    found = f"tensor={tensor!r}"
-    if isinstance(tensor, Mapping):
+def require_placements(option: str, given: object, example: str) -> None:
+    """Raise `ConfigError` if an option is no dict from names to placements.
+
+    Args:
+        option: The option.
+        given: Its value.
+        example: A name, for the error.
+    """
+    found = f"{option}={given!r}"
+    if isinstance(given, Mapping):
         wrong = [
             (name, placement)
-            for name, placement in tensor.items()
+            for name, placement in given.items()
             if not isinstance(name, str) or type(placement) not in (Shard, Replicate)
         ]
         if not wrong:
             return
         found = f"{wrong[0][1]!r} for {wrong[0][0]!r}"
     raise ConfigError(
-        expected='tensor= as "auto", or a dict from names of parameters to Shard(dim) or Replicate() of '
+        expected=f'{option}= as "auto", or a dict from names of parameters to Shard(dim) or Replicate() of '
         "torch.distributed.tensor",
         found=found,
-        fix='for example tensor={"*.mlp.up.weight": Shard(0)}',
+        fix=f'for example {option}={{"{example}": Shard(0)}}',
     )

@@ -68,7 +68,7 @@ class JobPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """How one job is divided."""
 
     arguments: dict[str, int | None] = {}
-    """The dim of each tensor argument that the axes with the role `data` divide, and the microbatches of a pipeline;
+    """The dim of each tensor argument that the axes `data` and `expert` divide, and the microbatches of a pipeline;
     None for a whole one."""
     positions: dict[str, int | None] = {}
     """The dim of each tensor argument that the axis `sequence` divides, on a mesh with this axis."""

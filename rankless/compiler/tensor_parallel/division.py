@@ -36,10 +36,18 @@ class TensorDivider:
         program: The program.
         ranks: The number of ranks along the axis.
         requests: What the script wants of parameters, by name.
+        excluded: The dims of parameters that another axis divides, by name.
     """
 
-    def __init__(self, program: LogicalProgram, ranks: int, requests: Mapping[str, DimRequest]) -> None:
+    def __init__(
+        self,
+        program: LogicalProgram,
+        ranks: int,
+        requests: Mapping[str, DimRequest],
+        excluded: Mapping[str, int] | None = None,
+    ) -> None:
         self._ranks = ranks
+        self._excluded = excluded or {}
         self._requests = requests
         self._names = list_parameters(program)
         self._links = DimLinks(program)
@@ -94,7 +102,7 @@ class TensorDivider:
             shape = value.meta["val"].shape
             request = self._requests.get(name)
             for dim in range(len(shape)):
-                if request is not None and request.dim != dim:
+                if (request is not None and request.dim != dim) or self._excluded.get(name) == dim:
                     continue
                 reach = self._links.find_reach(ValueDim(value, dim))
                 if request is not None:

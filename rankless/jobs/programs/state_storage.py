@@ -7,11 +7,10 @@ from torch import Tensor
 from rankless.compiler.ir.logical_program import LogicalProgram
 from rankless.compiler.scheduling.gradient_memory import GradientMemory
 from rankless.compiler.scheduling.stored_states import StateStorage
-from rankless.compiler.sharding.redistribution_steps import replace_placement
 from rankless.context.world import World
 from rankless.jobs.definition import JobDefinition
 from rankless.jobs.programs.bound_program import find_slot
-from rankless.parallel.mesh import Mesh, MeshAxis, find_axis
+from rankless.parallel.mesh import Mesh, MeshAxis, find_axis, list_layer_axes
 from rankless.parallel.tensor_placement import BlockedShard, Replicate, Shard, Sharding
 
 Placements = Mapping[str, Shard | BlockedShard]
@@ -41,7 +40,7 @@ def find_storage(job: JobDefinition, program: LogicalProgram, world: World, memo
     for _, output in program.outputs:
         if output.kind == "gradient":
             gradients[output.name] = owner.find_gradient_placements(read_slot(job, output.name))
-    data, tensor_axis, pipeline = (find_axis(mesh, role) for role in ("data", "tensor", "pipeline"))
+    data, pipeline = find_axis(mesh, "data"), find_axis(mesh, "pipeline")
     # A tied parameter may be an input under one name and have its gradient under another.
     both = values | gradients
     return StateStorage(
@@ -49,7 +48,7 @@ def find_storage(job: JobDefinition, program: LogicalProgram, world: World, memo
         values=select_shards(values, data),
         shared=shared,
         gradients=select_shards(gradients, data),
-        shardings=make_shardings(both, mesh, tensor_axis),
+        shardings=make_shardings(both, mesh),
         ranks=tuple(axis.rank for axis in mesh.axes),
         owned=select_shards(both, pipeline),
         memory=memory,
@@ -62,15 +61,13 @@ def select_shards(placements: Mapping[str, Placements], axis: MeshAxis | None) -
     return {name: placement for name, placement in found.items() if isinstance(placement, Shard)}
 
 
-def make_shardings(placements: Mapping[str, Placements], mesh: Mesh, axis: MeshAxis | None) -> dict[str, Sharding]:
-    """Return the shardings along all axes of the states that one axis divides, by name."""
-    if axis is None:
-        return {}
-    number, whole = mesh.axes.index(axis), (Replicate(),) * len(mesh.axes)
+def make_shardings(placements: Mapping[str, Placements], mesh: Mesh) -> dict[str, Sharding]:
+    """Return the shardings of the states that programs take in pieces, by name."""
+    names = {axis.name for axis in list_layer_axes(mesh)}
     return {
-        name: replace_placement(whole, number, known[axis.name])
+        name: tuple(known[axis.name] if axis.name in names & set(known) else Replicate() for axis in mesh.axes)
         for name, known in placements.items()
-        if axis.name in known
+        if names & set(known)
     }
 
 

@@ -27,8 +27,8 @@ from rankless.jobs.model_sync import require_same_kind_of_device, sync_models, s
 from rankless.jobs.planned_division import PlannedDivision, apply_plan
 from rankless.jobs.programs.bound_program import BoundProgram, collect_inputs
 from rankless.jobs.programs.cache_entries import CacheLookup
+from rankless.jobs.programs.layer_divisions import find_layer_divisions
 from rankless.jobs.programs.program_cache import ProgramCache
-from rankless.jobs.programs.tensor_divisions import find_tensor_divisions
 
 
 class ConsistentView:
@@ -117,8 +117,8 @@ class ConsistentView:
         if not self.division.needs_program:
             return
         program = self._programs.capture_before_division(call)
-        if self.division.tensor is not None:
-            divisions = find_tensor_divisions(program, self._job, self._world, self.division.tensor)
+        if self.division.layer_axes:
+            divisions = find_layer_divisions(program, self._job, self._world, self.division.layer_axes)
             self.division.take_divisions(divisions)
         if self.division.pipeline is not None:
             self.division.take_stages(self._programs.pipelines.find_stages(program).owners)

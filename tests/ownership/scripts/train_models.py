@@ -9,7 +9,7 @@ from torch import nn
 import rankless
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--model", choices=["lenet", "gpt", "bert", "llama", "towers", "tagger"], required=True)
+parser.add_argument("--model", required=True)
 parser.add_argument("--zero", choices=["optimizer", "gradients", "parameters"])
 parser.add_argument("--schedule", choices=["gpipe", "1f1b", "interleaved", "zero-bubble"])
 parser.add_argument("--sequence-parallel", action="store_true")
@@ -88,6 +88,52 @@ class Tagger(nn.Module):
         return F.cross_entropy(self.head(self.layer(self.words(ids))[0]).flatten(0, 1), labels.flatten())
 
 
+class MixtureLayer(nn.Module):
+    """Attention, and experts of which each token uses two; each expert takes so many tokens of a sequence."""
+
+    def __init__(self, experts=4, capacity=2):
+        super().__init__()
+        self.capacity = capacity
+        self.attention = nn.MultiheadAttention(16, 2, options.dropout, batch_first=True)
+        self.norms = nn.ModuleList([nn.LayerNorm(16), nn.LayerNorm(16)])
+        self.router = nn.Linear(16, experts, bias=False)
+        self.up = nn.Parameter(torch.randn(experts, 16, 32) / 4)
+        self.down = nn.Parameter(torch.randn(experts, 32, 16) / 6)
+
+    def forward(self, hidden):
+        normed = self.norms[0](hidden)
+        hidden = hidden + self.attention(normed, normed, normed, need_weights=False)[0]
+        tokens = self.norms[1](hidden)
+        chances = self.router(tokens).softmax(-1)
+        weights, chosen = chances.topk(2, dim=-1)
+        masks = F.one_hot(chosen, chances.shape[-1])
+        order = masks.flatten(1, 2).cumsum(1).view_as(masks) * masks - 1
+        slots = F.one_hot(order.clamp(min=0), 2 * LENGTH)[..., : self.capacity] * (order >= 0).unsqueeze(-1)
+        places = (slots * weights[..., None, None]).sum(2)  # samples, tokens, experts, slots
+        inputs = torch.einsum("btec,btd->ebcd", (slots.sum(2) > 0).to(tokens.dtype), tokens)
+        features = F.gelu(torch.einsum("ebcd,edh->ebch", inputs, self.up))
+        results = torch.einsum("ebch,ehd->ebcd", F.dropout(features, options.dropout), self.down)
+        balance = (masks.to(tokens.dtype).mean((0, 1, 2)) * chances.mean((0, 1))).sum()
+        return hidden + torch.einsum("btec,ebcd->btd", places, results), balance
+
+
+class Mixture(nn.Module):
+    """A model with experts, whose capacities leave tokens out, and a loss for their balance."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(WORDS, 16), nn.Embedding(LENGTH, 16)
+        self.layers = nn.ModuleList([MixtureLayer(), MixtureLayer()])
+        self.head = nn.Linear(16, WORDS)
+
+    def forward(self, ids, labels):
+        hidden, balance = self.tokens(ids) + self.places(torch.arange(ids.shape[1])), 0.0
+        for layer in self.layers:
+            hidden, term = layer(hidden)
+            balance = balance + term
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten()) + 0.01 * balance
+
+
 class Wrapped(nn.Module):
     """A model of transformers, by configuration, that returns its loss."""
 
@@ -138,8 +184,65 @@ def make_llama():
     )
 
 
+def make_t5():
+    from transformers import T5Config, T5ForConditionalGeneration  # noqa: PLC0415
+
+    return Wrapped(
+        T5ForConditionalGeneration(
+            T5Config(
+                vocab_size=WORDS,
+                d_model=16,
+                d_kv=4,
+                d_ff=32,
+                num_layers=2,
+                num_heads=4,
+                dropout_rate=options.dropout,
+                decoder_start_token_id=0,
+                pad_token_id=0,
+                use_cache=False,
+            )
+        )
+    )
+
+
+class Classifier(nn.Module):
+    """A vision model of transformers, by configuration, that returns its loss."""
+
+    def __init__(self):
+        from transformers import ViTConfig, ViTForImageClassification  # noqa: PLC0415
+
+        super().__init__()
+        self.model = ViTForImageClassification(
+            ViTConfig(
+                hidden_size=16,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                intermediate_size=32,
+                hidden_dropout_prob=options.dropout,
+                attention_probs_dropout_prob=options.dropout,
+                image_size=28,
+                patch_size=7,
+                num_channels=1,
+                num_labels=10,
+            )
+        )
+
+    def forward(self, images, labels):
+        return self.model(pixel_values=images, labels=labels).loss
+
+
 torch.manual_seed(1)
-makers = {"lenet": LeNet, "gpt": GPT, "bert": make_bert, "llama": make_llama, "towers": Towers, "tagger": Tagger}
+makers = {
+    "lenet": LeNet,
+    "gpt": GPT,
+    "bert": make_bert,
+    "llama": make_llama,
+    "towers": Towers,
+    "tagger": Tagger,
+    "t5": make_t5,
+    "vit": Classifier,
+    "mixture": Mixture,
+}
 model = makers[options.model]()
 if options.optimizer == "adafactor":
     # The default is the epsilon of the dtype. That of float64 is less than the rounding in a gradient that is zero, as
@@ -175,7 +278,7 @@ def train(inputs, labels):
         return model(inputs, labels)
 
 
-if options.model == "lenet":
+if options.model in ("lenet", "vit"):
     data = torch.utils.data.TensorDataset(torch.randn(ROWS, 1, 28, 28), torch.randint(0, 10, (ROWS,)))
 else:
     ids = torch.randint(0, WORDS, (ROWS, LENGTH + 1))

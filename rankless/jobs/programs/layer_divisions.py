@@ -1,6 +1,6 @@
-"""Decide how the axis `tensor` of the mesh divides the parameters of a job."""
+"""Decide how the axes `tensor` and `expert` of the mesh divide the parameters of a job."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from rankless.compiler.capture.graph_cleanup import named_tensors
 from rankless.compiler.ir.logical_program import LogicalProgram
 from rankless.compiler.tensor_parallel.division import WHOLE, DimRequest, TensorDivider
+from rankless.compiler.tensor_parallel.experts import ExpertDivider
 from rankless.context.world import World
 from rankless.errors import ConfigError
 from rankless.jobs.definition import JobDefinition
@@ -18,25 +19,59 @@ from rankless.parallel.tensor_placement import BlockedShard, Shard
 from rankless.records.parallel_plan import StateDivision
 
 
-def find_tensor_divisions(
-    program: LogicalProgram, job: JobDefinition, world: World, axis: MeshAxis
-) -> dict[str, StateDivision]:
-    """Return how the parameters of a job are divided along the axis `tensor`, by name; whole ones have no entry.
+def find_layer_divisions(
+    program: LogicalProgram, job: JobDefinition, world: World, axes: Sequence[MeshAxis]
+) -> dict[str, tuple[StateDivision, ...]]:
+    """Return how the parameters of a job are divided along the axes `tensor` and `expert`, by name.
 
-    A parameter that an earlier job has divided stays divided as it is.
+    A parameter that an earlier job has divided stays divided as it is. Whole parameters have no entry.
+
+    Args:
+        program: A program of the job.
+        job: The job.
+        world: Has the owner of the parameters.
+        axes: The axes, in the order in which they divide a parameter.
+
+    Raises:
+        ConfigError: The job's plan names no parameter of it, or a dim that cannot be divided.
+    """
+    tensors = {name: item for name, item in named_tensors(job.modules).items() if isinstance(item, nn.Parameter)}
+    found: dict[str, dict[str, Shard | BlockedShard]] = {}
+    for axis in sorted(axes, key=lambda axis: axis.role != "expert"):  # the axis `tensor` has what experts leave
+        before = {name: item.dim for name, item in next(iter(found.values()), {}).items()}
+        found[axis.name] = find_divisions(program, job, world, axis, tensors, before)
+    return {
+        name: tuple(
+            describe_division(found[axis.name][name], axis, tensor) for axis in axes if name in found[axis.name]
+        )
+        for name, tensor in tensors.items()
+        if any(name in divided for divided in found.values())
+    }
+
+
+def find_divisions(
+    program: LogicalProgram,
+    job: JobDefinition,
+    world: World,
+    axis: MeshAxis,
+    tensors: Mapping[str, Tensor],
+    excluded: Mapping[str, int],
+) -> dict[str, Shard | BlockedShard]:
+    """Return how parameters are divided along one axis, by name.
 
     Args:
         program: A program of the job.
         job: The job.
         world: Has the owner of the parameters.
         axis: The axis.
-
-    Raises:
-        ConfigError: The job's plan names no parameter of it, or a dim that cannot be divided.
+        tensors: The job's parameters by name.
+        excluded: The dims that another axis divides, by name.
     """
     plan = job.plan or Plan()
-    tensors = {name: item for name, item in named_tensors(job.modules).items() if isinstance(item, nn.Parameter)}
-    requests = {} if plan.tensor == "auto" else read_requests(plan.tensor, tensors, job, axis)
+    is_expert = axis.role == "expert"
+    given = plan.experts if is_expert else plan.tensor
+    requests = {} if given == "auto" else read_requests(given, tensors, job, axis)
+    require_other_dims(requests, excluded, job)
     known: dict[str, Shard | BlockedShard] = {}
     for name, item in tensors.items():
         placement = world.owner.find_value_placements(item).get(axis.name)
@@ -47,8 +82,26 @@ def find_tensor_divisions(
     for name, item in tensors.items():
         if id(item) in whole and name not in requests:
             requests[name] = DimRequest(dim=WHOLE)
-    found = TensorDivider(program, axis.size, requests).divide(fills=plan.tensor == "auto")
-    return {name: describe_division(item, axis, tensors[name]) for name, item in (found | known).items()}
+    make = ExpertDivider if is_expert else TensorDivider
+    found = make(program, axis.size, requests, excluded).divide(fills=given == "auto") | known
+    if is_expert and not found:
+        world.notify(
+            f"{job.line}: job {job.name!r} has no parameters as (experts, inputs, outputs) of at least {axis.size} "
+            "experts; the axis expert divides its batch only (name other parameters in rankless.Plan(experts=…))"
+        )
+    return found
+
+
+def require_other_dims(requests: Mapping[str, DimRequest], excluded: Mapping[str, int], job: JobDefinition) -> None:
+    """Raise `ConfigError` if a plan divides a dim of a parameter along two axes."""
+    for name, request in requests.items():
+        if request.dim is not WHOLE and excluded.get(name) == request.dim:
+            raise ConfigError(
+                expected=f"for {name} in tensor= another dim than that of experts",
+                found=f"Shard({request.dim}), which the axis expert divides",
+                fix="name another dim in tensor=, or use Replicate()",
+                where=job.line,
+            )
 
 
 def describe_division(placement: Shard | BlockedShard, axis: MeshAxis, parameter: Tensor) -> StateDivision:
@@ -68,12 +121,14 @@ def read_requests(
         job: The job.
         axis: The axis that divides them.
     """
+    option = "experts" if axis.role == "expert" else "tensor"
     found: dict[str, DimRequest] = {}
     for pattern, placement in given.items():
         matched = [name for name in tensors if is_match(name, pattern)]
         if not matched:
             raise ConfigError(
-                expected=f"in tensor= patterns for parameters of job {job.name!r}, such as {next(iter(tensors), '')!r}",
+                expected=f"in {option}= patterns for parameters of job {job.name!r}, such as "
+                f"{next(iter(tensors), '')!r}",
                 found=f"{pattern!r}, which matches none of {len(tensors)}",
                 fix="correct the name; print([name for name, _ in model.named_parameters()]) shows all",
                 where=job.line,
@@ -85,6 +140,7 @@ def read_requests(
 
 def read_request(placement: object, name: str, parameter: Tensor, job: JobDefinition, axis: MeshAxis) -> DimRequest:
     """Return what a placement wants of a parameter. Raises `ConfigError` for a dim that cannot be divided."""
+    option = "experts" if axis.role == "expert" else "tensor"
     dim = getattr(placement, "dim", None)
     if dim is None:
         return DimRequest(dim=WHOLE)
@@ -92,9 +148,9 @@ def read_request(placement: object, name: str, parameter: Tensor, job: JobDefini
     if not -len(shape) <= dim < len(shape) or shape[dim] < axis.size:
         raise ConfigError(
             expected=f"for {name} of shape {shape} a dim with at least {axis.size} rows, one for each worker along the "
-            "axis tensor",
+            f"axis {axis.name}",
             found=f"Shard({dim})",
-            fix="name another dim in tensor=, or use Replicate()",
+            fix=f"name another dim in {option}=, or use Replicate()",
             where=job.line,
         )
     return DimRequest(dim=dim % len(shape))

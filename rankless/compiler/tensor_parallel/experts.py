@@ -1,0 +1,80 @@
+"""Choose how the parameters of a program are divided along the axis `expert`.
+
+The experts of a mixture are usually computed together: each of their weights is one tensor with a row for each expert,
+and a batched matrix product computes with it what every expert computes of its samples. The batch of this product are
+the experts. So their dim is found by the operator, and what is divided with it by Note [linked dims]. Other values may
+have to be gathered, as the results of all experts for a sum over them; that does not matter here.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import fx
+
+from rankless.compiler.ir.logical_program import LogicalProgram
+from rankless.compiler.tensor_parallel.dim_links import DimReach, ValueDim
+from rankless.compiler.tensor_parallel.division import DimRequest, TensorDivider
+
+BATCHED_PRODUCTS: Mapping[object, tuple[int, int]] = {
+    torch.ops.aten.bmm.default: (0, 1),
+    torch.ops.aten.baddbmm.default: (1, 2),
+}
+"""Operators that multiply matrices for each row of dim 0, and the places of their factors."""
+
+
+class ExpertDivider(TensorDivider):
+    """Chooses the divided dims of the parameters of experts.
+
+    Args:
+        program: The program.
+        ranks: The number of ranks along the axis.
+        requests: What the script wants of parameters, by name.
+        excluded: The dims of parameters that another axis divides, by name.
+    """
+
+    def __init__(
+        self,
+        program: LogicalProgram,
+        ranks: int,
+        requests: Mapping[str, DimRequest],
+        excluded: Mapping[str, int] | None = None,
+    ) -> None:
+        super().__init__(program, ranks, requests, excluded)
+        self._weights = find_weights(program)
+
+    def _is_offered(self, reach: DimReach) -> bool:
+        """Return whether a dim is that of experts."""
+        names = [self._names[item.value] for item in reach.dims if item.value in self._names]
+        is_free = not any(name in self._requests for name in names)
+        return is_free and reach.units >= self._ranks and any(map(self._computes_experts, list_products(reach)))
+
+    def _computes_experts(self, product: fx.Node) -> bool:
+        """Return whether one factor of a product is a weight, or computed of weights only, and the other is not."""
+        places = BATCHED_PRODUCTS[product.target]
+        return len([place for place in places if product.args[place] in self._weights]) == 1
+
+
+def list_products(reach: DimReach) -> list[fx.Node]:
+    """Return the batched products of the forward pass whose batch is among the dims of a reach."""
+    found: dict[fx.Node, None] = {}
+    for item in reach.dims:
+        for user in item.value.users:
+            places = BATCHED_PRODUCTS.get(user.target)
+            if places is not None and not user.meta.get("backward"):
+                factors = [ValueDim(factor, 0) for factor in map(user.args.__getitem__, places) if factor is item.value]
+                found |= dict.fromkeys([user] * (item in factors))
+    return list(found)
+
+
+def find_weights(program: LogicalProgram) -> frozenset[fx.Node]:
+    """Return the parameters of a program, and the values that are computed of nothing else."""
+    found: set[fx.Node] = set()
+    for node in program.graph.nodes:
+        described = program.inputs.get(node)
+        if described is not None:
+            is_weight = described.kind == "parameter"
+        else:
+            is_weight = bool(node.all_input_nodes) and all(item in found for item in node.all_input_nodes)
+        if is_weight:
+            found.add(node)
+    return frozenset(found)
