@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from rankless.compiler.ir import custom_ops, local_kernels
+from rankless.compiler.ir import local_kernels
 from rankless.compiler.ir.blocked_dims import slice_blocks
 from rankless.compiler.ir.logical_program import (
     LogicalValue,
@@ -23,6 +23,7 @@ from rankless.compiler.ir.memory_order import find_memory_order, find_repeated_d
 from rankless.compiler.ir.tensor_parts import Part, list_parts
 from rankless.compiler.lowering.call_arguments import replace_arguments
 from rankless.compiler.lowering.gradient_placement import place_gradient
+from rankless.compiler.lowering.local_operators import LOCAL_OPERATORS
 from rankless.compiler.lowering.recomputation import recompute
 from rankless.compiler.lowering.recomputed_regions import choose_regions
 from rankless.compiler.lowering.repeated_gathers import gather_again
@@ -58,17 +59,6 @@ from rankless.parallel.tensor_placement import (
 )
 
 aten = torch.ops.aten
-rankless_ops = torch.ops.rankless
-
-LOCAL_OPERATORS: dict[Any, Callable[..., Any]] = {
-    aten.view.default: aten.reshape.default,  # a gathered or reduced value may have other strides than the logical one
-    aten._unsafe_view.default: aten.reshape.default,
-    rankless_ops.linear.default: custom_ops.run_linear,
-    rankless_ops.linear_weight.default: custom_ops.run_linear_weight,
-    rankless_ops.recurrent.default: custom_ops.run_recurrent,
-    rankless_ops.recurrent_backward.default: custom_ops.run_recurrent_backward,
-}
-"""Operators, and the functions that run in their place."""
 
 
 @dataclass(frozen=True, kw_only=True)
