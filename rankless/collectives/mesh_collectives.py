@@ -7,6 +7,7 @@ Among one process each function is the identity.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -139,6 +140,55 @@ def all_to_all(
     )
     pieces = [piece.reshape(shape) for piece, shape in zip(received.split(sizes), shapes, strict=True)]
     return torch.cat(pieces, dim=from_dim)
+
+
+@dataclass(frozen=True)
+class PendingShift:
+    """A tensor on its way from the rank before this one.
+
+    Args:
+        value: Its memory.
+        works: What fills it, and sends this rank's tensor.
+        sent: This rank's tensor, whose memory must stay until it is sent.
+    """
+
+    value: Tensor
+    works: tuple[dist.Work, ...] = ()
+    sent: Tensor | None = None
+
+    def wait(self) -> Tensor:
+        """Return the tensor when it has arrived. The next operator may overwrite what this rank has sent."""
+        for work in self.works:
+            work.wait()
+        return self.value
+
+
+def start_ring_shift(tensor: Tensor, *, among: WorkerGroup, dim: int, lengths: Sequence[int]) -> PendingShift:
+    """Begin to send a tensor to the next rank, from the last one to the first, and to receive that of the rank before.
+
+    Args:
+        tensor: This rank's tensor. It must not change before the shift has ended.
+        among: The ranks, in the order of the ring.
+        dim: The dim in which the tensors of different ranks may have different lengths.
+        lengths: Each rank's length in this dim, before the shift.
+
+    Returns:
+        The shift. Its `wait` returns the contiguous tensor of the rank before.
+    """
+    if among.group is None:
+        return PendingShift(tensor)
+    shape = list(tensor.shape)
+    shape[dim] = lengths[among.rank - 1]
+    sent, received = tensor.contiguous(), tensor.new_empty(shape)
+    # Something is sent in place of an empty tensor: Gloo does not report one, and NCCL wants all ranks to take part.
+    outgoing, incoming = (item if item.numel() else item.new_zeros(1) for item in (sent, received))
+    works = dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.isend, outgoing, group=among.group, group_peer=(among.rank + 1) % among.size),
+            dist.P2POp(dist.irecv, incoming, group=among.group, group_peer=(among.rank - 1) % among.size),
+        ]
+    )
+    return PendingShift(received, tuple(works), outgoing)
 
 
 def broadcast(tensor: Tensor, *, among: WorkerGroup, source: int = 0) -> None:
