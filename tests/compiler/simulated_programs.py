@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from rankless.collectives.mesh_collectives import PendingShift
 from rankless.compiler.ir.blocked_dims import join_blocks
 from rankless.compiler.ir.local_kernels import DrawFrom, reduce_extremum
 from rankless.compiler.ir.tensor_parts import list_parts, take_parts
-from rankless.compiler.lowering.lower import LocalGraph
-from rankless.compiler.sharding.redistribute import Redistribution, StackingAllGather
+from rankless.compiler.lowering.local_graph import LocalGraph
+from rankless.compiler.sharding.redistribute import Collective, RingShift, StackingAllGather
 from rankless.compiler.tracing.symbolic_sizes import evaluate_size
 from rankless.context.generator_states import restore_generators, save_generators
 from rankless.parallel.tensor_placement import BlockedShard, Placement, Shard
@@ -38,7 +39,7 @@ def interpret(
             )
             for node, known in zip(nodes, values, strict=True)
         ]
-        if isinstance(nodes[0].target, Redistribution | StackingAllGather):
+        if isinstance(nodes[0].target, Collective):
             results = call_collectives([node.target for node in nodes], arguments)
         else:
             own = nodes[0].target.generator if isinstance(nodes[0].target, DrawFrom) else None
@@ -96,7 +97,7 @@ def follows_own_layout(logical: fx.Node) -> bool:
     return False
 
 
-def call_collectives(targets: Sequence[Any], arguments: Sequence[Any]) -> list[Tensor]:
+def call_collectives(targets: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
     """Return what a collective along one axis gives to each worker.
 
     The workers are numbered with the last axis innermost, so those along an axis are equally far apart.
@@ -119,11 +120,14 @@ def count_inner_workers(targets: Sequence[Any]) -> int:
 
 
 def call_collective(
-    collective: Redistribution | StackingAllGather, pieces: list[Tensor], lengths: Sequence[tuple[int, ...]], rank: int
-) -> Tensor:
+    collective: Collective, pieces: list[Tensor], lengths: Sequence[tuple[int, ...]], rank: int
+) -> Tensor | PendingShift:
     """Return what a collective gives to one rank."""
     if isinstance(collective, StackingAllGather):
         return torch.stack(pieces)
+    if isinstance(collective, RingShift):
+        assert [piece.shape[collective.placement.dim] for piece in pieces] == list(lengths[0])
+        return PendingShift(pieces[rank - 1].clone(memory_format=torch.contiguous_format))
     source, target = collective.source, collective.target
     if isinstance(source, BlockedShard):
         assert [piece.shape[source.dim] for piece in pieces] == list(lengths[0])

@@ -16,7 +16,8 @@ from rankless.compiler.ir.blocked_dims import join_blocks
 from rankless.compiler.ir.logical_program import LogicalProgram
 from rankless.compiler.ir.memory_order import find_memory_order
 from rankless.compiler.ir.tensor_parts import list_parts, take_parts
-from rankless.compiler.lowering.lower import LocalGraph, lower
+from rankless.compiler.lowering.local_graph import LocalGraph
+from rankless.compiler.lowering.lower import lower
 from rankless.compiler.probing.operator_probe import OperatorProbe
 from rankless.compiler.sharding.sharding_propagation import ShardedProgram, propagate_shardings
 from rankless.compiler.tracing.symbolic_sizes import SymbolicSizes, compile_guards

@@ -109,10 +109,26 @@ def number_in_a_power(model):
     return loss
 
 
+def softmax_over_samples(model):
+    def loss(x, _):
+        return (model(x).softmax(0) * x[:, :4]).mean()  # the line
+
+    return loss
+
+
+def attention_between_samples(model):
+    def loss(x, _):
+        hidden = model(x)[None, None]
+        return F.scaled_dot_product_attention(hidden, hidden, hidden).square().mean()  # the line
+
+    return loss
+
+
 REFUSED = [
     contrastive, root_of_a_mean, sum_beside_a_mean, sum_and_penalty, statistics_of_the_batch,
     places_in_the_batch, rows_of_other_samples, numbers_of_rows_as_classes,
     shifted_rows, mixed_rows, divided_by_a_prediction, number_in_a_power,
+    softmax_over_samples, attention_between_samples,
 ]  # fmt: skip
 
 

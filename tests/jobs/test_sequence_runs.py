@@ -162,3 +162,66 @@ def test_the_plan_shows_the_exchanges_of_attention(tmp_path):
 @pytest.mark.parametrize(("model", "mesh", "setting"), [("gpt", "data=2,sequence=2", "accumulated")])
 def test_a_model_with_divided_positions_is_the_same_training(tmp_path, model, mesh, setting):
     verify(tmp_path, mesh, "--model", model, *SETTINGS[setting])
+
+
+RING = """
+import torch, torch.nn.functional as F
+import rankless
+
+torch.manual_seed(0)
+torch.set_default_dtype(torch.float64)
+
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.project, self.out = torch.nn.LayerNorm(16), torch.nn.Linear(16, 48), torch.nn.Linear(16, 16)
+
+    def forward(self, x):
+        parts = self.project(self.norm(x)).unflatten(2, (3, 2, 8)).unbind(2)
+        mixed = F.scaled_dot_product_attention(*(part.transpose(1, 2) for part in parts), is_causal=True)
+        return x + F.dropout(self.out(mixed.transpose(1, 2).flatten(2)), 0.1)
+
+model = torch.nn.Sequential(torch.nn.Embedding(40, 16), Layer(), Layer(), torch.nn.Linear(16, 40))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+@rankless.job(model=model, optimizer=optimizer)
+def train(words, labels):
+    return F.cross_entropy(model(words).flatten(0, 1), labels.flatten())
+
+for length in (9, 9, 6, 13, 3, 8):
+    words = torch.randint(0, 40, (4, length + 1))
+    print(f"{float(train(words[:, :-1], words[:, 1:])):.11f}")
+"""
+
+
+@pytest.mark.slow
+def test_causal_attention_with_fewer_heads_than_workers_is_the_same_training(tmp_path):
+    (tmp_path / "train.py").write_text(RING)
+    found = rankless("verify", "--mesh", "sequence=4", "train.py", folder=tmp_path)
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert "same training" in found.stdout
+
+
+@pytest.mark.slow
+def test_the_plan_shows_the_hops_of_a_ring_and_no_gather(tmp_path):
+    (tmp_path / "train.py").write_text(RING.replace("(9, 9, 6, 13, 3, 8)", "(9,)"))
+    found = rankless("plan", "--mesh", "sequence=3", "--json", "plan.json", "train.py", folder=tmp_path)
+    assert found.returncode == 0, found.stderr
+    (job,) = json.loads((tmp_path / "plan.json").read_text())["jobs"]
+    moves = [
+        move for move in job["program"]["moves"] if move["purpose"] == "operator" and move["bytes"] >= 4 * 9 * 16 * 8
+    ]
+    assert {(move["axis"], move["bytes"], move["sent_bytes"]) for move in moves} == {
+        ("sequence", 4 * 9 * 16 * 8, 4 * 3 * 16 * 8)
+    }
+    assert len(moves) == 2 * (2 + 4) * 2
+    assert not [move for move in job["program"]["moves"] if move["gathered"]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mesh", ["sequence=2,tensor=2", pytest.param("data=2,sequence=3", marks=pytest.mark.exhaustive)]
+)
+def test_a_ring_within_other_axes_prints_what_one_device_prints(tmp_path, mesh):
+    wanted = run_script(tmp_path, RING)
+    assert run_script(tmp_path, RING, "--mesh", mesh) == pytest.approx(wanted, rel=1e-9, abs=1e-10)

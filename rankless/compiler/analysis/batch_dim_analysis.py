@@ -345,10 +345,10 @@ class BatchDimAnalysis:
         return make_call(node, placements, 2)
 
     def _find_strategy(self, call: OperatorCall) -> Strategy | None:
-        """Return the strategy that needs no redistribution of the inputs; None if there is none."""
+        """Return the strategy that needs no redistribution of the inputs, and nothing of other pieces; None if none."""
         rule = find_rule(call.operator)
         for strategy in () if rule is None else rule(call):
-            if all(
+            if not strategy.joins_pieces and all(
                 is_compatible(self.kinds[item], required)
                 for item, required in zip(call.inputs, strategy.inputs, strict=True)
             ):

@@ -1,7 +1,6 @@
 """Lower a sharded program to one rank's program on local values, with collectives where placements differ."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from operator import getitem
 from typing import Any
 
@@ -12,7 +11,6 @@ from rankless.compiler.ir import local_kernels
 from rankless.compiler.ir.blocked_dims import slice_blocks
 from rankless.compiler.ir.logical_program import (
     LogicalValue,
-    ProgramInput,
     ProgramOutput,
     draws_by_counter,
     format_operator,
@@ -23,6 +21,7 @@ from rankless.compiler.ir.memory_order import find_memory_order, find_repeated_d
 from rankless.compiler.ir.tensor_parts import Part, list_parts
 from rankless.compiler.lowering.call_arguments import replace_arguments
 from rankless.compiler.lowering.gradient_placement import place_gradient
+from rankless.compiler.lowering.local_graph import LocalGraph
 from rankless.compiler.lowering.local_operators import LOCAL_OPERATORS
 from rankless.compiler.lowering.recomputation import recompute
 from rankless.compiler.lowering.recomputed_regions import choose_regions
@@ -38,9 +37,11 @@ from rankless.compiler.rules.strategy import (
     make_call,
 )
 from rankless.compiler.sharding.redistribute import (
+    Collective,
     CollectivePurpose,
     CollectiveRecord,
     Redistribution,
+    RingShift,
     StackingAllGather,
     count_bytes,
     estimate_cost,
@@ -59,30 +60,6 @@ from rankless.parallel.tensor_placement import (
 )
 
 aten = torch.ops.aten
-
-
-@dataclass(frozen=True, kw_only=True)
-class LocalGraph:
-    """One rank's program as a graph on local values.
-
-    Its collectives carry a `CollectiveRecord` as `meta["collective"]`. Gradients may still be partial sums:
-    `pending_gradients` names those that `schedule_gradients` reduces.
-    """
-
-    graph: fx.Graph
-    inputs: tuple[tuple[fx.Node, ProgramInput], ...]
-    outputs: tuple[tuple[fx.Node, ProgramOutput], ...]
-    pending_gradients: tuple[fx.Node, ...]
-
-    @property
-    def recomputed(self) -> int:
-        """The number of operators of the forward pass that the backward pass computes again."""
-        return sum("repeats" in node.meta and node.target is not getitem for node in self.graph.nodes)
-
-    @property
-    def collectives(self) -> tuple[CollectiveRecord, ...]:
-        """All collectives, in the order in which the program starts them."""
-        return tuple(node.meta["collective"] for node in self.graph.nodes if "collective" in node.meta)
 
 
 class LoweringPass:
@@ -166,9 +143,24 @@ class LoweringPass:
         axis = self.axes[number]
         return self.add_collective(StackingAllGather(axis), value, size * axis.size, reason, purpose="operator")
 
+    def ring_shift(self, value: fx.Node, index: int, hops: int, reason: str) -> fx.Node:
+        """Begin to pass a piece of an input of that operator to the next rank along the current axis."""
+        assert self.current_node is not None
+        (number,) = self.current_axes
+        node = self.make_call(self.current_node, number).inputs[index]
+        sharding = self.input_sharding(index)
+        placement = sharding[number]
+        assert isinstance(placement, Shard), placement
+        whole = replace_placement(sharding, number, Replicate())
+        size = count_bytes(node, compute_local_shape(node.meta["val"].shape, whole, self.ranks))
+        lengths = tuple(placement.lengths[rank - hops] for rank in range(len(placement.lengths)))
+        value.meta.setdefault("described", f"{format_value(node)} of {format_operator(self.current_node.target)}")
+        target = RingShift(self.axes[number], Shard(placement.dim, lengths))
+        return self.add_collective(target, value, size, reason, purpose="operator", lengths=(lengths,))
+
     def add_collective(
         self,
-        target: Redistribution | StackingAllGather,
+        target: Collective,
         value: fx.Node,
         size: int,
         reason: str,
@@ -187,6 +179,7 @@ class LoweringPass:
             reason=reason,
             axis=target.axis.name,
             gathered=isinstance(target, Redistribution) and target.is_gather,
+            overlapped=isinstance(target, RingShift),
             **self.origin,
         )
         return node

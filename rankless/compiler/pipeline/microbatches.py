@@ -15,7 +15,8 @@ import torch
 from torch import fx
 
 from rankless.compiler.ir import vocabulary_kernels
-from rankless.compiler.lowering.lower import LocalGraph, LoweringPass
+from rankless.compiler.lowering.local_graph import LocalGraph
+from rankless.compiler.lowering.lower import LoweringPass
 from rankless.compiler.lowering.recomputation import Recomputation, Region, recompute
 from rankless.compiler.lowering.recomputed_regions import choose_regions
 from rankless.compiler.lowering.repeated_gathers import gather_again
@@ -23,7 +24,7 @@ from rankless.compiler.pipeline.stages import Stages
 from rankless.compiler.rules.half_precision import ACCUMULATED_IN
 from rankless.compiler.rules.losses import find_class_range, finish_losses, lower_loss_terms
 from rankless.compiler.rules.strategy import LocalValue
-from rankless.compiler.sharding.redistribute import CollectivePurpose, Redistribution, StackingAllGather
+from rankless.compiler.sharding.redistribute import Collective, CollectivePurpose
 from rankless.compiler.sharding.redistribution_steps import replace_placement
 from rankless.compiler.sharding.sharding_propagation import ShardedProgram
 from rankless.parallel.mesh import Mesh, MeshAxis
@@ -174,4 +175,4 @@ def find_local_stages(graph: fx.Graph, stages: Stages) -> dict[fx.Node, int]:
 def is_join(node: fx.Node) -> bool:
     """Return whether a node needs all microbatches."""
     target = node.target
-    return isinstance(target, Redistribution | StackingAllGather) and target.axis.name == MICROBATCH
+    return isinstance(target, Collective) and target.axis.name == MICROBATCH

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from rankless.collectives.mesh_collectives import PendingShift
 from rankless.compiler.ir import local_kernels
 from rankless.compiler.pipeline.data_flow import DataFlow, Part, ValueKey
 from rankless.compiler.pipeline.microbatches import is_join
@@ -14,7 +15,7 @@ from rankless.compiler.pipeline.random_draws import OrderedDraw, RandomDraws
 from rankless.compiler.pipeline.schedules import UNIT_KINDS
 from rankless.compiler.pipeline.transfers import Streams
 from rankless.compiler.rules.pattern import is_partial_sum
-from rankless.compiler.sharding.redistribute import Redistribution
+from rankless.compiler.sharding.redistribute import Redistribution, RingShift
 from rankless.parallel.tensor_placement import Partial, Shard
 
 
@@ -128,6 +129,9 @@ class PartGraph:
         """Add what needs all microbatches."""
         value, target = node.args[0], node.target
         assert isinstance(value, fx.Node)
+        if isinstance(target, RingShift):  # the microbatch before this one is the rank before
+            before = ((microbatch or 0) - 1) % len(self._partition.graphs)
+            return self._call(PendingShift, (self.get(self._find_key(value, node, before)),))
         key = self._find_key(value, node, microbatch)
         if key.is_sum or self._partition.is_summed[value.name]:
             whole = self.get(key)

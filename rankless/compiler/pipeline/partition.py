@@ -19,13 +19,13 @@ from torch import Tensor, fx
 
 from rankless.compiler.ir import counter_distributions, counter_operators, local_kernels
 from rankless.compiler.ir.logical_program import LogicalProgram, format_operator
-from rankless.compiler.lowering.lower import LocalGraph
+from rankless.compiler.lowering.local_graph import LocalGraph
 from rankless.compiler.lowering.value_check import ValueCheck
 from rankless.compiler.pipeline.microbatches import find_time_number, is_join
 from rankless.compiler.pipeline.random_draws import draws_numbers
 from rankless.compiler.pipeline.stages import Stages, list_forward
 from rankless.compiler.rules.pattern import is_partial_sum
-from rankless.compiler.sharding.redistribute import Redistribution, StackingAllGather
+from rankless.compiler.sharding.redistribute import Redistribution, RingShift, StackingAllGather
 from rankless.compiler.sharding.sharding_propagation import ShardedProgram
 from rankless.errors import CaptureError
 from rankless.parallel.mesh import MeshAxis
@@ -132,7 +132,10 @@ class ProgramPartition:
     @staticmethod
     def _gives_pieces(node: fx.Node) -> bool:
         """Return whether a join gives each microbatch a piece."""
-        return isinstance(node.target, Redistribution) and not isinstance(node.target.target, Replicate)
+        target = node.target
+        return isinstance(target, RingShift) or (
+            isinstance(target, Redistribution) and not isinstance(target.target, Replicate)
+        )
 
     def _is_same(self, node: fx.Node) -> bool:
         """Return whether a node computes the same for all microbatches."""
@@ -295,6 +298,8 @@ def is_same_target(first: Any, second: Any) -> bool:
         return (first.axis.name, first.source, first.target) == (second.axis.name, second.source, second.target)
     if isinstance(first, StackingAllGather) and isinstance(second, StackingAllGather):
         return bool(first.axis.name == second.axis.name)
+    if isinstance(first, RingShift) and isinstance(second, RingShift):
+        return (first.axis.name, first.placement) == (second.axis.name, second.placement)
     return bool(first == second)
 
 

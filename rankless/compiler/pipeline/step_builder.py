@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from rankless.compiler.codegen.codegen import generate_function
 from rankless.compiler.ir.custom_ops import run_linear_weight
 from rankless.compiler.ir.logical_program import LogicalProgram, ProgramOutput, is_fresh
-from rankless.compiler.lowering.lower import LocalGraph
+from rankless.compiler.lowering.local_graph import LocalGraph
 from rankless.compiler.lowering.value_check import ValueCheck
 from rankless.compiler.pipeline.data_flow import DataFlow, Need, Part, ValueKey, count_uses, describe_tensor
 from rankless.compiler.pipeline.microbatches import MICROBATCH

@@ -2,19 +2,54 @@
 
 Note [divided positions]: if queries, keys or values are divided by positions, each rank gets all positions of some
 heads, by an all-to-all, and the results are divided by positions again (Jacobs et al., "DeepSpeed Ulysses", 2023). If
-there are fewer heads than ranks, and no causal mask, each rank keeps its queries, and gathers keys and values.
+there are fewer heads than ranks, or an inner axis divides the heads, each rank keeps its queries, and keys and values
+travel around the ring of ranks; see Note [ring attention].
+
+Note [ring attention]: each rank computes with the block of keys and values that it has, while the block travels to the
+next rank and that of the rank before arrives. After as many blocks as there are ranks it has seen all keys, and never
+had more than three blocks. In the backward pass the blocks travel again, and their gradients behind them: the
+rank after a block's own one begins a sum, each rank adds its term, and after the last one the sum is at home. All ranks
+pass on all blocks, also those that a causal mask hides from them (Liu et al., "Ring Attention with Blockwise
+Transformers", 2023).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from operator import getitem
 from typing import Any
 
 import torch
+from torch import fx
 
+from rankless.collectives.mesh_collectives import PendingShift
+from rankless.compiler.ir.attention_kernels import (
+    AttentionBlock,
+    attend_to_block,
+    differentiate_block,
+    finish_attention,
+)
+from rankless.compiler.ir.logical_program import LogicalValue
 from rankless.compiler.rules.pattern import get_letter, make_placement, require_rows, split_strategies
-from rankless.compiler.rules.strategy import OperatorCall, ShardingRule, Strategy, logical_shape
-from rankless.parallel.tensor_placement import Partial, Placement, Replicate, Shard, split_lengths
+from rankless.compiler.rules.strategy import (
+    GraphBuilder,
+    LocalValue,
+    LoweringRule,
+    OperatorCall,
+    ShardingRule,
+    Strategy,
+    find_local_range,
+    logical_shape,
+)
+from rankless.compiler.tracing.symbolic_sizes import size_hint
+from rankless.parallel.tensor_placement import (
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    is_divided_along,
+    split_lengths,
+)
 
 aten = torch.ops.aten
 
@@ -25,19 +60,22 @@ def count_heads_per_key(call: OperatorCall) -> int:
     return heads // shared if shared and heads % shared == 0 else 0
 
 
+def find_input(call: OperatorCall, *names: str) -> fx.Node | None:
+    """Return the tensor argument with one of these names in the schema; None if there is none."""
+    known = [described.name for described in call.operator._schema.arguments if "Tensor" in str(described.type)]
+    return next((call.slots[known.index(name)] for name in names if name in known), None)
+
+
 def count_heads(call: OperatorCall, name: str) -> int:
     """Return the number of heads of an input."""
-    names = [described.name for described in call.operator._schema.arguments if "Tensor" in str(described.type)]
-    node = call.slots[names.index(name)]
+    node = find_input(call, name)
     assert node is not None
     return logical_shape(node)[1]
 
 
 def make_mask_pattern(call: OperatorCall, text: str) -> str:
     """Return the pattern of a mask or bias that broadcasts over batch or heads."""
-    names = [described.name for described in call.operator._schema.arguments if "Tensor" in str(described.type)]
-    name = "attn_mask" if "attn_mask" in names else "attn_bias" if "attn_bias" in names else None
-    mask = call.slots[names.index(name)] if name is not None else None
+    mask = find_input(call, "attn_mask", "attn_bias")
     if mask is None:
         return ""
     sizes = logical_shape(mask)
@@ -54,10 +92,14 @@ def split_attention(call: OperatorCall, inputs: list[str], outputs: list[str]) -
 
     The positions of keys and values are `s`. See Note [grouped heads] and Note [divided positions].
     """
+    ring = find_ring(call, inputs, outputs)
+    if ring is not None:
+        yield ring  # it sends what the gather of keys and values sends, and takes less memory
     pattern = ",".join(inputs) + "->" + ",".join(outputs)
     undivided = "hks" if divides_queries(call) else "hksq"
     yield from split_strategies(call, pattern.translate(str.maketrans(undivided, "." * len(undivided))))
-    yield from require_rows(partial(head_strategies, inputs=inputs, outputs=outputs))(call)
+    exchanges = ring is None
+    yield from require_rows(partial(head_strategies, inputs=inputs, outputs=outputs, exchanges=exchanges))(call)
 
 
 def divides_queries(call: OperatorCall) -> bool:
@@ -65,10 +107,13 @@ def divides_queries(call: OperatorCall) -> bool:
     return call.operator in ON_ANY_QUERIES and not call.argument("is_causal")
 
 
-def head_strategies(call: OperatorCall, inputs: list[str], outputs: list[str]) -> Iterator[Strategy]:
+def head_strategies(
+    call: OperatorCall, inputs: list[str], outputs: list[str], *, exchanges: bool
+) -> Iterator[Strategy]:
     """Yield the strategies that divide heads. PyTorch's kernels end the process if there are none.
 
-    They divide heads as an input is divided, or evenly in place of positions; see Note [divided positions].
+    They divide heads as an input is divided. With `exchanges`, they also divide heads evenly in place of positions; see
+    Note [divided positions].
     """
     group = count_heads_per_key(call)
     present = [text for text, node in zip(inputs, call.slots, strict=True) if node is not None]
@@ -84,7 +129,7 @@ def head_strategies(call: OperatorCall, inputs: list[str], outputs: list[str]) -
             found.append(Heads(tuple(item * group for item in placement.lengths), placement.lengths))
         elif all(isinstance(item, int) and item % group == 0 for item in placement.lengths):
             found.append(Heads(placement.lengths, tuple(item // group for item in placement.lengths)))
-    if positions:
+    if positions and exchanges:
         shared = split_lengths(count_heads(call, "key"), call.ranks)
         found.append(Heads(tuple(item * group for item in shared), shared))
     for heads in found:
@@ -96,6 +141,40 @@ def head_strategies(call: OperatorCall, inputs: list[str], outputs: list[str]) -
         yield Strategy(
             tuple(heads.place(text, Replicate()) for text in present), placed, returned=returned if positions else ()
         )
+
+
+def find_ring(call: OperatorCall, inputs: list[str], outputs: list[str]) -> Strategy | None:
+    """Return the strategy that passes keys and values around a ring; None if another one suits; see the notes."""
+    # The kernels of GPUs want masks aligned in memory, which a part of one is not.
+    if call.operator not in IN_BLOCKS or find_input(call, "attn_bias") is not None:
+        return None
+    present = [text for text, node in zip(inputs, call.slots, strict=True) if node is not None]
+    positions: dict[str, Shard] = {}
+    for text, placement in zip(present, call.current_placements, strict=True):
+        if isinstance(placement, Shard) and placement.dim == 2 and text[:3] in ("bhq", "bks"):
+            positions.setdefault(text[2], placement)
+    if len(positions) < 2:
+        return None
+    is_short_of_heads = count_heads(call, "key") < call.ranks
+    if not is_short_of_heads and not any(is_divided_along(strategy.inputs[0], 1) for strategy in call.inner()):
+        return None
+    queries, keys = positions["q"], positions["s"]
+
+    def place(text: str) -> Placement:
+        if text.startswith("bks"):
+            return keys
+        return make_placement(text, "q", queries, Replicate())
+
+    values = [node.meta["val"] for node in (find_input(call, "key"), find_input(call, "value")) if node is not None]
+    size = sum(int(size_hint(value.numel()) * value.element_size()) for value in values)
+    is_backward = outputs[1].startswith("bks")
+    return Strategy(
+        tuple(map(place, present)),
+        tuple(map(place, outputs)),
+        make_ring_lowering(keys.lengths, lower_ring_gradients if is_backward else lower_ring),
+        sent_bytes=2 * size if is_backward else size,
+        joins_pieces=True,
+    )
 
 
 @dataclass(frozen=True)
@@ -143,6 +222,117 @@ def attention_backward_strategies(call: OperatorCall) -> Iterator[Strategy]:
     yield from split_attention(call, inputs, outputs)
 
 
+def make_ring_lowering(keys: tuple[int, ...], lower: Callable[["Ring"], LocalValue]) -> LoweringRule:
+    """Return a lowering; one for each call, because a ring runs along one axis.
+
+    Args:
+        keys: The number of keys of each rank.
+        lower: Adds the blocks, and returns the outputs.
+    """
+
+    def lower_call(
+        builder: GraphBuilder, call: OperatorCall, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> LocalValue:
+        schema = call.operator._schema.arguments
+        given = {item.name: kwargs.get(item.name, item.default_value) for item in schema}
+        given |= {item.name: value for item, value in zip(schema, args, strict=False)}
+        return lower(Ring(builder, call, keys, given))
+
+    return lower_call
+
+
+@dataclass(frozen=True)
+class Ring:
+    """The blocks of a call of attention on one rank; see Note [ring attention].
+
+    Args:
+        builder: Adds to the rank's program.
+        call: The call.
+        keys: The number of keys of each rank.
+        given: The rank's arguments by name.
+    """
+
+    builder: GraphBuilder
+    call: OperatorCall
+    keys: tuple[int, ...]
+    given: dict[str, Any]
+
+    @property
+    def settings(self) -> AttentionBlock:
+        """The kernel of a block."""
+        return AttentionBlock(self.call.operator, self.given["scale"], bool(self.given["is_causal"]))
+
+    def pass_on(self, name: str, value: fx.Node, hops: int, kind: str = "") -> fx.Node:
+        """Begin to pass on a block of an input, or what has its shape."""
+        node = find_input(self.call, name)
+        assert node is not None
+        return self.builder.ring_shift(value, self.call.inputs.index(node), hops, f"{kind}{name} around the ring")
+
+    def list_blocks(self) -> Iterator[tuple[tuple[int, int], tuple[fx.Node, ...]]]:
+        """Yield every block, from this rank's own, after the positions of its first query and of the block's first key.
+
+        While a block is used, the next one travels.
+        """
+        query = find_input(self.call, "query")
+        assert query is not None
+        sharding = self.builder.input_sharding(self.call.inputs.index(query))
+        first, _ = find_local_range(self.builder, sharding, 2, logical_shape(query)[2])
+        block = {name: self.given[name] for name in ("key", "value")}
+        for hops in range(self.call.ranks):
+            is_last = hops + 1 == self.call.ranks
+            pending = {} if is_last else {name: self.pass_on(name, value, hops) for name, value in block.items()}
+            source = (self.builder.rank - hops) % self.call.ranks
+            yield (first, sum(self.keys[:source])), tuple(block.values())
+            block = {name: self.builder.call(PendingShift.wait, item) for name, item in pending.items()}
+
+
+def lower_ring(ring: Ring) -> LocalValue:
+    """Add the results of all blocks, and return the outputs of the call."""
+    builder, values = ring.builder, ring.call.node.meta["val"]
+    query, mask = ring.given["query"], ring.given.get("attn_mask")
+    state = None
+    for starts, block in ring.list_blocks():
+        state = builder.call(attend_to_block, ring.settings, query, mask, block, starts, state)
+    finished = builder.call(finish_attention, state, values[0].dtype)
+    # The rest are states of generators, which nothing draws from.
+    others = [
+        builder.call(aten.new_zeros.default, query, list(value.shape), dtype=value.dtype)
+        if isinstance(value, LogicalValue)
+        else None
+        for value in values[2:]
+    ]
+    return (builder.call(getitem, finished, 0), builder.call(getitem, finished, 1), *others)
+
+
+def lower_ring_gradients(ring: Ring) -> LocalValue:
+    """Add the gradients of all blocks, and return the outputs of the call."""
+    builder, given = ring.builder, ring.given
+    grad = given["grad_out"] if "grad_out" in given else given["grad_out_"]
+    whole = (grad, given["query"], given["out"], given["logsumexp"], given.get("attn_mask"))
+    used = {user.args[1] for user in ring.call.node.users}
+    places = {name: place for name, place in (("key", 1), ("value", 2)) if place in used}
+    grad_query, own, pending = None, dict[str, fx.Node](), dict[str, fx.Node]()
+    for hops, (starts, block) in enumerate(ring.list_blocks()):
+        found = builder.call(differentiate_block, ring.settings, whole, block, starts, grad_query)
+        grad_query = builder.call(getitem, found, 0)
+        terms = {name: builder.call(getitem, found, place) for name, place in places.items()}
+        if hops == 0:
+            own = terms
+            continue
+        if pending:
+            terms = {name: add_arrived(builder, term, pending[name]) for name, term in terms.items()}
+        pending = {name: ring.pass_on(name, term, hops, "gradients of ") for name, term in terms.items()}
+    sums = {name: add_arrived(builder, term, pending[name]) for name, term in own.items()}
+    grad_query = builder.call(aten.to.dtype, grad_query, ring.call.node.meta["val"][0].dtype)
+    others = (None,) * (len(ring.call.output_shapes) - 3)
+    return (grad_query, sums.get("key"), sums.get("value"), *others)
+
+
+def add_arrived(builder: GraphBuilder, term: fx.Node, pending: fx.Node) -> fx.Node:
+    """Add the sum of other ranks' terms, which arrives, to that of this rank."""
+    return builder.call(aten.add.Tensor, term, builder.call(PendingShift.wait, pending))
+
+
 ON_ANY_QUERIES = (
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
@@ -150,6 +340,15 @@ ON_ANY_QUERIES = (
     aten._scaled_dot_product_efficient_attention_backward.default,
 )
 """Operators that take some queries as they take all; the others are given the number of positions."""
+IN_BLOCKS = (
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_flash_attention_backward.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_efficient_attention_backward.default,
+)
+"""Operators that are computed block by block in a ring."""
 RULES: dict[Any, ShardingRule] = {
     aten._scaled_dot_product_flash_attention_for_cpu.default: attention_strategies,
     aten._scaled_dot_product_flash_attention.default: attention_strategies,

@@ -47,13 +47,13 @@ def make_softmax_rule(choose_lowering: Any) -> ShardingRule:
     def rule(call: OperatorCall) -> Iterator[Strategy]:
         dim = get_softmax_dim(call)
         text = make_letters(len(logical_shape(call.inputs[0])), [dim])
-        inputs = ",".join([text] * len(call.inputs))
-        yield from split_strategies(call, f"{inputs}->{text}")
+        yield from split_strategies(call, ",".join([text] * len(call.inputs)) + f"->{text}")
         tried: list[Shard] = []
         for placement in call.current_placements:
             if isinstance(placement, Shard) and placement.dim == dim and placement not in tried:
                 tried.append(placement)
-                yield Strategy((placement,) * len(call.inputs), (placement,), choose_lowering())
+                inputs = (placement,) * len(call.inputs)
+                yield Strategy(inputs, (placement,), choose_lowering(), joins_pieces=True)
 
     return rule
 

@@ -1,6 +1,6 @@
 """An operator call to shard, and one strategy to shard it."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -56,6 +56,20 @@ class GraphBuilder(Protocol):
         """Add an all-gather of equal pieces, of `size` bytes each, along a new dim 0."""
         ...
 
+    def ring_shift(self, value: fx.Node, index: int, hops: int, reason: str) -> fx.Node:
+        """Begin to pass a piece on to the next rank along the axis, and to receive that of the rank before.
+
+        Args:
+            value: This rank's piece of an input of the call that is being lowered, or of a value in its shape.
+            index: The input, by its place in `call.inputs`. The axis divides it.
+            hops: How many times the pieces have been passed on before.
+            reason: What the piece is.
+
+        Returns:
+            A `mesh_collectives.PendingShift`.
+        """
+        ...
+
 
 LoweringRule = Callable[[GraphBuilder, "OperatorCall", tuple[Any, ...], dict[str, Any]], LocalValue]
 """Adds a call to one rank's program, given its arguments with local values in place of logical ones."""
@@ -74,6 +88,10 @@ class Strategy:
     returned: tuple[Placement, ...] = ()
     """The placements in which later operators take the outputs, if a move for this operator alone is undone. The
     lengths of such a strategy are those of whole dims."""
+    sent_bytes: int = 0
+    """What `lower` sends in place of a redistribution of the inputs, by the measure of `redistribute.estimate_cost`."""
+    joins_pieces: bool = False
+    """Whether a rank's piece of an output depends on the pieces of other ranks, by collectives of `lower`."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +109,8 @@ class OperatorCall:
     """The number of ranks along the axis."""
     wanted: Placement | None = None
     """The placement in which the call's output is kept, if it is known: that of the parameter whose gradient it is."""
+    inner: Callable[[], Sequence[Strategy]] = tuple
+    """Returns the strategies that axes within this one would have for the call, if each was the only axis."""
 
     @property
     def inputs(self) -> tuple[fx.Node, ...]:

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from rankless.collectives.mesh_collectives import start_all_reduce, start_reduce_scatter
 from rankless.compiler.ir.custom_ops import run_linear_weight
 from rankless.compiler.ir.logical_program import LogicalProgram, LogicalValue, is_fresh
-from rankless.compiler.lowering.lower import LocalGraph
+from rankless.compiler.lowering.local_graph import LocalGraph
 from rankless.compiler.scheduling.gradient_memory import (
     EnsureOwnMemory,
     FlatMemory,

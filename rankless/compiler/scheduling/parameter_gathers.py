@@ -21,7 +21,7 @@ from torch import Tensor, fx
 
 from rankless.collectives.mesh_collectives import start_all_gather
 from rankless.compiler.ir.logical_program import LogicalProgram, LogicalValue, is_fresh
-from rankless.compiler.lowering.lower import LocalGraph
+from rankless.compiler.lowering.local_graph import LocalGraph
 from rankless.compiler.scheduling.shared_parameters import copy_shared_results
 from rankless.compiler.scheduling.stored_states import StateStorage, limit_group
 from rankless.compiler.sharding.redistribute import CollectiveRecord

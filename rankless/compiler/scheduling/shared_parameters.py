@@ -10,7 +10,7 @@ from operator import getitem
 import torch
 from torch import Tensor, fx
 
-from rankless.compiler.lowering.lower import LocalGraph
+from rankless.compiler.lowering.local_graph import LocalGraph
 
 
 def copy_shared_results(local: LocalGraph, shared: Mapping[fx.Node, int]) -> None:

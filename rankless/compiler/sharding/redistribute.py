@@ -29,7 +29,7 @@ class CollectiveRecord:
     """
 
     kind: str
-    """The function of `torch.distributed` that runs."""
+    """The function of `torch.distributed` that runs; "ring_shift" if each worker sends to the next along the axis."""
     purpose: CollectivePurpose
     value: str
     bytes: int
@@ -171,3 +171,30 @@ class StackingAllGather:
     def __call__(self, value: torch.Tensor) -> torch.Tensor:
         """Gather the pieces of all ranks."""
         return mesh_collectives.all_gather(value.unsqueeze(0), among=self.axis, dim=0, lengths=(1,) * self.axis.size)
+
+
+class RingShift:
+    """The pieces of a value passed to the next worker along an axis, as a node of a local program.
+
+    Args:
+        axis: The axis.
+        placement: How the value is divided before it is passed on.
+    """
+
+    def __init__(self, axis: MeshAxis, placement: Shard) -> None:
+        self.axis = axis
+        self.placement = placement
+        self.__name__ = "ring_shift"
+
+    def sent_bytes(self, size: int) -> int:
+        """Return what a worker sends for a value of `size` bytes in all, if its piece is the longest."""
+        lengths = [int(size_hint(length)) for length in self.placement.lengths]
+        return size * max(lengths) // max(1, sum(lengths))
+
+    def __call__(self, value: torch.Tensor, lengths: tuple[int, ...]) -> mesh_collectives.PendingShift:
+        """Begin to pass this rank's piece on; `lengths` are those of the placement in the present call."""
+        return mesh_collectives.start_ring_shift(value, among=self.axis, dim=self.placement.dim, lengths=lengths)
+
+
+Collective = Redistribution | StackingAllGather | RingShift
+"""What moves values between the workers along an axis."""

@@ -12,11 +12,10 @@ them. A strategy that does not combine is left out, and the inner axis may compu
 do not depend on the lengths that one worker has, so all workers make the same ones.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from math import inf
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from operator import getitem
-from typing import Any
 
 import torch
 from torch import fx
@@ -25,13 +24,11 @@ from rankless.compiler.ir.logical_program import LogicalProgram, LogicalValue
 from rankless.compiler.probing.operator_probe import OperatorProbe
 from rankless.compiler.rules.strategy import OperatorCall, Strategy, make_call, make_replicated_strategy
 from rankless.compiler.rules.table import REFUSED_OPERATORS, find_rule
-from rankless.compiler.sharding.redistribute import estimate_cost
 from rankless.compiler.sharding.sequence_parallelism import find_divided_weights, find_rows
-from rankless.compiler.tracing.symbolic_sizes import size_hint
+from rankless.compiler.sharding.strategy_costs import find_cheapest, list_outputs
 from rankless.errors import CaptureError
 from rankless.parallel.tensor_placement import (
     BlockedShard,
-    Partial,
     Placement,
     Replicate,
     Shard,
@@ -127,14 +124,32 @@ def propagate_shardings(
         state_shardings: The shardings of parameters and buffers by name. All others are whole.
     """
     states = state_shardings or {}
-    axes: list[AxisSharding] = []
-    for number, ranks in enumerate(axis_sizes):
-        given = place_inputs(
+    given = [
+        place_inputs(
             program,
             [sharding[number] for sharding in argument_shardings],
             {name: sharding[number] for name, sharding in states.items()},
         )
-        axes.append(propagate_along_axis(program, given, ranks, None if axes else probe, axes))
+        for number in range(len(axis_sizes))
+    ]
+
+    @cache
+    def propagate_alone(number: int) -> AxisSharding:
+        return propagate_along_axis(program, given[number], axis_sizes[number], None, ())
+
+    dividing = [
+        number
+        for number in range(len(axis_sizes))
+        if any(not isinstance(sharding[number], Replicate) for sharding in states.values())
+    ]
+
+    def list_inner(outer: int, node: fx.Node) -> list[Strategy]:
+        return [propagate_alone(number).strategies[node] for number in dividing if number > outer]
+
+    axes: list[AxisSharding] = []
+    for number, ranks in enumerate(axis_sizes):
+        own_probe = None if axes else probe
+        axes.append(propagate_along_axis(program, given[number], ranks, own_probe, axes, partial(list_inner, number)))
     return ShardedProgram(logical=program, axes=tuple(axes), state_shardings=states)
 
 
@@ -154,14 +169,29 @@ def place_inputs(
     }
 
 
+def no_inner_strategies(_node: fx.Node) -> Sequence[Strategy]:
+    """Return nothing: there are no axes within the one that is being divided."""
+    return ()
+
+
 def propagate_along_axis(
     program: LogicalProgram,
     given: Mapping[fx.Node, Placement],
     ranks: int,
     probe: OperatorProbe | None,
     outer: Sequence[AxisSharding],
+    list_inner: Callable[[fx.Node], Sequence[Strategy]] = no_inner_strategies,
 ) -> AxisSharding:
-    """Return placements and strategies along one axis, given those of the inputs and those along the outer axes."""
+    """Return placements and strategies along one axis.
+
+    Args:
+        program: The program.
+        given: The placements of its inputs along the axis.
+        ranks: The number of ranks along the axis.
+        probe: Probes operators without a rule. None leaves them whole.
+        outer: The outer axes.
+        list_inner: Returns `OperatorCall.inner` of an operator.
+    """
     placements: dict[fx.Node, Placement] = {}
     strategies: dict[fx.Node, Strategy] = {}
     # A redistributed value is available in both placements, and later operators may use either.
@@ -182,7 +212,7 @@ def propagate_along_axis(
             placement = strategies[source].outputs[index]
         else:
             refuse_unshardable(node)
-            call = make_call(node, taken, ranks, wanted.get(node))
+            call = replace(make_call(node, taken, ranks, wanted.get(node)), inner=partial(list_inner, node))
             strategy, has_rule = choose_strategy(call, available, probe, outer, weights)
             strategies[node] = strategy
             if not has_rule:
@@ -329,55 +359,7 @@ def no_strategies(_call: OperatorCall) -> Iterator[Strategy]:
     return iter(())
 
 
-def find_cheapest(
-    strategies: Sequence[Strategy], call: OperatorCall, available: Mapping[fx.Node, list[Placement]]
-) -> Strategy:
-    """Return the strategy that sends the fewest bytes."""
-    replicated_strategy = make_replicated_strategy(call)
-    best, best_cost = None, inf
-    for strategy in strategies:
-        sent_bytes = estimate_input_cost(strategy, call, available)
-        if sent_bytes > 0 and strategy != replicated_strategy:
-            # A partial sum that needs a redistribution first must still be reduced, so count that too. A partial sum
-            # without one is what an expert would choose.
-            sent_bytes += sum(
-                value_bytes(value)
-                for value, placement in zip(list_outputs(call), strategy.outputs, strict=True)
-                if isinstance(placement, Partial)
-            )
-        elif sent_bytes > 0:
-            sent_bytes += sum(value_bytes(value) for value in list_outputs(call))
-        if call.wanted is not None:
-            sent_bytes += estimate_cost(
-                value_bytes(list_outputs(call)[0]), strategy.outputs[0], call.wanted, call.ranks
-            )
-        if sent_bytes < best_cost:
-            best, best_cost = strategy, sent_bytes
-    assert best is not None
-    return best
-
-
 def has_sparse_value(call: OperatorCall) -> bool:
     """Return whether an operator takes or gives a sparse tensor, which has no pieces."""
     values = [*[node.meta["val"] for node in call.inputs], *list_outputs(call)]
     return any(isinstance(value, LogicalValue) and value.is_sparse for value in values)
-
-
-def estimate_input_cost(strategy: Strategy, call: OperatorCall, available: Mapping[fx.Node, list[Placement]]) -> float:
-    """Return the bytes to send before a strategy can run."""
-    total = 0.0
-    for value, required in zip(call.inputs, strategy.inputs, strict=True):
-        size = value_bytes(value.meta["val"])
-        total += min(estimate_cost(size, placement, required, call.ranks) for placement in available[value])
-    return total
-
-
-def list_outputs(call: OperatorCall) -> tuple[Any, ...]:
-    """Return the logical values of a call's outputs."""
-    value = call.node.meta["val"]
-    return tuple(value) if isinstance(value, tuple | list) else (value,)
-
-
-def value_bytes(value: Any) -> int:
-    """Return the bytes of a logical value; zero for one that is absent."""
-    return int(size_hint(value.numel()) * value.element_size()) if isinstance(value, LogicalValue) else 0

@@ -17,7 +17,8 @@ from torch.utils import _pytree as pytree
 from rankless.collectives.mesh_collectives import all_gather
 from rankless.compiler.codegen.codegen import LocalProgram, generate_function
 from rankless.compiler.ir.logical_program import LogicalProgram, LogicalValue, ProgramInput, ProgramOutput
-from rankless.compiler.lowering.lower import LocalGraph, LoweringPass
+from rankless.compiler.lowering.local_graph import LocalGraph
+from rankless.compiler.lowering.lower import LoweringPass
 from rankless.compiler.scheduling.gradient_buckets import schedule_gradients
 from rankless.compiler.scheduling.parameter_gathers import gather_parameters
 from rankless.compiler.scheduling.stored_states import StateStorage
