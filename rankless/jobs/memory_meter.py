@@ -36,12 +36,12 @@ class PeakMemoryMode(TorchDispatchMode):
         self._known.update(map(id, self._existing))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call an operator, and count the memory of its results."""
+        """Call an operator, and count the memory of its results that is not that of an argument, or of a collective."""
         result = func(*args, **(kwargs or {}))
-        if is_allocating(func):
-            for item in tree_leaves(result):
-                storage = get_storage(item) if isinstance(item, Tensor) else None
-                if storage is not None and id(storage) not in self._known:
+        if func.namespace != "c10d":
+            given = set(map(id, list_storages((args, kwargs))))
+            for storage in list_storages(result):
+                if id(storage) not in self._known and id(storage) not in given:
                     self._add(storage)
         return result
 
@@ -58,9 +58,10 @@ class PeakMemoryMode(TorchDispatchMode):
         self._bytes -= size
 
 
-def is_allocating(func: Any) -> bool:
-    """Return whether an operator makes memory, and does not return a view, an argument, or a collective's memory."""
-    return func.namespace != "c10d" and all(result.alias_info is None for result in func._schema.returns)
+def list_storages(values: Any) -> list[torch.UntypedStorage]:
+    """Return the memory of all tensors among some values."""
+    found = [get_storage(item) for item in tree_leaves(values) if isinstance(item, Tensor)]
+    return [storage for storage in found if storage is not None]
 
 
 def get_storage(tensor: Tensor) -> torch.UntypedStorage | None:

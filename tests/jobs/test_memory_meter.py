@@ -40,3 +40,11 @@ def test_all_results_of_an_operator_count():
 def test_bytes_of_tensors_count_each_tensor_once():
     x, sparse = tensor(2), torch.eye(3).to_sparse()
     assert count_tensor_bytes([x, x, None, 3, sparse, tensor(1).double()]) == 2 * KIB + 2 * KIB
+
+
+def test_a_copy_counts_that_an_operator_makes_only_where_it_needs_one():
+    x = tensor(8).view(32, -1)
+    with PeakMemoryMode([x]) as meter, torch._C._AutoDispatchBelowAutograd():  # as programs run
+        assert x.contiguous() is x
+        x.t().contiguous()
+    assert meter.peak_bytes == 8 * KIB

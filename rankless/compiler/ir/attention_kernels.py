@@ -124,12 +124,13 @@ def attend_to_block(
     for piece in pieces if query.numel() and key.numel() else ():
         rows = take_rows(query, piece.queries)
         part = take_mask(mask, piece.queries, (starts[1] + piece.keys[0], piece.keys[1]))
-        tensors = {"query": rows, "key": take_rows(key, piece.keys), "value": take_rows(value, piece.keys)}
-        out, logsumexp, *_ = settings.run(tensors | {"attn_mask": part}, piece.is_causal)
+        keys, values = take_rows(key, piece.keys), take_rows(value, piece.keys)
+        tensors = {"query": rows, "key": keys, "value": values, "attn_mask": part}
+        out, logsumexp, *_ = settings.run(tensors, piece.is_causal)
         logsumexp = logsumexp.narrow(2, 0, rows.shape[2])
         if part is not None:
             # The kernel returns zero for queries that see no key, as if the sum of exponentials were one.
-            logsumexp = logsumexp.masked_fill((part == -torch.inf).all(-1), -torch.inf)
+            logsumexp = torch.where((part == -torch.inf).all(-1), -torch.inf, logsumexp)
         found = out.to(logsumexp.dtype), logsumexp
         if state is None and piece.queries[1] == query.shape[2]:
             state = found
@@ -142,11 +143,11 @@ def attend_to_block(
 
 
 def make_empty_state(query: Tensor, value: Tensor) -> State:
-    """Return the state before the first block."""
+    """Return the state before the first block, with the layout that kernels give their results."""
     batch, heads, rows, _ = query.shape
     dtype = accumulate_in(query)
-    out = query.new_zeros((batch, rows, heads, value.shape[3]), dtype=dtype).transpose(1, 2)  # as kernels lay it out
-    return out, query.new_full((batch, heads, rows), -torch.inf, dtype=dtype)
+    out = query.new_zeros((batch, rows, heads, value.shape[3]), dtype=dtype)
+    return out.transpose(1, 2), query.new_full((batch, rows, heads), -torch.inf, dtype=dtype).transpose(1, 2)
 
 
 def accumulate_in(query: Tensor) -> torch.dtype:
@@ -170,7 +171,7 @@ def weigh(logsumexp: Tensor, total: Tensor) -> Tensor:
 def finish_attention(state: State, dtype: torch.dtype) -> State:
     """Return results in the dtype of queries, and the logarithms: zero for queries that see no key, as kernels do."""
     out, logsumexp = state
-    return out.to(dtype), logsumexp.masked_fill(logsumexp == -torch.inf, 0)
+    return out.to(dtype), torch.where(logsumexp == -torch.inf, 0, logsumexp)
 
 
 def differentiate_block(
@@ -194,7 +195,8 @@ def differentiate_block(
     """
     grad, query, out, logsumexp, mask = given
     key, value = block
-    found = [query.new_zeros(query.shape, dtype=accumulate_in(query)), torch.zeros_like(key), torch.zeros_like(value)]
+    wide = accumulate_in(query)
+    found: list[Tensor | None] = [None, None, None]
     pieces = list_pieces((starts[0], query.shape[2]), (starts[1], key.shape[2]), settings.is_causal)
     for piece in pieces if query.numel() and key.numel() else ():
         rows, columns = piece.queries, piece.keys
@@ -207,12 +209,29 @@ def differentiate_block(
             "attn_mask": take_mask(mask, rows, (starts[1] + columns[0], columns[1])),
         }
         tensors |= dict.fromkeys(("grad_out", "grad_out_"), take_rows(grad, rows))
-        parts = settings.run(tensors, piece.is_causal)[:3]
-        for total, part, taken in zip(found, parts, (rows, columns, columns), strict=True):
-            total.narrow(2, *taken).add_(part)
+        by_query, by_key, by_value, *_ = settings.run(tensors, piece.is_causal)
+        parts = ((by_query.to(wide), query, rows), (by_key, key, columns), (by_value, value, columns))
+        found = [add_rows(total, *part) for total, part in zip(found, parts, strict=True)]
+    by_query, by_key, by_value = found
     if grad_query is not None:
-        found[0].add_(grad_query)
-    return found[0], found[1], found[2]
+        by_query = grad_query if by_query is None else by_query.add_(grad_query)
+    if by_query is None:
+        by_query = torch.zeros_like(query, dtype=wide)
+    return (
+        by_query,
+        torch.zeros_like(key) if by_key is None else by_key,
+        torch.zeros_like(value) if by_value is None else by_value,
+    )
+
+
+def add_rows(total: Tensor | None, part: Tensor, whole: Tensor, rows: Range) -> Tensor:
+    """Add to some rows of a sum that has the shape of `whole`; None is a sum without terms. The sum is overwritten."""
+    if total is None and rows == (0, whole.shape[2]):
+        return part
+    if total is None:
+        total = torch.zeros_like(whole, dtype=part.dtype)
+    total.narrow(2, *rows).add_(part)
+    return total
 
 
 def take_rows(value: Tensor, rows: Range) -> Tensor:

@@ -268,22 +268,25 @@ class Ring:
         assert node is not None
         return self.builder.ring_shift(value, self.call.inputs.index(node), hops, f"{kind}{name} around the ring")
 
-    def list_blocks(self) -> Iterator[tuple[tuple[int, int], tuple[fx.Node, ...]]]:
-        """Yield every block, from this rank's own, after the positions of its first query and of the block's first key.
+    def list_blocks(self, *, own_last: bool = False) -> Iterator[tuple[tuple[int, int], tuple[fx.Node, ...]]]:
+        """Yield the positions of this rank's first query and of a block's first key, and the block, for every block.
 
-        While a block is used, the next one travels.
+        This rank's own is the first one or the last one. While a block is used, the next one travels.
         """
         query = find_input(self.call, "query")
         assert query is not None
         sharding = self.builder.input_sharding(self.call.inputs.index(query))
         first, _ = find_local_range(self.builder, sharding, 2, logical_shape(query)[2])
-        block = {name: self.given[name] for name in ("key", "value")}
+        own = block = {name: self.given[name] for name in ("key", "value")}
         for hops in range(self.call.ranks):
             is_last = hops + 1 == self.call.ranks
             pending = {} if is_last else {name: self.pass_on(name, value, hops) for name, value in block.items()}
-            source = (self.builder.rank - hops) % self.call.ranks
-            yield (first, sum(self.keys[:source])), tuple(block.values())
+            if hops or not own_last:
+                source = (self.builder.rank - hops) % self.call.ranks
+                yield (first, sum(self.keys[:source])), tuple(block.values())
             block = {name: self.builder.call(PendingShift.wait, item) for name, item in pending.items()}
+        if own_last:
+            yield (first, sum(self.keys[: self.builder.rank])), tuple(own.values())
 
 
 def lower_ring(ring: Ring) -> LocalValue:
@@ -311,26 +314,18 @@ def lower_ring_gradients(ring: Ring) -> LocalValue:
     whole = (grad, given["query"], given["out"], given["logsumexp"], given.get("attn_mask"))
     used = {user.args[1] for user in ring.call.node.users}
     places = {name: place for name, place in (("key", 1), ("value", 2)) if place in used}
-    grad_query, own, pending = None, dict[str, fx.Node](), dict[str, fx.Node]()
-    for hops, (starts, block) in enumerate(ring.list_blocks()):
+    grad_query, sums, pending = None, dict[str, fx.Node](), dict[str, fx.Node]()
+    for hops, (starts, block) in enumerate(ring.list_blocks(own_last=True), start=1):
         found = builder.call(differentiate_block, ring.settings, whole, block, starts, grad_query)
         grad_query = builder.call(getitem, found, 0)
-        terms = {name: builder.call(getitem, found, place) for name, place in places.items()}
-        if hops == 0:
-            own = terms
-            continue
-        if pending:
-            terms = {name: add_arrived(builder, term, pending[name]) for name, term in terms.items()}
-        pending = {name: ring.pass_on(name, term, hops, "gradients of ") for name, term in terms.items()}
-    sums = {name: add_arrived(builder, term, pending[name]) for name, term in own.items()}
+        sums = {name: builder.call(getitem, found, place) for name, place in places.items()}
+        for name, item in pending.items():
+            sums[name] = builder.call(aten.add_.Tensor, sums[name], builder.call(PendingShift.wait, item))
+        if hops < ring.call.ranks:
+            pending = {name: ring.pass_on(name, term, hops, "gradients of ") for name, term in sums.items()}
     grad_query = builder.call(aten.to.dtype, grad_query, ring.call.node.meta["val"][0].dtype)
     others = (None,) * (len(ring.call.output_shapes) - 3)
     return (grad_query, sums.get("key"), sums.get("value"), *others)
-
-
-def add_arrived(builder: GraphBuilder, term: fx.Node, pending: fx.Node) -> fx.Node:
-    """Add the sum of other ranks' terms, which arrives, to that of this rank."""
-    return builder.call(aten.add.Tensor, term, builder.call(PendingShift.wait, pending))
 
 
 ON_ANY_QUERIES = (

@@ -182,16 +182,7 @@ def propagate_along_axis(
     outer: Sequence[AxisSharding],
     list_inner: Callable[[fx.Node], Sequence[Strategy]] = no_inner_strategies,
 ) -> AxisSharding:
-    """Return placements and strategies along one axis.
-
-    Args:
-        program: The program.
-        given: The placements of its inputs along the axis.
-        ranks: The number of ranks along the axis.
-        probe: Probes operators without a rule. None leaves them whole.
-        outer: The outer axes.
-        list_inner: Returns `OperatorCall.inner` of an operator.
-    """
+    """Return placements and strategies along an axis, from those of inputs and outer axes, and `OperatorCall.inner`."""
     placements: dict[fx.Node, Placement] = {}
     strategies: dict[fx.Node, Strategy] = {}
     # A redistributed value is available in both placements, and later operators may use either.
