@@ -26,6 +26,7 @@ from rankless.compiler.probing.operator_probe import OperatorProbe
 from rankless.compiler.rules.strategy import OperatorCall, Strategy, make_call, make_replicated_strategy
 from rankless.compiler.rules.table import REFUSED_OPERATORS, find_rule
 from rankless.compiler.sharding.redistribute import estimate_cost
+from rankless.compiler.sharding.reordered_values import list_other_strategies
 from rankless.compiler.sharding.sequence_parallelism import find_divided_weights, find_rows
 from rankless.compiler.tracing.symbolic_sizes import size_hint
 from rankless.errors import CaptureError
@@ -55,6 +56,8 @@ class AxisSharding:
     strategies: Mapping[fx.Node, Strategy]
     nodes_without_rule: tuple[fx.Node, ...]
     probed_nodes: tuple[fx.Node, ...]
+    reordered: Mapping[fx.Node, Sequence[Strategy]] = field(default_factory=dict)
+    """Further strategies of views of values that are redistributed; see `reordered_values`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,6 +171,7 @@ def propagate_along_axis(
     available: dict[fx.Node, list[Placement]] = {}
     nodes_without_rule: list[fx.Node] = []
     probed_nodes: list[fx.Node] = []
+    reordered: dict[fx.Node, Sequence[Strategy]] = {}
     wanted = find_wanted_placements(program, given)
     weights = find_divided_weights(program, given) if program.sequence_parallel else frozenset()
     # What operators take: in sequence parallelism rows of a sum in place of its terms, and positions in place of heads.
@@ -192,16 +196,20 @@ def propagate_along_axis(
                 if required not in available[value]:
                     available[value].append(required)
             placement = strategy.outputs[0]
+            if others := list_other_strategies(node, strategy, available[call.inputs[0]] if call.inputs else (), ranks):
+                reordered[node] = others
         placements[node] = placement
         rows = find_rows(node, placement, ranks, [axis.placements[node] for axis in outer]) if weights else None
         taken[node] = rows or find_returned(node, strategies) or placement
         available[node] = [placement] if taken[node] is placement else [placement, taken[node]]
+        available[node] += [item.outputs[0] for item in reordered.get(node, ())]
     return AxisSharding(
         ranks=ranks,
         placements=placements,
         strategies=strategies,
         nodes_without_rule=tuple(nodes_without_rule),
         probed_nodes=tuple(probed_nodes),
+        reordered=reordered,
     )
 
 
