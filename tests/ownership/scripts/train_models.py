@@ -113,7 +113,7 @@ class MixtureLayer(nn.Module):
         inputs = torch.einsum("btec,btd->ebcd", (slots.sum(2) > 0).to(tokens.dtype), tokens)
         features = F.gelu(torch.einsum("ebcd,edh->ebch", inputs, self.up))
         results = torch.einsum("ebch,ehd->ebcd", F.dropout(features, options.dropout), self.down)
-        balance = (masks.to(tokens.dtype).mean((0, 1, 2)) * chances.mean((0, 1))).sum()
+        balance = (masks.to(tokens.dtype).mean((1, 2)) * chances.mean(1)).sum(-1).mean()  # within each sequence
         return hidden + torch.einsum("btec,ebcd->btd", places, results), balance
 
 
