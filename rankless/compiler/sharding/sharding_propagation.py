@@ -173,7 +173,8 @@ def propagate_along_axis(
     probed_nodes: list[fx.Node] = []
     reordered: dict[fx.Node, Sequence[Strategy]] = {}
     wanted = find_wanted_placements(program, given)
-    weights = find_divided_weights(program, given) if program.sequence_parallel else frozenset()
+    weights = find_divided_weights(program, given)
+    has_rows = program.sequence_parallel and bool(weights)
     # What operators take: in sequence parallelism rows of a sum in place of its terms, and positions in place of heads.
     taken: dict[fx.Node, Placement] = {}
     for node in program.graph.nodes:
@@ -199,7 +200,7 @@ def propagate_along_axis(
             if others := list_other_strategies(node, strategy, available[call.inputs[0]] if call.inputs else (), ranks):
                 reordered[node] = others
         placements[node] = placement
-        rows = find_rows(node, placement, ranks, [axis.placements[node] for axis in outer]) if weights else None
+        rows = find_rows(node, placement, ranks, [axis.placements[node] for axis in outer]) if has_rows else None
         taken[node] = rows or find_returned(node, strategies) or placement
         available[node] = [placement] if taken[node] is placement else [placement, taken[node]]
         available[node] += [item.outputs[0] for item in reordered.get(node, ())]
