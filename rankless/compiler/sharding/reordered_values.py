@@ -5,7 +5,7 @@ its product, the transpose of what it got is a view of memory that is there. To 
 same bytes twice.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import fx
@@ -26,20 +26,21 @@ REORDERINGS = (
 """Operators that return a view of their one input, of any sharding, with other dims."""
 
 
-def list_other_strategies(node: fx.Node, chosen: Strategy, known: Collection[Placement], ranks: int) -> list[Strategy]:
+def list_other_strategies(
+    call: OperatorCall, chosen: Strategy, available: Mapping[fx.Node, Sequence[Placement]]
+) -> list[Strategy]:
     """Return the strategies of a reordering for the other placements in which its input is available.
 
     Args:
-        node: An operator of the logical program.
+        call: An operator.
         chosen: Its strategy.
-        known: The placements of its first input.
-        ranks: The number of ranks along the axis.
+        available: The placements of values.
     """
-    if node.target not in REORDERINGS:
+    if call.operator not in REORDERINGS:
         return []
-    (value,) = node.all_input_nodes
-    others = [placement for placement in known if (placement,) != chosen.inputs]
-    return [item for placement in others for item in list_strategies(make_call(node, {value: placement}, ranks))]
+    (value,) = call.inputs
+    others = [placement for placement in available[value] if (placement,) != chosen.inputs]
+    return [item for place in others for item in list_strategies(make_call(call.node, {value: place}, call.ranks))]
 
 
 def list_strategies(call: OperatorCall) -> Iterator[Strategy]:

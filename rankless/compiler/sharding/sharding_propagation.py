@@ -167,14 +167,12 @@ def propagate_along_axis(
     """Return placements and strategies along one axis, given those of the inputs and those along the outer axes."""
     placements: dict[fx.Node, Placement] = {}
     strategies: dict[fx.Node, Strategy] = {}
-    # A redistributed value is available in both placements, and later operators may use either.
     available: dict[fx.Node, list[Placement]] = {}
-    nodes_without_rule: list[fx.Node] = []
-    probed_nodes: list[fx.Node] = []
+    nodes_without_rule, probed_nodes = list[fx.Node](), list[fx.Node]()
     reordered: dict[fx.Node, Sequence[Strategy]] = {}
     wanted = find_wanted_placements(program, given)
     weights = find_divided_weights(program, given)
-    has_rows = program.sequence_parallel and bool(weights)
+    takes_rows = program.sequence_parallel and bool(weights)
     # What operators take: in sequence parallelism rows of a sum in place of its terms, and positions in place of heads.
     taken: dict[fx.Node, Placement] = {}
     for node in program.graph.nodes:
@@ -188,19 +186,16 @@ def propagate_along_axis(
         else:
             refuse_unshardable(node)
             call = make_call(node, taken, ranks, wanted.get(node))
-            strategy, has_rule = choose_strategy(call, available, probe, outer, weights)
-            strategies[node] = strategy
+            strategies[node], has_rule = choose_strategy(call, available, probe, outer, weights)
+            strategy = strategies[node]
             if not has_rule:
                 is_split = any(isinstance(item, Shard) for item in strategy.inputs)
                 (probed_nodes if is_split else nodes_without_rule).append(node)
-            for value, required in zip(call.inputs, strategy.inputs, strict=True):
-                if required not in available[value]:
-                    available[value].append(required)
+            add_available(available, call.inputs, strategy.inputs)
+            reordered[node] = list_other_strategies(call, strategy, available)
             placement = strategy.outputs[0]
-            if others := list_other_strategies(node, strategy, available[call.inputs[0]] if call.inputs else (), ranks):
-                reordered[node] = others
         placements[node] = placement
-        rows = find_rows(node, placement, ranks, [axis.placements[node] for axis in outer]) if has_rows else None
+        rows = find_rows(node, placement, ranks, [axis.placements[node] for axis in outer]) if takes_rows else None
         taken[node] = rows or find_returned(node, strategies) or placement
         available[node] = [placement] if taken[node] is placement else [placement, taken[node]]
         available[node] += [item.outputs[0] for item in reordered.get(node, ())]
@@ -212,6 +207,15 @@ def propagate_along_axis(
         probed_nodes=tuple(probed_nodes),
         reordered=reordered,
     )
+
+
+def add_available(
+    available: Mapping[fx.Node, list[Placement]], values: Sequence[fx.Node], placements: Sequence[Placement]
+) -> None:
+    """Note the placements in which values are available: a redistributed value may be used by later operators too."""
+    for value, placement in zip(values, placements, strict=True):
+        if placement not in available[value]:
+            available[value].append(placement)
 
 
 def find_returned(node: fx.Node, strategies: Mapping[fx.Node, Strategy]) -> Placement | None:
