@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from support.warm_runs import rankless
+from support.warm_runs import TRANSFORMERS, rankless
 
 SCRIPTS = Path(__file__).parents[1] / "ownership" / "scripts"
 SETTINGS = {
@@ -14,6 +14,8 @@ SETTINGS = {
     "bfloat16": ("--bfloat16",),
 }
 """Options of train_models.py."""
+OF_TRANSFORMERS = frozenset({"bert", "llama", "t5", "vit"})
+"""Its models that are those of transformers."""
 SCRIPT = """
 import torch, torch.nn.functional as F
 from torch.distributed.tensor import Replicate, Shard
@@ -43,7 +45,9 @@ print(f"loss {{float(loss):.12f}}, right {{int((predict(data.tensors[0]) == data
 def verify(folder: Path, mesh: str, *arguments: str) -> None:
     """Assert that a model of train_models.py is the same training on a mesh and on one device."""
     precision = () if "--bfloat16" in arguments else ("--dtype", "float64")
-    found = rankless("verify", "--mesh", mesh, *precision, str(SCRIPTS / "train_models.py"), *arguments, folder=folder)
+    script = str(SCRIPTS / "train_models.py")
+    preload = TRANSFORMERS if set(arguments) & OF_TRANSFORMERS else ()
+    found = rankless("verify", "--mesh", mesh, *precision, script, *arguments, folder=folder, preload=preload)
     assert found.returncode == 0, found.stdout + found.stderr
     assert "same training" in found.stdout
 

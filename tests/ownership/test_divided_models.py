@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from support.warm_runs import rankless
+from support.warm_runs import TRANSFORMERS, rankless
 
 SCRIPT = Path(__file__).parent / "scripts" / "train_models.py"
 MODELS = ("lenet", "gpt", "bert", "llama", "towers", "tagger")
@@ -22,7 +22,8 @@ SETTINGS = {
 
 def verify(folder: Path, workers: int, *arguments: str) -> None:
     precision = () if "--bfloat16" in arguments else ("--dtype", "float64")
-    found = rankless("verify", "-n", str(workers), *precision, str(SCRIPT), *arguments, folder=folder)
+    preload = TRANSFORMERS if {"bert", "llama"} & set(arguments) else ()
+    found = rankless("verify", "-n", str(workers), *precision, str(SCRIPT), *arguments, folder=folder, preload=preload)
     assert found.returncode == 0, found.stdout + found.stderr
     assert "same training" in found.stdout
 
