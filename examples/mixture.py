@@ -7,7 +7,7 @@
 
 Each token uses two experts. An expert has so many slots per window; tokens that find no slot are left out, and counted.
 A loss keeps the experts equally busy. The model and the loop are those of one device, and all of these print the same
-losses, up to the rounding of float32.
+losses, up to the rounding of float32. A run continues from the checkpoint of another one, on any other mesh.
 """
 
 import argparse
@@ -109,6 +109,8 @@ def read_windows():
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--steps", type=int, default=40)
 parser.add_argument("--experts", type=int, default=4)
+parser.add_argument("--save", metavar="FOLDER", help="write a checkpoint after the last step")
+parser.add_argument("--load", metavar="FOLDER", help="continue from a checkpoint")
 arguments = parser.parse_args()
 
 torch.manual_seed(0)
@@ -125,9 +127,14 @@ def train(text, following):
 
 
 loader = rankless.loader(read_windows(), batch_size=16, shuffle=True, seed=0)
+saved = {"model": model, "optimizer": optimizer, "loader": loader}
+if arguments.load:
+    rankless.load(arguments.load, **saved)
 for step, (text, following) in enumerate(loader, start=1):
     _, loss, left_out = train(text.to(device), following.to(device))
     if step % 10 == 0 or step == arguments.steps:
         print(f"step {step}: loss {loss.item():.4f}, {left_out.item():.1%} of the tokens' choices left out")
     if step == arguments.steps:
         break
+if arguments.save:
+    rankless.save(arguments.save, **saved, layout="sharded")
