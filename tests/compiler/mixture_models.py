@@ -53,6 +53,15 @@ class Switch(nn.Module):
         return x + mixed.view_as(x), loss
 
 
+class Penalized(Switch):
+    """Experts whose weights are to differ: a product of weights with each other."""
+
+    def forward(self, x):
+        result, loss = super().forward(x)
+        directions = F.normalize(self.experts.up.flatten(1), dim=1)
+        return result, loss + (directions @ directions.t() - torch.eye(EXPERTS, dtype=x.dtype)).square().sum()
+
+
 class Grouped(nn.Module):
     """Top-2 with a capacity per sequence (GShard)."""
 
@@ -146,6 +155,7 @@ class Dense(nn.Module):
 FORMS = {
     "switch": Switch,
     "switch with few slots": lambda: Switch(0.6, bias=True),
+    "penalty on weights": Penalized,
     "groups": Grouped,
     "slots by index": Scattered,
     "chosen by experts": Sorted,

@@ -56,7 +56,7 @@ class ExpertDivider(TensorDivider):
         return {
             name: placement
             for name, placement in found.items()
-            if name in self._requests or not computes_all_samples(names[name])
+            if name in self._requests or not self._computes_all_samples(names[name])
         }
 
     def _is_offered(self, reach: DimReach) -> bool:
@@ -65,17 +65,18 @@ class ExpertDivider(TensorDivider):
         is_free = not any(name in self._requests for name in names)
         return is_free and reach.units >= self._ranks and any(map(self._computes_experts, list_products(reach)))
 
+    def _computes_all_samples(self, weight: fx.Node) -> bool:
+        """Return whether the forward pass multiplies all samples with a weight, or with a view of it."""
+        users = [user for user in weight.users if not user.meta.get("backward")]
+        products = [user for user in users if user.target in PLAIN_PRODUCTS]
+        views = [user for user in users if user.target in VIEWS]
+        has_samples = any(value not in self._weights for product in products for value in product.all_input_nodes)
+        return has_samples or any(map(self._computes_all_samples, views))
+
     def _computes_experts(self, product: fx.Node) -> bool:
         """Return whether one factor of a product is a weight, or computed of weights only, and the other is not."""
         places = BATCHED_PRODUCTS[product.target]
         return len([place for place in places if product.args[place] in self._weights]) == 1
-
-
-def computes_all_samples(weight: fx.Node) -> bool:
-    """Return whether the forward pass multiplies all samples with a weight, or with a view of it."""
-    users = [user for user in weight.users if not user.meta.get("backward")]
-    views = [user for user in users if user.target in VIEWS]
-    return any(user.target in PLAIN_PRODUCTS for user in users) or any(map(computes_all_samples, views))
 
 
 def list_products(reach: DimReach) -> list[fx.Node]:
