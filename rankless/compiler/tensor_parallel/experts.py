@@ -65,6 +65,10 @@ class ExpertDivider(TensorDivider):
         is_free = not any(name in self._requests for name in names)
         return is_free and reach.units >= self._ranks and any(map(self._computes_experts, list_products(reach)))
 
+    def _list_exclusive(self, reach: DimReach) -> list[ValueDim]:
+        """Return the parameters. Another value may be moved, as a product of the weights of experts with each other."""
+        return [item for item in reach.dims if item.value in self._names]
+
     def _computes_all_samples(self, weight: fx.Node) -> bool:
         """Return whether the forward pass multiplies all samples with a weight, or with a view of it."""
         users = [user for user in weight.users if not user.meta.get("backward")]
