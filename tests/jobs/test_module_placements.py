@@ -55,8 +55,9 @@ def test_the_plan_of_the_job_has_priority(tmp_path):
 def test_a_name_that_matches_nothing_is_refused(tmp_path):
     found = run_script(make_script("{'wait': Shard(0)}"), "--mesh", "tensor=2", folder=tmp_path)
     assert found.returncode != 0
-    assert "expected: in rankless.place names of parameters of model.0, such as 'weight'" in found.stdout
-    assert "found:    'wait', which matches none of 2" in found.stdout
+    printed = found.stdout + found.stderr
+    assert "expected: in rankless.place names of parameters of model.0, such as 'weight'" in printed
+    assert "found:    'wait', which matches none of 2" in printed
 
 
 def test_placements_are_copied_with_a_module_and_are_no_state_of_it():
