@@ -46,6 +46,7 @@ class TensorDivider:
         requests: Mapping[str, DimRequest],
         excluded: Mapping[str, int] | None = None,
     ) -> None:
+        self._program = program
         self._ranks = ranks
         self._excluded = excluded or {}
         self._requests = requests

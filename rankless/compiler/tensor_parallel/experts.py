@@ -8,6 +8,7 @@ chooses experts has a row for each of them too. It stays whole, because every sa
 """
 
 from collections.abc import Mapping
+from functools import cached_property
 
 import torch
 from torch import fx
@@ -16,7 +17,7 @@ import rankless.compiler.ir.custom_ops  # noqa: F401 - it defines the operators 
 from rankless.compiler.ir.logical_program import LogicalProgram
 from rankless.compiler.sharding.reordered_values import REORDERINGS
 from rankless.compiler.tensor_parallel.dim_links import DimReach, ValueDim
-from rankless.compiler.tensor_parallel.division import DimRequest, TensorDivider
+from rankless.compiler.tensor_parallel.division import TensorDivider
 from rankless.parallel.tensor_placement import BlockedShard, Shard
 
 BATCHED_PRODUCTS: Mapping[object, tuple[int, int]] = {
@@ -30,24 +31,12 @@ VIEWS = (*REORDERINGS, torch.ops.aten.view.default, torch.ops.aten._unsafe_view.
 
 
 class ExpertDivider(TensorDivider):
-    """Chooses the divided dims of the parameters of experts.
+    """Chooses the divided dims of the parameters of experts."""
 
-    Args:
-        program: The program.
-        ranks: The number of ranks along the axis.
-        requests: What the script wants of parameters, by name.
-        excluded: The dims of parameters that another axis divides, by name.
-    """
-
-    def __init__(
-        self,
-        program: LogicalProgram,
-        ranks: int,
-        requests: Mapping[str, DimRequest],
-        excluded: Mapping[str, int] | None = None,
-    ) -> None:
-        super().__init__(program, ranks, requests, excluded)
-        self._weights = find_weights(program)
+    @cached_property
+    def _weights(self) -> frozenset[fx.Node]:
+        """The values of the program that are computed of parameters only."""
+        return find_weights(self._program)
 
     def divide(self, *, fills: bool) -> dict[str, Shard | BlockedShard]:
         """Return the placements of the parameters that are divided, by name; see `TensorDivider.divide`."""
