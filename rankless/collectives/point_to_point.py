@@ -17,6 +17,7 @@ from rankless.collectives.call_signature import Call
 from rankless.collectives.checked_collectives import PendingWork
 from rankless.collectives.checked_groups import AnyGroup, Channel, CheckedGroup, notify, resolve_group
 from rankless.collectives.collective_check import NOTIFY_INTERVAL_SECONDS
+from rankless.collectives.messages import start_receive, start_send
 from rankless.errors import CollectiveError, ConfigError
 from rankless.user_code import caller_line
 
@@ -243,10 +244,10 @@ def _call(tensor: Tensor) -> Call:
 def _issue(kind: str, tensor: Tensor, checked: CheckedGroup, channel: Channel, async_op: bool) -> PendingWork | None:
     sender, receiver, tag = channel
     if kind == "send":
-        work = dist.isend(tensor, group=checked.torch, tag=tag, group_dst=receiver)
+        work = start_send(tensor, group=checked.torch, target=receiver, tag=tag)
     else:
-        work = dist.irecv(tensor, group=checked.torch, tag=tag, group_src=sender)
-    if async_op or work is None:
+        work = start_receive(tensor, group=checked.torch, source=sender, tag=tag)
+    if async_op:
         return work
     work.wait()
     return None

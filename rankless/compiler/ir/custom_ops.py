@@ -104,11 +104,14 @@ AUTOGRAD_KEYS = (
 def run_recurrent(
     kind: str, x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor], layout: Sequence[int]
 ) -> list[Tensor]:
-    """Run time-first recurrent layers without dropout; `layout` is (has biases, number of layers, bidirectional)."""
+    """Run time-first recurrent layers without dropout; `layout` is (has biases, number of layers, bidirectional).
+
+    Without dropout, training decides one thing: cuDNN keeps what the backward pass needs.
+    """
     has_biases, layers, bidirectional = layout
     state = tuple(states) if kind == "lstm" else states[0]
     results = RECURRENT_FUNCTIONS[kind](
-        x, state, list(weights), bool(has_biases), layers, 0.0, False, bool(bidirectional), False
+        x, state, list(weights), bool(has_biases), layers, 0.0, torch.is_grad_enabled(), bool(bidirectional), False
     )
     return [result.clone() for result in results]
 

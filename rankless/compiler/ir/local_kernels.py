@@ -165,7 +165,10 @@ def batch_norm(
     """
     counts, momentum, epsilon = settings
     mean, variance = merge_moments(gathered, counts)
-    output = aten.native_batch_norm.default(x, *affine, mean, variance, False, 0.0, epsilon)[0]
+    if x.numel() == 0:
+        output = torch.empty_like(x)  # PyTorch's kernel for GPUs raises
+    else:
+        output = aten.native_batch_norm.default(x, *affine, mean, variance, False, 0.0, epsilon)[0]
     reciprocal = torch.rsqrt(variance + epsilon)
     running_mean, running_variance = running
     if running_mean is None or running_variance is None:
@@ -193,7 +196,7 @@ def batch_norm_local_gradients(
         return torch.zeros_like(x), mean.new_zeros((2, x.shape[1]))  # PyTorch's kernel would end the process
     variance = reciprocal**-2
     direct, by_weight, by_bias = aten.native_batch_norm_backward.default(
-        grad, x, weight, mean, variance, None, None, False, 0.0, [True, True, True]
+        grad, x, weight, mean, variance, mean, reciprocal, False, 0.0, [True, True, True]
     )
     return direct, torch.stack([by_weight, by_bias])
 
