@@ -33,7 +33,7 @@ from rankless.collectives.call_signature import Call, Shape
 from rankless.collectives.checked_collectives import Issue, PendingWork, combine_works
 from rankless.collectives.checked_groups import AnyGroup, CheckedGroup, resolve_group
 from rankless.collectives.mesh_collectives import flatten_by_kind
-from rankless.collectives.messages import is_copied
+from rankless.collectives.point_to_point import is_copied
 from rankless.errors import ConfigError
 
 _TAG = 0x52414E4B

@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+from support.model_trainings import SCRIPTS
 from support.warm_runs import rankless, run_script
 
 TRAINING = """
@@ -74,6 +75,25 @@ def test_states_in_host_memory_give_the_same_training(tmp_path, zero):
 @pytest.mark.parametrize("loader", [', device="cuda"', ', device="cuda", num_workers=2', ", num_workers=1"])
 def test_a_loader_copies_batches_to_the_gpu(tmp_path, loader):
     require_close(train(tmp_path, "-n", "2", loader=loader), train(tmp_path, "-n", "1"))
+
+
+@pytest.mark.parametrize("options", ["", ', random="counter"', ', zero="parameters"'])
+@pytest.mark.parametrize("loader", ["", ", num_workers=1"])
+def test_a_default_device_changes_nothing(tmp_path, loader, options):
+    job = {"job": options, "loader": loader, "after": f"{SAVE}\n{LOAD}"}
+    found = train(tmp_path, "-n", "2", before='torch.set_default_device("cuda")', **job)
+    require_close(found, train(tmp_path, "-n", "2", **job))
+
+
+def test_dropout_that_cudnn_draws_is_refused_with_a_fix(tmp_path):
+    text = (SCRIPTS / "train_models.py").read_text().replace("cudnn.flags(enabled=False)", "cudnn.flags(enabled=True)")
+    (tmp_path / "script.py").write_text(text)
+    command = ("run", "-n", "2", "--no-progress", "script.py", "--model", "tagger", "--device", "cuda")
+    done = rankless(*command, folder=tmp_path)
+    assert done.returncode != 0
+    assert "with torch.backends.cudnn.flags(enabled=False):" in done.stdout + done.stderr
+    done = rankless(*command, "--dropout", "0", folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_a_model_on_the_cpu_is_refused_with_a_fix(tmp_path):
@@ -198,7 +218,6 @@ for step in range(100):
         "os.kill(os.getpid(), signal.SIGKILL)",
         "raise KeyError(3)",
         "torch.empty(1 << 50, device='cuda')",
-        "model.weight.data += 1",
         "torch.zeros(2, device='cuda')[torch.tensor([7], device='cuda')].sum().item()",
     ],
 )

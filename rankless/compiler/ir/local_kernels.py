@@ -120,7 +120,7 @@ def advance_generator(count: int) -> None:
 
     Each takes 64 random bits, as a random integer of 64 bits does.
     """
-    scratch = torch.empty(min(count, ADVANCE_CHUNK), dtype=torch.int64)
+    scratch = torch.empty(min(count, ADVANCE_CHUNK), dtype=torch.int64, device="cpu")
     for begin in range(0, count, ADVANCE_CHUNK):
         scratch[: count - begin].random_()
 
@@ -195,6 +195,8 @@ def batch_norm_local_gradients(
     if x.numel() == 0:
         return torch.zeros_like(x), mean.new_zeros((2, x.shape[1]))  # PyTorch's kernel would end the process
     variance = reciprocal**-2
+    if weight is None:
+        weight = torch.ones_like(mean)  # without, PyTorch's kernel for GPUs may not return the sums
     direct, by_weight, by_bias = aten.native_batch_norm_backward.default(
         grad, x, weight, mean, variance, mean, reciprocal, False, 0.0, [True, True, True]
     )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rankless.collectives.checked_collectives import PendingWork
-from rankless.collectives.messages import start_receive, start_send
+from rankless.collectives.point_to_point import start_receive, start_send
 from rankless.compiler.ir.memory_order import order_memory, repeat_memory
 from rankless.parallel.mesh import MeshAxis
 
