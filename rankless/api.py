@@ -32,6 +32,7 @@ from rankless.launch.self_launch import ScriptHosts, relaunch, require_script
 from rankless.launch.spawn_function import Spawned
 from rankless.launch.spawn_function import spawn as spawn_workers
 from rankless.launch.spawn_output import Show
+from rankless.parallel.module_placements import place
 from rankless.parallel.plan import Plan, PlanSource
 from rankless.records.events import AnyRecord, Notice, Progress
 from rankless.records.parallel_plan import Recompute, ZeroLevel
@@ -59,6 +60,7 @@ __all__ = [
     "local",
     "local_rank",
     "once",
+    "place",
     "rank",
     "save",
     "shutdown",

@@ -148,6 +148,7 @@ class PendingShift:
 
     Args:
         value: Its memory.
+        device: Where it belongs, if that is not where its memory is.
         works: What fills it, and sends this rank's tensor.
         sent: This rank's tensor, whose memory must stay until it is sent.
     """
@@ -155,12 +156,13 @@ class PendingShift:
     value: Tensor
     works: tuple[dist.Work, ...] = ()
     sent: Tensor | None = None
+    device: torch.device | None = None
 
     def wait(self) -> Tensor:
         """Return the tensor when it has arrived. The next operator may overwrite what this rank has sent."""
         for work in self.works:
             work.wait()
-        return self.value
+        return self.value if self.device is None else self.value.to(self.device)
 
 
 def start_ring_shift(tensor: Tensor, *, among: WorkerGroup, dim: int, lengths: Sequence[int]) -> PendingShift:
@@ -179,7 +181,9 @@ def start_ring_shift(tensor: Tensor, *, among: WorkerGroup, dim: int, lengths: S
         return PendingShift(tensor)
     shape = list(tensor.shape)
     shape[dim] = lengths[among.rank - 1]
-    sent, received = tensor.contiguous(), tensor.new_empty(shape)
+    device = tensor.device if is_copied(tensor, among.group) else None
+    sent = tensor.contiguous() if device is None else tensor.contiguous().cpu()
+    received = sent.new_empty(shape)
     # Something is sent in place of an empty tensor: Gloo does not report one, and NCCL wants all ranks to take part.
     outgoing, incoming = (item if item.numel() else item.new_zeros(1) for item in (sent, received))
     works = dist.batch_isend_irecv(
@@ -188,7 +192,16 @@ def start_ring_shift(tensor: Tensor, *, among: WorkerGroup, dim: int, lengths: S
             dist.P2POp(dist.irecv, incoming, group=among.group, group_peer=(among.rank - 1) % among.size),
         ]
     )
-    return PendingShift(received, tuple(works), outgoing)
+    return PendingShift(received, tuple(works), outgoing, device)
+
+
+# Note [copied messages]: Gloo writes memory of the host to a socket. A tensor on a GPU, of workers that share it, is
+# copied there and back.
+
+
+def is_copied(tensor: Tensor, group: dist.ProcessGroup) -> bool:
+    """Return whether messages of a tensor go through a copy in memory of the host."""
+    return tensor.device.type != "cpu" and group._get_backend(tensor.device).name() == "gloo"
 
 
 def broadcast(tensor: Tensor, *, among: WorkerGroup, source: int = 0) -> None:

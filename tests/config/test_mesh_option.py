@@ -21,7 +21,7 @@ def test_axes_are_arranged_by_what_they_send_and_not_as_they_are_named():
     assert format_mesh(axes) == "pipeline=2,data=3"
 
 
-@pytest.mark.parametrize("text", ["", "pipeline", "pipeline=", "pipeline=0", "pipeline=-1", "expert=2", "data=2;x=1"])
+@pytest.mark.parametrize("text", ["", "pipeline", "pipeline=", "pipeline=0", "pipeline=-1", "experts=2", "data=2;x=1"])
 def test_what_names_no_mesh_is_refused(text):
     with pytest.raises(ConfigError, match="axes as name=size"):
         parse_mesh(text)

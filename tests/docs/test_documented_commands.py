@@ -36,9 +36,11 @@ IN_SOAK = {
     "rankless horovodrun -np 2 python -m rankless.compat.horovod.selftest -v": "tests/compat/test_selftest.py",
     "rankless doctor --json": "tests/launch/test_doctor.py; `rankless doctor` is run here",
     "rankless run -n 2 examples/foreign/ddp.py": "tests/examples/test_foreign.py",
+    "rankless run -n 2 examples/foreign/fsdp2.py": "tests/examples/test_foreign.py",
     "rankless run -n 2 examples/foreign/accelerate_digits.py": "tests/examples/test_foreign.py",
     "rankless run -n 2 horovod_digits.py": "the same script is run here by horovodrun",
     "rankless verify -n 2 after_torch.py": "tests/docs/test_from_torch.py compares it with what torchrun prints",
+    "rankless verify -n 2 after_fsdp2.py": "tests/docs/test_from_torch.py, likewise",
     "rankless verify -n 2 after_accelerate.py": "tests/docs/test_from_torch.py, likewise",
     "rankless fleetrun --nproc_per_node=2 examples/foreign/fleet_digits.py --epochs 1": "tests/cli/test_fleetrun.py",
     "rankless launch --nproc_per_node 2 --master_addr 127.0.0.1 examples/plain_lenet.py --epochs 1": (

@@ -1,6 +1,6 @@
-"""The scripts of two guides, from-torch.md and from-accelerate.md: before under torchrun, after under Rankless.
+"""The scripts of three guides, from-torch.md, from-fsdp2.md and from-accelerate.md: before and after.
 
-Both are the same training.
+Before under torchrun and after under Rankless are the same training.
 """
 
 import re
@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from support.warm_runs import rankless
 
 DOCS = Path(__file__).parents[2] / "docs" / "guides"
 BLOCK = re.compile(r"^```python\n(# (\w+)\.py\n.*?)^```$", re.DOTALL | re.MULTILINE)
 SCRIPTS = {
     name: text
-    for page in ("from-torch", "from-accelerate")
+    for page in ("from-torch", "from-fsdp2", "from-accelerate")
     for text, name in BLOCK.findall((DOCS / f"{page}.md").read_text())
 }
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -62,9 +63,28 @@ def require_equal(found: list[tuple[float, int]], wanted: list[tuple[float, int]
     assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in wanted], rel=1e-11)
 
 
+def convert(folder: Path) -> dict[str, torch.Tensor]:
+    """The states of a checkpoint of torch.distributed.checkpoint, after the script of the page has converted it."""
+    (folder / "convert_fsdp2.py").write_text(SCRIPTS["convert_fsdp2"])
+    done = subprocess.run([sys.executable, "convert_fsdp2.py"], cwd=folder, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    return read_states(folder)
+
+
+def read_states(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a model and an optimizer in a checkpoint that one worker has written."""
+    (file,) = (folder / "checkpoint").glob("*.safetensors")
+    return {name: value for name, value in load_file(file).items() if name.startswith(("model.", "optimizer."))}
+
+
+def require_equal_states(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert len(found) == 8 * 4  # each parameter has two moments and a number of steps
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.slow
-@pytest.mark.parametrize("system", ["torch", pytest.param("accelerate", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("system", ["torch", "fsdp2", "accelerate"])
 def test_before_and_after_are_the_same_training(system: str, tmp_path: Path):
     before, after = f"before_{system}", f"after_{system}"
     wanted = printed(before, SCRIPTS[before], *TORCHRUN, folder=tmp_path / "before")
@@ -74,6 +94,8 @@ def test_before_and_after_are_the_same_training(system: str, tmp_path: Path):
     if system == "torch":
         there, here = (torch.load(tmp_path / folder / "digits.pt") for folder in ("before", "two"))
         torch.testing.assert_close(here, there, rtol=1e-9, atol=1e-12)
+    if system == "fsdp2":
+        require_equal_states(convert(tmp_path / "before"), read_states(tmp_path / "one"))
 
 
 @pytest.mark.slow
@@ -88,5 +110,7 @@ def test_no_sync_in_three_calls_of_four_is_accumulate_4(tmp_path: Path):
 
 
 def test_every_script_of_the_pages_has_a_counterpart():
-    assert sorted(SCRIPTS) == ["after_accelerate", "after_torch", "before_accelerate", "before_torch"]
-    assert sum((DOCS / f"from-{page}.md").read_text().count("```python") for page in ("torch", "accelerate")) == 4
+    systems = ("torch", "fsdp2", "accelerate")
+    pairs = {f"{when}_{system}" for when in ("before", "after") for system in systems}
+    assert set(SCRIPTS) == pairs | {"convert_fsdp2"}
+    assert sum((DOCS / f"from-{page}.md").read_text().count("```python") for page in systems) == len(SCRIPTS)

@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
+from support import model_trainings
+from support.model_trainings import SCRIPTS
 from support.warm_runs import rankless
 
-SCRIPTS = Path(__file__).parents[1] / "ownership" / "scripts"
 SETTINGS = {
     "plain": (),
     "sgd": ("--optimizer", "sgd", "--clip", "0.1"),
@@ -42,10 +43,7 @@ print(f"loss {{float(loss):.12f}}, right {{int((predict(data.tensors[0]) == data
 
 def verify(folder: Path, mesh: str, *arguments: str) -> None:
     """Assert that a model of train_models.py is the same training on a mesh and on one device."""
-    precision = () if "--bfloat16" in arguments else ("--dtype", "float64")
-    found = rankless("verify", "--mesh", mesh, *precision, str(SCRIPTS / "train_models.py"), *arguments, folder=folder)
-    assert found.returncode == 0, found.stdout + found.stderr
-    assert "same training" in found.stdout
+    model_trainings.verify(folder, ("--mesh", mesh), *arguments)
 
 
 def resume(folder: Path, options: tuple[str, ...], action: str, zero: str = "none") -> list[float]:

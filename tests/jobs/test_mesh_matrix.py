@@ -1,6 +1,6 @@
-"""Eight models on nine meshes: `rankless verify` finds the same training.
+"""Models on meshes that divide them: `rankless verify` finds the same training.
 
-Together with test_pipeline_matrix.py, which has the schedules of pipelines.
+The schedules of pipelines are in test_pipeline_matrix.py.
 """
 
 import pytest
@@ -18,14 +18,28 @@ MESHES = (
     ("sequence=2,data=2", ()),
     ("data=2,tensor=2", ("--zero", "parameters")),
 )
+MORE_MESHES = (
+    ("tensor=2", ()),
+    ("sequence=2", ()),
+    ("tensor=2", ("--sequence-parallel",)),
+    ("pipeline=2,tensor=2", ("--sequence-parallel",)),
+    ("pipeline=2,sequence=2", ()),
+    ("expert=2,tensor=2", ()),
+    ("data=2,tensor=2", ("--zero", "optimizer")),
+    ("pipeline=2,data=2", ("--zero", "gradients")),
+    ("data=2,sequence=2", ("--zero", "parameters")),
+    ("data=2,expert=2", ("--zero", "parameters")),
+)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "mesh", "options", "setting"),
     [
-        ("mixture", "expert=2,data=2", (), "accumulated"),
-        ("t5", "pipeline=2,tensor=2", (), "plain"),
+        ("lenet", "data=2,tensor=2", (), "bfloat16"),
+        ("gpt", "pipeline=2,tensor=2", (), "sgd"),
+        ("llama", "data=2,tensor=2", ("--zero", "parameters"), "accumulated"),
+        ("mixture", "data=2,expert=2", (), "plain"),
     ],
 )
 def test_a_model_on_a_mesh_is_the_same_training(tmp_path, model, mesh, options, setting):
@@ -37,4 +51,12 @@ def test_a_model_on_a_mesh_is_the_same_training(tmp_path, model, mesh, options, 
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("model", MODELS)
 def test_every_model_setting_and_mesh(tmp_path, model, setting, mesh, options):
+    verify(tmp_path, mesh, "--model", model, *options, *SETTINGS[setting])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("mesh", "options"), MORE_MESHES, ids=str)
+@pytest.mark.parametrize("setting", ["plain", "accumulated"])
+@pytest.mark.parametrize("model", [*MODELS, "tagger"])
+def test_every_model_on_more_meshes(tmp_path, model, setting, mesh, options):
     verify(tmp_path, mesh, "--model", model, *options, *SETTINGS[setting])

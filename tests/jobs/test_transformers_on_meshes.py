@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from support.warm_runs import rankless
+from support.warm_runs import TRANSFORMERS, rankless
 
 SCRIPT = Path(__file__).parent / "scripts" / "train_transformers.py"
 MODELS = ("gpt2", "bert", "llama", "t5", "vit")
@@ -22,6 +22,6 @@ def list_cases():
 @pytest.mark.parametrize(("model", "mesh"), list(list_cases()))
 def test_a_model_of_transformers_is_the_same_training(tmp_path, model, mesh):
     options = ("--mesh", mesh, "--dtype", "float64")
-    found = rankless("verify", *options, str(SCRIPT), "--model", model, folder=tmp_path)
+    found = rankless("verify", *options, str(SCRIPT), "--model", model, folder=tmp_path, preload=TRANSFORMERS)
     assert found.returncode == 0, found.stdout + found.stderr
     assert "same training" in found.stdout

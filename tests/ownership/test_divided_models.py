@@ -1,11 +1,8 @@
 """Models with divided states: `rankless verify` says that the training is the same."""
 
-from pathlib import Path
-
 import pytest
-from support.warm_runs import rankless
+from support.model_trainings import verify
 
-SCRIPT = Path(__file__).parent / "scripts" / "train_models.py"
 MODELS = ("lenet", "gpt", "bert", "llama", "towers", "tagger")
 LEVELS = ("optimizer", "gradients", "parameters")
 SETTINGS = {
@@ -20,13 +17,6 @@ SETTINGS = {
 }
 
 
-def verify(folder: Path, workers: int, *arguments: str) -> None:
-    precision = () if "--bfloat16" in arguments else ("--dtype", "float64")
-    found = rankless("verify", "-n", str(workers), *precision, str(SCRIPT), *arguments, folder=folder)
-    assert found.returncode == 0, found.stdout + found.stderr
-    assert "same training" in found.stdout
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "zero", "setting"),
@@ -36,7 +26,7 @@ def verify(folder: Path, workers: int, *arguments: str) -> None:
     ],
 )
 def test_a_model_with_divided_states_is_the_same_training(tmp_path, model, zero, setting):
-    verify(tmp_path, 2, "--model", model, "--zero", zero, *SETTINGS[setting])
+    verify(tmp_path, ("-n", "2"), "--model", model, "--zero", zero, *SETTINGS[setting])
 
 
 @pytest.mark.exhaustive
@@ -45,4 +35,4 @@ def test_a_model_with_divided_states_is_the_same_training(tmp_path, model, zero,
 @pytest.mark.parametrize("zero", LEVELS)
 @pytest.mark.parametrize("model", MODELS)
 def test_every_model_setting_and_number_of_workers(tmp_path, model, zero, setting, workers):
-    verify(tmp_path, workers, "--model", model, "--zero", zero, *SETTINGS[setting])
+    verify(tmp_path, ("-n", str(workers)), "--model", model, "--zero", zero, *SETTINGS[setting])

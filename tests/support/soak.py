@@ -42,8 +42,7 @@ LONGEST = (
 """Files that start first, so that none of them runs alone at the end. They run in parts."""
 MATRICES = (
     "tests/ownership/test_states_on_grids.py",
-    "tests/jobs/test_tensor_matrix.py",
-    "tests/jobs/test_hybrid_matrix.py",
+    "tests/jobs/test_mesh_matrix.py",
     "tests/jobs/test_pipeline_matrix.py",
 )
 """Files with hundreds of models and meshes, which come last. They run in parts."""

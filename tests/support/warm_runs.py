@@ -9,6 +9,7 @@ come from its fork server pool (docs/decisions/0016). A run that the pool cannot
 """
 
 import contextlib
+import functools
 import io
 import os
 import signal
@@ -25,16 +26,26 @@ from rankless.config.run_config import Program, RunConfig, RunRequest
 from rankless.config.validation import make_run_config
 from rankless.launch import agent
 from rankless.launch.signals import Interrupts
+from rankless.launch.supervisor import fork_server_pool_client
 from rankless.launch.supervisor.fork_server_pool_client import ForkServerPoolClient, Readable
+from rankless.runtime.subprocess_command import python_command
+
+TRANSFORMERS = tuple(f"transformers.models.{name}.modeling_{name}" for name in ("bert", "llama", "t5", "vit"))
+"""Modules whose import takes twice as long as that of torch."""
 
 
-def rankless(*arguments: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a `rankless` command, and return its output and exit code, as `jobs.rankless` does."""
+def rankless(
+    *arguments: str, folder: Path, preload: tuple[str, ...] = (), **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a `rankless` command, and return its output and exit code, as `jobs.rankless` does.
+
+    The fork server pool has also imported the modules in `preload`.
+    """
     out, err = io.StringIO(), io.StringIO()
     with (
         contextlib.chdir(folder),
         patch.dict(os.environ, job_environment(environment), clear=True),
-        patch.object(agent, "AgentContext", _context_with_fork_server),
+        patch.object(agent, "AgentContext", functools.partial(_make_context, preload)),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
         _time_limit(),
@@ -46,48 +57,66 @@ def rankless(*arguments: str, folder: Path, **environment: str) -> subprocess.Co
     return subprocess.CompletedProcess(["rankless", *arguments], code, out.getvalue(), err.getvalue())
 
 
-def run_script(text: str, *options: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_script(
+    text: str, *options: str, folder: Path, preload: tuple[str, ...] = (), **environment: str
+) -> subprocess.CompletedProcess[str]:
     """Run `rankless run OPTIONS script.py` with a script of this text, as `jobs.run_script` does."""
     (folder / "script.py").write_text(text)
-    return rankless("run", *options, "script.py", folder=folder, **environment)
+    return rankless("run", *options, "script.py", folder=folder, preload=preload, **environment)
 
 
 class SharedForkServerPool(ForkServerPoolClient):
-    """Serves all tests of this process, and ignores the variables that pytest changes from test to test."""
+    """Serves all tests of this process, and ignores the variables that pytest changes from test to test.
+
+    Args:
+        preload: The modules that it imports besides those that every pool imports.
+    """
+
+    def __init__(self, preload: tuple[str, ...] = ()) -> None:
+        super().__init__()
+        self._preload = preload
 
     def is_ready(self, config: RunConfig, *, until: Readable) -> bool:
         """Return whether the pool is ready, with one hash seed for all runs: Python reads it only when it starts."""
-        with patch.dict(os.environ, {"PYTHONHASHSEED": "5"}):
+        with (
+            patch.dict(os.environ, {"PYTHONHASHSEED": "5"}),
+            patch.object(fork_server_pool_client, "python_command", self._make_command),
+        ):
             os.environ.pop("PYTEST_CURRENT_TEST", None)
             return super().is_ready(config, until=until)
 
+    def _make_command(self, module: str) -> list[str]:
+        """Return the command of the pool's process, with further imports before its own."""
+        start = f"from {module} import main\n"
+        imports = "".join(f"import {name}\n" for name in self._preload)
+        return [part.replace(start, imports + start) for part in python_command(module)]
 
-_pools: list[SharedForkServerPool] = []
+
+_pools: dict[tuple[str, ...], SharedForkServerPool] = {}
 
 
-def fork_server_pool() -> SharedForkServerPool:
-    """Return the pool of this process, which has imported what jobs need, even if the first run calls none."""
-    if not _pools:
-        pool = SharedForkServerPool()
-        _pools.append(pool)
+def fork_server_pool(preload: tuple[str, ...] = ()) -> SharedForkServerPool:
+    """Return a pool of this process, which has imported what jobs need, even if the first run calls none."""
+    if preload not in _pools:
+        pool = _pools[preload] = SharedForkServerPool(preload)
         with patch.dict(os.environ, job_environment({}), clear=True), Interrupts() as interrupts:
             program = Program(kind="code", target="import rankless")
             pool.is_ready(make_run_config(program, RunRequest(worker_count=1)), until=interrupts)
-    return _pools[0]
+    return _pools[preload]
 
 
 def close_fork_server_pool() -> None:
-    """End the pool."""
+    """End the pools."""
     while _pools:
-        _pools.pop().close()
+        _pools.popitem()[1].close()
 
 
 _AGENT_CONTEXT = agent.AgentContext
 
 
-def _context_with_fork_server(**given: object) -> agent.AgentContext:
-    """Return the context of an agent of this process, always with the one fork server."""
-    return _AGENT_CONTEXT(**(given | {"fork_server": fork_server_pool()}))  # type: ignore[arg-type]
+def _make_context(preload: tuple[str, ...], **given: object) -> agent.AgentContext:
+    """Return the context of an agent of this process, always with the fork servers of one pool."""
+    return _AGENT_CONTEXT(**(given | {"fork_server": fork_server_pool(preload)}))  # type: ignore[arg-type]
 
 
 @contextlib.contextmanager

@@ -1,11 +1,16 @@
-"""Operators of the logical program that a rank runs by another function."""
+"""What runs in place of an operator on local values, and the memory layouts that operators expect."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import fx
 
 from rankless.compiler.ir import custom_ops
+from rankless.compiler.ir.logical_program import LogicalValue
+from rankless.compiler.ir.memory_order import find_memory_order, find_repeated_dims, order_memory, repeat_memory
+from rankless.compiler.rules.strategy import GraphBuilder
+from rankless.compiler.tracing.symbolic_sizes import size_hint
 
 aten = torch.ops.aten
 rankless_ops = torch.ops.rankless
@@ -19,3 +24,13 @@ LOCAL_OPERATORS: dict[Any, Callable[..., Any]] = {
     rankless_ops.recurrent_backward.default: custom_ops.run_recurrent_backward,
 }
 """Operators, and the functions that run in their place."""
+
+
+def restore_layout(builder: GraphBuilder, moved: fx.Node, logical: LogicalValue) -> fx.Node:
+    """Return a value that a collective has made contiguous in its traced order; see Note [memory layout]."""
+    shape, strides = ([int(size_hint(item)) for item in sizes] for sizes in (logical.shape, logical.strides))
+    repeated = find_repeated_dims(shape, strides)
+    order = find_memory_order([1 if dim in repeated else size for dim, size in enumerate(shape)], strides)
+    if repeated:
+        return builder.call(repeat_memory, moved, repeated, order)
+    return moved if order is None else builder.call(order_memory, moved, order)

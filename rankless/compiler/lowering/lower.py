@@ -17,12 +17,11 @@ from rankless.compiler.ir.logical_program import (
     format_value,
     is_fresh,
 )
-from rankless.compiler.ir.memory_order import find_memory_order, find_repeated_dims, order_memory, repeat_memory
 from rankless.compiler.ir.tensor_parts import Part, list_parts
 from rankless.compiler.lowering.call_arguments import replace_arguments
 from rankless.compiler.lowering.gradient_placement import place_gradient
 from rankless.compiler.lowering.local_graph import LocalGraph
-from rankless.compiler.lowering.local_operators import LOCAL_OPERATORS
+from rankless.compiler.lowering.local_operators import LOCAL_OPERATORS, restore_layout
 from rankless.compiler.lowering.recomputation import recompute
 from rankless.compiler.lowering.recomputed_regions import choose_regions
 from rankless.compiler.lowering.repeated_gathers import gather_again
@@ -47,8 +46,8 @@ from rankless.compiler.sharding.redistribute import (
     estimate_cost,
 )
 from rankless.compiler.sharding.redistribution_steps import list_steps, replace_placement
+from rankless.compiler.sharding.reordered_values import find_original
 from rankless.compiler.sharding.sharding_propagation import ShardedProgram
-from rankless.compiler.tracing.symbolic_sizes import size_hint
 from rankless.parallel.mesh import Mesh
 from rankless.parallel.tensor_placement import (
     BlockedShard,
@@ -318,6 +317,8 @@ class LoweringPass:
             if not adds:
                 return self.add_counter_draw(node, target)
             self.add_counter_draw(node, self.whole)
+        if (original := self.find_original(node, target)) is not None:
+            return self.add_reordering(node, original, target)
         size = count_bytes(node)
         source = min(available, key=lambda sharding: self.estimate_cost(size, sharding, target))
         for step in list_steps(source, target):
@@ -325,6 +326,22 @@ class LoweringPass:
                 available[step] = self.add_step(node, source, step, reason, purpose)
             source = step
         return available[target]
+
+    def find_original(self, node: fx.Node, target: Sharding) -> fx.Node | None:
+        """Return the local value of which a value in a sharding is a view; None if there is none, or no view."""
+        others = [axis.reordered.get(node, ()) for axis in self.sharded.axes]
+        if not any(others):
+            return None
+        return find_original(target, self.sharded.strategies(node), others, self.values[node.all_input_nodes[0]])
+
+    def add_reordering(self, node: fx.Node, original: fx.Node, target: Sharding) -> fx.Node:
+        """Add a view of another local value of an operator's input."""
+        user, self.current_node = self.current_node, node
+        args, kwargs = replace_arguments(node, iter([original]))
+        local = self.call(get_operator(node), *args, **kwargs)
+        self.current_node = user
+        self.values[node][target] = local
+        return local
 
     def estimate_cost(self, size: int, source: Sharding, target: Sharding) -> float:
         """Estimate the bytes that the redistribution of a value of `size` bytes sends."""
@@ -352,7 +369,7 @@ class LoweringPass:
         target = Redistribution(axis, before, after)
         lengths = target.list_lengths(shape)
         moved = self.add_collective(target, local, size, reason, purpose=purpose, lengths=lengths)
-        return self.restore_layout(moved, node.meta["val"])
+        return restore_layout(self, moved, node.meta["val"])
 
     def count_local_bytes(self, local: fx.Node) -> int:
         """Return the bytes of a local value that has memory of its own; 0 for a view, and for several values."""
@@ -361,15 +378,6 @@ class LoweringPass:
             return 0
         shape = compute_local_shape(logical.meta["val"].shape, self.sharded.sharding(logical), self.ranks)
         return count_bytes(logical, shape)
-
-    def restore_layout(self, moved: fx.Node, logical: LogicalValue) -> fx.Node:
-        """Return a value that a collective has made contiguous in its traced order; see Note [memory layout]."""
-        shape, strides = ([int(size_hint(item)) for item in sizes] for sizes in (logical.shape, logical.strides))
-        repeated = find_repeated_dims(shape, strides)
-        order = find_memory_order([1 if dim in repeated else size for dim, size in enumerate(shape)], strides)
-        if repeated:
-            return self.call(repeat_memory, moved, repeated, order)
-        return moved if order is None else self.call(order_memory, moved, order)
 
 
 def lower(sharded: ShardedProgram, mesh: Mesh) -> LocalGraph:

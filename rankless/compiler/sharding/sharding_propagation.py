@@ -24,6 +24,7 @@ from rankless.compiler.ir.logical_program import LogicalProgram, LogicalValue
 from rankless.compiler.probing.operator_probe import OperatorProbe
 from rankless.compiler.rules.strategy import OperatorCall, Strategy, make_call, make_replicated_strategy
 from rankless.compiler.rules.table import REFUSED_OPERATORS, find_rule
+from rankless.compiler.sharding.reordered_values import list_other_strategies
 from rankless.compiler.sharding.sequence_parallelism import find_divided_weights, find_rows
 from rankless.compiler.sharding.strategy_costs import find_cheapest, list_outputs
 from rankless.errors import CaptureError
@@ -52,6 +53,8 @@ class AxisSharding:
     strategies: Mapping[fx.Node, Strategy]
     nodes_without_rule: tuple[fx.Node, ...]
     probed_nodes: tuple[fx.Node, ...]
+    reordered: Mapping[fx.Node, Sequence[Strategy]] = field(default_factory=dict)
+    """Further strategies of views of values that are redistributed; see `reordered_values`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,12 +188,12 @@ def propagate_along_axis(
     """Return placements and strategies along an axis, from those of inputs and outer axes, and `OperatorCall.inner`."""
     placements: dict[fx.Node, Placement] = {}
     strategies: dict[fx.Node, Strategy] = {}
-    # A redistributed value is available in both placements, and later operators may use either.
     available: dict[fx.Node, list[Placement]] = {}
-    nodes_without_rule: list[fx.Node] = []
-    probed_nodes: list[fx.Node] = []
+    nodes_without_rule, probed_nodes = list[fx.Node](), list[fx.Node]()
+    reordered: dict[fx.Node, Sequence[Strategy]] = {}
     wanted = find_wanted_placements(program, given)
-    weights = find_divided_weights(program, given) if program.sequence_parallel else frozenset()
+    weights = find_divided_weights(program, given)
+    takes_rows = program.sequence_parallel and bool(weights)
     # What operators take: in sequence parallelism rows of a sum in place of its terms, and positions in place of heads.
     taken: dict[fx.Node, Placement] = {}
     for node in program.graph.nodes:
@@ -204,26 +207,36 @@ def propagate_along_axis(
         else:
             refuse_unshardable(node)
             call = replace(make_call(node, taken, ranks, wanted.get(node)), inner=partial(list_inner, node))
-            strategy, has_rule = choose_strategy(call, available, probe, outer, weights)
-            strategies[node] = strategy
+            strategies[node], has_rule = choose_strategy(call, available, probe, outer, weights)
+            strategy = strategies[node]
             if not has_rule:
                 is_split = any(isinstance(item, Shard) for item in strategy.inputs)
                 (probed_nodes if is_split else nodes_without_rule).append(node)
-            for value, required in zip(call.inputs, strategy.inputs, strict=True):
-                if required not in available[value]:
-                    available[value].append(required)
+            add_available(available, call.inputs, strategy.inputs)
+            reordered[node] = list_other_strategies(call, strategy, available)
             placement = strategy.outputs[0]
         placements[node] = placement
-        rows = find_rows(node, placement, ranks, [axis.placements[node] for axis in outer]) if weights else None
+        rows = find_rows(node, placement, ranks, [axis.placements[node] for axis in outer]) if takes_rows else None
         taken[node] = rows or find_returned(node, strategies) or placement
         available[node] = [placement] if taken[node] is placement else [placement, taken[node]]
+        available[node] += [item.outputs[0] for item in reordered.get(node, ())]
     return AxisSharding(
         ranks=ranks,
         placements=placements,
         strategies=strategies,
         nodes_without_rule=tuple(nodes_without_rule),
         probed_nodes=tuple(probed_nodes),
+        reordered=reordered,
     )
+
+
+def add_available(
+    available: Mapping[fx.Node, list[Placement]], values: Sequence[fx.Node], placements: Sequence[Placement]
+) -> None:
+    """Note the placements in which values are available: a redistributed value may be used by later operators too."""
+    for value, placement in zip(values, placements, strict=True):
+        if placement not in available[value]:
+            available[value].append(placement)
 
 
 def find_returned(node: fx.Node, strategies: Mapping[fx.Node, Strategy]) -> Placement | None:

@@ -46,6 +46,7 @@ class TensorDivider:
         requests: Mapping[str, DimRequest],
         excluded: Mapping[str, int] | None = None,
     ) -> None:
+        self._program = program
         self._ranks = ranks
         self._excluded = excluded or {}
         self._requests = requests
@@ -65,7 +66,7 @@ class TensorDivider:
         for reach in chosen:
             take(reach, taken)
         for reach in sorted(offered, key=self._price):
-            if not has_conflicts(reach, taken):
+            if not has_conflicts(self._list_exclusive(reach), taken):
                 chosen.append(reach)
                 take(reach, taken)
         return self._place(chosen, taken)
@@ -127,6 +128,10 @@ class TensorDivider:
         names = [self._names[item.value] for item in reach.dims if item.value in self._names]
         return reach.units >= self._ranks and not reach.gathers and not any(name in self._requests for name in names)
 
+    def _list_exclusive(self, reach: DimReach) -> list[ValueDim]:
+        """Return the dims of a reach whose values are not to be divided along another dim too."""
+        return list(reach.dims)
+
     def _price(self, reach: DimReach) -> float:
         """Return how many bytes are sent, forward and backward, for each byte of parameters that is divided."""
         parameters = sum(count_value_bytes(item.value.meta["val"]) for item in reach.dims if item.value in self._names)
@@ -141,10 +146,15 @@ def take(reach: DimReach, taken: dict[fx.Node, ValueDim]) -> None:
         taken.setdefault(item.value, item)
 
 
-def has_conflicts(reach: DimReach, taken: Mapping[fx.Node, ValueDim]) -> bool:
-    """Return whether a value would be divided along two dims."""
+def has_conflicts(dims: Sequence[ValueDim], taken: Mapping[fx.Node, ValueDim]) -> bool:
+    """Return whether a value would be divided along two dims.
+
+    Args:
+        dims: Dims that are divided together.
+        taken: The dims in which values are divided already.
+    """
     own: dict[fx.Node, ValueDim] = {}
-    return any(own.setdefault(item.value, item) != item or taken.get(item.value, item) != item for item in reach.dims)
+    return any(own.setdefault(item.value, item) != item or taken.get(item.value, item) != item for item in dims)
 
 
 def join_overlapping(reaches: Sequence[DimReach]) -> list[DimReach]:

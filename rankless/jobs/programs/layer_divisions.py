@@ -14,6 +14,7 @@ from rankless.errors import ConfigError
 from rankless.jobs.definition import JobDefinition
 from rankless.ownership.optimizer_pieces import READS_WHOLE, list_parameters
 from rankless.parallel.mesh import MeshAxis
+from rankless.parallel.module_placements import list_placed
 from rankless.parallel.plan import Plan
 from rankless.parallel.tensor_placement import BlockedShard, Shard
 from rankless.records.parallel_plan import StateDivision
@@ -70,7 +71,8 @@ def find_divisions(
     plan = job.plan or Plan()
     is_expert = axis.role == "expert"
     given = plan.experts if is_expert else plan.tensor
-    requests = {} if given == "auto" else read_requests(given, tensors, job, axis)
+    requests = read_annotations(tensors, job, axis)
+    requests |= {} if given == "auto" else read_requests(given, tensors, job, axis)
     require_other_dims(requests, excluded, job)
     known: dict[str, Shard | BlockedShard] = {}
     for name, item in tensors.items():
@@ -108,6 +110,34 @@ def describe_division(placement: Shard | BlockedShard, axis: MeshAxis, parameter
     """Return the placement of a parameter as a plan has it."""
     blocks = parameter.shape[placement.dim] // placement.block if isinstance(placement, BlockedShard) else 1
     return StateDivision(axis=axis.name, dim=placement.dim, lengths=placement.lengths, blocks=blocks)
+
+
+def read_annotations(tensors: Mapping[str, Tensor], job: JobDefinition, axis: MeshAxis) -> dict[str, DimRequest]:
+    """Return what the modules of a job want of their parameters, by name; see `rankless.place`.
+
+    Args:
+        tensors: The parameters of the job by name.
+        job: The job.
+        axis: The axis that divides them.
+    """
+    names = {id(item): name for name, item in tensors.items()}
+    found: dict[str, DimRequest] = {}
+    for root_name, root in job.modules.items():
+        for module_name, module, placements in list_placed(root, axis.role):
+            own = dict(module.named_parameters())
+            for pattern, placement in placements.items():
+                matched = [item for name, item in own.items() if is_match(name, pattern) and id(item) in names]
+                if not matched:
+                    raise ConfigError(
+                        expected=f"in rankless.place names of parameters of {root_name}.{module_name}, such as "
+                        f"{next(iter(own), '')!r}",
+                        found=f"{pattern!r}, which matches none of {len(own)}",
+                        fix="correct the name; print([name for name, _ in module.named_parameters()]) shows all",
+                        where=job.line,
+                    )
+                for item in matched:
+                    found[names[id(item)]] = read_request(placement, names[id(item)], item, job, axis)
+    return found
 
 
 def read_requests(

@@ -1,0 +1,191 @@
+"""Mixtures of experts in the forms in which people write them."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+WIDTH, HIDDEN, EXPERTS = 16, 24, 4
+ROWS, LENGTH = 8, 6
+
+
+class Stacked(nn.Module):
+    """Weights of all experts in two tensors."""
+
+    def __init__(self, bias=False):
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, HIDDEN) * 0.2)
+        self.down = nn.Parameter(torch.randn(EXPERTS, HIDDEN, WIDTH) * 0.2)
+        self.up_bias = nn.Parameter(torch.randn(EXPERTS, 1, HIDDEN) * 0.1) if bias else None
+
+    def forward(self, x):  # (experts, slots, width)
+        hidden = x @ self.up
+        if self.up_bias is not None:
+            hidden = hidden + self.up_bias
+        return F.gelu(hidden) @ self.down
+
+
+class Switch(nn.Module):
+    """Top-1 with a capacity over the whole batch, by one-hot masks (Switch Transformer)."""
+
+    def __init__(self, capacity=1.0, bias=False):
+        super().__init__()
+        self.router = nn.Linear(WIDTH, EXPERTS)
+        self.experts = Stacked(bias)
+        self.capacity = capacity
+
+    def forward(self, x):
+        tokens = x.reshape(-1, WIDTH)
+        probabilities = self.router(tokens).softmax(-1)
+        gate, index = probabilities.max(-1)
+        mask = F.one_hot(index, EXPERTS)
+        capacity = math.ceil(self.capacity * tokens.shape[0] / EXPERTS)
+        position = mask.cumsum(0) * mask - 1
+        kept = (position < capacity) & (position >= 0)
+        slots = F.one_hot(position.clamp(0, capacity - 1), capacity) * kept.unsqueeze(-1)
+        dispatch = slots.to(x.dtype)  # (tokens, experts, slots)
+        inputs = torch.einsum("tec,td->ecd", dispatch, tokens)
+        outputs = self.experts(inputs)
+        mixed = torch.einsum("tec,ecd->td", dispatch * gate[:, None, None], outputs)
+        fraction = mask.to(x.dtype).mean(0)
+        loss = EXPERTS * (fraction * probabilities.mean(0)).sum()
+        return x + mixed.view_as(x), loss
+
+
+class Penalized(Switch):
+    """Experts whose weights are to differ: a product of weights with each other."""
+
+    def forward(self, x):
+        result, loss = super().forward(x)
+        directions = F.normalize(self.experts.up.flatten(1), dim=1)
+        return result, loss + (directions @ directions.t() - torch.eye(EXPERTS, dtype=x.dtype)).square().sum()
+
+
+class Grouped(nn.Module):
+    """Top-2 with a capacity per sequence (GShard)."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
+        self.experts_up = nn.Parameter(torch.randn(EXPERTS, WIDTH, HIDDEN) * 0.2)
+        self.experts_down = nn.Parameter(torch.randn(EXPERTS, HIDDEN, WIDTH) * 0.2)
+
+    def forward(self, x):  # (batch, length, width)
+        capacity = 2 * x.shape[1] // EXPERTS
+        scores = self.router(x).softmax(-1)
+        weights, index = scores.topk(2, dim=-1)
+        weights = weights / weights.sum(-1, keepdim=True)
+        mask = F.one_hot(index, EXPERTS)  # b s k e
+        flat = mask.transpose(1, 2).reshape(x.shape[0], -1, EXPERTS)
+        position = (flat.cumsum(1) - flat).view(x.shape[0], 2, x.shape[1], EXPERTS).transpose(1, 2)
+        position = (position * mask).sum(-1)  # b s k
+        kept = position < capacity
+        slot = F.one_hot(position.clamp(max=capacity - 1), capacity) * kept.unsqueeze(-1)
+        dispatch = torch.einsum("bske,bskc->bsec", mask.to(x.dtype), slot.to(x.dtype))
+        combine = torch.einsum("bske,bskc,bsk->bsec", mask.to(x.dtype), slot.to(x.dtype), weights)
+        inputs = torch.einsum("bsec,bsd->ebcd", dispatch, x)
+        hidden = torch.einsum("ebcd,edh->ebch", inputs, self.experts_up).relu()
+        outputs = torch.einsum("ebch,ehd->ebcd", hidden, self.experts_down)
+        loss = (scores.mean((0, 1)) * mask.to(x.dtype).mean((0, 1, 2))).sum() * EXPERTS
+        return x + torch.einsum("bsec,ebcd->bsd", combine, outputs), loss
+
+
+class Scattered(nn.Module):
+    """Top-2 with a capacity over the batch; tokens are copied into slots by index."""
+
+    def __init__(self, capacity=1.5):
+        super().__init__()
+        self.router = nn.Linear(WIDTH, EXPERTS)
+        self.experts = Stacked()
+        self.capacity = capacity
+
+    def forward(self, x):
+        tokens = x.reshape(-1, WIDTH)
+        count = tokens.shape[0]
+        weights, index = self.router(tokens).softmax(-1).topk(2, dim=-1)
+        flat = index.flatten()
+        mask = F.one_hot(flat, EXPERTS)
+        position = ((mask.cumsum(0) - 1) * mask).sum(-1)
+        capacity = int(self.capacity * 2 * count / EXPERTS)
+        kept = position < capacity
+        slot = torch.where(kept, flat * capacity + position, EXPERTS * capacity)
+        buffer = tokens.new_zeros(EXPERTS * capacity + 1, WIDTH)
+        buffer = buffer.index_add(0, slot, tokens.repeat_interleave(2, 0))
+        outputs = self.experts(buffer[:-1].view(EXPERTS, capacity, WIDTH)).reshape(-1, WIDTH)
+        outputs = torch.cat([outputs, outputs.new_zeros(1, WIDTH)])
+        mixed = (outputs[slot] * (weights.flatten() * kept).unsqueeze(-1)).view(count, 2, WIDTH).sum(1)
+        return x + mixed.view_as(x), x.new_zeros(())
+
+
+class Sorted(nn.Module):
+    """Every expert takes the tokens with its highest scores (expert choice)."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(WIDTH, EXPERTS)
+        self.experts = Stacked()
+
+    def forward(self, x):
+        tokens = x.reshape(-1, WIDTH)
+        scores = self.router(tokens).softmax(-1)
+        weights, index = scores.t().topk(tokens.shape[0] // 2, dim=-1)  # experts, slots
+        outputs = self.experts(tokens[index]) * weights.unsqueeze(-1)
+        mixed = torch.zeros_like(tokens).index_add(0, index.flatten(), outputs.flatten(0, 1))
+        return x + mixed.view_as(x), x.new_zeros(())
+
+
+class Dense(nn.Module):
+    """All experts compute all tokens, in two tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(WIDTH, EXPERTS)
+        self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, HIDDEN) * 0.2)
+        self.down = nn.Parameter(torch.randn(EXPERTS, HIDDEN, WIDTH) * 0.2)
+
+    def forward(self, x):
+        weights, index = self.router(x).topk(2, dim=-1)
+        gates = weights.new_zeros(*x.shape[:-1], EXPERTS).scatter(-1, index, weights.softmax(-1))
+        hidden = torch.einsum("bsd,edh->bseh", x, self.up).relu()
+        mixed = torch.einsum("bseh,ehd,bse->bsd", hidden, self.down, gates)
+        return x + mixed, gates.mean((0, 1)).square().sum()
+
+
+FORMS = {
+    "switch": Switch,
+    "switch with few slots": lambda: Switch(0.6, bias=True),
+    "penalty on weights": Penalized,
+    "groups": Grouped,
+    "slots by index": Scattered,
+    "chosen by experts": Sorted,
+    "all experts": Dense,
+}
+
+
+class Words(nn.Module):
+    """Words, one mixture, and a head."""
+
+    def __init__(self, mixture):
+        super().__init__()
+        self.words = nn.Embedding(30, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.mixture = mixture
+        self.head = nn.Linear(WIDTH, 30)
+
+    def forward(self, ids):
+        hidden, loss = self.mixture(self.norm(self.words(ids)))
+        return self.head(hidden), loss
+
+
+def make_mixture(name, rows=ROWS):
+    """Return a job, its modules and its arguments, with a mixture of this form."""
+    torch.manual_seed(0)
+    model = Words(FORMS[name]()).double()
+
+    def train(ids, labels):
+        logits, loss = model(ids)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten()) + 0.01 * loss
+
+    ids = torch.randint(0, 30, (rows, LENGTH))
+    return train, {"model": model}, [ids, ids.roll(-1, 1)]
