@@ -194,8 +194,7 @@ def propagate_along_axis(
     wanted = find_wanted_placements(program, given)
     weights = find_divided_weights(program, given)
     takes_rows = program.sequence_parallel and bool(weights)
-    # What operators take: in sequence parallelism rows of a sum in place of its terms, and positions in place of heads.
-    taken: dict[fx.Node, Placement] = {}
+    taken: dict[fx.Node, Placement] = {}  # in sequence parallelism rows of a sum for its terms, positions for heads
     for node in program.graph.nodes:
         if node.op == "output":
             continue
