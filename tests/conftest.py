@@ -5,8 +5,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from support.devices import use_test_device
 from support.processes import close_pools
 from support.warm_runs import close_fork_server_pool
+
+use_test_device()  # before test files make tensors when they are imported
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -91,7 +91,7 @@ class FileTensor:
         with torch.inference_mode(False), torch.no_grad():
             if self._parts[0].piece is None:
                 return self._parts[0].view().clone(memory_format=torch.contiguous_format)
-            whole = torch.empty(self.shape, dtype=self.dtype)
+            whole = torch.empty(self.shape, dtype=self.dtype, device="cpu")
             for part in self._parts:
                 assert part.piece is not None
                 whole[part.piece.box].copy_(part.view())
@@ -101,7 +101,7 @@ class FileTensor:
         """Return some rows along a dim, whatever rows the pieces have."""
         stop = start + length
         with torch.inference_mode(False), torch.no_grad():
-            rows = torch.empty((*self.shape[:dim], length, *self.shape[dim + 1 :]), dtype=self.dtype)
+            rows = torch.empty((*self.shape[:dim], length, *self.shape[dim + 1 :]), dtype=self.dtype, device="cpu")
             for part in self._parts if rows.numel() else ():
                 if part.piece is None:
                     rows.copy_(part.view_rows(dim, start, stop))

@@ -190,9 +190,9 @@ class DeferredCollective:
 class CombinedWork:
     """A collective in several operations, with a function that puts the results in place afterwards."""
 
-    def __init__(self, works: Sequence[PendingWork | None], finish: Callable[[], None]) -> None:
+    def __init__(self, works: Sequence[PendingWork | None], finish: Callable[[], object]) -> None:
         self._works = [work for work in works if work is not None]
-        self._finish: Callable[[], None] | None = finish
+        self._finish: Callable[[], object] | None = finish
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return when the results are in place."""

@@ -33,6 +33,7 @@ from rankless.collectives.call_signature import Call, Shape
 from rankless.collectives.checked_collectives import Issue, PendingWork, combine_works
 from rankless.collectives.checked_groups import AnyGroup, CheckedGroup, resolve_group
 from rankless.collectives.mesh_collectives import flatten_by_kind
+from rankless.collectives.point_to_point import is_copied
 from rankless.errors import ConfigError
 
 _TAG = 0x52414E4B
@@ -379,10 +380,13 @@ def _exchange(
             incoming[peer].detach().copy_(tensor.detach())
         elif tensor.numel():
             data = as_sendable(tensor.detach().contiguous())
+            data = data.cpu() if is_copied(data, checked.torch) else data
             operations.append(dist.P2POp(dist.isend, data, group=checked.torch, group_peer=peer, tag=_TAG))
     for peer, tensor in incoming.items():
         if peer != checked.rank and tensor.numel():
-            target = tensor.detach() if tensor.is_contiguous() else torch.empty_like(tensor).contiguous()
+            is_direct = tensor.is_contiguous() and not is_copied(tensor, checked.torch)
+            device = "cpu" if is_copied(tensor, checked.torch) else tensor.device
+            target = tensor.detach() if is_direct else torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
             copies.append((tensor, target))
             operations.append(
                 dist.P2POp(dist.irecv, as_sendable(target), group=checked.torch, group_peer=peer, tag=_TAG)

@@ -120,10 +120,10 @@ class DistributedSampler(TorchSampler[int]):
     def _indices(self) -> list[int]:
         if self.shuffle:
             generator = torch.Generator().manual_seed(self.seed + self.epoch)
-            order = torch.randperm(self._count, generator=generator)
+            order = torch.randperm(self._count, generator=generator, device="cpu")
         else:
-            order = torch.arange(self._count)
-        positions = torch.arange(self.total_size)[self.rank :: self.num_replicas]
+            order = torch.arange(self._count, device="cpu")
+        positions = torch.arange(self.total_size, device="cpu")[self.rank :: self.num_replicas]
         # Repeated samples are the first ones.
         chosen: list[int] = order[positions % max(self._count, 1)].tolist()
         return chosen

@@ -187,7 +187,7 @@ def scatter_object_list(
     _check_call(checked, "scatter_object_list", f"from rank {source}", allow_pickle)
     sizes = _number(0, checked).repeat(checked.size)
     if pieces is not None:
-        sizes.copy_(torch.tensor([piece.numel() for piece in pieces]))
+        sizes.copy_(torch.tensor([piece.numel() for piece in pieces], device="cpu"))
     broadcast(sizes, group=checked.torch, group_src=source)
     own_data = _empty_bytes(int(sizes[checked.rank].item()), checked)
     scatter(own_data, pieces, group=checked.torch, group_src=source)

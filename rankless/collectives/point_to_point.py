@@ -9,12 +9,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from rankless.collectives.argument_checks import describe_tensor, require_usable
 from rankless.collectives.call_signature import Call
-from rankless.collectives.checked_collectives import PendingWork
+from rankless.collectives.checked_collectives import CombinedWork, PendingWork
 from rankless.collectives.checked_groups import AnyGroup, Channel, CheckedGroup, notify, resolve_group
 from rankless.collectives.collective_check import NOTIFY_INTERVAL_SECONDS
 from rankless.errors import CollectiveError, ConfigError
@@ -236,6 +237,33 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[PendingWork]:
     return [work for work in works if work is not None]
 
 
+# Note [copied messages]: Gloo writes memory of the host to a socket. A tensor on a GPU, of workers that share it, is
+# copied there and back.
+
+
+def start_send(tensor: Tensor, *, group: dist.ProcessGroup, target: int, tag: int = 0) -> PendingWork:
+    """Begin to send a contiguous tensor to a rank of a group. The caller keeps it as it is until the work is done."""
+    if not is_copied(tensor, group):
+        return _require_member(dist.isend(tensor, group=group, tag=tag, group_dst=target))
+    data = tensor.detach().cpu()
+    work = _require_member(dist.isend(data, group=group, tag=tag, group_dst=target))
+    return CombinedWork([work], data.numel)  # which keeps the data
+
+
+def start_receive(tensor: Tensor, *, group: dist.ProcessGroup, source: int, tag: int = 0) -> PendingWork:
+    """Begin to receive a contiguous tensor from a rank of a group."""
+    if not is_copied(tensor, group):
+        return _require_member(dist.irecv(tensor, group=group, tag=tag, group_src=source))
+    data = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    work = _require_member(dist.irecv(data, group=group, tag=tag, group_src=source))
+    return CombinedWork([work], lambda: tensor.detach().copy_(data))
+
+
+def is_copied(tensor: Tensor, group: dist.ProcessGroup) -> bool:
+    """Return whether messages of a tensor go through a copy in memory of the host."""
+    return tensor.device.type != "cpu" and group._get_backend(tensor.device).name() == "gloo"
+
+
 def _call(tensor: Tensor) -> Call:
     return Call(operation=OPERATION, settings=describe_tensor(tensor))
 
@@ -243,10 +271,10 @@ def _call(tensor: Tensor) -> Call:
 def _issue(kind: str, tensor: Tensor, checked: CheckedGroup, channel: Channel, async_op: bool) -> PendingWork | None:
     sender, receiver, tag = channel
     if kind == "send":
-        work = dist.isend(tensor, group=checked.torch, tag=tag, group_dst=receiver)
+        work = start_send(tensor, group=checked.torch, target=receiver, tag=tag)
     else:
-        work = dist.irecv(tensor, group=checked.torch, tag=tag, group_src=sender)
-    if async_op or work is None:
+        work = start_receive(tensor, group=checked.torch, source=sender, tag=tag)
+    if async_op:
         return work
     work.wait()
     return None
@@ -306,3 +334,8 @@ def _wait_for_first_sender(checked: CheckedGroup, tag: int) -> Channel:
                 where=caller_line(),
             )
         time.sleep(_POLL_SECONDS)
+
+
+def _require_member(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "this process is not in the group"
+    return work

@@ -116,7 +116,11 @@ def _array(parts: list[Any]) -> Any:
 def _tensor(parts: list[Any]) -> Tensor:
     name, shape, data, requires_grad = parts
     dtype = getattr(torch, name)
-    flat = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype) if data else torch.empty(0, dtype=dtype)
+    flat = (
+        torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype)
+        if data
+        else torch.empty(0, dtype=dtype, device="cpu")
+    )
     return flat.reshape(shape).requires_grad_(requires_grad)
 
 

@@ -134,8 +134,8 @@ def _scatter_rows(whole: Tensor | None, row: _TensorHeader, rows: int, mesh: Mes
     lengths = [parts[part] for part in division.parts_of_workers]
     width = torch.Size(row.row_shape).numel() * row.dtype.itemsize
     if width == 0:
-        return torch.empty((lengths[mesh.rank], *row.row_shape), dtype=row.dtype)
-    data = torch.empty((0, width), dtype=torch.uint8)
+        return torch.empty((lengths[mesh.rank], *row.row_shape), dtype=row.dtype, device="cpu")
+    data = torch.empty((0, width), dtype=torch.uint8, device="cpu")
     if whole is not None:
         plain = whole.detach().resolve_conj().resolve_neg().contiguous()
         data = plain.reshape(plain.shape[0], -1).view(torch.uint8)

@@ -60,7 +60,7 @@ def get_process_states() -> ProcessStates:
 def take_process_states() -> ProcessStates:
     """Return the current states for another process, and draw once, so that the next call returns other states."""
     states = get_process_states()
-    torch.empty((), dtype=torch.int64).random_()
+    torch.empty((), dtype=torch.int64, device="cpu").random_()
     numpy.random.random()
     random.random()
     return states

@@ -68,7 +68,9 @@ class SampleOrder:
             return derive_epoch_seed(self.options.seed, number)
         clone = torch.Generator()
         clone.set_state((self.generator or torch.default_generator).get_state())
-        return derive_epoch_seed(int(torch.empty((), dtype=torch.int64).random_(generator=clone).item()), number)
+        return derive_epoch_seed(
+            int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=clone).item()), number
+        )
 
     def settings(self) -> dict[str, Any]:
         """Return the settings that must be equal in a loader that loads this loader's state."""

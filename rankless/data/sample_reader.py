@@ -130,7 +130,7 @@ class SampleReader(Dataset[Any]):
     def __getitem__(self, request: BatchRequest) -> SamplesRead | ReadFailure:
         """Return all samples of a request, or the failure."""
         if self.as_columns:
-            rows = torch.tensor(request.indices, dtype=torch.int64)
+            rows = torch.tensor(request.indices, dtype=torch.int64, device="cpu")
             columns = [tensor.index_select(0, rows) for tensor in self.dataset.tensors]
             return SamplesRead(request=request, columns=columns)
         current_index: list[Any] = []

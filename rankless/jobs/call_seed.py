@@ -17,7 +17,7 @@ def seed_call(job: JobDefinition, device: torch.device) -> Iterator[None]:
     if not job.draws_by_counter:
         yield
         return
-    seed = int(torch.empty((), dtype=torch.int64).random_(generator=torch.default_generator).item())
+    seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=torch.default_generator).item())
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.default_generator.manual_seed(seed)
         if device.type == "cuda":

@@ -47,5 +47,5 @@ def perturbed_parameters(parameters: Iterable[Tensor], generator: torch.Generato
 
 def _draw_uniform(like: Tensor, generator: torch.Generator) -> Tensor:
     """Return numbers in [-1, 1) in a tensor's shape and dtype, drawn on the CPU so that every device gets the same."""
-    drawn = torch.rand(like.shape, generator=generator, dtype=torch.float64) * 2 - 1
+    drawn = torch.rand(like.shape, generator=generator, dtype=torch.float64, device="cpu") * 2 - 1
     return drawn.to(device=like.device, dtype=like.dtype)

@@ -291,7 +291,7 @@ class DividedOwner:
                 summed[places] = all_reduce(summed[places], among=axis)
             norms += [norm.to(item.abs().dtype) for norm, (item, _) in zip(summed.sqrt(), pieces, strict=True)]
         if not norms:
-            return torch.tensor(0.0)
+            return torch.tensor(0.0, device="cpu")
         total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), 2.0)
         return total
 
@@ -304,7 +304,9 @@ class DividedOwner:
     def find_not_finite(self, holders: Sequence[Tensor]) -> int | None:
         """Return the number of the first holder whose gradient is not finite on some worker."""
         bad = [
-            torch.zeros((), dtype=torch.uint8) if item.grad is None else (~item.grad.isfinite().all()).to(torch.uint8)
+            torch.zeros((), dtype=torch.uint8, device="cpu")
+            if item.grad is None
+            else (~item.grad.isfinite().all()).to(torch.uint8)
             for item in holders
         ]
         if not bad:

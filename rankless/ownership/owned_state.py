@@ -81,7 +81,7 @@ def show_shared(entry: SharedEntry, before: Any, divided: DividedParameter, valu
         if isinstance(before, Tensor) and before.dim() == 0 and before.dtype == dtype:
             kept: Tensor = before.fill_(entry.number)
             return kept
-        made: Tensor = torch.tensor(entry.number, dtype=dtype)
+        made: Tensor = torch.tensor(entry.number, dtype=dtype, device="cpu")
         return made
     if isinstance(before, Tensor):
         known = find_partition(before)

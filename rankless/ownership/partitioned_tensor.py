@@ -85,7 +85,9 @@ class WholeValues:
                 assert partition.whole is not None
                 copy_whole(partition.piece, partition.layout.get_piece(partition.whole, self.group.rank))
         # Workers may free memory at different times. They must agree on what they will gather.
-        is_used = torch.tensor([has_other_users(partition.whole) for partition in self._open], dtype=torch.uint8)
+        is_used = torch.tensor(
+            [has_other_users(partition.whole) for partition in self._open], dtype=torch.uint8, device="cpu"
+        )
         used = all_reduce_maximum(is_used.to(self._open[0].device), among=self.group).tolist()
         for partition, keeps in zip(self._open, used, strict=True):
             if not keeps:

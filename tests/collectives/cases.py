@@ -53,7 +53,7 @@ class Caller:
 def make_input(rank: int, dtype: torch.dtype, shape: tuple[int, ...], salt: int = 0) -> Tensor:
     """Return the input of a rank."""
     generator = torch.Generator().manual_seed(1000 * salt + rank)
-    return torch.randint(0, 3, shape, generator=generator).to(dtype)
+    return torch.randint(0, 3, shape, generator=generator, device="cpu").to(dtype)
 
 
 def reduce_on_one_process(name: str, tensors: list[Tensor]) -> Tensor:
@@ -353,7 +353,7 @@ def run_on_group(mesh: Mesh, case: str, whole: bool, asynchronous: bool, shapes:
 
 def require_expected(case: str, answers: list[list[Any]], shapes: list[Shape], backend: str = "gloo") -> None:
     """Compare the results of the ranks with what one process computes."""
-    assert sum(map(len, answers)) >= 2
+    assert sum(map(len, answers)) >= min(2, len(answers))
     for answer in answers:
         for rank, size, found in answer:
             kinds = dtypes(case, backend)
@@ -362,4 +362,4 @@ def require_expected(case: str, answers: list[list[Any]], shapes: list[Shape], b
                 for left, right in zip(ours, plain, strict=True):
                     assert left.dtype == right.dtype
                     assert left.shape == right.shape
-                    torch.testing.assert_close(left, right, rtol=1e-6 if "avg" in case else 0, atol=0)
+                    torch.testing.assert_close(left.cpu(), right.cpu(), rtol=1e-6 if "avg" in case else 0, atol=0)

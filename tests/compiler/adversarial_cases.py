@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from support.devices import get_random_state
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -106,7 +107,7 @@ def record_call(script: Script, results: Any, batch: Sequence[Any]) -> CallState
         results=pytree.tree_map_only(Tensor, lambda leaf: leaf.detach().clone(), results),
         state={name: tensor.detach().clone() for name, tensor in tensors.items()},
         gradients={name: None if item.grad is None else item.grad.to_dense().clone() for name, item in tensors.items()},
-        generator=torch.get_rng_state(),
+        generator=get_random_state(),
         arguments=[item.clone() for item in batch if isinstance(item, Tensor)],
         strides=list_strides(tensors, results),
     )

@@ -7,7 +7,7 @@ from torch import nn
 
 
 def make_generator(seed=5):
-    return torch.Generator().manual_seed(seed)
+    return torch.Generator(torch.get_default_device()).manual_seed(seed)
 
 
 def closure_generator():
@@ -143,7 +143,7 @@ def generator_made_in_the_job():
     model = perceptron()
 
     def loss(features, labels):
-        numbers = torch.rand(6, generator=torch.Generator(), dtype=features.dtype)  # the line
+        numbers = torch.rand(6, generator=torch.Generator(torch.get_default_device()), dtype=features.dtype)  # the line
         return F.cross_entropy(model(features * numbers), labels)
 
     return Script(function=loss, modules={"model": model}, batches=batches())

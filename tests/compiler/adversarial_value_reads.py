@@ -193,7 +193,7 @@ READ = (
 
 def generator_before_a_value_that_is_read():
     """A value that is not the one captured for starts the call again: the generator must not have moved."""
-    model, generator = perceptron(), torch.Generator().manual_seed(5)
+    model, generator = perceptron(), torch.Generator(torch.get_default_device()).manual_seed(5)
 
     def loss(features, labels):
         noise = torch.rand(6, generator=generator, dtype=features.dtype)

@@ -20,6 +20,7 @@ from simulated_ranks import (
     make_outcome,
     run_program_on_axes,
 )
+from support.devices import get_random_state
 from torch import Tensor
 
 from rankless.compiler.capture.capture import ArgumentShape, CapturedJob, JobSource, capture
@@ -155,7 +156,7 @@ def divisions_on_two_axes(case: DatabaseCase) -> Iterator[AxesDivision]:
 def run_eagerly(case: DatabaseCase) -> Expected:
     """Run a case as plain PyTorch. Raises `NoOracle` if PyTorch does not."""
     torch.manual_seed(SEED)
-    state = torch.get_rng_state()
+    state = get_random_state()
     try:
         found = case.job(*[item.clone() for item in case.tensors])
         results = list(found) if isinstance(found, list | tuple) else [found]
@@ -168,7 +169,7 @@ def run_eagerly(case: DatabaseCase) -> Expected:
             gradients = {name: grad for name, grad in zip(parameters, grads, strict=True) if grad is not None}
     except (RuntimeError, NotImplementedError, ValueError, TypeError, IndexError, AssertionError) as error:
         raise NoOracle(str(error).splitlines()[0] if str(error) else type(error).__name__) from error
-    draws = not torch.equal(torch.get_rng_state(), state)
+    draws = not torch.equal(get_random_state(), state)
     return Expected([item.detach() for item in results], gradients, draws)
 
 
@@ -299,7 +300,7 @@ def is_rounding_of_eager(case: DatabaseCase, expected: Expected, name: str, ours
         return False
     eager = pick(expected, name, case)
     others = [replace_floating(case, leaf_in_float64, torch.float64)] if not expected.draws else []
-    generator = torch.Generator().manual_seed(SEED)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(SEED)
     others += [replace_floating(case, partial(change_last_bits, generator), case.dtype) for _ in range(PERTURBED)]
     error = 0.0
     for other in others:

@@ -16,7 +16,9 @@ MINUS = -torch.inf
 
 
 def make_random(*shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
+    return torch.randn(
+        *shape, dtype=torch.float64, generator=torch.Generator(torch.get_default_device()).manual_seed(sum(shape))
+    )
 
 
 @dataclass(frozen=True)

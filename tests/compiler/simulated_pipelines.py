@@ -11,6 +11,7 @@ from queue import Queue
 from typing import Any
 
 import torch
+from support.devices import DEVICE
 from torch import Tensor, nn
 
 from rankless.compiler.capture.capture import ArgumentShape, JobSource, capture
@@ -94,9 +95,7 @@ def capture_job(
         for item in arguments
     ]
     source = JobSource(name="job", function=function, modules=modules, trains=trains, **settings)
-    return capture(
-        source, lambda tensors: (tuple(tensors), {}), shapes, torch.device("cpu"), reads=ValueReads(reads)
-    ).program
+    return capture(source, lambda tensors: (tuple(tensors), {}), shapes, DEVICE, reads=ValueReads(reads)).program
 
 
 def cut(
@@ -179,7 +178,7 @@ def build(
 ) -> LocalProgram:
     """Return the program of one worker; `divided` are the parameters that only the worker of their stage has."""
     workers, owners = options.axis.size, options.stages.owners
-    mesh = Mesh(rank=options.axis.rank, size=workers, device=torch.device("cpu"), axes=(options.axis,))
+    mesh = Mesh(rank=options.axis.rank, size=workers, device=DEVICE, axes=(options.axis,))
     owned = {name: Shard(0, one_owner(tensors[name].shape, owners[name] % workers, workers)) for name in divided}
     shardings = [(Replicate(),)] * len(options.batch_lengths)
     return build_pipeline_program(program, shardings, mesh, options, storage=StateStorage(owned=owned))

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from simulated_programs import interpret
+from support.devices import DEVICE, get_random_state, set_random_state
 from torch import Tensor, fx, nn
 
 from rankless.compiler.capture.capture import ArgumentShape, JobSource, capture
@@ -68,7 +69,7 @@ def run_source_on_simulated_ranks(
     """
     sizes = SymbolicSizes()
     shapes, symbols = varying_shapes(sizes, arguments if captured_at is None else captured_at, arguments)
-    program = capture(source, lambda tensors: (tuple(tensors), {}), shapes, torch.device("cpu"), sizes=sizes).program
+    program = capture(source, lambda tensors: (tuple(tensors), {}), shapes, DEVICE, sizes=sizes).program
     shardings = [(batch_placement(item.shape, ranks, splits_few_rows),) for item in shapes]
     sharded = propagate_shardings(program, shardings, [ranks], probe)
     graphs = [lower(sharded, mesh) for mesh in make_meshes([ranks])]
@@ -95,7 +96,7 @@ def run_on_simulated_axes(
     """
     source = JobSource(name="job", function=function, modules=modules, trains=trains)
     shapes, _ = varying_shapes(SymbolicSizes(), arguments, arguments)
-    program = capture(source, lambda tensors: (tuple(tensors), {}), shapes, torch.device("cpu")).program
+    program = capture(source, lambda tensors: (tuple(tensors), {}), shapes, DEVICE).program
     return run_program_on_axes(program, arguments, modules, axis_sizes, shardings)
 
 
@@ -153,7 +154,7 @@ def make_meshes(axis_sizes: Sequence[int]) -> list[Mesh]:
         Mesh(
             rank=number,
             size=prod(axis_sizes),
-            device=torch.device("cpu"),
+            device=DEVICE,
             axes=tuple(
                 MeshAxis(name=role, role=role, rank=rank, size=size)
                 for role, rank, size in zip(roles, ranks, axis_sizes, strict=False)
@@ -307,19 +308,19 @@ def assert_runs_as_plain(
 ) -> Outcome:
     """Assert the same of a run of a job on simulated workers."""
     before = {name: tensor.detach().clone() for name, tensor in named_tensors(modules).items()}
-    state = torch.get_rng_state()
+    state = get_random_state()
     found = run()
-    state_after = torch.get_rng_state()
+    state_after = get_random_state()
     for name, tensor in named_tensors(modules).items():
         assert torch.equal(tensor.detach(), before[name]), f"capture or run changed {name}"
-    torch.set_rng_state(state)
+    set_random_state(state)
     result = function(*arguments)
     leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
     loss = leaves[0] if leaves[0].dim() == 0 else leaves[0].mean()
     parameters = {name: item for module in modules.values() for name, item in named_tensors(modules).items()}
     wanted = {name: item for name, item in parameters.items() if item.requires_grad}
     grads = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
-    assert torch.equal(torch.get_rng_state(), state_after), "the generator advanced differently"
+    assert torch.equal(get_random_state(), state_after), "the generator advanced differently"
     assert_near(found.results[0], loss.detach(), bound, "the loss")
     for position, leaf in enumerate(leaves):
         assert_near(found.results[position + 1], leaf.detach(), bound, f"result {position}")

@@ -12,13 +12,13 @@ Case = tuple[Callable[..., Any], dict[str, nn.Module], list[Tensor]]
 
 
 def make_ids(words: int = WORDS) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(3)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(3)
     ids = torch.randint(0, words, (2, ROWS, LENGTH), generator=generator)
     return [ids[0], ids[1]]
 
 
 def make_images(channels: int = 1, size: int = 28, rows: int = ROWS) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(4)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(4)
     images = torch.randn(rows, channels, size, size, dtype=torch.float64, generator=generator)
     return [images, torch.randint(0, 10, (rows,), generator=generator)]
 

@@ -27,6 +27,7 @@ from adversarial_cases import (
     run_plain,
     start_script,
 )
+from support.devices import DEVICE
 from support.processes import on_mesh
 
 from rankless.compiler.capture.capture import JobSource, capture
@@ -64,13 +65,13 @@ def _restore_random_state():
 @pytest.mark.parametrize("case", SUPPORTED, ids=str)
 def test_the_captured_job_equals_the_plain_script(case: AdversarialCase):
     expected = run_plain(case)
-    assert_alike(run_captured(Mesh.solo(), case), expected, case.tolerance)
+    assert_alike(run_captured(Mesh.solo(DEVICE), case), expected, case.tolerance)
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=str)
 def test_the_job_is_refused_with_the_cause_and_the_line(case: AdversarialCase):
     with pytest.raises(CaptureError) as raised:
-        run_captured(Mesh.solo(), case)
+        run_captured(Mesh.solo(DEVICE), case)
     assert re.search(case.refused, str(raised.value.found)), raised.value.found
     assert raised.value.where == case.line()
 
@@ -94,7 +95,7 @@ def test_on_two_workers_the_job_is_refused_as_on_one(case: AdversarialCase):
 
 
 def captured(script: Script) -> LogicalProgram:
-    device = torch.device("cpu")
+    device = DEVICE
     arguments = flatten_arguments(tuple(script.batches[0]), {}, device)
     code = script.function.__code__
     line = f"{code.co_filename}:{code.co_firstlineno}"

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from adversarial_cases import perceptron, rows
+from support.devices import DEVICE, get_random_state
 
 from rankless.context.world import World
 from rankless.errors import CaptureError
@@ -19,7 +20,7 @@ from rankless.parallel.mesh import Mesh
 def call_captured(function, model, *arguments):
     """Return the result of the captured train job for a batch."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    world = World(mesh=Mesh.solo(), notify=lambda _: None, send_record=lambda _: None)
+    world = World(mesh=Mesh.solo(DEVICE), notify=lambda _: None, send_record=lambda _: None)
     job = make_job(function, model=model, optimizer=optimizer, view="consistent", world=lambda: world)
     return ConsistentView(job.definition, world).run(flatten_arguments(arguments, {}, torch.device("cpu")))
 
@@ -123,7 +124,7 @@ def test_an_argument_that_cannot_be_part_of_a_cache_key_is_refused_by_its_type()
 def test_a_refused_job_does_not_change_parameters_or_the_generator():
     torch.manual_seed(3)
     model, batch = perceptron(), rows()
-    before, generator = [item.detach().clone() for item in model.parameters()], torch.get_rng_state()
+    before, generator = [item.detach().clone() for item in model.parameters()], get_random_state()
 
     def loss(features, labels):
         scores = model(F.dropout(features, 0.5))
@@ -131,7 +132,7 @@ def test_a_refused_job_does_not_change_parameters_or_the_generator():
 
     with pytest.raises(CaptureError):
         call_captured(loss, model, *batch)
-    assert torch.equal(torch.get_rng_state(), generator)
+    assert torch.equal(get_random_state(), generator)
     for item, wanted in zip(model.parameters(), before, strict=True):
         assert torch.equal(item, wanted)
         assert item.grad is None

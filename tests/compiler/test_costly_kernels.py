@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from simulated_ranks import assert_same_as_plain
+from support.devices import get_random_state
 from torch import nn
 
 from rankless.compiler.ir.custom_ops import run_linear
@@ -26,13 +27,13 @@ def test_a_part_of_a_dropout_mask_is_that_of_the_whole_and_leaves_the_same_state
     example = (tuple(like.shape), like.stride(), torch.float32)
     torch.manual_seed(3)
     whole = torch.empty_like(like, dtype=torch.bool).bernoulli_(0.7)
-    state = torch.get_rng_state()
+    state = get_random_state()
     for dim, size in enumerate(like.shape):
         for start, length in ((0, size // 2), (size // 2, size - size // 2), (size, 0), (0, size)):
             torch.manual_seed(3)
             part = draw_dropout_mask(example, CPU, 0.3, ((dim, start, length),))
             assert torch.equal(part, whole.narrow(dim, start, length))
-            assert torch.equal(torch.get_rng_state(), state)
+            assert torch.equal(get_random_state(), state)
 
 
 @pytest.mark.parametrize("count", [0, 1, 311, 624, ADVANCE_CHUNK + 5])
@@ -40,10 +41,10 @@ def test_a_part_of_a_dropout_mask_is_that_of_the_whole_and_leaves_the_same_state
 def test_an_advanced_generator_is_where_bernoulli_draws_leave_it(count: int, dtype: torch.dtype):
     torch.manual_seed(1)
     torch.empty(count, dtype=dtype).bernoulli_(0.3)
-    state = torch.get_rng_state()
+    state = get_random_state()
     torch.manual_seed(1)
     advance_generator(count)
-    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(get_random_state(), state)
 
 
 @pytest.mark.parametrize(

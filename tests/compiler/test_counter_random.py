@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from simulated_ranks import Outcome, run_on_simulated_ranks, run_source_on_simulated_ranks
+from support.devices import get_random_state
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -36,10 +37,10 @@ def assert_same_numbers(function: Callable[..., Any], arguments: Sequence[Tensor
     """Assert that results and the generator's state are those of one device, bit for bit."""
     torch.manual_seed(seed)
     wanted = run_plainly(function, arguments)
-    state = torch.get_rng_state()
+    state = get_random_state()
     torch.manual_seed(seed)
     found = run_on_ranks(function, arguments, ranks).results
-    assert torch.equal(torch.get_rng_state(), state), "the generator advanced differently"
+    assert torch.equal(get_random_state(), state), "the generator advanced differently"
     assert len(found) == len(wanted)
     for ours, plain in zip(found, wanted, strict=True):
         assert ours.dtype == plain.dtype
@@ -247,8 +248,8 @@ def test_parameters_that_pytorch_refuses_are_refused(draw_wrongly, expected):
 
 
 def test_a_generator_of_the_script_and_out_arguments_work_on_one_device():
-    generator = torch.Generator().manual_seed(5)
-    wanted = torch.rand(4, generator=torch.Generator().manual_seed(5))
+    generator = torch.Generator(torch.get_default_device()).manual_seed(5)
+    wanted = torch.rand(4, generator=torch.Generator(torch.get_default_device()).manual_seed(5))
     with CounterRandomMode():
         assert torch.equal(torch.rand(4, generator=generator), wanted)
         out = torch.empty(0)

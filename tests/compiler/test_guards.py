@@ -4,6 +4,7 @@ import types
 
 import pytest
 import torch
+from support.devices import DEVICE
 from torch import nn
 
 from rankless.compiler.capture import capture as capture_module
@@ -209,7 +210,7 @@ def test_a_changed_value_captures_exactly_once_and_an_unchanged_one_never(monkey
     def job(features):
         return model(features) * scale
 
-    world = World(mesh=Mesh.solo(), notify=lambda _: None, send_record=lambda _: None)
+    world = World(mesh=Mesh.solo(DEVICE), notify=lambda _: None, send_record=lambda _: None)
     definition = make_job(job, model=model, optimizer=None, view="consistent", world=lambda: world).definition
     consistent_view, arguments = (
         ConsistentView(definition, world),

@@ -48,7 +48,7 @@ def compute_reference(counter: list[int], key: list[int]) -> list[int]:
 
 
 def test_philox_agrees_with_its_definition_on_many_blocks():
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(0)
     counter = [torch.randint(2**32, (50,), generator=generator) for _ in range(4)]
     key = torch.randint(2**32, (2,), generator=generator).tolist()
     before = [item.clone() for item in counter]

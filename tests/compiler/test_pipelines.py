@@ -30,7 +30,7 @@ ALL: tuple[dict[str, Any], ...] = (
     {"workers": 3, "microbatches": 4, "schedule": "zero-bubble"},
     {"workers": 4, "microbatches": 5, "schedule": "gpipe", "divided": False},
 )
-GENERATOR = torch.Generator()
+GENERATOR = torch.Generator(torch.get_default_device())
 
 
 @pytest.fixture(autouse=True)

@@ -264,7 +264,7 @@ class PlainProgram:
         if any(map(is_rounding, values)):
             return False
         exact = run_apart(self.compute, self.parts)
-        generator = torch.Generator().manual_seed(self.program.seed)
+        generator = torch.Generator(torch.get_default_device()).manual_seed(self.program.seed)
         for _ in range(DISTURBED):
             disturbed = run_apart(lambda: self.compute(lambda value: disturb(value, generator)), self.parts)
             if amplifies_rounding(exact, disturbed):

@@ -51,7 +51,7 @@ def count_split(outcome: Outcome) -> list[int]:
     ]
 
 
-X = torch.randn(7, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+X = torch.randn(7, 5, 8, dtype=torch.float64, generator=torch.Generator(torch.get_default_device()).manual_seed(1))
 DIMS = [pair for pair in product((None, 0, 1, 2), repeat=2) if any(dim is not None for dim in pair)]
 
 
@@ -96,7 +96,7 @@ def test_a_transformer_layer_with_divided_sequences_is_exact(dims):
 @pytest.mark.parametrize("dims", [(0, 1), (1, 0), (0, 0)], ids=str)
 def test_cross_entropy_over_positions_divides_by_all_valid_targets(dims):
     table, head = nn.Embedding(11, 8), nn.Linear(8, 11)
-    words = torch.randint(0, 11, (7, 5), generator=torch.Generator().manual_seed(2))
+    words = torch.randint(0, 11, (7, 5), generator=torch.Generator(torch.get_default_device()).manual_seed(2))
     targets = words.roll(1, 1).masked_fill(words > 7, -100)
 
     def loss(words, targets):

@@ -7,6 +7,7 @@ import torch
 from adversarial_cases import AdversarialCase, run_captured, start_script
 from adversarial_stale_calls import CASES
 from adversarial_training_calls import FILE_WRITES, TRAINING_CALLS
+from support.devices import DEVICE
 
 from rankless.context.world import World
 from rankless.errors import CaptureError
@@ -24,7 +25,7 @@ def _restore_grad_mode():
 @pytest.mark.parametrize("case", [*CASES, *TRAINING_CALLS, *FILE_WRITES], ids=str)
 def test_the_job_is_refused_with_the_call_found_and_the_line(case: AdversarialCase):
     with pytest.raises(CaptureError) as raised:
-        run_captured(Mesh.solo(), case)
+        run_captured(Mesh.solo(DEVICE), case)
     assert re.search(case.refused, str(raised.value.found)), raised.value.found
     assert raised.value.where == case.line()
 
@@ -32,7 +33,7 @@ def test_the_job_is_refused_with_the_call_found_and_the_line(case: AdversarialCa
 @pytest.mark.parametrize("case", TRAINING_CALLS, ids=str)
 def test_training_calls_are_refused_on_one_device_too(case: AdversarialCase):
     script, optimizer = start_script(case)
-    world = World(mesh=Mesh.solo(), notify=lambda _: None, send_record=lambda _: None)
+    world = World(mesh=Mesh.solo(DEVICE), notify=lambda _: None, send_record=lambda _: None)
     job = make_job(script.function, model=script.modules, optimizer=optimizer, view="consistent", world=lambda: world)
     with pytest.raises(CaptureError) as raised:
         job(*script.batches[0])

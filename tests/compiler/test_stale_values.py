@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from adversarial_cases import AdversarialCase, assert_alike, run_captured, run_plain
+from support.devices import DEVICE
 from torch import nn
 
 from rankless.errors import CaptureError
@@ -41,12 +42,12 @@ def _restore_global_state(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize("case", SUPPORTED, ids=str)
 def test_every_call_of_the_captured_job_equals_the_plain_function(case: AdversarialCase):
     expected = run_plain(case)
-    assert_alike(run_captured(Mesh.solo(), case), expected, case.tolerance)
+    assert_alike(run_captured(Mesh.solo(DEVICE), case), expected, case.tolerance)
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=str)
 def test_the_job_is_refused_with_the_cause_and_the_line(case: AdversarialCase):
     with pytest.raises(CaptureError) as raised:
-        run_captured(Mesh.solo(), case)
+        run_captured(Mesh.solo(DEVICE), case)
     assert re.search(case.refused, str(raised.value.found)), raised.value.found
     assert raised.value.where == case.line()

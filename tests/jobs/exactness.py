@@ -25,6 +25,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.devices import get_random_state, set_random_state
 from support.processes import on_mesh
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -140,9 +141,9 @@ def train_on_mesh(mesh: Mesh, scenario: Scenario, dtype: torch.dtype) -> list[Ca
         calls = []
         for batch in batches:
             for job in jobs:
-                call = Call(copy_tensors(get_tensors(script.modules)), torch.get_rng_state())
+                call = Call(copy_tensors(get_tensors(script.modules)), get_random_state())
                 call.results = call_with_batch(job, batch)
-                call.generator_after = torch.get_rng_state()
+                call.generator_after = get_random_state()
                 call.gradients = get_gradients(script.modules)
                 call.state_after = copy_tensors(get_tensors(script.modules))
                 calls.append(call)
@@ -243,9 +244,9 @@ def assert_call_plain(
     with torch.no_grad():
         for name, tensor in get_tensors(script.modules).items():
             tensor.copy_(call.state[name])
-    torch.set_rng_state(call.generator)
+    set_random_state(call.generator)
     results = run_plain_step(script, step, batch)
-    assert torch.equal(torch.get_rng_state(), call.generator_after), f"{label}: the generator moved differently"
+    assert torch.equal(get_random_state(), call.generator_after), f"{label}: the generator moved differently"
     assert_results_close(call.results, results, dtype, label)
     if step.optimizer is not None:
         assert_gradients_close(call.gradients, get_gradients(script.modules), dtype, vanishing, label)
@@ -322,7 +323,7 @@ def assert_final_state_plain(scenario: Scenario, dtype: torch.dtype, found: Mapp
             floor = largest if name.endswith(tuple(scenario.vanishing)) else 0.0
             assert_near(found[name], tensor, dtype, f"after the last step: {name}", floor)
         return
-    generator = torch.Generator().manual_seed(SEED)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(SEED)
     drift = max(largest_difference(train_plainly(scenario, dtype, generator), wanted) for _ in range(PERMUTATIONS))
     off = largest_difference(found, wanted)
     assert off <= DRIFTS * drift, f"after the last step: off by {off:.3g}, plain scripts by {drift:.3g}"

@@ -117,7 +117,7 @@ def noise_in_blocks(make):
 
 
 def noise_of_the_scripts_generator(make):
-    generator = torch.Generator().manual_seed(5)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(5)
 
     def run(block, x):
         return block(x * torch.rand(WIDTH, generator=generator)).sin()

@@ -122,7 +122,7 @@ def test_a_captured_program_casts_exactly_as_the_plain_script(where):
 @pytest.mark.parametrize("where", ["inside", "around"])
 def test_on_workers_autocast_equals_the_plain_scripts_up_to_rounding(where, workers):
     wanted = train_plainly(where)
-    generator = torch.Generator().manual_seed(8)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(8)
     drift = max(largest_difference(train_plainly(where, generator), wanted) for _ in range(4))
     for found in on_mesh(workers, train_with_autocast, where):
         off = largest_difference(found, wanted)

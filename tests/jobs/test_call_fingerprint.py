@@ -35,7 +35,7 @@ def test_small_tensors_are_fingerprinted_whole_and_large_ones_sampled():
     large = torch.zeros(1 << 20)
     assert fingerprint_tensor(large) == fingerprint_tensor(large.clone())
     assert fingerprint_tensor(large) != fingerprint_tensor(
-        torch.rand(1 << 20, generator=torch.Generator().manual_seed(1))
+        torch.rand(1 << 20, generator=torch.Generator(torch.get_default_device()).manual_seed(1))
     )
 
 

@@ -65,7 +65,9 @@ def test_a_job_with_accumulated_gradients_is_not_carried_without_them():
 
 LOADERS: dict[str, Callable[[], rankless.Loader[Any]]] = {
     "shuffled": lambda: rankless.loader(DATA, 2, shuffle=True, seed=5),
-    "with a generator": lambda: rankless.loader(DATA, 2, shuffle=True, generator=torch.Generator().manual_seed(3)),
+    "with a generator": lambda: rankless.loader(
+        DATA, 2, shuffle=True, generator=torch.Generator(torch.get_default_device()).manual_seed(3)
+    ),
     "with a sampler": lambda: rankless.loader(DATA, 2, sampler=WeightedRandomSampler([1.0, 2.0, 3.0, 4.0], 4)),
     "with readers": lambda: rankless.loader(DATA, 2, num_workers=1, persistent_workers=True),
 }

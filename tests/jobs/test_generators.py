@@ -22,7 +22,11 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def make_parts(seed=5):
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-    return model, torch.optim.SGD(model.parameters(), lr=0.1), torch.Generator().manual_seed(seed)
+    return (
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        torch.Generator(torch.get_default_device()).manual_seed(seed),
+    )
 
 
 def compute_loss(model, generator, features):
@@ -32,7 +36,7 @@ def compute_loss(model, generator, features):
 
 
 def make_batches(count=6):
-    source = torch.Generator().manual_seed(8)
+    source = torch.Generator(torch.get_default_device()).manual_seed(8)
     return [torch.randn(7, 3, generator=source, dtype=torch.float64) for _ in range(count)]
 
 

@@ -36,7 +36,7 @@ class Net(nn.Module):
 
 
 def batch(number: int, rows: int = 12) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(number)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(number)
     x = torch.randn(rows, 5, generator=generator, dtype=torch.float64)
     return x, torch.randint(0, 3, (rows,), generator=generator)
 

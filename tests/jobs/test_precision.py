@@ -31,7 +31,7 @@ class Model(nn.Module):
 
 
 def batches():
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(1)
     for _ in range(STEPS):
         text = torch.randint(0, 7, (ROWS,), generator=generator)
         yield text, torch.randn(ROWS, 6, generator=generator)

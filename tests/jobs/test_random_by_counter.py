@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
+from support.devices import get_random_state
 from support.processes import on_mesh
 from support.verify_output import read_verdict
 from support.warm_runs import rankless as run_command
@@ -59,7 +60,7 @@ def train(mesh: Mesh, captures: bool = True, accumulate: int = 1) -> tuple[list[
     results: list[Tensor] = []
     for rows in (7, 7, 5, 6):
         results += job(torch.linspace(-1, 1, rows * 12, dtype=torch.float64).view(rows, 4, 3))
-    return results, torch.get_rng_state(), [item.detach() for item in model.parameters()]
+    return results, get_random_state(), [item.detach() for item in model.parameters()]
 
 
 @pytest.mark.parametrize(

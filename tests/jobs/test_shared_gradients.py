@@ -36,7 +36,7 @@ def make_model() -> nn.Module:
 
 
 def make_batches(way: str) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(6)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(6)
     lengths = LENGTHS if way == "varying lengths" else [12] * STEPS
     return [torch.randn(length, 40, generator=generator, dtype=torch.float64) for length in lengths]
 

@@ -79,7 +79,7 @@ def test_a_check_of_the_job_raises_on_every_rank_and_changes_nothing(workers):
 
 def solve_systems(mesh):
     model, job, _ = make_training(mesh, lambda model, x: torch.linalg.inv(model(x).t() @ model(x)).sum())
-    job(torch.randn(4, 3, generator=torch.Generator().manual_seed(1)).double())
+    job(torch.randn(4, 3, generator=torch.Generator(torch.get_default_device()).manual_seed(1)).double())
     before = [item.detach().clone() for item in model.parameters()]
     with torch.no_grad():
         model.weight.zero_(), model.bias.zero_()

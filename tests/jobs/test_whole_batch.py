@@ -138,7 +138,7 @@ def seed():
 
 
 def make_batches(sizes=(7, 5, 8, 7)):
-    generator = torch.Generator().manual_seed(8)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(8)
     return [torch.randn(size, 3, generator=generator, dtype=torch.float64) for size in sizes]
 
 

@@ -97,7 +97,7 @@ def train_in_bfloat16(mesh, way, recompute):
         world=lambda: world,
         step_options=StepOptions(zero="parameters", clip_norm=1.0),
     ).configure({}, recompute=recompute)
-    text = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(1))
+    text = torch.randint(0, 64, (4, 16), generator=torch.Generator(torch.get_default_device()).manual_seed(1))
     losses = [step(text) for _ in range(4)]
     return [*losses, *[item.detach().clone() for item in model.parameters()]], programs.gathers
 

@@ -50,7 +50,7 @@ def make_model():
 
 
 def make_batches(count=5):
-    generator = torch.Generator().manual_seed(6)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(6)
     return [torch.randn(8, 6, generator=generator, dtype=torch.float64) for _ in range(count)]
 
 

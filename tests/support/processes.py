@@ -24,6 +24,7 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
+from support.devices import DEVICE, use_test_device
 
 from rankless.parallel.mesh import Mesh
 
@@ -161,7 +162,8 @@ def _serve(pipe: Connection, rank_info: tuple[int, int, str], store_file: str) -
     torch.set_num_threads(1)
     store = dist.FileStore(store_file, size)
     timeout = timedelta(seconds=DEADLINE_SECONDS)
-    device = torch.device("cpu")
+    use_test_device()
+    device = DEVICE
     if backend == "nccl":
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)

@@ -14,7 +14,7 @@ CLASSES = 4
 
 
 def batches(count=5, rows=8, features=6):
-    generator = torch.Generator().manual_seed(9)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(9)
     for number in range(count):
         size = rows - number % 2
         inputs = torch.randn(size, features, generator=generator)

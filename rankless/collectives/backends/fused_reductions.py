@@ -82,7 +82,7 @@ class FusedReductions:
             return
         if self._scratch is None:
             with torch.inference_mode(False):
-                self._scratch = torch.empty(HALF_BYTES, dtype=torch.uint8)
+                self._scratch = torch.empty(HALF_BYTES, dtype=torch.uint8, device="cpu")
         total = self._scratch[: views[0].nbytes].view(views[0].dtype)
         call.reduction.reduce(views, total)
         call.after(total)

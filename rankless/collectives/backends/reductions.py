@@ -81,7 +81,7 @@ class Reduction:
             return
         if self._scratch is None:
             with torch.inference_mode(False):
-                self._scratch = torch.empty(self._block, dtype=self._dtype)
+                self._scratch = torch.empty(self._block, dtype=self._dtype, device="cpu")
         total = self._scratch[: output.numel()]
         self._combine(sources[0], sources[1], out=total)
         for source in sources[2:-1]:

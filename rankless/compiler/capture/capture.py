@@ -29,6 +29,7 @@ from rankless.compiler.capture.graph_cleanup import clean_up, name_checks, name_
 from rankless.compiler.capture.half_precision_layouts import trace_half_precision_layouts
 from rankless.compiler.capture.side_effects import SideEffects, require_traceable_modules
 from rankless.compiler.capture.trace_errors import convert_trace_errors, offer_whole_batch
+from rankless.compiler.capture.untraced_changes import leave_recurrent_weights
 from rankless.compiler.capture.value_reads import ValueNeeded, ValueReads
 from rankless.compiler.guards.guards import GuardSet
 from rankless.compiler.ir.counter_operators import mark_counter_draws
@@ -247,6 +248,7 @@ def capture(
             autograd_kernels(CORRECTED),
             contextlib.nullcontext() if reads is None else reads.observe(),
             set_compiling_flag(),
+            leave_recurrent_weights(),
             restore_module_tensors(source.modules),
             as_plain_parameters(list_parameters(source.modules)),
         ):

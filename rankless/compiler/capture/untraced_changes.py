@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rankless.compiler.tracing.refused_functions import GET_DATA, SET_DATA, ModuleTensors, refuse_set_data
 from rankless.errors import CaptureError
@@ -56,6 +56,16 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
             setattr(owner, name, before)
         else:
             delattr(owner, name)  # a base class has the original
+
+
+@contextlib.contextmanager
+def leave_recurrent_weights() -> Iterator[None]:
+    """Within the context, recurrent layers on a GPU do not move their weights into one block of memory.
+
+    PyTorch does it in a forward pass whose weights are other tensors than before, as those of a trace are.
+    """
+    with replaced(nn.RNNBase, "flatten_parameters", lambda _: None):
+        yield
 
 
 @contextlib.contextmanager

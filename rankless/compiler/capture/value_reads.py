@@ -104,7 +104,7 @@ class ValueReads:
         value = self.read(info.flatten()[place])
         # PyTorch's own operator makes the message, from a tensor with that value.
         with _disable_current_modes(), autograd_kernels({aten._linalg_check_errors.default: None}):
-            found = torch.zeros(tuple(info.shape), dtype=torch.int32)
+            found = torch.zeros(tuple(info.shape), dtype=torch.int32, device="cpu")
             found.view(-1)[place] = value
             aten._linalg_check_errors.default(found, name, is_matrix=is_matrix)
 

@@ -34,7 +34,7 @@ def draw_key(shape: Sequence[int]) -> int:
     """
     if math.prod(shape) == 0:
         return 0
-    return int(torch.empty((), dtype=torch.int64).random_(generator=torch.default_generator).item())
+    return int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=torch.default_generator).item())
 
 
 def draw(

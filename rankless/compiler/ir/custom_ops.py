@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F  # PyTorch's customary alias
 from torch import Tensor
 
+from rankless.errors import CaptureError
+
 MATRIX_DIMS = 2
 
 # Note [double backward]: the backward of `linear` consists of operators that are differentiable themselves. A second
@@ -104,11 +106,14 @@ AUTOGRAD_KEYS = (
 def run_recurrent(
     kind: str, x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor], layout: Sequence[int]
 ) -> list[Tensor]:
-    """Run time-first recurrent layers without dropout; `layout` is (has biases, number of layers, bidirectional)."""
+    """Run time-first recurrent layers without dropout; `layout` is (has biases, number of layers, bidirectional).
+
+    Without dropout, training decides one thing: cuDNN keeps what the backward pass needs.
+    """
     has_biases, layers, bidirectional = layout
     state = tuple(states) if kind == "lstm" else states[0]
     results = RECURRENT_FUNCTIONS[kind](
-        x, state, list(weights), bool(has_biases), layers, 0.0, False, bool(bidirectional), False
+        x, state, list(weights), bool(has_biases), layers, 0.0, torch.is_grad_enabled(), bool(bidirectional), False
     )
     return [result.clone() for result in results]
 
@@ -254,6 +259,20 @@ def cast_for_autocast(value: Tensor, dtype: torch.dtype) -> Tensor:
     return value.to(dtype) if value.is_floating_point() and value.dtype != torch.float64 else value
 
 
+def require_dropout_of_generator(kind: str, x: Tensor, dropout: float) -> None:
+    """Raise `CaptureError` if the plain script lets cuDNN draw the dropout between recurrent layers.
+
+    cuDNN draws from a state of its own, which several workers cannot draw parts from.
+    """
+    if torch.cudnn_is_acceptable(x):
+        raise CaptureError(
+            expected="dropout between recurrent layers that is drawn from PyTorch's generator",
+            found=f"{kind} with dropout={dropout} on a GPU, where cuDNN draws it from a state of its own",
+            fix="call the layer within `with torch.backends.cudnn.flags(enabled=False):`, on one device too; "
+            "or make the layers one by one, with nn.Dropout between them",
+        )
+
+
 def capture_recurrent(
     kind: str,
     x: Tensor,
@@ -268,7 +287,7 @@ def capture_recurrent(
 ) -> tuple[Tensor, ...]:
     """Replace `torch.lstm` and similar functions during capture; dropout between layers follows PyTorch.
 
-    The signature is PyTorch's.
+    The signature is PyTorch's. Raises `CaptureError` where cuDNN would draw the dropout on one device.
     """
     states = list(state) if isinstance(state, tuple | list) else [state]
     sequence = x.transpose(0, 1) if batch_first else x
@@ -276,6 +295,7 @@ def capture_recurrent(
     if not (train and dropout and layers > 1):
         sequence, *finals = recurrent(kind, sequence, states, list(weights), layout)
     else:
+        require_dropout_of_generator(kind, x, dropout)
         directions = 2 if bidirectional else 1
         per_layer = len(weights) // layers
         finished: list[list[Tensor]] = []

@@ -120,7 +120,7 @@ def advance_generator(count: int) -> None:
 
     Each takes 64 random bits, as a random integer of 64 bits does.
     """
-    scratch = torch.empty(min(count, ADVANCE_CHUNK), dtype=torch.int64)
+    scratch = torch.empty(min(count, ADVANCE_CHUNK), dtype=torch.int64, device="cpu")
     for begin in range(0, count, ADVANCE_CHUNK):
         scratch[: count - begin].random_()
 
@@ -165,7 +165,10 @@ def batch_norm(
     """
     counts, momentum, epsilon = settings
     mean, variance = merge_moments(gathered, counts)
-    output = aten.native_batch_norm.default(x, *affine, mean, variance, False, 0.0, epsilon)[0]
+    if x.numel() == 0:
+        output = torch.empty_like(x)  # PyTorch's kernel for GPUs raises
+    else:
+        output = aten.native_batch_norm.default(x, *affine, mean, variance, False, 0.0, epsilon)[0]
     reciprocal = torch.rsqrt(variance + epsilon)
     running_mean, running_variance = running
     if running_mean is None or running_variance is None:
@@ -192,8 +195,10 @@ def batch_norm_local_gradients(
     if x.numel() == 0:
         return torch.zeros_like(x), mean.new_zeros((2, x.shape[1]))  # PyTorch's kernel would end the process
     variance = reciprocal**-2
+    if weight is None:
+        weight = torch.ones_like(mean)  # without, PyTorch's kernel for GPUs may not return the sums
     direct, by_weight, by_bias = aten.native_batch_norm_backward.default(
-        grad, x, weight, mean, variance, None, None, False, 0.0, [True, True, True]
+        grad, x, weight, mean, variance, mean, reciprocal, False, 0.0, [True, True, True]
     )
     return direct, torch.stack([by_weight, by_bias])
 

@@ -49,6 +49,8 @@ def add_to_own_rows(
         A tensor of shape (number of rows, columns).
     """
     start, length = rows
+    if not indices.numel():
+        return grad.new_zeros((length, grad.shape[-1]))  # PyTorch's kernel for GPUs may raise
     place, is_own = find_places(indices, start, length)
     # One row more than the rank has is the padding row: what falls there contributes nothing.
     place = place.where(is_own & (indices != padding_idx), length)

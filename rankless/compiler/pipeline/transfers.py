@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from rankless.collectives.checked_collectives import PendingWork
+from rankless.collectives.point_to_point import start_receive, start_send
 from rankless.compiler.ir.memory_order import order_memory, repeat_memory
 from rankless.parallel.mesh import MeshAxis
 
@@ -57,18 +58,18 @@ class GroupTransport:
 
     def __init__(self, axis: MeshAxis) -> None:
         self._axis = axis
-        self._pending: list[tuple[dist.Work, Tensor]] = []
+        self._pending: list[tuple[PendingWork, Tensor]] = []
 
     def send(self, value: Tensor, target: int) -> None:
         """Send a tensor to a worker, without waiting for it."""
         self._pending = [item for item in self._pending if not item[0].is_completed()]
-        work = dist.isend(value, group=self._axis.group, group_dst=target)
-        if work is not None:
-            self._pending.append((work, value))
+        assert self._axis.group is not None
+        self._pending.append((start_send(value, group=self._axis.group, target=target), value))
 
     def receive(self, out: Tensor, source: int) -> None:
         """Receive a tensor from a worker into memory, and wait."""
-        dist.recv(out, group=self._axis.group, group_src=source)
+        assert self._axis.group is not None
+        start_receive(out, group=self._axis.group, source=source).wait()
 
     def finish(self) -> None:
         """Wait until everything is sent."""

@@ -155,7 +155,7 @@ def experiment(call: OperatorCall, candidates: Sequence[Candidate]) -> bytes:
         return call.operator(*args, **kwargs)
 
     values = [node.meta["val"] for node in nodes]
-    with torch.no_grad():
+    with torch.device("cpu"), torch.no_grad():  # the script may have set another default device
         for place, candidate in enumerate(candidates):
             by_node: dict[fx.Node, set[int | None]] = {}
             for node, dim in zip(call.inputs, candidate.dims, strict=True):

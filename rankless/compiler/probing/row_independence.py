@@ -178,14 +178,14 @@ def draw(value: LogicalValue, number: int, limit: int, generator: torch.Generato
         generator: Draws the numbers.
     """
     if value.dtype == torch.bool:
-        plain = torch.randint(0, 2, value.shape, generator=generator).bool()
+        plain = torch.randint(0, 2, value.shape, generator=generator, device="cpu").bool()
         plain = (plain, torch.ones_like(plain), torch.zeros_like(plain), ~plain, plain)[number % len(FLOATS)]
     elif value.dtype.is_floating_point or value.dtype.is_complex:
         plain = FLOATS[number % len(FLOATS)](value.shape, generator)
         if value.dtype.is_complex:
             plain = torch.complex(plain, FLOATS[number % len(FLOATS)](value.shape, generator))
     else:
-        plain = torch.randint(0, limit, value.shape, generator=generator)
+        plain = torch.randint(0, limit, value.shape, generator=generator, device="cpu")
     order = find_memory_order(value.shape, value.strides)
     plain = plain.to(value.dtype)
     return plain if order is None else order_memory(plain, order)
@@ -193,18 +193,18 @@ def draw(value: LogicalValue, number: int, limit: int, generator: torch.Generato
 
 def draw_normal(shape: Sequence[int], generator: torch.Generator) -> Tensor:
     """Return normal numbers."""
-    return torch.randn(tuple(shape), dtype=torch.float64, generator=generator)
+    return torch.randn(tuple(shape), dtype=torch.float64, generator=generator, device="cpu")
 
 
 def draw_positive(shape: Sequence[int], generator: torch.Generator) -> Tensor:
     """Return numbers between 0.1 and 0.9."""
-    return torch.rand(tuple(shape), dtype=torch.float64, generator=generator) * 0.8 + 0.1
+    return torch.rand(tuple(shape), dtype=torch.float64, generator=generator, device="cpu") * 0.8 + 0.1
 
 
 def draw_wide(shape: Sequence[int], generator: torch.Generator) -> Tensor:
     """Return large numbers, a third of them zero."""
     numbers = draw_normal(shape, generator) * 100
-    return torch.where(torch.rand(tuple(shape), generator=generator) < 1 / 3, 0.0, numbers)
+    return torch.where(torch.rand(tuple(shape), generator=generator, device="cpu") < 1 / 3, 0.0, numbers)
 
 
 def draw_definite(shape: Sequence[int], generator: torch.Generator) -> Tensor:
@@ -212,7 +212,7 @@ def draw_definite(shape: Sequence[int], generator: torch.Generator) -> Tensor:
     numbers = draw_positive(shape, generator)
     if len(shape) < 2 or shape[-1] != shape[-2]:
         return numbers
-    return (numbers + numbers.mT) / 2 + shape[-1] * torch.eye(shape[-1], dtype=torch.float64)
+    return (numbers + numbers.mT) / 2 + shape[-1] * torch.eye(shape[-1], dtype=torch.float64, device="cpu")
 
 
 FLOATS = (draw_normal, draw_positive, draw_wide, draw_definite, draw_definite)

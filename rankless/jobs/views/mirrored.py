@@ -77,7 +77,7 @@ class MirroredView:
         parameters = self._job.parameters() if self._job.trains else []
         for parameter in parameters:
             parameter.grad = None
-        seed = int(torch.randint(2**62, ()).item())
+        seed = int(torch.randint(2**62, (), device="cpu").item())
         alone = self._world.mesh.size == 1
         results = (
             self._run_all_elements(args, kwargs, elements, seed) if alone else self._run_own_element(args, kwargs, seed)

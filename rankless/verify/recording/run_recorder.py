@@ -134,7 +134,7 @@ def _iterate_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _make_leaf(path: str, value: Any) -> Leaf:
     """Return a leaf of a result as a record; any value without numbers becomes the bytes of its text."""
     if isinstance(value, bool | int | float | complex):
-        value = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+        value = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None, device="cpu")
     dtype = TEXT
     if isinstance(value, Tensor):
         dtype = str(value.dtype).removeprefix("torch.")

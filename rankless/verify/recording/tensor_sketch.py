@@ -43,4 +43,4 @@ def widen(tensor: Tensor) -> Tensor:
 def draw_signs(count: int) -> Tensor:
     """Return random signs that depend only on their number."""
     generator = torch.Generator().manual_seed(count)
-    return torch.randint(0, 2, (count,), generator=generator, dtype=torch.int8) * 2 - 1
+    return torch.randint(0, 2, (count,), generator=generator, dtype=torch.int8, device="cpu") * 2 - 1

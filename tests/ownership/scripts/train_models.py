@@ -20,6 +20,7 @@ parser.add_argument("--clip", type=float)
 parser.add_argument("--accumulate", type=int, default=1)
 parser.add_argument("--bfloat16", action="store_true")
 parser.add_argument("--dropout", type=float, default=0.1)
+parser.add_argument("--device", default="cpu", help="The kind of device, as for torch.autocast.")
 options = parser.parse_args()
 
 WORDS, LENGTH, ROWS = 31, 6, 26
@@ -58,8 +59,8 @@ class GPT(nn.Module):
         self.head.weight = self.tokens.weight
 
     def forward(self, ids, labels):
-        hidden = self.tokens(ids) + self.places(torch.arange(ids.shape[1]))
-        mask = nn.Transformer.generate_square_subsequent_mask(ids.shape[1], dtype=hidden.dtype)
+        hidden = self.tokens(ids) + self.places(torch.arange(ids.shape[1], device=ids.device))
+        mask = nn.Transformer.generate_square_subsequent_mask(ids.shape[1], ids.device, hidden.dtype)
         return F.cross_entropy(self.head(self.layers(hidden, mask, is_causal=True)).flatten(0, 1), labels.flatten())
 
 
@@ -85,7 +86,9 @@ class Tagger(nn.Module):
         self.head = nn.Linear(12, WORDS)
 
     def forward(self, ids, labels):
-        return F.cross_entropy(self.head(self.layer(self.words(ids))[0]).flatten(0, 1), labels.flatten())
+        with torch.backends.cudnn.flags(enabled=False):  # it draws dropout from a state of its own
+            hidden = self.layer(self.words(ids))[0]
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
 
 
 class MixtureLayer(nn.Module):
@@ -127,7 +130,7 @@ class Mixture(nn.Module):
         self.head = nn.Linear(16, WORDS)
 
     def forward(self, ids, labels):
-        hidden, balance = self.tokens(ids) + self.places(torch.arange(ids.shape[1])), 0.0
+        hidden, balance = self.tokens(ids) + self.places(torch.arange(ids.shape[1], device=ids.device)), 0.0
         for layer in self.layers:
             hidden, term = layer(hidden)
             balance = balance + term
@@ -243,7 +246,7 @@ makers = {
     "vit": Classifier,
     "mixture": Mixture,
 }
-model = makers[options.model]()
+model = makers[options.model]().to(options.device)
 if options.optimizer == "adafactor":
     # The default is the epsilon of the dtype. That of float64 is less than the rounding in a gradient that is zero, as
     # that of a bias of attention keys, and the update would be this rounding, divided by its own size.
@@ -274,7 +277,7 @@ settings |= {"sequence_parallel": True} if options.sequence_parallel else {}
     plan=rankless.Plan(**settings) if settings else None,
 )
 def train(inputs, labels):
-    with torch.autocast("cpu", torch.bfloat16, enabled=options.bfloat16):
+    with torch.autocast(options.device, torch.bfloat16, enabled=options.bfloat16):
         return model(inputs, labels)
 
 

@@ -41,7 +41,7 @@ class CallExchange:
         self.rank, self.size = exchange.rank, exchange.size
         self._names = names
         self._capacities = [0 if peer == self.rank else _CAPACITY_BYTES for peer in range(self.size)]
-        self._incoming = torch.empty(sum(self._capacities), dtype=torch.uint8)
+        self._incoming = torch.empty(sum(self._capacities), dtype=torch.uint8, device="cpu")
         self._headers = memoryview(self._incoming.numpy())  # type: ignore[arg-type]  # numpy's stubs for Python 3.11
         # Where the bytes of each rank begin, behind their header. This rank's own place is never read.
         starts = [sum(self._capacities[:peer]) for peer in range(self.size)]
@@ -89,7 +89,7 @@ class CallExchange:
 
     def compare(self, signature: int, wait: Wait) -> None:
         """Return when all ranks have made a call. Raises `CollectiveError` on all if a rank makes another."""
-        nothing = torch.empty(0, dtype=torch.uint8)
+        nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.start(signature, [nothing] * self.size, [0] * self.size)(wait)
 
     def _require_same_call(self, signature: int, incoming_counts: Sequence[int]) -> bool:
@@ -129,4 +129,4 @@ class CallExchange:
 @functools.lru_cache(maxsize=1024)
 def _make_header(signature: int, byte_count: int, is_long: bool) -> Tensor:
     with torch.inference_mode(False):
-        return torch.tensor([signature, byte_count, is_long], dtype=torch.int64).view(torch.uint8)
+        return torch.tensor([signature, byte_count, is_long], dtype=torch.int64, device="cpu").view(torch.uint8)

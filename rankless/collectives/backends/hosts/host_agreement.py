@@ -38,7 +38,7 @@ class HostAgreement:
         """Return when the first rank of this host calls this: it knows then that all hosts make the call."""
         if self._local is not None:
             with self._waits.wait_for_host(graces=2):
-                self._local.movement.broadcast(torch.zeros(1, dtype=torch.uint8), 0)
+                self._local.movement.broadcast(torch.zeros(1, dtype=torch.uint8, device="cpu"), 0)
 
     def _wait(self, work: Any) -> None:
         assert self._leaders is not None

@@ -87,7 +87,7 @@ class HostMovement:
         if self._leaders is not None:
             blocks = self._leaders.all_gather(torch.cat(own_outputs), counts, self._wait_as_leader, signature)
         else:
-            blocks = [torch.empty(count, dtype=torch.uint8) for count in counts]
+            blocks = [torch.empty(count, dtype=torch.uint8, device="cpu") for count in counts]
         for host, (members, block) in enumerate(zip(hosts, blocks, strict=True)):
             if host != own_host and len(block):
                 self._copy_within_host(block, 0, graces=2)
@@ -138,7 +138,7 @@ class HostMovement:
 
     def _exchange_long(self, outgoing: Sequence[Tensor], incoming_counts: Sequence[int]) -> list[Tensor]:
         """Send bytes to each rank, and return those from each, whose numbers are known."""
-        received = torch.empty(sum(incoming_counts), dtype=torch.uint8)
+        received = torch.empty(sum(incoming_counts), dtype=torch.uint8, device="cpu")
         counts = list(map(len, outgoing))
         self._wait_for_everyone(self._everyone.start(torch.cat(list(outgoing)), counts, received, incoming_counts))
         return list(received.split(list(incoming_counts)))

@@ -88,7 +88,7 @@ class LeaderExchange:
         outgoing = as_bytes(values)
         if self.host_count > 2:
             outgoing = outgoing.repeat(self.host_count - 1)
-        incoming = torch.empty(sum(counts), dtype=torch.uint8)
+        incoming = torch.empty(sum(counts), dtype=torch.uint8, device="cpu")
         work = self.exchange.start(outgoing, counts, incoming, counts)
         parts = [part.view(values.dtype) for part in incoming.split(counts)]
         return work, [None if host == self.host else part for host, part in enumerate(parts)]
@@ -122,7 +122,7 @@ class LeaderExchange:
         outgoing_counts = [0 if host == self.host else block.nbytes for host, block in enumerate(blocks)]
         incoming_counts = [0 if host == self.host else own.nbytes for host in range(self.host_count)]
         outgoing = torch.cat([as_bytes(block) for host, block in enumerate(blocks) if host != self.host])
-        incoming = torch.empty(sum(incoming_counts), dtype=torch.uint8)
+        incoming = torch.empty(sum(incoming_counts), dtype=torch.uint8, device="cpu")
         if not len(outgoing) and not len(incoming):
             return lambda: None
         work = self.exchange.start(outgoing, outgoing_counts, incoming, incoming_counts)
@@ -149,7 +149,7 @@ class LeaderExchange:
             self.compare(signature, wait)
         incoming_counts = [0 if host == self.host else count for host, count in enumerate(byte_counts)]
         outgoing_counts = [0 if host == self.host else len(own) for host in range(self.host_count)]
-        incoming = torch.empty(sum(incoming_counts), dtype=torch.uint8)
+        incoming = torch.empty(sum(incoming_counts), dtype=torch.uint8, device="cpu")
         outgoing = own.repeat(self.host_count - 1) if self.host_count > 2 else own
         if len(outgoing) or len(incoming):
             wait(self.exchange.start(outgoing, outgoing_counts, incoming, incoming_counts))
@@ -182,14 +182,14 @@ class LeaderExchange:
         takes = [host not in (root, self.host) and self.host != root for host in range(self.host_count)]
         outgoing_counts = [len(own) if take else 0 for take in takes]
         incoming_counts = [len(share) if take else 0 for take, share in zip(takes, shares, strict=True)]
-        incoming = torch.empty(sum(incoming_counts), dtype=torch.uint8)
+        incoming = torch.empty(sum(incoming_counts), dtype=torch.uint8, device="cpu")
         wait(self.exchange.start(own.repeat(sum(takes)), outgoing_counts, incoming, incoming_counts))
         for share, take, found in zip(shares, takes, incoming.split(incoming_counts), strict=True):
             if take:
                 share.copy_(found)
 
     def _send_from(self, root: int, shares: Sequence[Tensor], wait: Wait) -> None:
-        none, counts = torch.empty(0, dtype=torch.uint8), [0] * self.host_count
+        none, counts = torch.empty(0, dtype=torch.uint8, device="cpu"), [0] * self.host_count
         if self.host != root:
             incoming_counts = [len(shares[self.host]) if host == root else 0 for host in range(self.host_count)]
             wait(self.exchange.start(none, counts, shares[self.host], incoming_counts))

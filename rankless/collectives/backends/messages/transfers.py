@@ -178,7 +178,7 @@ class MessageTransfers:
         while target.can_move:
             transfer = target.sends[0]
             if target.count == 0:
-                header = torch.tensor([transfer.tag, len(transfer.data)], dtype=torch.int64)
+                header = torch.tensor([transfer.tag, len(transfer.data)], dtype=torch.int64, device="cpu")
                 target.count = target.ring.write(header.view(torch.uint8))
             target.count += target.ring.write(transfer.data[target.count - _HEADER_BYTES :])
             has_moved = True
@@ -196,7 +196,7 @@ class MessageTransfers:
             if source.current is None:
                 if source.ring.length < _HEADER_BYTES:
                     break
-                header = torch.empty(_HEADER_BYTES, dtype=torch.uint8)
+                header = torch.empty(_HEADER_BYTES, dtype=torch.uint8, device="cpu")
                 source.ring.read(header)
                 tag, byte_count = header.view(torch.int64).tolist()
                 source.current = self._match(rank, tag, byte_count)
@@ -225,7 +225,7 @@ class MessageTransfers:
                     self._receives.insert(0, receive)
                     raise LengthMismatch(rank, byte_count, len(receive.data))
                 return _Arriving(tag, receive.data, receive)
-        return _Arriving(tag, torch.empty(byte_count, dtype=torch.uint8))
+        return _Arriving(tag, torch.empty(byte_count, dtype=torch.uint8, device="cpu"))
 
     def _deliver(self, message: _Arriving, receive: Transfer, rank: int) -> None:
         """Complete a receive with a message that has arrived."""

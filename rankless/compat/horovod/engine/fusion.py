@@ -14,7 +14,7 @@ class FusionBuffer:
 
     def __init__(self, activity: Activity) -> None:
         self._activity = activity
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def pack(self, keys: Sequence[str], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the tensors' values in one flat tensor, valid until the next call.
@@ -39,5 +39,5 @@ class FusionBuffer:
                 return torch.empty(count, dtype=like.dtype, device=like.device)
         if size > len(self._memory):
             with self._activity(keys, "INIT_FUSION_BUFFER"):
-                self._memory = torch.empty(size, dtype=torch.uint8)
+                self._memory = torch.empty(size, dtype=torch.uint8, device="cpu")
         return self._memory[:size].view(like.dtype)

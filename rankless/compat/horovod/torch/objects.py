@@ -28,11 +28,11 @@ def broadcast_object(
     """
     name = name or DEFAULT_NAME
     is_root = context.current().world.rank == root_rank
-    content = _pickle(obj) if is_root else torch.empty(0, dtype=torch.uint8)
-    size = torch.tensor([content.numel()])
+    content = _pickle(obj) if is_root else torch.empty(0, dtype=torch.uint8, device="cpu")
+    size = torch.tensor([content.numel()], device="cpu")
     broadcast_(size, root_rank, f"{name}.sz", process_set)
     if not is_root:
-        content = torch.empty(int(size), dtype=torch.uint8)
+        content = torch.empty(int(size), dtype=torch.uint8, device="cpu")
     broadcast_(content, root_rank, f"{name}.t", process_set)
     return obj if is_root else _unpickle(content)
 
@@ -47,7 +47,7 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     """
     name = name or DEFAULT_NAME
     content = _pickle(obj)
-    sizes_handle = allgather_async(torch.tensor([content.numel()]), f"{name}.sz", process_set)
+    sizes_handle = allgather_async(torch.tensor([content.numel()], device="cpu"), f"{name}.sz", process_set)
     contents_handle = allgather_async(content, f"{name}.t", process_set)
     sizes = synchronize(sizes_handle).tolist()
     return [_unpickle(part) for part in synchronize(contents_handle).split(sizes)]

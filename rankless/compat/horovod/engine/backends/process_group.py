@@ -91,11 +91,17 @@ class ProcessGroupBackend:
 def open_process_group(
     store: Any, *, index: int, size: int, device: torch.device, timeout: timedelta
 ) -> ProcessGroupBackend:
-    """Return a new group of the ranks that open it at the same store."""
-    is_nccl = device.type == "cuda"
+    """Return a new group of the ranks that open it at the same store: NCCL if each has a GPU of its own, else Gloo."""
+    is_nccl = device.type == "cuda" and _has_gpu_of_its_own(store, index, size, device)
     group_class: Any = dist.ProcessGroupNCCL if is_nccl else dist.ProcessGroupGloo
     group = group_class(store, index, size, timeout)
     return ProcessGroupBackend(group, name="NCCL" if is_nccl else "GLOO", index=index, size=size)
+
+
+def _has_gpu_of_its_own(store: Any, index: int, size: int, device: torch.device) -> bool:
+    """Return whether no two ranks use one GPU, which NCCL refuses. All ranks call this."""
+    store.set(f"gpu/{index}", str(torch.cuda.get_device_properties(device).uuid))
+    return len({bytes(store.get(f"gpu/{rank}")) for rank in range(size)}) == size
 
 
 def _view_bytes(tensor: torch.Tensor) -> torch.Tensor:

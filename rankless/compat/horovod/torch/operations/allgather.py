@@ -113,6 +113,6 @@ class GroupedAllgather(torch.autograd.Function):
 
 def _compute_row_offsets(rows: list[int], process_set: ProcessSet) -> list[int]:
     """Return the index of this rank's first row in each of the concatenated tensors."""
-    counts = synchronize(allgather_async(torch.tensor([rows]), None, process_set))
+    counts = synchronize(allgather_async(torch.tensor([rows], device="cpu"), None, process_set))
     offsets: list[int] = counts[: process_set.rank()].sum(0).tolist()
     return offsets

@@ -119,7 +119,7 @@ def resolve_splits(tensor: torch.Tensor, splits: torch.Tensor | Sequence[int] | 
 
 
 def _convert_splits(splits: Any) -> tuple[int, ...]:
-    entries = splits if isinstance(splits, torch.Tensor) else torch.tensor(splits, dtype=torch.int32)
+    entries = splits if isinstance(splits, torch.Tensor) else torch.tensor(splits, dtype=torch.int32, device="cpu")
     if entries.dim() > 1:
         raise ValueError("alltoall expects a 1D splits tensor")
     if entries.dtype is not torch.int32:

@@ -109,5 +109,5 @@ def synchronize(handle: int | Callable[[], torch.Tensor]) -> Any:
 def _convert_result(result: Any) -> Any:
     """Return the result, with an alltoall's splits as a tensor."""
     if isinstance(result, tuple):
-        return result[0], torch.tensor(result[1], dtype=torch.int32)
+        return result[0], torch.tensor(result[1], dtype=torch.int32, device="cpu")
     return result
