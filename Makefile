@@ -7,7 +7,7 @@ SOURCES := rankless tests examples bench
 # Each run is several interpreters: without compiled files each of them would compile Rankless anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test check lint docs bench soak clean
+.PHONY: help demo test check lint docs bench gpu soak clean
 .DEFAULT_GOAL := help
 
 help:
@@ -15,6 +15,7 @@ help:
 	@echo "make test    set up, run every test [PYTEST=arguments]"
 	@echo "make check   set up, then format, lint, types, imports, documentation and tests: what CI runs"
 	@echo "make docs    set up, then build the documentation site into build/docs; warnings are errors"
+	@echo "make gpu     set up, run the tests that need a GPU; without one all are skipped"
 	@echo "make soak    set up, run every test there is, also those that CI leaves out; resumable, hours; writes docs/soak.md"
 	@echo "make bench   set up, then measure against torchrun and DistributedDataParallel [BENCH=name] [JSON=file]"
 
@@ -51,6 +52,9 @@ check: lint docs test
 
 bench: $(READY)
 	PYTHONPATH=tests $(BIN)/python -m bench $(BENCH) $(if $(JSON),--json $(JSON))
+
+gpu: $(READY)
+	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) tests/gpu tests/collectives/test_all_collectives.py -k "gpu or nccl" $(PYTEST)
 
 soak: $(READY)
 	PYTHONPATH=tests $(BIN)/python tests/support/soak.py

@@ -19,7 +19,13 @@ WAYS = [
 ]
 SHAPES = [(), (3,), (2, 0), (2, 3)]
 GPUS = torch.cuda.device_count()
+NEEDS_TWO_RANKS = ("gather", "gather uneven", "reduce", "scatter", "send")
+"""Cases that name the second rank."""
 WITH_NCCL = [way for way in WAYS if not missing_in_backend(*way.values, "nccl")]
+if GPUS == 1:
+    WITH_NCCL = [
+        way for way in WITH_NCCL if not way.values[0].startswith(NEEDS_TWO_RANKS) or "reduce_" in way.values[0]
+    ]
 if not GPUS:
     why = "NCCL takes a GPU for each process, and there is none: the cases ran with Gloo only"
     WITH_NCCL = [pytest.param("all cases", False, marks=pytest.mark.skip(reason=why))]

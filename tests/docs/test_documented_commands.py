@@ -19,6 +19,7 @@ RUN_ELSEWHERE = {
     "make test": "is what runs this test",
     "make check": "runs this test",
     "make docs": ".ci/run runs it, as a part of `make check`",
+    "make gpu": "without a GPU it would only skip tests/gpu, which every run of the tests does",
     "make soak": "runs for an hour or more; tests/support/test_soak.py has its parts",
     "make bench": "measures for minutes; every benchmark's script is run in tests/bench",
     "make bench BENCH=help JSON=rows.json": "needs the set-up of make; tests/bench runs the same benchmark",
