@@ -1,4 +1,4 @@
-"""Attention with fewer heads than workers along an axis: keys and values travel around a ring, and nobody gathers."""
+"""Attention with fewer heads than workers along an axis: keys and values travel around a ring, and are not gathered."""
 
 from collections import Counter
 from dataclasses import replace

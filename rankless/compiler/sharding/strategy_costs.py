@@ -10,15 +10,15 @@ from rankless.compiler.ir.logical_program import LogicalValue
 from rankless.compiler.rules.strategy import OperatorCall, Strategy, make_replicated_strategy
 from rankless.compiler.sharding.redistribute import estimate_cost
 from rankless.compiler.tracing.symbolic_sizes import size_hint
-from rankless.parallel.tensor_placement import Partial, Placement
+from rankless.parallel.tensor_placement import Partial, Placement, Replicate
 
 
 def find_cheapest(
     strategies: Sequence[Strategy], call: OperatorCall, available: Mapping[fx.Node, list[Placement]]
 ) -> Strategy:
-    """Return the strategy that sends the fewest bytes."""
+    """Return the strategy that sends the fewest bytes, and of those the one that takes the fewest sums as terms."""
     replicated_strategy = make_replicated_strategy(call)
-    best, best_cost = None, inf
+    best, best_cost = None, (inf, 0)
     for strategy in strategies:
         sent_bytes = estimate_input_cost(strategy, call, available)
         if sent_bytes > 0 and strategy != replicated_strategy:
@@ -36,10 +36,22 @@ def find_cheapest(
                 value_bytes(list_outputs(call)[0]), strategy.outputs[0], call.wanted, call.ranks
             )
         sent_bytes += strategy.sent_bytes
-        if sent_bytes < best_cost:
-            best, best_cost = strategy, sent_bytes
+        cost = sent_bytes, count_summed_again(strategy, call, available)
+        if cost < best_cost:
+            best, best_cost = strategy, cost
     assert best is not None
     return best
+
+
+def count_summed_again(strategy: Strategy, call: OperatorCall, available: Mapping[fx.Node, list[Placement]]) -> int:
+    """Return the number of inputs that a strategy takes as terms of a sum, although they have been summed before.
+
+    What follows from terms must be summed too. It costs as much to compute as what follows from the sum.
+    """
+    return sum(
+        isinstance(required, Partial) and Replicate() in available[value]
+        for value, required in zip(call.inputs, strategy.inputs, strict=True)
+    )
 
 
 def estimate_input_cost(strategy: Strategy, call: OperatorCall, available: Mapping[fx.Node, list[Placement]]) -> float:
