@@ -49,6 +49,18 @@ def test_a_decoder_sends_what_megatron_sends(form):
     assert all(item.bytes == ACTIVATION for item in large)
 
 
+@pytest.mark.parametrize("layers", [0.0, 0.1])
+@pytest.mark.parametrize("embedding", [0.0, 0.1])
+def test_dropout_does_not_make_a_decoder_send_more(embedding, layers):
+    function, modules, arguments = make_decoder("split")
+    modules["model"].dropout.p = embedding
+    for block in modules["model"].blocks:
+        block.mlp[-1].p = layers
+    outcome, _ = check_tensor_axis(function, modules, arguments, (2,))
+    large = Counter((item.kind, item.backward) for item in outcome.local.collectives if item.bytes >= ACTIVATION)
+    assert large == {("all_reduce", False): 5, ("all_reduce", True): 5}
+
+
 def test_queries_keys_and_values_in_one_matrix_are_divided_by_heads():
     function, modules, arguments = make_decoder("split")
     _, states = check_tensor_axis(function, modules, arguments, (3,))
