@@ -20,8 +20,9 @@ from rankless.jobs.definition import JobDefinition
 SHOWN = 3
 
 
-def require_same_kind_of_device(job: JobDefinition, world: World) -> None:
-    """Raise `ConfigError` for a model on the CPU in a job on GPUs, or the reverse."""
+def require_usable_models(job: JobDefinition, world: World) -> None:
+    """Raise `ConfigError` for a model on the CPU in a job on GPUs, or the reverse, and for one that PyTorch divides."""
+    require_plain_tensors(job)
     device = job.device(world.mesh.device)
     if device.type != world.mesh.device.type:
         raise ConfigError(
@@ -29,6 +30,23 @@ def require_same_kind_of_device(job: JobDefinition, world: World) -> None:
             found=f"on {device}",
             fix=f"model.to({world.mesh.device.type!r}) before you create the optimizer, or --devices {device.type}",
         )
+
+
+def require_plain_tensors(job: JobDefinition) -> None:
+    """Raise `ConfigError` for a model that `fully_shard` or `parallelize_module` has divided."""
+    for name, tensor in sorted(named_tensors(job.modules).items()):
+        if is_distributed(tensor):
+            raise ConfigError(
+                expected=f"models of plain tensors in job {job.name!r}, which it divides itself",
+                found=f"{name}, a {type(tensor).__name__}, as fully_shard and parallelize_module of PyTorch make them",
+                fix="remove that call, and pass zero='parameters' to rankless.job, or --mesh tensor=2 to rankless run",
+                where=job.line,
+            )
+
+
+def is_distributed(tensor: Tensor) -> bool:
+    """Return whether a tensor is a part of one that PyTorch has distributed, without importing what makes these."""
+    return type(tensor).__module__.startswith("torch.distributed.")
 
 
 def sync_models(job: JobDefinition, world: World, *, when: str) -> None:

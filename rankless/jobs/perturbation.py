@@ -11,11 +11,12 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 
 def perturb_gradients(gradients: Iterable[Tensor], generator: torch.Generator) -> None:
     """Change gradients in place in their last bits: elements by up to eps(dtype) x the tensor's largest."""
-    for gradient in gradients:
+    for gradient in map(get_local, gradients):
         if gradient.is_floating_point() and gradient.numel() > 0:
             scale = gradient.abs().amax() * torch.finfo(gradient.dtype).eps
             gradient.add_(_draw_uniform(gradient, generator) * scale)
@@ -30,7 +31,7 @@ def perturbed_parameters(parameters: Iterable[Tensor], generator: torch.Generato
     """
     saved: list[tuple[Tensor, Tensor, Tensor]] = []
     with torch.no_grad():
-        for parameter in parameters:
+        for parameter in map(get_local, parameters):
             if parameter.is_floating_point():
                 original = parameter.clone()
                 eps = torch.finfo(parameter.dtype).eps
@@ -43,6 +44,11 @@ def perturbed_parameters(parameters: Iterable[Tensor], generator: torch.Generato
             for parameter, original, perturbed in saved:
                 if parameter.shape == perturbed.shape:
                     parameter.copy_(torch.where(parameter == perturbed, original, parameter))
+
+
+def get_local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor that PyTorch distributes: all of it, because a perturbed run has one rank."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _draw_uniform(like: Tensor, generator: torch.Generator) -> Tensor:

@@ -32,13 +32,13 @@ class GatherPlace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def list_gather_places(program: JobProgram) -> tuple[GatherPlace, ...]:
-    """Return the places of a program that gather inputs of operators, in program order.
+    """Return the places of a program where operators compute in full with gathered inputs, in program order.
 
     Operators without a rule are listed even if another operator has gathered their inputs already.
     """
     moves: dict[tuple[str, str, bool], list[ProgramCommunication]] = {}
     for move in program.moves:
-        if move.gathered and move.purpose != "output":
+        if move.in_full:
             moves.setdefault((move.line, move.reason.removeprefix("input of "), move.backward), []).append(move)
     without_rule: dict[tuple[str, str], list[ReplicatedOperator]] = {}
     for item in program.without_rule:

@@ -53,6 +53,8 @@ class ProgramCommunication(msgspec.Struct, frozen=True, kw_only=True):
     """The axis of the mesh along which the value moves; several names for a sum along several."""
     gathered: bool = False
     """Whether every worker gets the whole of a value that was split between the workers."""
+    in_full: bool = False
+    """Whether every worker along the axis then computes the whole result of an operator."""
     overlapped: bool
     """Whether the program continues while the collective runs."""
 

@@ -112,6 +112,7 @@ def test_sequence_parallelism_scatters_and_gathers_in_place_of_sums(tmp_path):
         ran = rankless("run", "--mesh", "tensor=2", "--seed", "1", "-q", "train.py", folder=tmp_path)
         planned = rankless("run", "-n", "2", "--seed", "1", "-q", "--plan", "saved.json", "train.py", folder=tmp_path)
         printed |= {ran.stdout: setting, planned.stdout: setting}
+        assert job["gather_places"] == [], "a planned gather is no operator that runs in full"
     assert kinds == {False: {"all_reduce"}, True: {"all_gather", "reduce_scatter"}}
     assert len(printed) == 1, printed
     assert next(iter(printed)).startswith("loss ")

@@ -44,6 +44,30 @@ def test_a_shape_error_shows_only_lines_of_the_script(workers: str, tmp_path: Pa
     assert "fake" not in job.stdout + job.stderr
 
 
+SHARDED = """
+import torch, torch.distributed as dist, rankless
+from torch.distributed.fsdp import fully_shard
+
+dist.init_process_group("gloo")
+model = torch.nn.Linear(4, 4)
+fully_shard(model)
+
+@rankless.job(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1){options})
+def train(x):
+    return model(x).square().mean()
+
+train(torch.ones(4, 4))
+"""
+
+
+@pytest.mark.parametrize("options", ["", ", capture=False", ", view='mirrored'"])
+def test_a_model_that_fully_shard_has_divided_is_refused_with_a_fix(tmp_path: Path, options: str):
+    job = run_script(SHARDED.format(options=options), "-n", "2", folder=tmp_path)
+    assert job.returncode != 0
+    assert "found:    model.bias, a DTensor, as fully_shard" in job.stderr
+    assert "remove that call, and pass zero='parameters'" in job.stderr
+
+
 def test_an_operator_error_in_a_program_names_the_line_of_the_script(tmp_path: Path):
     job = run_script(SCRIPT.format(features=24), "-n", "2", folder=tmp_path)
     assert job.returncode == 1

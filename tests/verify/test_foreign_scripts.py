@@ -1,4 +1,4 @@
-"""Scripts of DDP, Horovod, Accelerate and Fabric: right ones are the same training, and mistakes get their names."""
+"""Scripts of DDP, FSDP2, Horovod, Accelerate and Fabric: right ones are the same training; mistakes get their names."""
 
 import json
 import shutil
@@ -15,6 +15,8 @@ MISTAKES = [
     ("ddp", "batch norm", "batch norm per rank", 1),
     ("ddp", "whole batch", "whole batch on every rank", 1),
     ("ddp", "undivided", "undivided data", 3),
+    ("fsdp2_script", "whole batch", "whole batch on every rank", 1),
+    ("fsdp2_script", "undivided", "undivided data", 3),
     ("horovod_script", "learning rate", "learning rate", 1),
     ("horovod_script", "seeds", "different initial parameters", 1),
     ("accelerate_script", "whole batch", "whole batch on every rank", 1),
@@ -54,8 +56,8 @@ def test_every_mistake_is_named(name: str, mistake: str, cause: str, code: int, 
     require_cause(name, mistake, cause, code, tmp_path)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["ddp", "horovod_script", "accelerate_script", "fabric_script"])
+@pytest.mark.ci_sample(1)
+@pytest.mark.parametrize("name", ["fsdp2_script", "ddp", "horovod_script", "accelerate_script", "fabric_script"])
 def test_a_right_script_is_the_same_training(name: str, tmp_path: Path) -> None:
     job, report = verify(name, "right", tmp_path)
     assert job.returncode == 0, job.stdout + job.stderr

@@ -47,6 +47,8 @@ class LocalProgram:
     """The number of operators of the forward pass that the backward pass computes again."""
     pipeline: PipelineRecord | None = None
     """The stages, on a mesh with the axis `pipeline`."""
+    time_axis: int | None = None
+    """The place of the axis of microbatches among those of `sharded`, in a pipeline."""
 
     def __call__(self, values: Sequence[Tensor], sizes: Sequence[int] = ()) -> Sequence[Tensor]:
         """Run the program once, without recording gradients and with the captured casts of autocast.

@@ -169,6 +169,7 @@ class LoweringPass:
     ) -> fx.Node:
         """Add a collective and record its size, reason and purpose."""
         node = self.call(target, value, *lengths)
+        gathered = isinstance(target, Redistribution) and target.is_gather
         node.meta["collective"] = CollectiveRecord(
             kind=target.__name__,
             purpose=purpose,
@@ -177,11 +178,18 @@ class LoweringPass:
             sent_bytes=target.sent_bytes(size),
             reason=reason,
             axis=target.axis.name,
-            gathered=isinstance(target, Redistribution) and target.is_gather,
+            gathered=gathered,
+            in_full=gathered and purpose != "output" and self.computes_in_full(self.axes.index(target.axis)),
             overlapped=isinstance(target, RingShift),
             **self.origin,
         )
         return node
+
+    def computes_in_full(self, number: int) -> bool:
+        """Return whether every rank along an axis computes the whole result of the current operator."""
+        assert self.current_node is not None
+        strategy = self.sharded.axes[number].strategies.get(self.current_node)
+        return strategy is None or all(isinstance(output, Replicate) for output in strategy.outputs)
 
     def lower_graph(self) -> LocalGraph:
         """Return the complete local graph."""

@@ -3,15 +3,16 @@
 from collections.abc import Iterator, Sequence
 from operator import getitem
 
-from torch import fx
-
 from rankless.compiler.ir.logical_program import format_operator, format_value
 from rankless.compiler.pipeline.data_flow import DataFlow, Need, Part
+from rankless.compiler.pipeline.microbatches import find_time_number
 from rankless.compiler.pipeline.options import PipelineOptions
 from rankless.compiler.pipeline.partition import ProgramPartition
 from rankless.compiler.pipeline.schedules import describe_timeline
 from rankless.compiler.sharding.redistribute import CollectiveRecord, count_bytes
+from rankless.compiler.sharding.redistribution_steps import replace_placement
 from rankless.parallel.mesh import MeshAxis
+from rankless.parallel.tensor_placement import Replicate, compute_local_shape
 from rankless.records.job_programs import PipelineRecord, PipelineStage
 
 
@@ -63,18 +64,19 @@ def list_parts(partition: ProgramPartition, workers: int) -> Sequence[Part]:
 
 
 def describe_sent_value(
-    partition: ProgramPartition, need: Need, source: int, target: int, axis: MeshAxis
+    partition: ProgramPartition, need: Need, source: int, target: int, pipeline: MeshAxis
 ) -> CollectiveRecord:
-    """Return a value that a worker sends to another as the record of a plan."""
-    node = partition.by_name[need.name]
-    logical: fx.Node = node.meta["value"][0]
+    """Return a value that a worker sends to another, for all microbatches, as the record of a plan."""
+    logical, sharding = partition.by_name[need.name].meta["value"]
+    whole = replace_placement(sharding, find_time_number(partition.axes), Replicate())
     is_input = logical in partition.program.inputs
     text = (
         partition.program.inputs[logical].name
         if is_input
         else f"{format_value(logical)} of {format_operator(logical.target)}"
     )
-    size = count_bytes(logical)
+    shape = compute_local_shape(logical.meta["val"].shape, whole, [axis.rank for axis in partition.axes])
+    size = count_bytes(logical, shape)
     return CollectiveRecord(
         kind="send",
         purpose="input",
@@ -83,7 +85,7 @@ def describe_sent_value(
         sent_bytes=size,
         line=str(logical.meta.get("line", "")),
         reason=f"from worker {source} to worker {target}",
-        axis=axis.name,
+        axis=pipeline.name,
         module=logical.meta.get("module"),
         backward=bool(logical.meta.get("backward")),
         overlapped=True,

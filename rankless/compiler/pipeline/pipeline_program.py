@@ -66,6 +66,7 @@ def build_pipeline_program(
         workers=mesh.size,
         recomputed=graphs[0].recomputed,
         pipeline=describe_pipeline(partition, options),
+        time_axis=find_time_number(inner.axes),
     )
 
 

@@ -41,7 +41,9 @@ class CollectiveRecord:
     module: ModuleName | None = None
     backward: bool = False
     gathered: bool = False
-    """Whether every rank gets the whole of a value that was sharded, to compute on all of it."""
+    """Whether every rank gets the whole of a value that was sharded."""
+    in_full: bool = False
+    """Whether every rank along the axis then computes the whole result of an operator."""
     overlapped: bool = False
     """Whether the collective overlaps with computation."""
 

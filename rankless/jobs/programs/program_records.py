@@ -36,6 +36,7 @@ IN_PIECES = "in pieces, whole while in use"
 """How `rankless plan` describes parameters that are gathered just before their use."""
 IN_SHARED_MEMORY = "in pieces, read whole in shared memory"
 """The same for parameters whose pieces workers hold in one memory, so that nothing is gathered."""
+WHOLE = "whole on every worker"
 OF_STAGE = "on the worker of its stage"
 """The same for parameters of a pipeline."""
 
@@ -184,6 +185,7 @@ def describe_collective(collective: CollectiveRecord, *, trains: bool) -> Progra
         reason=reason,
         axis=collective.axis,
         gathered=collective.gathered,
+        in_full=collective.in_full,
         overlapped=collective.overlapped,
     )
 
@@ -252,26 +254,26 @@ def describe_input(node: fx.Node, given: ProgramInput, sharding: Sharding, local
         shape=tuple(int(size_hint(size)) for size in value.shape),
         dtype=str(value.dtype).removeprefix("torch."),
         bytes=count_bytes(node),
-        placement=describe_storage(given, local) or describe_placement(sharding, local),
+        placement=describe_storage(given, describe_placement(sharding, local), local),
     )
 
 
-def describe_storage(given: ProgramInput, local: LocalProgram) -> str:
-    """Return how workers hold the pieces of an input; empty if it is in no pieces."""
+def describe_storage(given: ProgramInput, placement: str, local: LocalProgram) -> str:
+    """Return how workers hold an input that a program takes with this placement."""
     storage = local.storage
+    if given.name in storage.owned:
+        return OF_STAGE if placement == WHOLE else f"{placement}, {OF_STAGE}"
     if given.name not in storage.values:
-        return ""
-    if local.pipeline is not None:
-        return OF_STAGE
+        return placement
     return IN_SHARED_MEMORY if given.name in storage.shared else IN_PIECES
 
 
 def describe_placement(sharding: Sharding, local: LocalProgram) -> str:
-    """Return a sharding in words. In a pipeline the last axis is that of the microbatches."""
-    if local.pipeline is None:
+    """Return a sharding in words. In a pipeline one axis is that of the microbatches."""
+    if local.time_axis is None:
         return format_sharding(sharding)
-    *workers, microbatches = sharding
-    text = format_sharding(tuple(workers))
+    microbatches = sharding[local.time_axis]
+    text = format_sharding((*sharding[: local.time_axis], *sharding[local.time_axis + 1 :]))
     if not isinstance(microbatches, Shard):
         return text
     return f"{text}, in {len(microbatches.lengths)} microbatches along dim {microbatches.dim}"
@@ -284,4 +286,4 @@ def format_sharding(sharding: Sharding) -> str:
         for placement in sharding
         if isinstance(placement, Shard)
     ]
-    return ", ".join(splits) or "whole on every worker"
+    return ", ".join(splits) or WHOLE

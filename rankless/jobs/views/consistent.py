@@ -23,7 +23,7 @@ from rankless.jobs.call_fingerprint import RandomStates, format_call
 from rankless.jobs.call_loss_weights import LossWeightReader
 from rankless.jobs.call_sync import CallSync
 from rankless.jobs.definition import CallResult, JobDefinition
-from rankless.jobs.model_sync import require_same_kind_of_device, sync_models, sync_tensors
+from rankless.jobs.model_sync import require_usable_models, sync_models, sync_tensors
 from rankless.jobs.planned_division import PlannedDivision, apply_plan
 from rankless.jobs.programs.bound_program import BoundProgram, collect_inputs
 from rankless.jobs.programs.cache_entries import CacheLookup
@@ -44,7 +44,7 @@ class ConsistentView:
         self._draws = False
         self._generators: list[torch.Generator] = []
         """Generators of the script from which the job has drawn."""
-        require_same_kind_of_device(job, world)
+        require_usable_models(job, world)
 
     def divide_states(self) -> None:
         """Divide the job's states before its first call, unless that has been done. Collective."""

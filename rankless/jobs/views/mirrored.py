@@ -31,7 +31,7 @@ from rankless.errors import ConfigError
 from rankless.jobs.arguments import FlattenedArguments
 from rankless.jobs.call_sync import CallSync
 from rankless.jobs.definition import CallResult, JobDefinition, detach_leaf
-from rankless.jobs.model_sync import require_same_kind_of_device
+from rankless.jobs.model_sync import require_usable_models
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class MirroredView:
         self._world = world
         self._sync = CallSync(job, world)
         self._parallel: nn.Module | None = None
-        require_same_kind_of_device(job, world)
+        require_usable_models(job, world)
         if job.accumulates:
             raise ConfigError(
                 expected="accumulate= on a job in the consistent view",

@@ -30,7 +30,7 @@ from rankless.jobs.arguments import FlattenedArguments
 from rankless.jobs.call_fingerprint import RandomStates, format_call
 from rankless.jobs.call_sync import CallSync
 from rankless.jobs.definition import CallResult, JobDefinition
-from rankless.jobs.model_sync import require_same_kind_of_device
+from rankless.jobs.model_sync import require_usable_models
 from rankless.jobs.views.one_device import PlainView
 
 SENT_TYPES = (bool, int, float, str, numpy.generic)
@@ -47,7 +47,7 @@ class WholeBatchView:
         self._plain = PlainView(job, world)
         self._random_states = RandomStates(with_python=True)
         self._has_warned = False
-        require_same_kind_of_device(job, world)
+        require_usable_models(job, world)
 
     def run(self, arguments: FlattenedArguments) -> CallResult:
         """Return the job's result, the same on every rank. A train job also sets its parameters' gradients.

@@ -9,6 +9,7 @@ Farach-Colton (2002) with buckets by stride.
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from rankless.records.recorded_calls import TensorSummary
 
@@ -33,8 +34,13 @@ class Sketcher:
 
 
 def widen(tensor: Tensor) -> Tensor:
-    """Return a tensor's numbers as float64, or int64 for integers: NumPy reads both for every dtype."""
+    """Return a tensor's numbers as float64, or int64 for integers: NumPy reads both for every dtype.
+
+    Those of a tensor that PyTorch distributes, as `fully_shard` does, are gathered: all ranks call this.
+    """
     plain = tensor.detach()
+    if isinstance(plain, DTensor):
+        plain = plain.full_tensor()
     if plain.is_complex():
         plain = torch.view_as_real(plain.resolve_conj())
     return plain.to(torch.float64 if plain.is_floating_point() else torch.int64).contiguous()
