@@ -10,8 +10,8 @@ from rankless.cli.json_output import add_json_option, make_json_header, read_jso
 from rankless.cli.picture_option import PICTURE_HELP, read_picture_path
 from rankless.cli.program_options import PLAN_HELP, add_program_options, read_program
 from rankless.config.environment import default_log_folder
-from rankless.config.mesh_option import MESH_HELP, count_workers, parse_mesh
-from rankless.config.plan_file import find_plan, make_parallel_plan, name_axes, write_plan
+from rankless.config.mesh_option import MESH_HELP, parse_mesh
+from rankless.config.plan_file import count_default_workers, find_plan, make_parallel_plan, name_axes, write_plan
 from rankless.config.run_config import Program, RunConfig, RunObservation, RunRequest
 from rankless.config.validation import make_run_config
 from rankless.errors import ConfigError
@@ -33,7 +33,11 @@ JSON_CONTENT = PlanReport
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command."""
     parser.add_argument(
-        "-n", dest="workers", type=int, metavar="N", help="Number of workers. Default: those of --mesh, else 2."
+        "-n",
+        dest="workers",
+        type=int,
+        metavar="N",
+        help="Number of workers. Default: those of --mesh or --plan, else 2.",
     )
     parser.add_argument("--mesh", type=parse_mesh, default=(), metavar="data=2,pipeline=2", help=MESH_HELP)
     parser.add_argument(
@@ -63,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     program, destination = read_program(arguments), read_json_destination(arguments)
     picture = read_picture_path(arguments)
     if arguments.workers is None:
-        arguments.workers = count_workers(arguments.mesh) if arguments.mesh else 2
+        arguments.workers = count_default_workers(arguments.mesh, arguments.plan, otherwise=2)
     if arguments.workers < 2:
         raise ConfigError(
             expected="at least 2 workers: on one worker, jobs run as plain PyTorch without communication",

@@ -8,8 +8,8 @@ from rankless.cli.json_output import add_json_option, make_json_header, read_jso
 from rankless.cli.program_options import PLAN_HELP, add_program_options, find_misplaced_count, read_program
 from rankless.config.backends import BACKENDS
 from rankless.config.environment import default_log_folder
-from rankless.config.mesh_option import MESH_HELP, count_workers, parse_mesh
-from rankless.config.plan_file import find_plan
+from rankless.config.mesh_option import MESH_HELP, parse_mesh
+from rankless.config.plan_file import count_default_workers, find_plan
 from rankless.config.run_config import RunConfig, RunRequest
 from rankless.config.validation import make_run_config
 from rankless.launch import agent
@@ -27,7 +27,11 @@ HELP = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command."""
     parser.add_argument(
-        "-n", dest="workers", type=int, metavar="N", help="Workers on each host. Default: those of --mesh, else 1."
+        "-n",
+        dest="workers",
+        type=int,
+        metavar="N",
+        help="Workers on each host. Default: those of --mesh or --plan, else 1.",
     )
     parser.add_argument("--mesh", type=parse_mesh, default=(), metavar="data=2,pipeline=2", help=MESH_HELP)
     parser.add_argument(
@@ -122,7 +126,9 @@ def _make_config(arguments: argparse.Namespace) -> RunConfig:
     if hint is not None:
         print(f"rankless: {hint}", file=sys.stderr)
     cluster, mesh = make_cluster(arguments), arguments.mesh
-    workers = (count_workers(mesh) if cluster is None else 1) if arguments.workers is None else arguments.workers
+    workers = arguments.workers
+    if workers is None:
+        workers = 1 if cluster is not None else count_default_workers(mesh, arguments.plan, otherwise=1)
     hosts = 1 if cluster is None else len(cluster.hosts)
     return make_run_config(
         program,

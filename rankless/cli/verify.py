@@ -12,8 +12,8 @@ from rankless.cli.host_options import LOG_FOLDER_HELP, add_host_options, make_cl
 from rankless.cli.json_output import add_json_option, make_json_header, read_json_destination
 from rankless.cli.program_options import PLAN_HELP, add_program_options, read_program
 from rankless.config.environment import default_log_folder
-from rankless.config.mesh_option import MESH_HELP, count_workers, parse_mesh
-from rankless.config.plan_file import find_plan
+from rankless.config.mesh_option import MESH_HELP, parse_mesh
+from rankless.config.plan_file import count_default_workers, find_plan
 from rankless.config.run_config import Cluster, Precision, Program
 from rankless.config.validation import check_program, choose_mesh
 from rankless.errors import ConfigError
@@ -36,7 +36,13 @@ VERDICT_STYLES: Mapping[Outcome, str] = {"same": "bold green", "different": "bol
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command."""
-    parser.add_argument("-n", dest="workers", type=int, metavar="N", help="Workers on each host. Default: 2.")
+    parser.add_argument(
+        "-n",
+        dest="workers",
+        type=int,
+        metavar="N",
+        help="Workers on each host. Default on one host: those of --mesh or --plan, else 2.",
+    )
     parser.add_argument(
         "--devices", metavar="0,1|cpu", help="GPUs to use, or cpu. Default: GPUs if the host has any, else cpu."
     )
@@ -146,8 +152,9 @@ def _read_cluster(arguments: argparse.Namespace) -> tuple[Cluster | None, int]:
     """Return the hosts, if there are several, and the total number of workers."""
     cluster = make_cluster(arguments)
     if cluster is None:
-        default = count_workers(arguments.mesh) if arguments.mesh else 2
-        return None, default if arguments.workers is None else arguments.workers
+        if arguments.workers is not None:
+            return None, arguments.workers
+        return None, count_default_workers(arguments.mesh, arguments.plan, otherwise=2)
     if cluster.host_index > 0:
         raise ConfigError(
             expected=f"rankless verify on host 0, {cluster.hosts[0]}",

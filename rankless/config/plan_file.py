@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from rankless.config.mesh_option import AXES
+from rankless.config.mesh_option import AXES, count_workers
 from rankless.config.run_config import PlanFile, Program
 from rankless.config.script_source import digest_source
 from rankless.errors import ConfigError
@@ -89,6 +89,22 @@ def read_plan(file: PlanFile) -> ParallelPlan:
             fix="copy the plan to all hosts, and do not change it while a run starts",
         )
     return plan
+
+
+def count_default_workers(mesh: Sequence[PlannedAxis], path: str | None, *, otherwise: int) -> int:
+    """Return the number of workers of a run on one host whose command line names none.
+
+    Args:
+        mesh: The axes that it names, which say how many.
+        path: The plan file that it names, which says it too.
+        otherwise: Their number without either.
+
+    Raises:
+        ConfigError: The file has no plan.
+    """
+    if mesh:
+        return count_workers(mesh)
+    return otherwise if path is None else load_plan(path)[0].workers
 
 
 def find_plan(path: str, program: Program, *, workers: int) -> PlanFile:

@@ -43,7 +43,7 @@ def test_a_saved_plan_has_all_divisions_in_their_order_and_runs(tmp_path):
         ("pipeline", 0, [12, 0]),
     ]
     plain = rankless("run", "--seed", "1", "-q", "train.py", folder=tmp_path)
-    planned = rankless("run", "-n", "4", "--seed", "1", "-q", "--plan", "plan.json", "train.py", folder=tmp_path)
+    planned = rankless("run", "--seed", "1", "-q", "--plan", "plan.json", "train.py", folder=tmp_path)
     assert planned.stdout == plain.stdout, planned.stderr
     assert planned.stdout.startswith("loss ")
 
