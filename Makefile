@@ -16,7 +16,7 @@ help:
 	@echo "make check   set up, then format, lint, types, imports, documentation and tests: what CI runs"
 	@echo "make docs    set up, then build the documentation site into build/docs; warnings are errors"
 	@echo "make gpu     set up, run the tests that need a GPU; without one all are skipped"
-	@echo "make soak    set up, run every test there is, also those that CI leaves out; resumable, hours; writes docs/soak.md"
+	@echo "make soak    set up, run every test there is, also those that CI leaves out; resumable, hours; writes docs/soak.md [SOAK=path]"
 	@echo "make bench   set up, then measure against torchrun and DistributedDataParallel [BENCH=name] [JSON=file]"
 
 # The stamp is older than a changed pin, so a pull that moves one sets up again. Torch goes first and by name, so that
@@ -57,7 +57,7 @@ gpu: $(READY)
 	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) tests/gpu tests/collectives/test_all_collectives.py -k "gpu or nccl" $(PYTEST)
 
 soak: $(READY)
-	PYTHONPATH=tests $(BIN)/python tests/support/soak.py
+	PYTHONPATH=tests $(BIN)/python tests/support/soak.py $(SOAK)
 
 clean:
 	rm -rf .soak .venv build dist log .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

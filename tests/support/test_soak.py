@@ -1,7 +1,5 @@
 """A soak counts the results that pytest reports, and its page shows them."""
 
-import json
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -17,67 +15,46 @@ def test_failures_and_errors_are_counted_as_failed(tmp_path: Path):
     assert counted(report) == {"tests": 7, "failed": 3, "skipped": 1}
 
 
-def test_the_page_has_the_sums_of_folders_and_the_commit():
-    one = {"tests": 3, "failed": 1, "skipped": 0, "seconds": 1.5}
-    text = page("abc1234", {"tests/a/test_x.py": one, "tests/a/test_y.py": one, "tests/b/test_z.py": one})
-    assert "at commit abc1234" in text
-    assert "| tests/a | 6 | 2 | 0 | 3 |" in text
-    assert "| all | 9 | 3 | 0 | 4.5 |" in text
+ONE = {"tests": 3, "failed": 0, "skipped": 0, "seconds": 1.5, "commit": "abc1234", "day": "2026-11-02"}
+
+
+def test_the_page_has_the_sums_of_folders_and_the_commits_of_all_files():
+    failed, older = {**ONE, "failed": 1}, {**ONE, "commit": "def5678", "day": "2026-11-01"}
+    text = page({"tests/a/test_x.py": ONE, "tests/a/test_y.py": older, "tests/b/test_z.py": failed})
+    assert "- 1 files or parts of files at commit def5678, on 2026-11-01\n- 2 files" in text
+    assert "| tests/a | 6 | 0 | 0 | 3 | 2026-11-01 to 2026-11-02 |" in text
+    assert "| tests/b | 3 | 1 | 0 | 1.5 | 2026-11-02 |" in text
+    assert "| all | 9 | 1 | 0 | 4.5 | 2026-11-01 to 2026-11-02 |" in text
     assert "- tests/b/test_z.py: 1 of 3 failed\n" in text
 
 
-def make_commit(root: Path, **files: str) -> str:
-    for name, text in files.items():
-        (root / name.replace("__", "/")).with_suffix(".py").write_text(text)
-    settings = ["-c", "user.name=x", "-c", "user.email=x"]
-    subprocess.run(["git", *settings, "add", "-A"], cwd=root, check=True)
-    subprocess.run(["git", *settings, "commit", "-qm", "x"], cwd=root, check=True)
-    return subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=root, text=True).strip()
-
-
-def test_results_hold_while_only_other_test_files_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(soak, "ROOT", tmp_path)
-    monkeypatch.setattr(soak, "STATE", tmp_path / ".git" / "soak")
-    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
-    (tmp_path / "tests").mkdir()
-    first = make_commit(tmp_path, tests__test_x="1", tests__test_y="1", source="1")
-    soak.STATE.mkdir()
-    passed = {"tests": 1, "failed": 0, "skipped": 0, "seconds": 1}
-    (soak.STATE / f"{first}.json").write_text(
-        json.dumps({"tests/test_x.py": passed, "tests/test_y.py": {**passed, "failed": 1}})
-    )
-    second = make_commit(tmp_path, tests__test_y="2")
-    assert soak.reuse(second) == (first, {"tests/test_x.py": passed})
-    assert f"Only tests differ from commit {first}." in page(second, {"tests/test_x.py": passed}, base=first)
-    assert soak.reuse(make_commit(tmp_path, source="2")) == ("", {})
-
-
-def test_committed_counts_let_another_machine_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(soak, "ROOT", tmp_path)
-    monkeypatch.setattr(soak, "STATE", tmp_path / ".git" / "soak")
-    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
-    (tmp_path / "tests").mkdir()
-    (tmp_path / "docs").mkdir()
-    first = make_commit(tmp_path, tests__test_x="1", tests__test_y="1", source="1")
-    passed = {"tests": 1, "failed": 0, "skipped": 0, "seconds": 1}
-    soak.write_counts(first, {"tests/test_x.py": passed, "tests/test_y.py": passed})
-    second = make_commit(tmp_path, tests__test_y="2")
-    assert soak.reuse(second) == (first, {"tests/test_x.py": passed})
-    assert soak.reuse(make_commit(tmp_path, source="2")) == ("", {})
-
-
-def test_a_changed_helper_repeats_its_folder_and_the_files_that_name_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(soak, "ROOT", tmp_path)
-    for name, text in {"a/test_x": "", "b/test_y": "import helper", "b/test_z": "helper_of_another"}.items():
-        (tmp_path / "tests" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "tests" / name).with_suffix(".py").write_text(text)
-    found = {
-        test: soak.depends(f"tests/{test}.py", "tests/a/helper.py") for test in ("a/test_x", "b/test_y", "b/test_z")
+def test_a_soak_runs_what_has_not_passed_at_its_commit_the_oldest_first():
+    parts = [soak.Part(f"tests/test_{name}.py", 1, 1, ()) for name in "abcde"]
+    results = {
+        "tests/test_a.py": ONE,
+        "tests/test_b.py": {**ONE, "commit": "def5678", "day": "2026-11-01"},
+        "tests/test_c.py": {**ONE, "failed": 1},
+        "tests/test_d.py": {**ONE, "commit": "fed8765", "day": "2026-10-30"},
     }
-    assert found == {"a/test_x": True, "b/test_y": True, "b/test_z": False}
-    assert not soak.depends("tests/a/test_x.py", "tests/a/test_w.py")
+    ordered = [part.name for part in soak.order_parts(parts, results, "abc1234")]
+    assert ordered == [f"tests/test_{name}.py" for name in "cedb"]
+
+
+def test_results_are_kept_line_by_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(soak, "ROOT", tmp_path)
+    assert soak.read_results() == {}
+    (tmp_path / "docs").mkdir()
+    results = {"tests/test_y.py": ONE, "tests/test_x.py": {**ONE, "failed": 2}}
+    soak.write_results(results)
+    assert soak.read_results() == results
+    assert (tmp_path / "docs/soak.json").read_text().count("\n") == 4
+
+
+def test_the_committed_results_are_those_of_the_page():
+    results = soak.read_results()
+    assert {"commit", "day", "tests", "failed", "skipped", "seconds"} == set.intersection(*map(set, results.values()))
+    shown = (soak.ROOT / "docs" / "soak.md").read_text()
+    assert shown.startswith(page(results).rstrip())
 
 
 def test_a_file_that_hangs_is_killed_and_counts_as_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -90,16 +67,15 @@ def test_a_file_that_hangs_is_killed_and_counts_as_failed(tmp_path: Path, monkey
 
 
 def test_the_page_names_the_files_that_have_not_run():
-    one = {"tests": 1, "failed": 0, "skipped": 0, "seconds": 1}
-    text = page("abc1234", {"tests/a/test_x.py": one}, missing=["tests/b/test_z.py"])
+    text = page({"tests/a/test_x.py": ONE}, missing=["tests/b/test_z.py"])
     assert text.endswith("Not run yet: tests/b/test_z.py.\n")
-    assert "Not run yet" not in page("abc1234", {"tests/a/test_x.py": one})
+    assert "Not run yet" not in page({"tests/a/test_x.py": ONE})
 
 
 def test_long_files_run_in_parts_whose_results_are_kept_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     name = "tests/test_long.py"
     monkeypatch.setattr(soak, "ROOT", tmp_path)
-    monkeypatch.setattr(soak, "LONGEST", (name,))
+    monkeypatch.setattr(soak, "LONG", (name,))
     (tmp_path / "tests").mkdir()
     numbers = f"range({soak.PART_TESTS + 3})"
     (tmp_path / name).write_text(
@@ -107,13 +83,14 @@ def test_long_files_run_in_parts_whose_results_are_kept_one_by_one(tmp_path: Pat
     )
     parts = soak.list_parts(name)
     assert [part.name for part in parts] == [f"{name} part 1 of 2", f"{name} part 2 of 2"]
-    results: dict[str, soak.Counts] = {}
+    results: dict[str, soak.Result] = {}
     (tmp_path / "docs").mkdir()
-    soak.soak(parts, results, tmp_path / "abc.json", {}, parallel=2)
+    soak.soak(parts, results, "abc", {}, parallel=2)
     assert [results[part.name]["tests"] for part in parts] == [soak.PART_TESTS, 3]
     assert [results[part.name]["failed"] for part in parts] == [1, 0]
-    assert {soak.find_file(item) for item in json.loads((tmp_path / "docs/soak.json").read_text())["files"]} == {name}
-    assert f"- {name} part 1 of 2: 1 of {soak.PART_TESTS} failed\n" in page("abc", results)
+    assert soak.read_results() == results
+    assert {result["commit"] for result in results.values()} == {"abc"}
+    assert f"- {name} part 1 of 2: 1 of {soak.PART_TESTS} failed\n" in page(results)
 
 
 def test_the_parts_of_a_long_file_have_its_tests():
@@ -124,4 +101,4 @@ def test_the_parts_of_a_long_file_have_its_tests():
 
 
 def test_the_longest_files_exist():
-    assert all((soak.ROOT / name).exists() for name in (*soak.LONGEST, *soak.MATRICES, soak.DATABASE, *soak.PUBLISHED))
+    assert all((soak.ROOT / name).exists() for name in (*soak.LONG, soak.DATABASE, *soak.PUBLISHED))
