@@ -1,8 +1,12 @@
 """Records a worker whose script calls no job, for `rankless verify`: a plain script, or one of another framework."""
 
 import atexit
+import functools
+import sys
 
 import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as groups
 
 from rankless.config.worker_config import WorkerConfig
 from rankless.context.step_limit import StepLimit
@@ -26,4 +30,19 @@ def record_reference_run(config: WorkerConfig) -> None:
         noise=None if seed is None else torch.Generator().manual_seed(seed),
     )
     reference.start()
+    if dist.is_available():
+        _gather_before_destruction(recorder)
     atexit.register(recorder.finish)
+
+
+def _gather_before_destruction(recorder: RunRecorder) -> None:
+    """Let a script that destroys its process group leave its distributed tensors to the recorder before."""
+    destroy = dist.destroy_process_group
+
+    @functools.wraps(destroy)
+    def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
+        if sys.exc_info()[1] is None:  # other ranks may not come here after an error
+            recorder.gather_distributed_tensors()
+        destroy(group)
+
+    dist.destroy_process_group = groups.destroy_process_group = destroy_process_group

@@ -146,6 +146,7 @@ def make_table_program() -> JobProgram:
             module_type="" if overlapped else "MultiheadAttention",
             reason="2 gradients" if overlapped else REASON,
             gathered=not overlapped,
+            in_full=not overlapped,
             overlapped=overlapped,
         )
 

@@ -7,6 +7,7 @@ from typing import Any
 import safetensors.torch
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from rankless.records.recorded_calls import (
@@ -50,6 +51,7 @@ class RunRecorder:
         self._calls: dict[str, int] = {}
         self._steps = 0
         self._sketches = Sketcher()
+        self._gathered: dict[int, Tensor] = {}
         self._survey = survey
         self._inputs = inputs
 
@@ -86,6 +88,11 @@ class RunRecorder:
         self._steps += 1
         self._write(StepRecorded(job, self._steps, self._describe_states(tensors), inputs))
 
+    def gather_distributed_tensors(self) -> None:
+        """Keep the values of tensors that PyTorch distributes, before their process group ends. Collective."""
+        tensors = _list_named_tensors(self._models).values()
+        self._gathered = {id(tensor): widen(tensor).cpu() for tensor in tensors if isinstance(tensor, DTensor)}
+
     def finish(self, *, stopped: bool = False) -> None:
         """Write all models' parameters and buffers whole, and close. Later records are ignored.
 
@@ -97,7 +104,8 @@ class RunRecorder:
         described = []
         for model, module in self._models.items():
             for name, tensor in _iterate_tensors(module):
-                tensors[f"{model}.{name}"] = widen(tensor).cpu().clone()
+                known = self._gathered.get(id(tensor))
+                tensors[f"{model}.{name}"] = widen(tensor).cpu().clone() if known is None else known
                 dtype = str(tensor.dtype).removeprefix("torch.")
                 described.append(FinalTensorMetadata(f"{model}.{name}", dtype, isinstance(tensor, nn.Parameter)))
         safetensors.torch.save_file(tensors, self._tensors_file)
