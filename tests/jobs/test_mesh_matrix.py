@@ -38,7 +38,6 @@ MORE_MESHES = (
     [
         ("lenet", "data=2,tensor=2", (), "bfloat16"),
         ("gpt", "pipeline=2,tensor=2", (), "sgd"),
-        ("llama", "data=2,tensor=2", ("--zero", "parameters"), "accumulated"),
         ("mixture", "data=2,expert=2", (), "plain"),
     ],
 )
