@@ -72,6 +72,12 @@ def run_in_pieces(job, *lengths, change=lambda program: program):
     )
 
 
+@pytest.mark.parametrize("queries", [(5, 0, 0), (0, 5, 0), (3, 2, 0)], ids=str)
+@pytest.mark.parametrize("keys", [(1, 0, 0), (0, 0, 1)], ids=str)
+def test_a_worker_without_queries_beside_one_key(queries, keys):
+    run_in_pieces(make_job(1, 1, sum(queries), sum(keys), scale=0.3), queries, keys)
+
+
 def count_moves(outcome):
     """Return how often each kind of collective moves values for operators; masks and parameters do not count."""
     found = Counter((item.kind, item.backward) for item in outcome.local.collectives if item.purpose == "operator")

@@ -77,6 +77,14 @@ class AttentionBlock:
         return self.operator(**{name: given.get(name) for name in names})
 
 
+def run_cpu_attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> State:
+    """Run PyTorch's kernel for CPUs, which would end the process for a rank that has no queries."""
+    if not query.shape[2]:
+        return finish_attention(make_empty_state(query, value), query.dtype)
+    found: State = aten._scaled_dot_product_flash_attention_for_cpu.default(query, key, value, *args, **kwargs)
+    return found
+
+
 def list_pieces(queries: Range, keys: Range, is_causal: bool) -> list[Piece]:
     """Return the pieces of a block in which queries see keys; see Note [causal blocks].
 
