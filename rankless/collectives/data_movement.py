@@ -383,9 +383,10 @@ def _exchange(
             operations.append(dist.P2POp(dist.isend, data, group=checked.torch, group_peer=peer, tag=_TAG))
     for peer, tensor in incoming.items():
         if peer != checked.rank and tensor.numel():
-            is_direct = tensor.is_contiguous() and not is_copied(tensor, checked.torch)
-            device = "cpu" if is_copied(tensor, checked.torch) else tensor.device
-            target = tensor.detach() if is_direct else torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+            device = torch.device("cpu") if is_copied(tensor, checked.torch) else tensor.device
+            target = tensor.detach()
+            if device != tensor.device or not tensor.is_contiguous():
+                target = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
             copies.append((tensor, target))
             operations.append(
                 dist.P2POp(dist.irecv, as_sendable(target), group=checked.torch, group_peer=peer, tag=_TAG)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import msgspec
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from rankless.collectives.byte_messages import all_gather_bytes
 from rankless.collectives.mesh_collectives import broadcast
@@ -35,18 +36,13 @@ def require_usable_models(job: JobDefinition, world: World) -> None:
 def require_plain_tensors(job: JobDefinition) -> None:
     """Raise `ConfigError` for a model that `fully_shard` or `parallelize_module` has divided."""
     for name, tensor in sorted(named_tensors(job.modules).items()):
-        if is_distributed(tensor):
+        if isinstance(tensor, DTensor):
             raise ConfigError(
                 expected=f"models of plain tensors in job {job.name!r}, which it divides itself",
-                found=f"{name}, a {type(tensor).__name__}, as fully_shard and parallelize_module of PyTorch make them",
+                found=f"{name}, a DTensor, as fully_shard and parallelize_module of PyTorch make them",
                 fix="remove that call, and pass zero='parameters' to rankless.job, or --mesh tensor=2 to rankless run",
                 where=job.line,
             )
-
-
-def is_distributed(tensor: Tensor) -> bool:
-    """Return whether a tensor is a part of one that PyTorch has distributed, without importing what makes these."""
-    return type(tensor).__module__.startswith("torch.distributed.")
 
 
 def sync_models(job: JobDefinition, world: World, *, when: str) -> None:

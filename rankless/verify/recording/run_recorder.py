@@ -1,5 +1,6 @@
 """The recording of one rank for `rankless verify`."""
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -89,9 +90,10 @@ class RunRecorder:
         self._write(StepRecorded(job, self._steps, self._describe_states(tensors), inputs))
 
     def gather_distributed_tensors(self) -> None:
-        """Keep the values of tensors that PyTorch distributes, before their process group ends. Collective."""
+        """Keep the values of tensors that PyTorch distributes, before a process group ends. Collective."""
         tensors = _list_named_tensors(self._models).values()
-        self._gathered = {id(tensor): widen(tensor).cpu() for tensor in tensors if isinstance(tensor, DTensor)}
+        with contextlib.suppress(RuntimeError):  # their group has ended before: nothing has changed them since
+            self._gathered = {id(tensor): widen(tensor).cpu() for tensor in tensors if isinstance(tensor, DTensor)}
 
     def finish(self, *, stopped: bool = False) -> None:
         """Write all models' parameters and buffers whole, and close. Later records are ignored.

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -16,7 +16,8 @@ rank, size = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(0)
 data = TensorDataset(torch.randn(48, 6), torch.randint(0, 3, (48,)))
 model = nn.Sequential(nn.Linear(6, 10), nn.LayerNorm(10), nn.Tanh(), nn.Linear(10, 3))
-mesh = init_device_mesh("cpu", (size,))
+group = dist.new_group(list(range(size)))
+mesh = DeviceMesh.from_group(group, "cpu")
 fully_shard(model[0], mesh=mesh)
 fully_shard(model, mesh=mesh)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -31,4 +32,5 @@ for epoch in range(2):
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
+dist.destroy_process_group(group)
 dist.destroy_process_group()
