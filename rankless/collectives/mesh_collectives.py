@@ -142,6 +142,74 @@ def all_to_all(
     return torch.cat(pieces, dim=from_dim)
 
 
+def gather_to(tensor: Tensor, *, among: WorkerGroup, dim: int, lengths: Sequence[int], target: int) -> Tensor:
+    """Return the rows of all ranks along `dim` on rank `target`, and a tensor without rows on the others."""
+    if among.group is None:
+        return tensor
+    rows = tensor.movedim(dim, 0)
+    own = among.rank == target
+    row = torch.Size(rows.shape[1:]).numel()
+    sizes = [length * row if own else 0 for length in lengths]
+    received = _exchange(rows.reshape(-1), among, target, sizes)
+    if not own:
+        return tensor.new_empty((0, *tensor.shape[1:]))
+    return received.view(sum(lengths), *rows.shape[1:]).movedim(0, dim).contiguous()
+
+
+def reduce_to(tensor: Tensor, *, among: WorkerGroup, target: int) -> Tensor:
+    """Return the sum of all ranks' tensors on rank `target`, and a tensor without rows on the others."""
+    if among.group is None:
+        return tensor
+    own = among.rank == target
+    received = _exchange(tensor.reshape(-1), among, target, [tensor.numel() if own else 0] * among.size)
+    if not own:
+        return tensor.new_empty((0, *tensor.shape[1:]) if tensor.dim() else ())
+    return received.view(among.size, *tensor.shape).sum(0, dtype=tensor.dtype)
+
+
+def scatter_from(
+    tensor: Tensor, *, among: WorkerGroup, dim: int, lengths: Sequence[int], source: int, shape: Sequence[int]
+) -> Tensor:
+    """Return this rank's rows along `dim` of the tensor of rank `source`.
+
+    Args:
+        tensor: The whole tensor on rank `source`; elsewhere one of its dtype and device.
+        among: The workers.
+        dim: The dim that is divided.
+        lengths: The number of rows of each rank.
+        source: The rank that has the tensor.
+        shape: The shape of the whole tensor.
+    """
+    if among.group is None:
+        return tensor
+    own = list(shape)
+    own[dim] = lengths[among.rank]
+    received = tensor.new_empty(own)
+    is_source = among.rank == source
+    parts = [part.reshape(-1) for part in tensor.split(list(lengths), dim)] if is_source else []
+    dist.all_to_all_single(
+        received.view(-1),
+        torch.cat(parts) if parts else tensor.new_empty(0),
+        output_split_sizes=[received.numel() if rank == source else 0 for rank in range(among.size)],
+        input_split_sizes=[part.numel() for part in parts] or [0] * among.size,
+        group=among.group,
+    )
+    return received
+
+
+def _exchange(sent: Tensor, among: WorkerGroup, target: int, sizes: Sequence[int]) -> Tensor:
+    """Send a flat tensor to one rank, and return what this rank receives: so many elements from each."""
+    received = sent.new_empty(sum(sizes))
+    dist.all_to_all_single(
+        received,
+        sent.contiguous(),
+        output_split_sizes=list(sizes),
+        input_split_sizes=[sent.numel() if rank == target else 0 for rank in range(among.size)],
+        group=among.group,
+    )
+    return received
+
+
 @dataclass(frozen=True)
 class PendingShift:
     """A tensor on its way from the rank before this one.

@@ -7,6 +7,11 @@ Note [dims of several blocks]: one weight often holds several side by side, as t
 attention in the rows of one matrix. The heads of each must be divided alike, so a rank has its rows of every block.
 The same holds for the heads of several sequences in one dim. That is `BlockedShard`. It is no `Shard`, so that code
 which does not know of blocks does not divide them wrongly. An outer axis may divide the dim too, between blocks.
+
+Note [values on one rank]: an expert that is a module of its own is on one rank, with all that is computed of it. That
+is `OnRank`: one rank has the whole value, and the others have nothing. It has no dim, so other axes may divide the
+value along any. As local values the others have tensors without rows, which nothing reads. A stored parameter is
+`Shard` then, with all rows on one rank.
 """
 
 from collections.abc import Sequence
@@ -16,12 +21,15 @@ from torch.distributed.tensor.placement_types import Shard as TorchShard
 
 __all__ = [
     "BlockedShard",
+    "OnRank",
     "Partial",
     "Placement",
     "Replicate",
     "Shard",
     "Sharding",
     "compute_local_shape",
+    "find_only_rank",
+    "is_absent",
     "is_divided_along",
     "split_lengths",
 ]
@@ -101,6 +109,44 @@ class BlockedShard(Placement):
         return tuple(rows // self.block * length for length in self.lengths)
 
 
+class OnRank(Placement):
+    """The whole value on one rank of the axis, and nothing on the others; see Note [values on one rank]."""
+
+    rank: int
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, OnRank) and self.rank == other.rank
+
+    def __hash__(self) -> int:
+        return hash((OnRank, self.rank))
+
+    def __repr__(self) -> str:
+        return f"OnRank({self.rank})"
+
+
+def find_only_rank(placement: Placement) -> int | None:
+    """Return the rank of several that has all rows of a divided value; None if several have some."""
+    if not isinstance(placement, Shard) or len(placement.lengths) == 1:
+        return None
+    owners = [rank for rank, length in enumerate(placement.lengths) if not isinstance(length, int) or length > 0]
+    return owners[0] if len(owners) == 1 else None
+
+
+def is_absent(sharding: Sharding, ranks: Sequence[int]) -> bool:
+    """Return whether a worker has nothing of a value, because one along some axis has it.
+
+    Args:
+        sharding: One placement per axis.
+        ranks: The worker's rank along each axis.
+    """
+    pairs = zip(sharding, ranks, strict=True)
+    return any(isinstance(placement, OnRank) and placement.rank != rank for placement, rank in pairs)
+
+
 def is_divided_along(placement: Placement, dim: int) -> bool:
     """Return whether an axis divides this dim of a value."""
     return isinstance(placement, Shard | BlockedShard) and placement.dim == dim
@@ -120,4 +166,6 @@ def compute_local_shape(shape: Sequence[int], sharding: Sharding, ranks: Sequenc
             sizes[placement.dim] = placement.lengths[rank]
         elif isinstance(placement, BlockedShard):
             sizes[placement.dim] = placement.count_rows(sizes[placement.dim])[rank]
+    if sizes and is_absent(sharding, ranks):
+        sizes[0] = 0
     return sizes

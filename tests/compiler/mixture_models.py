@@ -152,6 +152,152 @@ class Dense(nn.Module):
         return x + mixed, gates.mean((0, 1)).square().sum()
 
 
+def make_expert(hidden=HIDDEN, dropout=0.0):
+    """Return an expert as a module of its own."""
+    return nn.Sequential(nn.Linear(WIDTH, hidden), nn.GELU(), nn.Dropout(dropout), nn.Linear(hidden, WIDTH))
+
+
+class Gated(nn.Module):
+    """An expert as in Llama, with a norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.gate, self.up = nn.Linear(WIDTH, HIDDEN, bias=False), nn.Linear(WIDTH, HIDDEN, bias=False)
+        self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
+        self.scale = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x):
+        x = self.norm(x)
+        return self.down(F.silu(self.gate(x)) * self.up(x)) * self.scale
+
+
+class Loop(nn.Module):
+    """Experts that are modules; each computes all samples, with weights of zero for most."""
+
+    def __init__(self, count=EXPERTS, make=make_expert):
+        super().__init__()
+        self.router = nn.Linear(WIDTH, count)
+        self.experts = nn.ModuleList([make() for _ in range(count)])
+
+    def forward(self, x):
+        weights, chosen = self.router(x).softmax(-1).topk(2, dim=-1)
+        weights = weights / weights.sum(-1, keepdim=True)
+        result = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            weight = (weights * (chosen == number)).sum(-1, keepdim=True)
+            result = result + weight * expert(x)
+        shares = F.one_hot(chosen, len(self.experts)).to(x.dtype).mean((0, 1, 2))
+        return x + result, (shares * self.router(x).softmax(-1).mean((0, 1))).sum()
+
+
+class LoopOnResult(Loop):
+    """The results of experts are added to the residual one after another, in place."""
+
+    def forward(self, x):
+        weights = self.router(x).softmax(-1)
+        result = x.clone()
+        for number, expert in enumerate(self.experts):
+            result += expert(x) * weights[..., number : number + 1]
+        return result, weights.square().mean()
+
+
+class StackedResults(Loop):
+    """The results of all experts in one tensor, of which each sample takes some (MMoE)."""
+
+    def forward(self, x):
+        weights, chosen = self.router(x).softmax(-1).max(-1)
+        results = torch.stack([expert(x) for expert in self.experts], dim=2)
+        index = chosen[..., None, None].expand(-1, -1, 1, x.shape[-1])
+        return x + weights.unsqueeze(-1) * results.gather(2, index).squeeze(2), weights.mean()
+
+
+class MixedResults(Loop):
+    """Results in one tensor, summed with the weights of two gates."""
+
+    def forward(self, x):
+        results = torch.stack([expert(x) for expert in self.experts])
+        first, second = self.router(x).softmax(-1), self.router(-x).softmax(-1)
+        mixed = torch.einsum("ebsd,bse->bsd", results, first), torch.einsum("ebsd,bse->bsd", results, second)
+        return x + mixed[0] * mixed[1].tanh(), first.mean()
+
+
+class LoopOverSlots(Loop):
+    """Slots for each sequence, and one expert after another for its slots."""
+
+    def forward(self, x):
+        weights, chosen = self.router(x).softmax(-1).max(-1)
+        masks = F.one_hot(chosen, len(self.experts))
+        place = (masks.cumsum(1) * masks).sum(-1) - 1
+        slots = F.one_hot(place.clamp(max=3), 4)[..., :3]
+        places = (masks.unsqueeze(-1) * slots.unsqueeze(-2)).to(x.dtype)
+        inputs = torch.einsum("bwes,bwd->ebsd", places, x)
+        results = torch.stack([expert(part) for expert, part in zip(self.experts, inputs.unbind(0), strict=True)])
+        return x + torch.einsum("bwes,ebsd->bwd", places * weights[..., None, None], results), weights.mean()
+
+
+class Chunks(Loop):
+    """Slots of the whole batch, in chunks."""
+
+    def forward(self, x):
+        tokens = x.reshape(-1, WIDTH)
+        scores = self.router(tokens).softmax(-1)
+        weights, index = scores.t().topk(tokens.shape[0] // 2, dim=-1)
+        chunks = tokens[index.flatten()].chunk(len(self.experts), dim=0)
+        results = torch.cat([expert(part) for expert, part in zip(self.experts, chunks, strict=True)])
+        mixed = torch.zeros_like(tokens).index_add(0, index.flatten(), results * weights.flatten().unsqueeze(-1))
+        return x + mixed.view_as(x), x.new_zeros(())
+
+
+class Numbered(nn.Module):
+    """Experts in attributes with numbers, and their outputs in a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(WIDTH, EXPERTS)
+        for number in range(EXPERTS):
+            setattr(self, f"expert_{number}", make_expert())
+
+    def forward(self, x):
+        weights = self.router(x).softmax(-1)
+        results = [getattr(self, f"expert_{number}")(x) for number in range(EXPERTS)]
+        return x + sum(weights[..., number, None] * result for number, result in enumerate(results)), weights.mean()
+
+
+class Parameters(nn.Module):
+    """The weights of experts in lists of parameters, with a bias for all."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(WIDTH, EXPERTS)
+        self.up = nn.ParameterList([torch.randn(WIDTH, HIDDEN) * 0.2 for _ in range(EXPERTS)])
+        self.down = nn.ParameterList([torch.randn(HIDDEN, WIDTH) * 0.2 for _ in range(EXPERTS)])
+        self.bias = nn.Parameter(torch.randn(HIDDEN) * 0.1)
+
+    def forward(self, x):
+        weights = self.router(x).softmax(-1)
+        result = 0
+        for number, (up, down) in enumerate(zip(self.up, self.down, strict=True)):
+            result = result + weights[..., number, None] * ((x @ up + self.bias).relu() @ down)
+        return x + result, weights.mean()
+
+
+LOOPS = {
+    "loop": Loop,
+    "loop with three experts": lambda: Loop(3),
+    "loop with five experts": lambda: Loop(5),
+    "loop with dropout": lambda: Loop(make=lambda: make_expert(dropout=0.3)),
+    "loop with gated experts": lambda: Loop(make=Gated),
+    "loop on the residual": LoopOnResult,
+    "results in one tensor": StackedResults,
+    "two gates": MixedResults,
+    "slots and a loop": LoopOverSlots,
+    "chunks": Chunks,
+    "numbered attributes": Numbered,
+    "lists of parameters": Parameters,
+}
+"""Mixtures whose experts are modules."""
+
 FORMS = {
     "switch": Switch,
     "switch with few slots": lambda: Switch(0.6, bias=True),
@@ -181,7 +327,7 @@ class Words(nn.Module):
 def make_mixture(name, rows=ROWS):
     """Return a job, its modules and its arguments, with a mixture of this form."""
     torch.manual_seed(0)
-    model = Words(FORMS[name]()).double()
+    model = Words((FORMS | LOOPS)[name]()).double()
 
     def train(ids, labels):
         logits, loss = model(ids)

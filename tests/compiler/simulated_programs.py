@@ -1,10 +1,10 @@
-"""Run the programs of all workers of a mesh in one process, each node on all before the next.
+"""Run the programs of all workers of a mesh in one process, each up to a collective before the next.
 
 Collectives are computed from the list of all workers' values. Random operators start from the same generator state on
-every worker, as in real processes.
+every worker, as in real processes, and must leave the same one.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,48 +12,66 @@ from torch import Tensor, fx
 
 from rankless.collectives.mesh_collectives import PendingShift
 from rankless.compiler.ir.blocked_dims import join_blocks
-from rankless.compiler.ir.local_kernels import DrawFrom, reduce_extremum
+from rankless.compiler.ir.local_kernels import DrawFrom, make_absent, reduce_extremum
 from rankless.compiler.ir.tensor_parts import list_parts, take_parts
 from rankless.compiler.lowering.local_graph import LocalGraph
 from rankless.compiler.sharding.redistribute import Collective, RingShift, StackingAllGather
 from rankless.compiler.tracing.symbolic_sizes import evaluate_size
 from rankless.context.generator_states import restore_generators, save_generators
-from rankless.parallel.tensor_placement import BlockedShard, Placement, Shard
+from rankless.parallel.tensor_placement import BlockedShard, OnRank, Placement, Shard
 
 
 def interpret(
     graphs: Sequence[LocalGraph], inputs: Sequence[Sequence[Tensor]], symbols: Mapping[str, int]
 ) -> list[dict[fx.Node, Any]]:
-    """Run all ranks' graphs, the i-th node of each before the next."""
+    """Run all ranks' graphs, each up to the next collective before the others go on."""
     values: list[dict[fx.Node, Any]] = [
         {node: value.detach() for (node, _), value in zip(graph.inputs, given, strict=True)}
         for graph, given in zip(graphs, inputs, strict=True)
     ]
-    for nodes in zip(*(graph.graph.nodes for graph in graphs), strict=True):
-        if nodes[0].op in ("placeholder", "output"):
+    targets = [node.target for node in graphs[0].graph.nodes]
+    own = list(dict.fromkeys(target.generator for target in targets if isinstance(target, DrawFrom)))
+    waiting = [run_to_collectives(graph.graph, known, symbols) for graph, known in zip(graphs, values, strict=True)]
+    while True:
+        before, after, found = save_generators(own), [], []
+        for worker in waiting:
+            restore_generators(before)
+            found.append(next(worker, None))
+            after.append([state for _, state in save_generators(own)])
+        same = [torch.equal(*pair) for states in after for pair in zip(states, after[0], strict=True)]
+        assert all(same), "workers have drawn different numbers"
+        if all(item is None for item in found):
+            return values
+        collectives = [node.target for node, _ in found]
+        for (node, _), known, result in zip(
+            found, values, call_collectives(collectives, [arguments for _, arguments in found]), strict=True
+        ):
+            keep(known, node, result)
+
+
+def run_to_collectives(
+    graph: fx.Graph, known: dict[fx.Node, Any], symbols: Mapping[str, int]
+) -> Iterator[tuple[fx.Node, Any]]:
+    """Run a worker's graph, and yield its collectives with their arguments; the caller adds their results."""
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output"):
             continue
-        arguments = [
-            fx.node.map_aggregate(
-                (node.args, node.kwargs),
-                lambda item, known=known: known[item] if isinstance(item, fx.Node) else evaluate_size(item, symbols),
-            )
-            for node, known in zip(nodes, values, strict=True)
-        ]
-        if isinstance(nodes[0].target, Collective):
-            results = call_collectives([node.target for node in nodes], arguments)
+        args, kwargs = fx.node.map_aggregate(
+            (node.args, node.kwargs),
+            lambda item: known[item] if isinstance(item, fx.Node) else evaluate_size(item, symbols),
+        )
+        if isinstance(node.target, Collective):
+            yield node, (args, kwargs)
         else:
-            own = nodes[0].target.generator if isinstance(nodes[0].target, DrawFrom) else None
-            states = save_generators([] if own is None else [own])
-            results = []
             with torch.no_grad():
-                for node, (args, kwargs) in zip(nodes, arguments, strict=True):
-                    restore_generators(states)
-                    results.append(node.target(*args, **kwargs))
-        for node, known, result in zip(nodes, values, results, strict=True):
-            known[node] = result
-            if isinstance(result, Tensor) and "logical" in node.meta:
-                check_layout(node, result)
-    return values
+                keep(known, node, node.target(*args, **kwargs))
+
+
+def keep(known: dict[fx.Node, Any], node: fx.Node, result: Any) -> None:
+    """Keep the result of a node."""
+    known[node] = result
+    if isinstance(result, Tensor) and "logical" in node.meta:
+        check_layout(node, result)
 
 
 OWN_LAYOUT = (
@@ -129,7 +147,10 @@ def call_collective(
         assert [piece.shape[collective.placement.dim] for piece in pieces] == list(lengths[0])
         return PendingShift(pieces[rank - 1].clone(memory_format=torch.contiguous_format))
     source, target = collective.source, collective.target
-    if isinstance(source, BlockedShard):
+    if isinstance(source, OnRank):
+        shape, lengths, whole = lengths[:1], lengths[1:], pieces[source.rank].contiguous()
+        assert list(whole.shape) == list(shape[0]), "another shape than the other ranks expect"
+    elif isinstance(source, BlockedShard):
         assert [piece.shape[source.dim] for piece in pieces] == list(lengths[0])
         whole = join_blocks(torch.cat(pieces, dim=source.dim), source.dim, source.lengths)
     elif isinstance(source, Shard):
@@ -139,6 +160,8 @@ def call_collective(
         whole = torch.stack(pieces).sum(0).to(pieces[0].dtype)
     else:
         whole = reduce_extremum(torch.stack(pieces), source.reduce_op)
+    if isinstance(target, OnRank):
+        return whole.contiguous() if target.rank == rank else make_absent(whole)
     return slice_for_rank(whole, Shard(target.dim, lengths[-1]) if isinstance(target, Shard) else target, rank)
 
 

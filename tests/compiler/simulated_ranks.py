@@ -24,7 +24,15 @@ from rankless.compiler.sharding.sharding_propagation import ShardedProgram, prop
 from rankless.compiler.tracing.symbolic_sizes import SymbolicSizes, compile_guards
 from rankless.ownership.piece_layout import PieceLayout
 from rankless.parallel.mesh import AxisRole, Mesh, MeshAxis
-from rankless.parallel.tensor_placement import BlockedShard, Placement, Replicate, Shard, Sharding, split_lengths
+from rankless.parallel.tensor_placement import (
+    BlockedShard,
+    OnRank,
+    Placement,
+    Replicate,
+    Shard,
+    Sharding,
+    split_lengths,
+)
 
 
 @dataclass(frozen=True)
@@ -225,10 +233,11 @@ def take_state(value: Tensor, placement: Placement | None, rank: int) -> Tensor:
 
 def join_pieces(sharded: ShardedProgram, name: str, gathered: Sequence[Tensor]) -> list[Tensor]:
     """Return the whole gradient for every worker, given their pieces, if the last axis divides its parameter."""
-    placement = sharded.find_state_sharding(name)[-1]
+    placement, ranks = sharded.find_state_sharding(name)[-1], sharded.axes[-1].ranks
+    if isinstance(placement, OnRank):
+        return [gathered[number - number % ranks + placement.rank] for number in range(len(gathered))]
     if not isinstance(placement, Shard | BlockedShard):
         return list(gathered)
-    ranks = len(placement.lengths)
     wholes = []
     for first in range(0, len(gathered), ranks):
         whole = torch.cat(list(gathered[first : first + ranks]), placement.dim)

@@ -36,6 +36,21 @@ def keep_on_rank_zero(value: Tensor, rank: int) -> Tensor:
     return value if rank == 0 else torch.zeros_like(value)
 
 
+def make_absent(like: Tensor) -> Tensor:
+    """Return what a rank holds in place of a value that another rank has: a tensor of its kind without rows."""
+    return like.new_empty((0, *like.shape[1:]) if like.dim() else ())
+
+
+def make_empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor of a shape without rows, for a value that another rank computes."""
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def make_zeros(like: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return a rank's term of a sum that another rank has: zeros of this shape."""
+    return like.new_zeros(shape)
+
+
 def draw_and_slice(
     operator: Callable[..., Tensor],
     example: tuple[Sequence[int], Sequence[int], torch.dtype],

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from rankless.parallel.tensor_placement import BlockedShard, Shard, Sharding
+from rankless.parallel.tensor_placement import BlockedShard, Shard, Sharding, is_absent
 
 Part = tuple[int, int, int]
 """A range of one dim: the dim, the first index and the length."""
@@ -13,11 +13,15 @@ Part = tuple[int, int, int]
 def list_parts(sharding: Sharding, ranks: Sequence[int]) -> tuple[Part, ...]:
     """Return one worker's part of a value as ranges of different dims; none if it has the whole.
 
+    A worker without the value has no rows of dim 0.
+
     Args:
         sharding: One placement per axis. If several divide one dim, each divides what the one before it leaves.
         ranks: The worker's rank along each axis.
     """
     found: dict[int, tuple[int, int]] = {}
+    if is_absent(sharding, ranks):
+        return ((0, 0, 0),)
     for placement, rank in zip(sharding, ranks, strict=True):
         assert not isinstance(placement, BlockedShard), "a part of every block of a dim is no range"
         if isinstance(placement, Shard):

@@ -1,6 +1,6 @@
 """Where a program leaves a gradient along one axis."""
 
-from rankless.parallel.tensor_placement import BlockedShard, Partial, Placement, Replicate, Shard
+from rankless.parallel.tensor_placement import BlockedShard, OnRank, Partial, Placement, Replicate, Shard
 
 
 def place_gradient(computed: Placement, stored: Placement) -> Placement:
@@ -10,6 +10,6 @@ def place_gradient(computed: Placement, stored: Placement) -> Placement:
         computed: The placement in which it is computed.
         stored: That of its parameter.
     """
-    if isinstance(stored, Shard | BlockedShard):
+    if isinstance(stored, Shard | BlockedShard | OnRank):
         return stored
     return computed if isinstance(computed, Partial) else Replicate()

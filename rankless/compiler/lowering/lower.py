@@ -1,6 +1,5 @@
 """Lower a sharded program to one rank's program on local values, with collectives where placements differ."""
 
-from collections.abc import Callable, Mapping, Sequence
 from operator import getitem
 from typing import Any
 
@@ -8,7 +7,6 @@ import torch
 from torch import fx
 
 from rankless.compiler.ir import local_kernels
-from rankless.compiler.ir.blocked_dims import slice_blocks
 from rankless.compiler.ir.logical_program import (
     LogicalValue,
     ProgramOutput,
@@ -17,11 +15,13 @@ from rankless.compiler.ir.logical_program import (
     format_value,
     is_fresh,
 )
-from rankless.compiler.ir.tensor_parts import Part, list_parts
 from rankless.compiler.lowering.call_arguments import replace_arguments
 from rankless.compiler.lowering.gradient_placement import place_gradient
 from rankless.compiler.lowering.local_graph import LocalGraph
-from rankless.compiler.lowering.local_operators import LOCAL_OPERATORS, restore_layout
+from rankless.compiler.lowering.local_graph_builder import LocalGraphBuilder
+from rankless.compiler.lowering.local_moves import move_locally
+from rankless.compiler.lowering.local_operators import restore_layout
+from rankless.compiler.lowering.phases import Phase, list_phases
 from rankless.compiler.lowering.recomputation import recompute
 from rankless.compiler.lowering.recomputed_regions import choose_regions
 from rankless.compiler.lowering.repeated_gathers import gather_again
@@ -30,18 +30,13 @@ from rankless.compiler.lowering.value_check import ValueCheck
 from rankless.compiler.rules.random import CounterDraw, lower_counter_draw
 from rankless.compiler.rules.strategy import (
     LocalValue,
-    OperatorCall,
     get_operator,
     list_tensor_slots,
-    make_call,
 )
+from rankless.compiler.sharding.owner_strategies import runs_everywhere
 from rankless.compiler.sharding.redistribute import (
-    Collective,
     CollectivePurpose,
-    CollectiveRecord,
     Redistribution,
-    RingShift,
-    StackingAllGather,
     count_bytes,
     estimate_cost,
 )
@@ -53,151 +48,30 @@ from rankless.parallel.tensor_placement import (
     BlockedShard,
     Partial,
     Replicate,
-    Shard,
     Sharding,
     compute_local_shape,
+    is_absent,
 )
 
 aten = torch.ops.aten
 
 
-class LoweringPass:
-    """Builds the local graph of one rank, operator by operator; implements `GraphBuilder` for the rules."""
+class LoweringPass(LocalGraphBuilder):
+    """Lowers a program operator by operator."""
 
     def __init__(self, sharded: ShardedProgram, mesh: Mesh) -> None:
-        self.sharded = sharded
-        self.axes = mesh.axes
-        self.ranks = tuple(axis.rank for axis in mesh.axes)
-        self.whole: Sharding = (Replicate(),) * len(mesh.axes)
-        self.graph = fx.Graph()
+        super().__init__(sharded, mesh)
         self.values: dict[fx.Node, dict[Sharding, fx.Node]] = {}
         self.results: dict[fx.Node, LocalValue] = {}
         self.draws: dict[fx.Node, CounterDraw] = {}
-        self.current_node: fx.Node | None = None
-        self.current_axes: Sequence[int] = ()
-        """The numbers of the axes whose strategies are being lowered."""
-        self.generator: torch.Generator | None = None
-        """The script's generator from which the operator draws that is being lowered."""
-
-    def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
-        """Add an operator or a Rankless function."""
-        function = LOCAL_OPERATORS.get(target, target)
-        if self.generator is not None:
-            function = local_kernels.DrawFrom(self.generator, function)
-        node = self.graph.call_function(function)
-        # Set the arguments afterwards: PyTorch warns about sizes among the arguments of a new node.
-        node.args, node.kwargs = args, kwargs
-        node.meta.update(self.origin)
-        logical = {} if self.current_node is None else self.current_node.meta
-        node.meta.update(checkpoint=logical.get("checkpoint"), kept=logical.get("kept"))
-        return node
-
-    @property
-    def origin(self) -> Mapping[str, Any]:
-        """The line, the module and the pass of the operator that is being lowered."""
-        meta = {} if self.current_node is None else self.current_node.meta
-        return {
-            "line": str(meta.get("line", "")),
-            "module": meta.get("module"),
-            "backward": bool(meta.get("backward")),
-        }
-
-    @property
-    def rank(self) -> int:
-        """This process's rank along the axis whose strategy is being lowered."""
-        (number,) = self.current_axes
-        return self.ranks[number]
-
-    def input_sharding(self, index: int) -> Sharding:
-        """Return the sharding in which that operator takes an input."""
-        assert self.current_node is not None
-        return self.sharded.input_shardings(self.current_node)[index]
-
-    def output_size(self, index: int) -> list[int]:
-        """Return the local size of an output of that operator."""
-        assert self.current_node is not None
-        value = self.current_node.meta["val"]
-        shape = tuple((value[index] if isinstance(value, tuple | list) else value).shape)
-        return compute_local_shape(shape, self.output_sharding(index), self.ranks)
-
-    def output_sharding(self, index: int) -> Sharding:
-        """Return the sharding of an output of that operator."""
-        assert self.current_node is not None
-        return self.sharded.output_shardings(self.current_node)[index]
-
-    def list_parts(self, sharding: Sharding) -> tuple[Part, ...]:
-        """Return this rank's part of a value, as ranges of dims."""
-        return list_parts(sharding, self.ranks)
-
-    def all_reduce(self, value: fx.Node, reason: str, size: int) -> fx.Node:
-        """Add a sum of a value of `size` bytes over the ranks along the current axes."""
-        for number in self.current_axes:
-            target = Redistribution(self.axes[number], Partial(), Replicate())
-            value = self.add_collective(target, value, size, reason, purpose="operator")
-        return value
-
-    def all_gather(self, value: fx.Node, reason: str, size: int) -> fx.Node:
-        """Add an all-gather of equal pieces, of `size` bytes each, along a new dim 0 and the current axis."""
-        (number,) = self.current_axes
-        axis = self.axes[number]
-        return self.add_collective(StackingAllGather(axis), value, size * axis.size, reason, purpose="operator")
-
-    def ring_shift(self, value: fx.Node, index: int, hops: int, reason: str) -> fx.Node:
-        """Begin to pass a piece of an input of that operator to the next rank along the current axis."""
-        assert self.current_node is not None
-        (number,) = self.current_axes
-        node = self.make_call(self.current_node, number).inputs[index]
-        sharding = self.input_sharding(index)
-        placement = sharding[number]
-        assert isinstance(placement, Shard), placement
-        whole = replace_placement(sharding, number, Replicate())
-        size = count_bytes(node, compute_local_shape(node.meta["val"].shape, whole, self.ranks))
-        lengths = tuple(placement.lengths[rank - hops] for rank in range(len(placement.lengths)))
-        value.meta.setdefault("described", f"{format_value(node)} of {format_operator(self.current_node.target)}")
-        target = RingShift(self.axes[number], Shard(placement.dim, lengths))
-        return self.add_collective(target, value, size, reason, purpose="operator", lengths=(lengths,))
-
-    def add_collective(
-        self,
-        target: Collective,
-        value: fx.Node,
-        size: int,
-        reason: str,
-        *,
-        purpose: CollectivePurpose,
-        lengths: Sequence[tuple[int, ...]] = (),
-    ) -> fx.Node:
-        """Add a collective and record its size, reason and purpose."""
-        node = self.call(target, value, *lengths)
-        gathered = isinstance(target, Redistribution) and target.is_gather
-        node.meta["collective"] = CollectiveRecord(
-            kind=target.__name__,
-            purpose=purpose,
-            value=value.meta.get("described", value.name),
-            bytes=size,
-            sent_bytes=target.sent_bytes(size),
-            reason=reason,
-            axis=target.axis.name,
-            gathered=gathered,
-            in_full=gathered and purpose != "output" and self.computes_in_full(self.axes.index(target.axis)),
-            overlapped=isinstance(target, RingShift),
-            **self.origin,
-        )
-        return node
-
-    def computes_in_full(self, number: int) -> bool:
-        """Return whether every rank along an axis computes the whole result of the current operator."""
-        assert self.current_node is not None
-        strategy = self.sharded.axes[number].strategies.get(self.current_node)
-        return strategy is None or all(isinstance(output, Replicate) for output in strategy.outputs)
+        self.checks: dict[fx.Node, list[ProgramOutput]] = {}
+        for node, output in sharded.logical.outputs:
+            if output.kind == "check":
+                self.checks.setdefault(node, []).append(output)
 
     def lower_graph(self) -> LocalGraph:
         """Return the complete local graph."""
         logical = self.sharded.logical
-        checks: dict[fx.Node, list[ProgramOutput]] = {}
-        for node, output in logical.outputs:
-            if output.kind == "check":
-                checks.setdefault(node, []).append(output)
         inputs = []
         for node in logical.graph.nodes:
             if node in logical.inputs:
@@ -205,11 +79,13 @@ class LoweringPass:
                 local.meta.update(described=logical.inputs[node].name, kind=logical.inputs[node].kind)
                 self.values[node] = {self.sharded.sharding(node): local}
                 inputs.append((local, logical.inputs[node]))
-        for node in logical.graph.nodes:
-            if node not in logical.inputs and node.op != "output":
+        for node in logical.inputs:
+            self.add_checks(node)
+        for phase in list_phases(self.sharded):
+            self.add_moves(phase)
+            for node in phase.nodes:
                 self.lower_node(node)
-            for check in checks.get(node, ()):
-                self.call(ValueCheck(check.index, check.expected), self.redistribute(node, self.whole, check.name))
+                self.add_checks(node)
         outputs, pending_gradients = self.lower_outputs()
         self.graph.output(tuple(node for node, _ in outputs))
         return LocalGraph(
@@ -218,6 +94,17 @@ class LoweringPass:
             outputs=tuple(outputs),
             pending_gradients=tuple(pending_gradients),
         )
+
+    def add_moves(self, phase: Phase) -> None:
+        """Add the moves that come before the operators of a phase."""
+        for node, value, sharding in phase.moves:
+            self.current_node = node
+            self.redistribute(value, sharding, f"input of {format_operator(node.target)}")
+
+    def add_checks(self, node: fx.Node) -> None:
+        """Compare a value with what the job's Python has read of it, if it has."""
+        for check in self.checks.get(node, ()):
+            self.call(ValueCheck(check.index, check.expected), self.redistribute(node, self.whole, check.name))
 
     def lower_outputs(self) -> tuple[list[tuple[fx.Node, ProgramOutput]], list[fx.Node]]:
         """Replicate results and new buffers on every rank; leave gradients that are partial sums to the schedule.
@@ -274,11 +161,6 @@ class LoweringPass:
         else:
             self.draws[node] = drawn
 
-    def make_call(self, node: fx.Node, number: int) -> OperatorCall:
-        """Return an operator as the axis with this number divides it."""
-        axis = self.sharded.axes[number]
-        return make_call(node, axis.placements, axis.ranks)
-
     def add_counter_draw(self, node: fx.Node, target: Sharding) -> fx.Node:
         """Add the draw of this rank's part of a value, and describe it by its operator."""
         user, self.current_node = self.current_node, node
@@ -297,6 +179,12 @@ class LoweringPass:
 
     def apply_strategies(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalValue:
         """Add the operator on local values as its strategies prescribe; see Note [several axes]."""
+        if is_absent(self.output_sharding(0), self.ranks) and not runs_everywhere(node):
+            values = node.meta["val"]
+            if not isinstance(values, tuple | list):
+                return self.add_absent(values, self.output_sharding(0))
+            absent = [self.add_absent(each, self.output_sharding(0)) if has_value(each) else None for each in values]
+            return tuple(absent)
         self.generator = node.meta.get("generator")
         lowerings = {
             number: strategy.lower
@@ -364,20 +252,21 @@ class LoweringPass:
             (number, *pair) for number, pair in enumerate(zip(source, wanted, strict=True)) if pair[0] != pair[1]
         )
         local, axis = self.values[node][source], self.axes[number]
-        if isinstance(before, Replicate) and isinstance(after, Shard):
-            start, length = after.start(axis.rank), after.lengths[axis.rank]
-            return self.call(local_kernels.slice_dim, local, after.dim, start, length)
-        if isinstance(before, Replicate) and isinstance(after, BlockedShard):
-            start, length = after.start(axis.rank), after.lengths[axis.rank]
-            return self.call(slice_blocks, local, after.dim, after.block, start, length)
-        if isinstance(before, Replicate):
-            return self.call(local_kernels.keep_on_rank_zero, local, axis.rank)
-        shape = compute_local_shape(node.meta["val"].shape, replace_placement(source, number, Replicate()), self.ranks)
-        size = count_bytes(node, shape)
+        together = replace_placement(source, number, Replicate())
+        if is_absent(together, self.ranks):
+            return self.add_absent(node.meta["val"], wanted)
+        shape = compute_local_shape(node.meta["val"].shape, together, self.ranks)
+        if (moved := move_locally(self, local, axis, before, after, shape)) is not None:
+            return moved
         target = Redistribution(axis, before, after)
         lengths = target.list_lengths(shape)
-        moved = self.add_collective(target, local, size, reason, purpose=purpose, lengths=lengths)
-        return restore_layout(self, moved, node.meta["val"])
+        moved = self.add_collective(target, local, count_bytes(node, shape), reason, purpose=purpose, lengths=lengths)
+        return moved if is_absent(wanted, self.ranks) else restore_layout(self, moved, node.meta["val"])
+
+    def add_absent(self, value: LogicalValue, sharding: Sharding) -> fx.Node:
+        """Add what this rank holds in place of a value that another one has."""
+        shape = compute_local_shape(value.shape, sharding, self.ranks)
+        return self.call(local_kernels.make_empty, tuple(shape), value.dtype, value.device)
 
     def count_local_bytes(self, local: fx.Node) -> int:
         """Return the bytes of a local value that has memory of its own; 0 for a view, and for several values."""
@@ -386,6 +275,11 @@ class LoweringPass:
             return 0
         shape = compute_local_shape(logical.meta["val"].shape, self.sharded.sharding(logical), self.ranks)
         return count_bytes(logical, shape)
+
+
+def has_value(value: object) -> bool:
+    """Return whether an operator gives an output."""
+    return isinstance(value, LogicalValue)
 
 
 def lower(sharded: ShardedProgram, mesh: Mesh) -> LocalGraph:

@@ -15,7 +15,7 @@ from rankless.compiler.ir.operator_origin import ModuleName
 from rankless.compiler.rules.pattern import is_partial_sum
 from rankless.compiler.tracing.symbolic_sizes import size_hint
 from rankless.parallel.mesh import MeshAxis
-from rankless.parallel.tensor_placement import BlockedShard, Partial, Placement, Replicate, Shard
+from rankless.parallel.tensor_placement import BlockedShard, OnRank, Partial, Placement, Replicate, Shard
 
 CollectivePurpose = Literal["input", "operator", "gradient", "output"]
 """What needs the result: an operator as its input or within its computation, the optimizer, or the job's caller."""
@@ -60,10 +60,14 @@ def estimate_cost(size: int, source: Placement, target: Placement, ranks: int) -
     if source == target:
         return 0
     match source, target:
-        case Replicate(), Shard() | BlockedShard() | Replicate():
+        case Replicate(), Shard() | BlockedShard() | OnRank() | Replicate():
             return 0
-        case Replicate(), Partial():
+        case Replicate() | OnRank(), Partial():
             return 0 if is_partial_sum(target) else inf
+        case (Shard(), OnRank()) | (OnRank(), Shard()):
+            return size / ranks
+        case (OnRank(), _) | (BlockedShard(), OnRank()):
+            return size
         case Shard() | BlockedShard(), Replicate() | BlockedShard():
             return size
         case BlockedShard(), Shard():
@@ -72,7 +76,7 @@ def estimate_cost(size: int, source: Placement, target: Placement, ranks: int) -
             return size / ranks if source.dim != target.dim else size
         case Partial(), Replicate() | BlockedShard():
             return 2 * size
-        case Partial(), Shard():
+        case Partial(), Shard() | OnRank():
             return size if is_partial_sum(source) else 2 * size
     return inf
 
@@ -95,6 +99,14 @@ class Redistribution:
     def kind(self) -> str:
         """The collective that runs."""
         match self.source, self.target:
+            case OnRank(), Shard():
+                return "scatter"
+            case OnRank(), _:
+                return "broadcast"
+            case Shard(), OnRank():
+                return "gather"
+            case _, OnRank():
+                return "reduce"
             case Shard(), Shard():
                 return "all_to_all"
             case Shard() | BlockedShard(), _:
@@ -106,14 +118,18 @@ class Redistribution:
     @property
     def is_gather(self) -> bool:
         """Whether every rank gets the whole of a value that was sharded."""
-        return isinstance(self.source, Shard | BlockedShard) and not isinstance(self.target, Shard)
+        return isinstance(self.source, Shard | BlockedShard) and not isinstance(self.target, Shard | OnRank)
 
     def list_lengths(self, shape: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """Return the shard lengths before and after, where the value is sharded; they may vary from call to call.
 
+        For a value that one rank has, its shape comes first: the others do not know it.
+
         Args:
             shape: The shape of the value that the ranks along the axis have together.
         """
+        if isinstance(self.source, OnRank):
+            return (tuple(shape), *([self.target.lengths] if isinstance(self.target, Shard) else []))
         if isinstance(self.source, BlockedShard):
             return (self.source.count_rows(shape[self.source.dim]),)
         return tuple(item.lengths for item in (self.source, self.target) if isinstance(item, Shard))
@@ -124,6 +140,10 @@ class Redistribution:
         An all-gather and a reduce-scatter pad pieces to the longest.
         """
         source, target, ranks = self.source, self.target, self.axis.size
+        if isinstance(source, OnRank):
+            return size * (ranks - 1) // ranks if isinstance(target, Shard) else size
+        if isinstance(target, OnRank):
+            return size // ranks if isinstance(source, Shard) else size
         if isinstance(source, Shard) and isinstance(target, Shard):
             return size * (ranks - 1) // ranks**2
         divided = source if isinstance(source, Shard | BlockedShard) else target
@@ -135,6 +155,10 @@ class Redistribution:
     def __call__(self, value: torch.Tensor, *lengths: tuple[int, ...]) -> torch.Tensor:
         """Redistribute this rank's piece; `lengths` are those of `list_lengths` in the present call."""
         source, target = self.source, self.target
+        if isinstance(source, OnRank):
+            return send_from_one(value, self.axis, source.rank, target, *lengths)
+        if isinstance(target, OnRank):
+            return bring_to_one(value, self.axis, source, target.rank, *lengths)
         if isinstance(source, Shard) and isinstance(target, Shard):
             return mesh_collectives.all_to_all(
                 value,
@@ -157,6 +181,50 @@ class Redistribution:
             )
             return local_kernels.reduce_extremum(gathered, source.reduce_op)
         return mesh_collectives.all_reduce(value, among=self.axis)
+
+
+def send_from_one(
+    value: torch.Tensor,
+    axis: MeshAxis,
+    rank: int,
+    target: Placement,
+    shape: tuple[int, ...],
+    lengths: tuple[int, ...] = (),
+) -> torch.Tensor:
+    """Return this rank's piece, or the whole, of a value that one rank along an axis has.
+
+    Args:
+        value: The value on that rank; elsewhere a tensor of its dtype and device.
+        axis: The axis.
+        rank: The rank that has the value.
+        target: How the value is to lie along the axis.
+        shape: The shape of the value.
+        lengths: The lengths of the pieces, if it is to be divided.
+    """
+    if isinstance(target, Shard):
+        return mesh_collectives.scatter_from(
+            value, among=axis, dim=target.dim, lengths=lengths, source=rank, shape=shape
+        )
+    whole = value.contiguous() if axis.rank == rank else value.new_empty(shape)
+    mesh_collectives.broadcast(whole, among=axis, source=rank)
+    return whole
+
+
+def bring_to_one(
+    value: torch.Tensor, axis: MeshAxis, source: Placement, rank: int, lengths: tuple[int, ...] = ()
+) -> torch.Tensor:
+    """Return a value on one rank along an axis, and a tensor without rows on the others.
+
+    Args:
+        value: This rank's piece of the value, or its term of it.
+        axis: The axis.
+        source: How the value lies along the axis.
+        rank: The rank that is to have the value.
+        lengths: The lengths of the pieces, if it is divided.
+    """
+    if isinstance(source, Shard):
+        return mesh_collectives.gather_to(value, among=axis, dim=source.dim, lengths=lengths, target=rank)
+    return mesh_collectives.reduce_to(value, among=axis, target=rank)
 
 
 class StackingAllGather:

@@ -1,6 +1,6 @@
 """The steps of a redistribution between two shardings: which axis changes when."""
 
-from rankless.parallel.tensor_placement import BlockedShard, Partial, Placement, Replicate, Shard, Sharding
+from rankless.parallel.tensor_placement import BlockedShard, OnRank, Partial, Placement, Replicate, Shard, Sharding
 
 
 def list_steps(source: Sharding, target: Sharding) -> list[Sharding]:
@@ -37,10 +37,11 @@ def needs_whole(source: Placement, target: Placement) -> bool:
     """Return whether no single collective leads from one placement to the other."""
     if isinstance(source, BlockedShard) or isinstance(target, BlockedShard):
         return not (isinstance(source, Replicate) or isinstance(target, Replicate))
-    if not isinstance(target, Shard):
+    if not isinstance(target, Shard | OnRank):
         return False
-    is_resize = isinstance(source, Shard) and source.dim == target.dim
-    return is_resize or (isinstance(source, Partial) and source.reduce_op != "sum")
+    is_resize = isinstance(source, Shard) and isinstance(target, Shard) and source.dim == target.dim
+    moves = isinstance(source, OnRank) and isinstance(target, OnRank)
+    return is_resize or moves or (isinstance(source, Partial) and source.reduce_op != "sum")
 
 
 def replace_placement(sharding: Sharding, number: int, placement: Placement) -> Sharding:

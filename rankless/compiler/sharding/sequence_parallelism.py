@@ -21,6 +21,7 @@ from rankless.compiler.ir.logical_program import LogicalProgram, is_fresh
 from rankless.compiler.rules.pattern import is_partial_sum
 from rankless.parallel.tensor_placement import (
     BlockedShard,
+    OnRank,
     Placement,
     Shard,
     is_divided_along,
@@ -66,7 +67,7 @@ def find_divided_weights(program: LogicalProgram, given: Mapping[fx.Node, Placem
     found = {
         node
         for node, described in program.inputs.items()
-        if described.kind == "parameter" and isinstance(given[node], Shard | BlockedShard)
+        if described.kind == "parameter" and isinstance(given[node], Shard | BlockedShard | OnRank)
     }
     for node in program.graph.nodes:
         is_view = isinstance(node.target, torch._ops.OpOverload) and not is_fresh(node)

@@ -24,16 +24,19 @@ from rankless.compiler.ir.logical_program import LogicalProgram, LogicalValue
 from rankless.compiler.probing.operator_probe import OperatorProbe
 from rankless.compiler.rules.strategy import OperatorCall, Strategy, make_call, make_replicated_strategy
 from rankless.compiler.rules.table import REFUSED_OPERATORS, find_rule
+from rankless.compiler.sharding.owner_strategies import list_owner_strategies
 from rankless.compiler.sharding.reordered_values import list_other_strategies
 from rankless.compiler.sharding.sequence_parallelism import find_divided_weights, find_rows
 from rankless.compiler.sharding.strategy_costs import find_cheapest, list_outputs
 from rankless.errors import CaptureError
 from rankless.parallel.tensor_placement import (
     BlockedShard,
+    OnRank,
     Placement,
     Replicate,
     Shard,
     Sharding,
+    find_only_rank,
     is_divided_along,
 )
 
@@ -126,7 +129,7 @@ def propagate_shardings(
         probe: Probes operators without a rule for the outermost axis; that is collective. None leaves them whole.
         state_shardings: The shardings of parameters and buffers by name. All others are whole.
     """
-    states = state_shardings or {}
+    states = {name: tuple(map(read_stored, sharding)) for name, sharding in (state_shardings or {}).items()}
     given = [
         place_inputs(
             program,
@@ -154,6 +157,12 @@ def propagate_shardings(
         own_probe = None if axes else probe
         axes.append(propagate_along_axis(program, given[number], ranks, own_probe, axes, partial(list_inner, number)))
     return ShardedProgram(logical=program, axes=tuple(axes), state_shardings=states)
+
+
+def read_stored(placement: Placement) -> Placement:
+    """Return how an operator finds a state that is stored in pieces, of which one rank may have all."""
+    owner = find_only_rank(placement)
+    return placement if owner is None else OnRank(owner)
 
 
 def place_inputs(
@@ -300,10 +309,12 @@ def choose_strategy(
     has_rule = rule is not None
     if rule is None:
         rule = no_strategies if probe is None else probe.strategies
-    strategies = [strategy for strategy in rule(call) if combines(strategy, call, outer)]
+    possible = list_owner_strategies(call, rule) or rule(call)
+    strategies = [strategy for strategy in possible if combines(strategy, call, outer)]
     strategies.append(replicated_strategy)
     kept = [strategy for strategy in strategies if not gathers_weights(strategy, call, weights)]
-    return find_cheapest(kept or strategies, call, available), has_rule
+    found = find_cheapest(kept or strategies, call, available)
+    return found, has_rule or any(isinstance(placement, OnRank) for placement in found.outputs)
 
 
 def gathers_weights(strategy: Strategy, call: OperatorCall, weights: Collection[fx.Node]) -> bool:

@@ -5,6 +5,8 @@ and a batched matrix product computes with it what every expert computes of its 
 the experts. So their dim is found by the operator, and what is divided with it by Note [linked dims]. Other values may
 have to be gathered, as the results of all experts for a sum over them; that does not matter here. The layer that
 chooses experts has a row for each of them too. It stays whole, because every sample needs all rows.
+
+Experts may also be modules of their own, each of which belongs to one rank (`module_experts`).
 """
 
 from collections.abc import Mapping
@@ -18,6 +20,7 @@ from rankless.compiler.ir.logical_program import LogicalProgram
 from rankless.compiler.sharding.reordered_values import REORDERINGS
 from rankless.compiler.tensor_parallel.dim_links import DimReach, ValueDim
 from rankless.compiler.tensor_parallel.division import TensorDivider
+from rankless.compiler.tensor_parallel.module_experts import ParameterUse, divide_module_experts
 from rankless.parallel.tensor_placement import BlockedShard, Shard
 
 BATCHED_PRODUCTS: Mapping[object, tuple[int, int]] = {
@@ -40,13 +43,17 @@ class ExpertDivider(TensorDivider):
 
     def divide(self, *, fills: bool) -> dict[str, Shard | BlockedShard]:
         """Return the placements of the parameters that are divided, by name; see `TensorDivider.divide`."""
-        found = super().divide(fills=fills)
-        names = {name: value for value, name in self._names.items()}
-        return {
+        together = super().divide(fills=fills)
+        values = {name: value for value, name in self._names.items()}
+        found: dict[str, Shard | BlockedShard] = {
             name: placement
-            for name, placement in found.items()
-            if name in self._requests or not self._computes_all_samples(names[name])
+            for name, placement in together.items()
+            if name in self._requests or not self._computes_all_samples(values[name])
         }
+        if fills:
+            use = ParameterUse(self._weights, values)
+            found |= divide_module_experts(self._program, use, self._ranks, {*self._requests, *found})
+        return found
 
     def _is_offered(self, reach: DimReach) -> bool:
         """Return whether a dim is that of experts."""

@@ -16,7 +16,7 @@ from rankless.ownership.optimizer_pieces import READS_WHOLE, list_parameters
 from rankless.parallel.mesh import MeshAxis
 from rankless.parallel.module_placements import list_placed
 from rankless.parallel.plan import Plan
-from rankless.parallel.tensor_placement import BlockedShard, Shard
+from rankless.parallel.tensor_placement import BlockedShard, Shard, find_only_rank
 from rankless.records.parallel_plan import StateDivision
 
 
@@ -39,7 +39,8 @@ def find_layer_divisions(
     tensors = {name: item for name, item in named_tensors(job.modules).items() if isinstance(item, nn.Parameter)}
     found: dict[str, dict[str, Shard | BlockedShard]] = {}
     for axis in sorted(axes, key=lambda axis: axis.role != "expert"):  # the axis `tensor` has what experts leave
-        before = {name: item.dim for name, item in next(iter(found.values()), {}).items()}
+        divided = next(iter(found.values()), {})
+        before = {name: item.dim for name, item in divided.items() if find_only_rank(item) is None}
         found[axis.name] = find_divisions(program, job, world, axis, tensors, before)
     return {
         name: tuple(

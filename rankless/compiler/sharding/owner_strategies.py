@@ -1,0 +1,57 @@
+"""Strategies of operators on values that one rank has; see `tensor_placement`, Note [values on one rank].
+
+Any operator can run on the rank that has one of its inputs, if it gets the others there too. An operator that is linear
+in such an input can also take it as a term of a sum, of which the other ranks have zeros. So the results of experts on
+different ranks are added, or stacked, without moving them.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from rankless.compiler.ir.logical_program import draws_by_counter
+from rankless.compiler.rules.random import dropout_strategies, lower_dropout
+from rankless.compiler.rules.strategy import OperatorCall, ShardingRule, Strategy
+from rankless.parallel.tensor_placement import OnRank, Partial, Placement, Shard
+
+aten = torch.ops.aten
+
+
+def list_owner_strategies(call: OperatorCall, rule: ShardingRule) -> list[Strategy]:
+    """Return the strategies of a call that takes values of single ranks; nothing if it takes none.
+
+    Of those that send as much, the first is the best: work that all ranks share, then work on one rank, then sums.
+
+    Args:
+        call: The call.
+        rule: The rule of its operator.
+    """
+    owners = list(dict.fromkeys(item for item in call.current_placements if isinstance(item, OnRank)))
+    if not owners:
+        return []
+    as_terms = replace(call, placements=dict(zip(call.inputs, read_as_terms(call.current_placements), strict=True)))
+    others = list(rule(as_terms))
+    shared = [item for item in others if any(isinstance(placement, Shard) for placement in item.outputs)]
+    alone = [strategy for owner in owners for strategy in run_on(owner, call)]
+    return [*shared, *alone, *(item for item in others if item not in shared)]
+
+
+def read_as_terms(placements: Sequence[Placement]) -> list[Placement]:
+    """Return placements with what one rank has as terms of a sum, as which every rule knows it."""
+    return [Partial() if isinstance(item, OnRank) else item for item in placements]
+
+
+def run_on(owner: OnRank, call: OperatorCall) -> Iterator[Strategy]:
+    """Yield the strategy of a call that runs on one rank; nothing for one that draws random numbers in its own way."""
+    inputs, outputs = (owner,) * len(call.inputs), (owner,) * len(call.output_shapes)
+    if torch.Tag.nondeterministic_seeded not in call.operator.tags:
+        yield Strategy(inputs, outputs)
+    elif call.operator is aten.native_dropout.default and call.output_shapes[0] and list(dropout_strategies(call)):
+        yield Strategy(inputs, outputs, lower_dropout)
+
+
+def runs_everywhere(node: fx.Node) -> bool:
+    """Return whether every rank runs an operator, also those without its values: their generators advance too."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) or draws_by_counter(node)
