@@ -19,23 +19,40 @@ from rankless.parallel.tensor_placement import OnRank, Partial, Placement, Shard
 aten = torch.ops.aten
 
 
-def list_owner_strategies(call: OperatorCall, rule: ShardingRule) -> list[Strategy]:
-    """Return the strategies of a call that takes values of single ranks; nothing if it takes none.
+def list_strategies(call: OperatorCall, rule: ShardingRule) -> list[Strategy]:
+    """Return the strategies of a call by the rule of its operator, with those for values that single ranks have.
 
-    Of those that send as much, the first is the best: work that all ranks share, then work on one rank, then sums.
+    Of those that send as much, the first is the best. An input that several experts use is moved to them. Any other
+    work is shared by all ranks, if it can be, or one rank does it, rather than all computing terms of a sum.
 
     Args:
         call: The call.
         rule: The rule of its operator.
     """
-    owners = list(dict.fromkeys(item for item in call.current_placements if isinstance(item, OnRank)))
-    if not owners:
-        return []
+    current = [item for item in call.current_placements if isinstance(item, OnRank)]
+    owners = list(dict.fromkeys([*current, *([call.wanted] if isinstance(call.wanted, OnRank) else [])]))
+    alone = [strategy for owner in owners for strategy in run_on(owner, call)]
+    if not current:
+        return [*alone, *rule(call)]
     as_terms = replace(call, placements=dict(zip(call.inputs, read_as_terms(call.current_placements), strict=True)))
     others = list(rule(as_terms))
     shared = [item for item in others if any(isinstance(placement, Shard) for placement in item.outputs)]
-    alone = [strategy for owner in owners for strategy in run_on(owner, call)]
-    return [*shared, *alone, *(item for item in others if item not in shared)]
+    terms = [item for item in others if item not in shared]
+    return [*alone, *shared, *terms] if meets_experts(call) else [*shared, *alone, *terms]
+
+
+def meets_experts(call: OperatorCall) -> bool:
+    """Return whether several operators take an input of a call together with values of single ranks."""
+    divided = [
+        value
+        for value, placement in zip(call.inputs, call.current_placements, strict=True)
+        if not isinstance(placement, OnRank)
+    ]
+
+    def counts(user: fx.Node) -> bool:
+        return any(isinstance(call.placements.get(value), OnRank) for value in user.all_input_nodes)
+
+    return any(sum(map(counts, value.users)) > 1 for value in divided)
 
 
 def read_as_terms(placements: Sequence[Placement]) -> list[Placement]:

@@ -57,20 +57,20 @@ def find_rows(node: fx.Node, placement: Placement, ranks: int, outer: Sequence[P
     return Shard(dim, split_lengths(shape[dim], ranks))
 
 
-def find_divided_weights(program: LogicalProgram, given: Mapping[fx.Node, Placement]) -> frozenset[fx.Node]:
-    """Return the divided parameters of a program, and views of them.
+def find_divided_weights(program: LogicalProgram, given: Mapping[fx.Node, Placement]) -> dict[fx.Node, Placement]:
+    """Return the divided parameters of a program, and views of them, with the placement of the parameter.
 
     Args:
         program: The program.
         given: The placements of its inputs along an axis.
     """
     found = {
-        node
+        node: given[node]
         for node, described in program.inputs.items()
         if described.kind == "parameter" and isinstance(given[node], Shard | BlockedShard | OnRank)
     }
     for node in program.graph.nodes:
         is_view = isinstance(node.target, torch._ops.OpOverload) and not is_fresh(node)
         if is_view and len(node.all_input_nodes) == 1 and node.all_input_nodes[0] in found:
-            found.add(node)
-    return frozenset(found)
+            found[node] = found[node.all_input_nodes[0]]
+    return found

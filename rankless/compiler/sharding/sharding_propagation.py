@@ -24,10 +24,12 @@ from rankless.compiler.ir.logical_program import LogicalProgram, LogicalValue
 from rankless.compiler.probing.operator_probe import OperatorProbe
 from rankless.compiler.rules.strategy import OperatorCall, Strategy, make_call, make_replicated_strategy
 from rankless.compiler.rules.table import REFUSED_OPERATORS, find_rule
-from rankless.compiler.sharding.owner_strategies import list_owner_strategies
+from rankless.compiler.sharding.owner_strategies import list_strategies
 from rankless.compiler.sharding.reordered_values import list_other_strategies
 from rankless.compiler.sharding.sequence_parallelism import find_divided_weights, find_rows
 from rankless.compiler.sharding.strategy_costs import find_cheapest, list_outputs
+from rankless.compiler.sharding.sums_of_experts import join_sums_of_experts
+from rankless.compiler.sharding.wanted_placements import find_wanted_placements
 from rankless.errors import CaptureError
 from rankless.parallel.tensor_placement import (
     BlockedShard,
@@ -122,6 +124,8 @@ def propagate_shardings(
 ) -> ShardedProgram:
     """Return the shardings of a program from those of the job's tensor arguments and states.
 
+    Sums of the results of experts are reordered in the program.
+
     Args:
         program: The program.
         argument_shardings: The sharding of each tensor argument.
@@ -155,7 +159,11 @@ def propagate_shardings(
     axes: list[AxisSharding] = []
     for number, ranks in enumerate(axis_sizes):
         own_probe = None if axes else probe
-        axes.append(propagate_along_axis(program, given[number], ranks, own_probe, axes, partial(list_inner, number)))
+        divide = partial(propagate_along_axis, program, given[number], ranks, own_probe, axes)
+        axis = divide(partial(list_inner, number))
+        if join_sums_of_experts(program.graph, axis.placements):
+            return propagate_shardings(program, argument_shardings, axis_sizes, probe, state_shardings)
+        axes.append(axis)
     return ShardedProgram(logical=program, axes=tuple(axes), state_shardings=states)
 
 
@@ -200,8 +208,8 @@ def propagate_along_axis(
     available: dict[fx.Node, list[Placement]] = {}
     nodes_without_rule, probed_nodes = list[fx.Node](), list[fx.Node]()
     reordered: dict[fx.Node, Sequence[Strategy]] = {}
-    wanted = find_wanted_placements(program, given)
     weights = find_divided_weights(program, given)
+    wanted = find_wanted_placements(program, given, weights)
     takes_rows = program.sequence_parallel and bool(weights)
     taken: dict[fx.Node, Placement] = {}  # in sequence parallelism rows of a sum for its terms, positions for heads
     for node in program.graph.nodes:
@@ -256,29 +264,6 @@ def find_returned(node: fx.Node, strategies: Mapping[fx.Node, Strategy]) -> Plac
     return known.returned[index] if known is not None and known.returned else None
 
 
-def find_wanted_placements(program: LogicalProgram, given: Mapping[fx.Node, Placement]) -> dict[fx.Node, Placement]:
-    """Return the placements in which gradients are kept, for the operators that compute them and the terms of them.
-
-    Args:
-        program: The program.
-        given: The placements of its inputs along one axis.
-    """
-    states = {described.name: given[node] for node, described in program.inputs.items()}
-    found: dict[fx.Node, Placement] = {}
-    for node, described in program.outputs:
-        placement = states.get(described.name)
-        if described.kind != "gradient" or not isinstance(placement, Shard):
-            continue
-        pending = [node]
-        while pending:
-            term = pending.pop()
-            found.setdefault(term, placement)
-            if term.target in (aten.add.Tensor, aten._to_copy.default, aten.clone.default):
-                same = [item for item in term.all_input_nodes if item.meta["val"].shape == term.meta["val"].shape]
-                pending += [item for item in same if item not in found]
-    return found
-
-
 def refuse_unshardable(node: fx.Node) -> None:
     """Raise `CaptureError` for an operator that gives wrong results on shards."""
     if node.target in REFUSED_OPERATORS:
@@ -309,8 +294,7 @@ def choose_strategy(
     has_rule = rule is not None
     if rule is None:
         rule = no_strategies if probe is None else probe.strategies
-    possible = list_owner_strategies(call, rule) or rule(call)
-    strategies = [strategy for strategy in possible if combines(strategy, call, outer)]
+    strategies = [strategy for strategy in list_strategies(call, rule) if combines(strategy, call, outer)]
     strategies.append(replicated_strategy)
     kept = [strategy for strategy in strategies if not gathers_weights(strategy, call, weights)]
     found = find_cheapest(kept or strategies, call, available)
