@@ -142,18 +142,45 @@ def all_to_all(
     return torch.cat(pieces, dim=from_dim)
 
 
-def gather_to(tensor: Tensor, *, among: WorkerGroup, dim: int, lengths: Sequence[int], target: int) -> Tensor:
-    """Return the rows of all ranks along `dim` on rank `target`, and a tensor without rows on the others."""
+def gather_to(
+    tensors: Sequence[Tensor],
+    *,
+    among: WorkerGroup,
+    dims: Sequence[int],
+    lengths: Sequence[Sequence[int]],
+    targets: Sequence[int],
+) -> list[Tensor]:
+    """Gather several tensors at once, each on one rank; return them, and tensors without rows in place of the others.
+
+    Args:
+        tensors: This rank's rows of each, of one dtype and device.
+        among: The workers.
+        dims: The dim of each tensor that is divided.
+        lengths: The number of rows that each rank has of each tensor.
+        targets: The rank that gets each tensor.
+    """
     if among.group is None:
-        return tensor
-    rows = tensor.movedim(dim, 0)
-    own = among.rank == target
-    row = torch.Size(rows.shape[1:]).numel()
-    sizes = [length * row if own else 0 for length in lengths]
-    received = _exchange(rows.reshape(-1), among, target, sizes)
-    if not own:
-        return tensor.new_empty((0, *tensor.shape[1:]))
-    return received.view(sum(lengths), *rows.shape[1:]).movedim(0, dim).contiguous()
+        return list(tensors)
+    rows = [tensor.movedim(dim, 0) for tensor, dim in zip(tensors, dims, strict=True)]
+    row_sizes = [torch.Size(each.shape[1:]).numel() for each in rows]
+    order = sorted(range(len(rows)), key=targets.__getitem__)
+    own = [number for number in order if targets[number] == among.rank]
+    sent = [sum(rows[number].numel() for number in order if targets[number] == rank) for rank in range(among.size)]
+    sizes = [[lengths[number][rank] * row_sizes[number] for number in own] for rank in range(among.size)]
+    received = tensors[0].new_empty(sum(map(sum, sizes)))
+    dist.all_to_all_single(
+        received,
+        torch.cat([rows[number].reshape(-1) for number in order]),
+        output_split_sizes=list(map(sum, sizes)),
+        input_split_sizes=sent,
+        group=among.group,
+    )
+    pieces = received.split([size for each in sizes for size in each])
+    found = [tensor.new_empty((0, *tensor.shape[1:])) for tensor in tensors]
+    for place, number in enumerate(own):
+        whole = torch.cat(pieces[place :: len(own)]).view(-1, *rows[number].shape[1:])
+        found[number] = whole.movedim(0, dims[number]).contiguous()
+    return found
 
 
 def reduce_to(tensor: Tensor, *, among: WorkerGroup, target: int) -> Tensor:
@@ -161,7 +188,14 @@ def reduce_to(tensor: Tensor, *, among: WorkerGroup, target: int) -> Tensor:
     if among.group is None:
         return tensor
     own = among.rank == target
-    received = _exchange(tensor.reshape(-1), among, target, [tensor.numel() if own else 0] * among.size)
+    received = tensor.new_empty(tensor.numel() * among.size if own else 0)
+    dist.all_to_all_single(
+        received,
+        tensor.reshape(-1),
+        output_split_sizes=[tensor.numel() if own else 0] * among.size,
+        input_split_sizes=[tensor.numel() if rank == target else 0 for rank in range(among.size)],
+        group=among.group,
+    )
     if not own:
         return tensor.new_empty((0, *tensor.shape[1:]) if tensor.dim() else ())
     return received.view(among.size, *tensor.shape).sum(0, dtype=tensor.dtype)
@@ -192,19 +226,6 @@ def scatter_from(
         torch.cat(parts) if parts else tensor.new_empty(0),
         output_split_sizes=[received.numel() if rank == source else 0 for rank in range(among.size)],
         input_split_sizes=[part.numel() for part in parts] or [0] * among.size,
-        group=among.group,
-    )
-    return received
-
-
-def _exchange(sent: Tensor, among: WorkerGroup, target: int, sizes: Sequence[int]) -> Tensor:
-    """Send a flat tensor to one rank, and return what this rank receives: so many elements from each."""
-    received = sent.new_empty(sum(sizes))
-    dist.all_to_all_single(
-        received,
-        sent.contiguous(),
-        output_split_sizes=list(sizes),
-        input_split_sizes=[sent.numel() if rank == target else 0 for rank in range(among.size)],
         group=among.group,
     )
     return received

@@ -31,6 +31,7 @@ __all__ = [
     "find_only_rank",
     "is_absent",
     "is_divided_along",
+    "read_stored",
     "split_lengths",
 ]
 
@@ -134,6 +135,12 @@ def find_only_rank(placement: Placement) -> int | None:
         return None
     owners = [rank for rank, length in enumerate(placement.lengths) if not isinstance(length, int) or length > 0]
     return owners[0] if len(owners) == 1 else None
+
+
+def read_stored(placement: Placement) -> Placement:
+    """Return how an operator finds a state that is stored in pieces, of which one rank may have all rows."""
+    owner = find_only_rank(placement)
+    return placement if owner is None else OnRank(owner)
 
 
 def is_absent(sharding: Sharding, ranks: Sequence[int]) -> bool:

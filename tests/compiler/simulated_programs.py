@@ -15,7 +15,7 @@ from rankless.compiler.ir.blocked_dims import join_blocks
 from rankless.compiler.ir.local_kernels import DrawFrom, make_absent, reduce_extremum
 from rankless.compiler.ir.tensor_parts import list_parts, take_parts
 from rankless.compiler.lowering.local_graph import LocalGraph
-from rankless.compiler.sharding.redistribute import Collective, RingShift, StackingAllGather
+from rankless.compiler.sharding.redistribute import Collective, JointGather, RingShift, StackingAllGather
 from rankless.compiler.tracing.symbolic_sizes import evaluate_size
 from rankless.context.generator_states import restore_generators, save_generators
 from rankless.parallel.tensor_placement import BlockedShard, OnRank, Placement, Shard
@@ -139,8 +139,11 @@ def count_inner_workers(targets: Sequence[Any]) -> int:
 
 def call_collective(
     collective: Collective, pieces: list[Tensor], lengths: Sequence[tuple[int, ...]], rank: int
-) -> Tensor | PendingShift:
+) -> Tensor | list[Tensor] | PendingShift:
     """Return what a collective gives to one rank."""
+    if isinstance(collective, JointGather):
+        parts = zip(collective.dims, collective.ranks, zip(*pieces, strict=True), lengths, strict=True)
+        return [gather_on(own, dim, target == rank, sizes) for dim, target, own, sizes in parts]
     if isinstance(collective, StackingAllGather):
         return torch.stack(pieces)
     if isinstance(collective, RingShift):
@@ -163,6 +166,13 @@ def call_collective(
     if isinstance(target, OnRank):
         return whole.contiguous() if target.rank == rank else make_absent(whole)
     return slice_for_rank(whole, Shard(target.dim, lengths[-1]) if isinstance(target, Shard) else target, rank)
+
+
+def gather_on(pieces: Sequence[Tensor], dim: int, is_target: bool, lengths: tuple[int, ...]) -> Tensor:
+    """Return a value from all workers' pieces on its rank, and a tensor without rows on the others."""
+    assert [piece.shape[dim] for piece in pieces] == list(lengths)
+    whole = torch.cat(list(pieces), dim).contiguous()
+    return whole if is_target else make_absent(whole)
 
 
 def slice_for_rank(value: Tensor, placement: Placement, rank: int) -> Tensor:

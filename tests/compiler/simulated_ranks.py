@@ -31,6 +31,7 @@ from rankless.parallel.tensor_placement import (
     Replicate,
     Shard,
     Sharding,
+    read_stored,
     split_lengths,
 )
 
@@ -123,7 +124,7 @@ def run_program_on_axes(
     """
     programs, graphs = [], []
     outer: Sharding = (Replicate(),) * (len(axis_sizes) - 1)
-    known = {name: (*outer, placement) for name, placement in (states or {}).items()}
+    known = {name: (*outer, read_stored(placement)) for name, placement in (states or {}).items()}
     for mesh in make_meshes(axis_sizes):
         ranks = [axis.rank for axis in mesh.axes]
         given = [sharding(ranks) for sharding in shardings]

@@ -136,20 +136,21 @@ class LocalGraphBuilder:
     def add_collective(
         self,
         target: Collective,
-        value: fx.Node,
+        value: fx.Node | tuple[fx.Node, ...],
         size: int,
         reason: str,
         *,
         purpose: CollectivePurpose,
         lengths: Sequence[tuple[int, ...]] = (),
     ) -> fx.Node:
-        """Add a collective and record its size, reason and purpose."""
+        """Add a collective of one value, or of several, and record its size, reason and purpose."""
         node = self.call(target, value, *lengths)
+        values = value if isinstance(value, tuple) else (value,)
         gathered = isinstance(target, Redistribution) and target.is_gather
         node.meta["collective"] = CollectiveRecord(
             kind=target.__name__,
             purpose=purpose,
-            value=value.meta.get("described", value.name),
+            value=" and ".join(dict.fromkeys(str(each.meta.get("described", each.name)) for each in values)),
             bytes=size,
             sent_bytes=target.sent_bytes(size),
             reason=reason,

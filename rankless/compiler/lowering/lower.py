@@ -17,6 +17,7 @@ from rankless.compiler.ir.logical_program import (
 )
 from rankless.compiler.lowering.call_arguments import replace_arguments
 from rankless.compiler.lowering.gradient_placement import place_gradient
+from rankless.compiler.lowering.joint_moves import JointMove, join_moves
 from rankless.compiler.lowering.local_graph import LocalGraph
 from rankless.compiler.lowering.local_graph_builder import LocalGraphBuilder
 from rankless.compiler.lowering.local_moves import move_locally
@@ -36,6 +37,7 @@ from rankless.compiler.rules.strategy import (
 from rankless.compiler.sharding.owner_strategies import runs_everywhere
 from rankless.compiler.sharding.redistribute import (
     CollectivePurpose,
+    JointGather,
     Redistribution,
     count_bytes,
     estimate_cost,
@@ -96,10 +98,38 @@ class LoweringPass(LocalGraphBuilder):
         )
 
     def add_moves(self, phase: Phase) -> None:
-        """Add the moves that come before the operators of a phase."""
+        """Add the moves that come before the operators of a phase; experts of all ranks get their samples at once."""
+        for joint in join_moves(phase.moves, self.sharded):
+            self.add_joint_gather(joint)
         for node, value, sharding in phase.moves:
             self.current_node = node
             self.redistribute(value, sharding, f"input of {format_operator(node.target)}")
+
+    def add_joint_gather(self, joint: JointMove) -> None:
+        """Add one collective that brings several divided values to single ranks."""
+        values = [value for _, value, _ in joint.moves]
+        given = [self.sharded.sharding(value) for value in values]
+        together = [replace_placement(sharding, joint.number, Replicate()) for sharding in given]
+        if is_absent(together[0], self.ranks):
+            return
+        shapes = [
+            compute_local_shape(value.meta["val"].shape, sharding, self.ranks)
+            for value, sharding in zip(values, together, strict=True)
+        ]
+        self.current_node = joint.moves[0][0]
+        found = self.add_collective(
+            JointGather(self.axes[joint.number], [part.dim for part in joint.parts], joint.ranks),
+            tuple(self.values[value][sharding] for value, sharding in zip(values, given, strict=True)),
+            sum(map(count_bytes, values, shapes)),
+            f"input of {format_operator(self.current_node.target)}",
+            purpose="input",
+            lengths=[part.lengths for part in joint.parts],
+        )
+        for place, (node, value, sharding) in enumerate(joint.moves):
+            self.current_node = node
+            moved = self.call(getitem, found, place)
+            absent = is_absent(sharding, self.ranks)
+            self.values[value][sharding] = moved if absent else restore_layout(self, moved, value.meta["val"])
 
     def add_checks(self, node: fx.Node) -> None:
         """Compare a value with what the job's Python has read of it, if it has."""

@@ -19,6 +19,8 @@ from rankless.compiler.sharding.owner_strategies import runs_everywhere
 from rankless.compiler.sharding.sharding_propagation import ShardedProgram
 from rankless.parallel.tensor_placement import OnRank, Partial, Replicate, Sharding
 
+Move = tuple[fx.Node, fx.Node, Sharding]
+"""An operator, one of its inputs, and the sharding in which it needs that."""
 Place = tuple[int, bool]
 """The number of a phase, and whether a value depends on what single ranks compute in it."""
 
@@ -29,11 +31,11 @@ class Phase:
 
     Attributes:
         nodes: The operators.
-        moves: An operator, one of its inputs, and the sharding in which it is needed.
+        moves: The moves.
     """
 
     nodes: tuple[fx.Node, ...]
-    moves: tuple[tuple[fx.Node, fx.Node, Sharding], ...] = ()
+    moves: tuple[Move, ...] = ()
 
 
 def list_phases(sharded: ShardedProgram) -> list[Phase]:
@@ -86,9 +88,7 @@ def list_required(sharded: ShardedProgram, node: fx.Node) -> Iterator[tuple[fx.N
     yield from zip(inputs, sharded.input_shardings(node), strict=True)
 
 
-def list_moves(
-    sharded: ShardedProgram, nodes: tuple[fx.Node, ...], places: Mapping[fx.Node, Place]
-) -> Iterator[tuple[fx.Node, fx.Node, Sharding]]:
+def list_moves(sharded: ShardedProgram, nodes: tuple[fx.Node, ...], places: Mapping[fx.Node, Place]) -> Iterator[Move]:
     """Yield the moves that operators on single ranks need before they run.
 
     What several ranks need is moved to all of them at once.

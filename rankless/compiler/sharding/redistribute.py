@@ -223,7 +223,8 @@ def bring_to_one(
         lengths: The lengths of the pieces, if it is divided.
     """
     if isinstance(source, Shard):
-        return mesh_collectives.gather_to(value, among=axis, dim=source.dim, lengths=lengths, target=rank)
+        (whole,) = mesh_collectives.gather_to([value], among=axis, dims=[source.dim], lengths=[lengths], targets=[rank])
+        return whole
     return mesh_collectives.reduce_to(value, among=axis, target=rank)
 
 
@@ -266,5 +267,34 @@ class RingShift:
         return mesh_collectives.start_ring_shift(value, among=self.axis, dim=self.placement.dim, lengths=lengths)
 
 
-Collective = Redistribution | StackingAllGather | RingShift
+class JointGather:
+    """Several divided values, each brought to one rank along an axis, as a node of a local program.
+
+    Args:
+        axis: The axis.
+        dims: The dim of each value that the axis divides.
+        ranks: The rank that gets each value.
+    """
+
+    def __init__(self, axis: MeshAxis, dims: Sequence[int], ranks: Sequence[int]) -> None:
+        self.axis = axis
+        self.dims = tuple(dims)
+        self.ranks = tuple(ranks)
+        self.__name__ = "all_to_all"
+
+    def sent_bytes(self, size: int) -> int:
+        """Return what one worker sends for values of `size` bytes in all."""
+        return size // self.axis.size
+
+    def __call__(self, values: Sequence[torch.Tensor], *lengths: tuple[int, ...]) -> list[torch.Tensor]:
+        """Return the values that this rank gets, and tensors without rows for the others.
+
+        Args:
+            values: This rank's piece of each.
+            lengths: The lengths of the pieces of each in the present call.
+        """
+        return mesh_collectives.gather_to(values, among=self.axis, dims=self.dims, lengths=lengths, targets=self.ranks)
+
+
+Collective = Redistribution | StackingAllGather | RingShift | JointGather
 """What moves values between the workers along an axis."""

@@ -38,7 +38,6 @@ from rankless.parallel.tensor_placement import (
     Replicate,
     Shard,
     Sharding,
-    find_only_rank,
     is_divided_along,
 )
 
@@ -133,7 +132,7 @@ def propagate_shardings(
         probe: Probes operators without a rule for the outermost axis; that is collective. None leaves them whole.
         state_shardings: The shardings of parameters and buffers by name. All others are whole.
     """
-    states = {name: tuple(map(read_stored, sharding)) for name, sharding in (state_shardings or {}).items()}
+    states = state_shardings or {}
     given = [
         place_inputs(
             program,
@@ -165,12 +164,6 @@ def propagate_shardings(
             return propagate_shardings(program, argument_shardings, axis_sizes, probe, state_shardings)
         axes.append(axis)
     return ShardedProgram(logical=program, axes=tuple(axes), state_shardings=states)
-
-
-def read_stored(placement: Placement) -> Placement:
-    """Return how an operator finds a state that is stored in pieces, of which one rank may have all."""
-    owner = find_only_rank(placement)
-    return placement if owner is None else OnRank(owner)
 
 
 def place_inputs(

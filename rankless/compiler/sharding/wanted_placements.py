@@ -6,6 +6,7 @@ import torch
 from torch import fx
 
 from rankless.compiler.ir.logical_program import LogicalProgram
+from rankless.compiler.rules.pointwise import is_pointwise
 from rankless.parallel.tensor_placement import OnRank, Placement, Shard
 
 aten = torch.ops.aten
@@ -28,7 +29,21 @@ def find_wanted_placements(
             for user in weight.users:
                 for value in user.all_input_nodes:
                     owners.setdefault(value, set()).add(placement)
-    return {value: next(iter(ranks)) for value, ranks in owners.items() if len(ranks) == 1} | found
+    pending = [(value, next(iter(ranks))) for value, ranks in owners.items() if len(ranks) == 1]
+    while pending:
+        value, owner = pending.pop()
+        if value not in found:
+            found[value] = owner
+            pending += [(term, owner) for term in value.all_input_nodes if is_used_only_for(term, value)]
+    return found
+
+
+def is_used_only_for(term: fx.Node, value: fx.Node) -> bool:
+    """Return whether an elementwise operator computes a value of another one of its size, which nothing else uses."""
+    if not (isinstance(value.target, torch._ops.OpOverload) and is_pointwise(value.target)) or len(term.users) != 1:
+        return False
+    shapes = [getattr(node.meta.get("val"), "shape", None) for node in (term, value)]
+    return term.op == "call_function" and shapes[0] == shapes[1]
 
 
 def list_gradients(program: LogicalProgram, given: Mapping[fx.Node, Placement]) -> Iterator[tuple[fx.Node, Placement]]:

@@ -17,7 +17,7 @@ from rankless.config.worker_config import WorkerConfig
 from rankless.jobs.definition import JobDefinition
 from rankless.jobs.memory_meter import PeakMemoryMode
 from rankless.jobs.programs.bound_program import BoundProgram
-from rankless.parallel.tensor_placement import Replicate, Shard, Sharding
+from rankless.parallel.tensor_placement import OnRank, Replicate, Shard, Sharding
 from rankless.records.gather_places import NOTICE_BYTES, describe_gather_place, list_gather_places
 from rankless.records.job_programs import (
     DefinedJob,
@@ -286,4 +286,5 @@ def format_sharding(sharding: Sharding) -> str:
         for placement in sharding
         if isinstance(placement, Shard)
     ]
-    return ", ".join(splits) or WHOLE
+    owners = [f"on worker {placement.rank} along expert" for placement in sharding if isinstance(placement, OnRank)]
+    return ", ".join([*splits, *owners]) or WHOLE

@@ -11,7 +11,7 @@ from rankless.context.world import World
 from rankless.jobs.definition import JobDefinition
 from rankless.jobs.programs.bound_program import find_slot
 from rankless.parallel.mesh import Mesh, MeshAxis, find_axis, list_layer_axes
-from rankless.parallel.tensor_placement import BlockedShard, Replicate, Shard, Sharding
+from rankless.parallel.tensor_placement import BlockedShard, Replicate, Shard, Sharding, read_stored
 
 Placements = Mapping[str, Shard | BlockedShard]
 """How a state is divided, by axis."""
@@ -65,7 +65,9 @@ def make_shardings(placements: Mapping[str, Placements], mesh: Mesh) -> dict[str
     """Return the shardings of the states that programs take in pieces, by name."""
     names = {axis.name for axis in list_layer_axes(mesh)}
     return {
-        name: tuple(known[axis.name] if axis.name in names & set(known) else Replicate() for axis in mesh.axes)
+        name: tuple(
+            read_stored(known[axis.name]) if axis.name in names & set(known) else Replicate() for axis in mesh.axes
+        )
         for name, known in placements.items()
         if names & set(known)
     }
