@@ -32,7 +32,8 @@ class ProgramCommunication(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: str
     """The function of `torch.distributed` that runs: "all_reduce", "all_gather", "reduce_scatter" or "all_to_all".
-    "send" if one stage of a pipeline sends to another, "ring_shift" if each worker sends to the next along an axis."""
+    "gather", "reduce", "scatter" and "broadcast" for values that one worker gets or has. "send" if one stage of a
+    pipeline sends to another, "ring_shift" if each worker sends to the next along an axis."""
     purpose: CommunicationPurpose
     """What needs the result: an operator as its input or within its computation, the optimizer, or the job's caller."""
     value: str

@@ -18,6 +18,7 @@ from rankless.compiler.lowering.local_graph import LocalGraph
 from rankless.compiler.sharding.redistribute import Collective, JointGather, RingShift, StackingAllGather
 from rankless.compiler.tracing.symbolic_sizes import evaluate_size
 from rankless.context.generator_states import restore_generators, save_generators
+from rankless.parallel.mesh import MeshAxis
 from rankless.parallel.tensor_placement import BlockedShard, OnRank, Placement, Shard
 
 
@@ -29,24 +30,45 @@ def interpret(
         {node: value.detach() for (node, _), value in zip(graph.inputs, given, strict=True)}
         for graph, given in zip(graphs, inputs, strict=True)
     ]
-    targets = [node.target for node in graphs[0].graph.nodes]
+    targets = [node.target for graph in graphs for node in graph.graph.nodes]
     own = list(dict.fromkeys(target.generator for target in targets if isinstance(target, DrawFrom)))
-    waiting = [run_to_collectives(graph.graph, known, symbols) for graph, known in zip(graphs, values, strict=True)]
-    while True:
-        before, after, found = save_generators(own), [], []
-        for worker in waiting:
-            restore_generators(before)
-            found.append(next(worker, None))
-            after.append([state for _, state in save_generators(own)])
-        same = [torch.equal(*pair) for states in after for pair in zip(states, after[0], strict=True)]
-        assert all(same), "workers have drawn different numbers"
-        if all(item is None for item in found):
-            return values
-        collectives = [node.target for node, _ in found]
-        for (node, _), known, result in zip(
-            found, values, call_collectives(collectives, [arguments for _, arguments in found]), strict=True
-        ):
-            keep(known, node, result)
+    workers = [run_to_collectives(graph.graph, known, symbols) for graph, known in zip(graphs, values, strict=True)]
+    states = [save_generators(own) for _ in workers]
+    waiting: dict[int, tuple[fx.Node, Any]] = {}
+    running = set(range(len(workers)))
+    while running:
+        for number in running:
+            restore_generators(states[number])
+            found = next(workers[number], None)
+            states[number] = save_generators(own)
+            if found is not None:
+                waiting[number] = found
+        running = run_collectives(waiting, values)
+        assert running or not waiting, "workers wait for each other in different collectives"
+    for other in states:
+        pairs = zip(other, states[0], strict=True)
+        assert all(torch.equal(one, first) for (_, one), (_, first) in pairs), "workers have drawn different numbers"
+    return values
+
+
+def run_collectives(waiting: dict[int, tuple[fx.Node, Any]], values: Sequence[dict[fx.Node, Any]]) -> set[int]:
+    """Run the collectives in which all members of a group wait, and return the members, which then go on."""
+    done: set[int] = set()
+    for number in sorted(waiting):
+        target = waiting[number][0].target
+        members = list_members(number, target.axis, len(values), waiting)
+        if number in done or members is None:
+            continue
+        pieces = [waiting[member][1][0][0] for member in members]
+        lengths = waiting[number][1][0][1:]
+        for rank, member in enumerate(members):
+            node = waiting[member][0]
+            assert (type(node.target), node.target.__name__) == (type(target), target.__name__)
+            keep(values[member], node, call_collective(node.target, pieces, lengths, rank))
+        done |= set(members)
+    for member in done:
+        del waiting[member]
+    return done
 
 
 def run_to_collectives(
@@ -115,26 +137,24 @@ def follows_own_layout(logical: fx.Node) -> bool:
     return False
 
 
-def call_collectives(targets: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
-    """Return what a collective along one axis gives to each worker.
+def list_members(
+    number: int, axis: MeshAxis, count: int, waiting: Mapping[int, tuple[fx.Node, Any]]
+) -> list[int] | None:
+    """Return the workers of a worker's group along an axis, or None if not all wait in a collective along it.
 
     The workers are numbered with the last axis innermost, so those along an axis are equally far apart.
     """
-    results: list[Any] = [None] * len(targets)
-    size, step = targets[0].axis.size, count_inner_workers(targets)
-    for first in range(len(targets)):
-        if targets[first].axis.rank == 0:
-            members = [first + step * rank for rank in range(size)]
-            assert [targets[member].axis.rank for member in members] == list(range(size))
-            pieces, lengths = [arguments[member][0][0] for member in members], arguments[first][0][1:]
-            for rank, member in enumerate(members):
-                results[member] = call_collective(targets[member], pieces, lengths, rank)
-    return results
-
-
-def count_inner_workers(targets: Sequence[Any]) -> int:
-    """Return how far apart two neighbours along the axis of a collective are."""
-    return next((number for number, target in enumerate(targets) if target.axis.rank == 1), 1)
+    for step in range(1, count + 1):
+        if count % (step * axis.size) or number // step % axis.size != axis.rank:
+            continue
+        first = number - axis.rank * step
+        members = [first + step * rank for rank in range(axis.size)]
+        if first < 0 or members[-1] >= count or any(member not in waiting for member in members):
+            continue
+        axes = [waiting[member][0].target.axis for member in members]
+        if [(each.name, each.rank) for each in axes] == [(axis.name, rank) for rank in range(axis.size)]:
+            return members
+    return None
 
 
 def call_collective(

@@ -39,6 +39,7 @@ MORE_MESHES = (
         ("lenet", "data=2,tensor=2", (), "bfloat16"),
         ("gpt", "pipeline=2,tensor=2", (), "sgd"),
         ("mixture", "data=2,expert=2", (), "plain"),
+        ("loop", "expert=2,tensor=2", (), "accumulated"),
     ],
 )
 def test_a_model_on_a_mesh_is_the_same_training(tmp_path, model, mesh, options, setting):
@@ -59,3 +60,21 @@ def test_every_model_setting_and_mesh(tmp_path, model, setting, mesh, options):
 @pytest.mark.parametrize("model", [*MODELS, "tagger"])
 def test_every_model_on_more_meshes(tmp_path, model, setting, mesh, options):
     verify(tmp_path, mesh, "--model", model, *options, *SETTINGS[setting])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        ("expert=3", ()),
+        ("expert=2,data=2", ()),
+        ("expert=2,tensor=2", ("--sequence-parallel",)),
+        ("expert=2,data=2", ("--zero", "parameters")),
+        ("expert=2,sequence=2", ()),
+        ("pipeline=2,data=2", ()),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_experts_that_are_modules(tmp_path, setting, mesh, options):
+    verify(tmp_path, mesh, "--model", "loop", *options, *SETTINGS[setting])

@@ -20,13 +20,13 @@ def list_parts(sharding: Sharding, ranks: Sequence[int]) -> tuple[Part, ...]:
         ranks: The worker's rank along each axis.
     """
     found: dict[int, tuple[int, int]] = {}
-    if is_absent(sharding, ranks):
-        return ((0, 0, 0),)
     for placement, rank in zip(sharding, ranks, strict=True):
         assert not isinstance(placement, BlockedShard), "a part of every block of a dim is no range"
         if isinstance(placement, Shard):
             start, _ = found.get(placement.dim, (0, 0))
             found[placement.dim] = (start + placement.start(rank), placement.lengths[rank])
+    if is_absent(sharding, ranks):
+        found[0] = (0, 0)
     return tuple((dim, start, length) for dim, (start, length) in found.items())
 
 

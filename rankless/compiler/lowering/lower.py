@@ -48,6 +48,7 @@ from rankless.compiler.sharding.sharding_propagation import ShardedProgram
 from rankless.parallel.mesh import Mesh
 from rankless.parallel.tensor_placement import (
     BlockedShard,
+    OnRank,
     Partial,
     Replicate,
     Sharding,
@@ -210,11 +211,7 @@ class LoweringPass(LocalGraphBuilder):
     def apply_strategies(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalValue:
         """Add the operator on local values as its strategies prescribe; see Note [several axes]."""
         if is_absent(self.output_sharding(0), self.ranks) and not runs_everywhere(node):
-            values = node.meta["val"]
-            if not isinstance(values, tuple | list):
-                return self.add_absent(values, self.output_sharding(0))
-            absent = [self.add_absent(each, self.output_sharding(0)) if has_value(each) else None for each in values]
-            return tuple(absent)
+            return self.add_absent_results(node)
         self.generator = node.meta.get("generator")
         lowerings = {
             number: strategy.lower
@@ -230,6 +227,16 @@ class LoweringPass(LocalGraphBuilder):
             self.current_axes = ()
         self.generator = None
         return result
+
+    def add_absent_results(self, node: fx.Node) -> LocalValue:
+        """Add what this rank holds in place of an operator's results, which another one has."""
+        values = node.meta["val"]
+        if not isinstance(values, tuple | list):
+            return self.add_absent(values, self.output_sharding(0))
+        return tuple(
+            self.add_absent(value, self.output_sharding(index)) if isinstance(value, LogicalValue) else None
+            for index, value in enumerate(values)
+        )
 
     def redistribute(
         self, node: fx.Node, target: Sharding, reason: str, *, purpose: CollectivePurpose = "input"
@@ -286,8 +293,10 @@ class LoweringPass(LocalGraphBuilder):
         if is_absent(together, self.ranks):
             return self.add_absent(node.meta["val"], wanted)
         shape = compute_local_shape(node.meta["val"].shape, together, self.ranks)
-        if (moved := move_locally(self, local, axis, before, after, shape)) is not None:
-            return moved
+        moved = move_locally(self, local, axis, before, after, shape)
+        if moved is not None:
+            is_new = isinstance(before, OnRank) and moved is not local  # zeros, which must lie as the value does
+            return restore_layout(self, moved, node.meta["val"]) if is_new else moved
         target = Redistribution(axis, before, after)
         lengths = target.list_lengths(shape)
         moved = self.add_collective(target, local, count_bytes(node, shape), reason, purpose=purpose, lengths=lengths)
@@ -305,11 +314,6 @@ class LoweringPass(LocalGraphBuilder):
             return 0
         shape = compute_local_shape(logical.meta["val"].shape, self.sharded.sharding(logical), self.ranks)
         return count_bytes(logical, shape)
-
-
-def has_value(value: object) -> bool:
-    """Return whether an operator gives an output."""
-    return isinstance(value, LogicalValue)
 
 
 def lower(sharded: ShardedProgram, mesh: Mesh) -> LocalGraph:

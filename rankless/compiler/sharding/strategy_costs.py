@@ -10,7 +10,7 @@ from rankless.compiler.ir.logical_program import LogicalValue
 from rankless.compiler.rules.strategy import OperatorCall, Strategy, make_replicated_strategy
 from rankless.compiler.sharding.redistribute import estimate_cost
 from rankless.compiler.tracing.symbolic_sizes import size_hint
-from rankless.parallel.tensor_placement import Partial, Placement, Replicate
+from rankless.parallel.tensor_placement import BlockedShard, Partial, Placement, Replicate, Shard
 
 
 def find_cheapest(
@@ -55,9 +55,14 @@ def count_summed_again(strategy: Strategy, call: OperatorCall, available: Mappin
 
 
 def estimate_input_cost(strategy: Strategy, call: OperatorCall, available: Mapping[fx.Node, list[Placement]]) -> float:
-    """Return the bytes to send before a strategy can run."""
+    """Return the bytes to send before a strategy can run.
+
+    A divided value is not taken as a term of a sum, even if it has been gathered: all that follows would be whole then.
+    """
     total = 0.0
     for value, required in zip(call.inputs, strategy.inputs, strict=True):
+        if isinstance(required, Partial) and isinstance(call.placements[value], Shard | BlockedShard):
+            return inf
         size = value_bytes(value.meta["val"])
         total += min(estimate_cost(size, placement, required, call.ranks) for placement in available[value])
     return total

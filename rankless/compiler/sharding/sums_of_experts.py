@@ -31,10 +31,8 @@ def join_sums_of_experts(graph: fx.Graph, placements: Mapping[fx.Node, Placement
             continue
         terms = list(list_terms(node))
         owned = [term for term in terms if isinstance(placements.get(term), OnRank)]
-        if len(owned) < 2 or len(owned) == len(terms):
-            continue
-        reorder(graph, node, terms, owned, placements)
-        changed = True
+        if 2 <= len(owned) < len(terms):
+            changed |= reorder(graph, node, terms, owned, placements)
     return changed
 
 
@@ -72,8 +70,10 @@ def reorder(
     terms: Sequence[fx.Node],
     owned: Sequence[fx.Node],
     placements: Mapping[fx.Node, Placement],
-) -> None:
-    """Let a sum add the results of experts first.
+) -> bool:
+    """Let a sum add the results of experts first. Return whether this is possible.
+
+    A sum lies in memory as its first term does, and it must lie as it did before: see Note [memory layout].
 
     Args:
         graph: The graph.
@@ -85,12 +85,21 @@ def reorder(
     groups: dict[Placement, list[fx.Node]] = {}
     for term in owned:
         groups.setdefault(placements[term], []).append(term)
+    others, replaced = [term for term in terms if term not in owned], node.all_input_nodes
+    parts = [[others], list(groups.values())]
+    parts.sort(key=lambda part: lies_as(part[0][0], node), reverse=True)
+    if not lies_as(parts[0][0][0], node):
+        return False
     with graph.inserting_before(node):
-        results = [add_all(graph, node, group) for group in groups.values()]
-        others, replaced = [term for term in terms if term not in owned], node.all_input_nodes
-        node.args = (add_all(graph, node, others), add_all(graph, node, results))
+        node.args = tuple(add_all(graph, node, [add_all(graph, node, group) for group in part]) for part in parts)
     node.meta[JOINED] = True
     remove_unused(graph, replaced)
+    return True
+
+
+def lies_as(term: fx.Node, node: fx.Node) -> bool:
+    """Return whether two values of the same shape lie alike in memory."""
+    return bool(term.meta["val"].strides == node.meta["val"].strides)
 
 
 def remove_unused(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
@@ -103,9 +112,9 @@ def remove_unused(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
 
 
 def add_all(graph: fx.Graph, like: fx.Node, terms: Sequence[fx.Node]) -> fx.Node:
-    """Add the sum of some terms to a graph, described like another one."""
+    """Add the sum of some terms to a graph, described like another one; it lies in memory as its first term does."""
     total = terms[0]
     for term in terms[1:]:
         total = graph.call_function(aten.add.Tensor, (total, term))
-        total.meta.update(like.meta)
+        total.meta.update(like.meta, val=terms[0].meta["val"])
     return total

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import fx
 
-from rankless.compiler.ir.logical_program import LogicalProgram
+from rankless.compiler.ir.logical_program import LogicalProgram, is_fresh
 from rankless.compiler.rules.pointwise import is_pointwise
 from rankless.parallel.tensor_placement import OnRank, Placement, Shard
 
@@ -39,11 +39,13 @@ def find_wanted_placements(
 
 
 def is_used_only_for(term: fx.Node, value: fx.Node) -> bool:
-    """Return whether an elementwise operator computes a value of another one of its size, which nothing else uses."""
-    if not (isinstance(value.target, torch._ops.OpOverload) and is_pointwise(value.target)) or len(term.users) != 1:
+    """Return whether a value is a view of another one, or is computed of it element by element, and nothing else is."""
+    if not isinstance(value.target, torch._ops.OpOverload) or len(term.users) != 1 or term.op != "call_function":
         return False
+    if len(value.all_input_nodes) == 1 and not is_fresh(value):
+        return True
     shapes = [getattr(node.meta.get("val"), "shape", None) for node in (term, value)]
-    return term.op == "call_function" and shapes[0] == shapes[1]
+    return is_pointwise(value.target) and shapes[0] == shapes[1]
 
 
 def list_gradients(program: LogicalProgram, given: Mapping[fx.Node, Placement]) -> Iterator[tuple[fx.Node, Placement]]:

@@ -89,7 +89,7 @@ def are_experts(program: LogicalProgram, use: ParameterUse, siblings: Siblings) 
     for node in forward:
         if node in use.weights:
             continue
-        inputs = set(node.all_input_nodes)
+        inputs = {value for value in node.all_input_nodes if not is_scalar(value)}
         users = [place for place, own in enumerate(weights) if inputs & own]
         sources = [place for place, own in enumerate(reached) if inputs & own]
         if len(users) > 1 or any(place != user for user in users for place in sources):
@@ -108,6 +108,12 @@ def follow(nodes: Sequence[fx.Node], roots: Set[fx.Node]) -> set[fx.Node]:
     return found
 
 
+def is_scalar(node: fx.Node) -> bool:
+    """Return whether a value has no dims, as a penalty on weights, or is no tensor."""
+    value = node.meta.get("val")
+    return not isinstance(value, LogicalValue) or not value.shape
+
+
 def multiplies_samples(node: fx.Node, reached: Set[fx.Node]) -> bool:
     """Return whether an operator multiplies matrices that both follow from samples of one module."""
     name = getattr(node.target, "__name__", "")
@@ -117,8 +123,7 @@ def multiplies_samples(node: fx.Node, reached: Set[fx.Node]) -> bool:
 
 def combines(node: fx.Node, reached: Sequence[Set[fx.Node]]) -> bool:
     """Return whether an operator combines what two modules return, and not only two losses."""
-    value = node.meta.get("val")
-    if not isinstance(value, LogicalValue) or not value.shape:
+    if is_scalar(node):
         return False
     sources = [{place for place, own in enumerate(reached) if item in own} for item in node.all_input_nodes]
     return any(one - other and other - one for one, other in combinations(sources, 2))

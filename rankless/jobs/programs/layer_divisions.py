@@ -89,8 +89,9 @@ def find_divisions(
     found = make(program, axis.size, requests, excluded).divide(fills=given == "auto") | known
     if is_expert and not found:
         world.notify(
-            f"{job.line}: job {job.name!r} has no parameters as (experts, inputs, outputs) of at least {axis.size} "
-            "experts; the axis expert divides its batch only (name other parameters in rankless.Plan(experts=…))"
+            f"{job.line}: job {job.name!r} has no parameters as (experts, inputs, outputs), and no modules that are "
+            f"experts, of at least {axis.size} experts; the axis expert divides its batch only (name other parameters "
+            "in rankless.Plan(experts=…))"
         )
     return found
 

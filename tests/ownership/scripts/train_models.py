@@ -120,13 +120,35 @@ class MixtureLayer(nn.Module):
         return hidden + torch.einsum("btec,ebcd->btd", places, results), balance
 
 
-class Mixture(nn.Module):
-    """A model with experts, whose capacities leave tokens out, and a loss for their balance."""
+class LoopLayer(nn.Module):
+    """Experts that are modules, one after another, of which each token uses two."""
 
     def __init__(self):
         super().__init__()
+        self.norm, self.router = nn.LayerNorm(16), nn.Linear(16, 3)
+        self.experts = nn.ModuleList(
+            [
+                nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Dropout(options.dropout), nn.Linear(32, 16))
+                for _ in range(3)
+            ]
+        )
+
+    def forward(self, hidden):
+        tokens = self.norm(hidden)
+        chances = self.router(tokens).softmax(-1)
+        weights, chosen = chances.topk(2, dim=-1)
+        for number, expert in enumerate(self.experts):
+            hidden = hidden + (weights * (chosen == number)).sum(-1, keepdim=True) * expert(tokens)
+        return hidden, chances.square().mean()
+
+
+class Mixture(nn.Module):
+    """A model with experts, whose capacities leave tokens out, and a loss for their balance."""
+
+    def __init__(self, layer=MixtureLayer):
+        super().__init__()
         self.tokens, self.places = nn.Embedding(WORDS, 16), nn.Embedding(LENGTH, 16)
-        self.layers = nn.ModuleList([MixtureLayer(), MixtureLayer()])
+        self.layers = nn.ModuleList([layer(), layer()])
         self.head = nn.Linear(16, WORDS)
 
     def forward(self, ids, labels):
@@ -245,6 +267,7 @@ makers = {
     "t5": make_t5,
     "vit": Classifier,
     "mixture": Mixture,
+    "loop": lambda: Mixture(LoopLayer),
 }
 model = makers[options.model]().to(options.device)
 if options.optimizer == "adafactor":
