@@ -282,6 +282,51 @@ class Parameters(nn.Module):
         return x + result, weights.mean()
 
 
+class Convolution(nn.Module):
+    """An expert whose results lie in memory as transposed ones do."""
+
+    def __init__(self):
+        super().__init__()
+        self.convolution = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
+
+    def forward(self, x):
+        return self.convolution(x.transpose(1, 2)).transpose(1, 2)
+
+
+class Recurrent(nn.Module):
+    """An expert that is a recurrent layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x):
+        return self.layer(x)[0]
+
+
+class Normed(nn.Module):
+    """An expert with a batch norm, whose statistics are those of the whole batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x):
+        return self.norm(self.up(x).flatten(0, 1)).view_as(x)
+
+
+class WithLosses(Loop):
+    """Experts that return a loss too, and a penalty on the weights of all experts."""
+
+    def forward(self, x):
+        weights, result, loss = self.router(x).softmax(-1), x, 0
+        for number, expert in enumerate(self.experts):
+            found = expert(x)
+            result, loss = torch.addcmul(result, weights[..., number, None], found), loss + found.square().mean()
+        penalties = [item.square().sum() for expert in self.experts for item in expert.parameters()]
+        return result, loss + 0.001 * sum(penalties)
+
+
 LOOPS = {
     "loop": Loop,
     "loop with three experts": lambda: Loop(3),
@@ -289,6 +334,10 @@ LOOPS = {
     "loop with dropout": lambda: Loop(make=lambda: make_expert(dropout=0.3)),
     "loop with gated experts": lambda: Loop(make=Gated),
     "loop on the residual": LoopOnResult,
+    "convolutions": lambda: Loop(make=Convolution),
+    "recurrent experts": lambda: Loop(make=Recurrent),
+    "batch norms": lambda: Loop(make=Normed),
+    "losses and penalties": WithLosses,
     "results in one tensor": StackedResults,
     "two gates": MixedResults,
     "slots and a loop": LoopOverSlots,
