@@ -25,6 +25,7 @@ from rankless.compiler.lowering.local_operators import LOCAL_OPERATORS, restore_
 from rankless.compiler.lowering.recomputation import recompute
 from rankless.compiler.lowering.recomputed_regions import choose_regions
 from rankless.compiler.lowering.repeated_gathers import gather_again
+from rankless.compiler.lowering.row_counts import RowCounts
 from rankless.compiler.lowering.sums_in_place import add_in_place
 from rankless.compiler.lowering.value_check import ValueCheck
 from rankless.compiler.rules.random import CounterDraw, lower_counter_draw
@@ -73,6 +74,7 @@ class LoweringPass:
         self.values: dict[fx.Node, dict[Sharding, fx.Node]] = {}
         self.results: dict[fx.Node, LocalValue] = {}
         self.draws: dict[fx.Node, CounterDraw] = {}
+        self.counts = RowCounts(self.call)
         self.current_node: fx.Node | None = None
         self.current_axes: Sequence[int] = ()
         """The numbers of the axes whose strategies are being lowered."""
@@ -81,6 +83,7 @@ class LoweringPass:
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         """Add an operator or a Rankless function."""
+        args, kwargs = self.counts.resolve((args, kwargs))
         function = LOCAL_OPERATORS.get(target, target)
         if self.generator is not None:
             function = local_kernels.DrawFrom(self.generator, function)
@@ -210,6 +213,7 @@ class LoweringPass:
                 self.lower_node(node)
             for check in checks.get(node, ()):
                 self.call(ValueCheck(check.index, check.expected), self.redistribute(node, self.whole, check.name))
+        self.counts.add_checks()
         outputs, pending_gradients = self.lower_outputs()
         self.graph.output(tuple(node for node, _ in outputs))
         return LocalGraph(
@@ -294,6 +298,7 @@ class LoweringPass:
         local.meta.setdefault("described", f"{format_value(node)} of {format_operator(computed_by.target)}")
         local.meta.setdefault("logical", node)
         self.values[node] = {self.sharded.sharding(node): local}
+        self.counts.define(node.meta["val"], local, self.origin["line"])
 
     def apply_strategies(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalValue:
         """Add the operator on local values as its strategies prescribe; see Note [several axes]."""

@@ -19,6 +19,7 @@ from operator import getitem
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from rankless.compiler.ir.logical_program import LogicalProgram, LogicalValue
 from rankless.compiler.probing.operator_probe import OperatorProbe
@@ -27,6 +28,7 @@ from rankless.compiler.rules.table import REFUSED_OPERATORS, find_rule
 from rankless.compiler.sharding.reordered_values import list_other_strategies
 from rankless.compiler.sharding.sequence_parallelism import find_divided_weights, find_rows
 from rankless.compiler.sharding.strategy_costs import find_cheapest, list_outputs
+from rankless.compiler.tracing.row_counts import has_count
 from rankless.errors import CaptureError
 from rankless.parallel.tensor_placement import (
     BlockedShard,
@@ -295,6 +297,8 @@ def choose_strategy(
     rule = find_rule(call.operator)
     replicated_strategy = make_replicated_strategy(call)
     is_whole = all(isinstance(placement, Replicate) for placement in call.current_placements)
+    if takes_counts(call):
+        return replicated_strategy, True
     if has_sparse_value(call) or (is_whole and rule is None):
         return replicated_strategy, is_whole
     has_rule = rule is not None
@@ -366,3 +370,11 @@ def has_sparse_value(call: OperatorCall) -> bool:
     """Return whether an operator takes or gives a sparse tensor, which has no pieces."""
     values = [*[node.meta["val"] for node in call.inputs], *list_outputs(call)]
     return any(isinstance(value, LogicalValue) and value.is_sparse for value in values)
+
+
+def takes_counts(call: OperatorCall) -> bool:
+    """Return whether a size of an operator's values or arguments is a count; see Note [counts of selected rows]."""
+    values = [*[node.meta["val"] for node in call.inputs], *list_outputs(call)]
+    sizes = [size for value in values if isinstance(value, LogicalValue) for size in value.shape]
+    arguments = pytree.tree_leaves((call.node.args, call.node.kwargs))
+    return has_count([*sizes, *arguments])

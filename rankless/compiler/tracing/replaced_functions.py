@@ -12,8 +12,13 @@ from torch.autograd import forward_ad
 from rankless.compiler.ir.ctc_operators import capture_ctc_loss
 from rankless.compiler.ir.custom_ops import RECURRENT_FUNCTIONS, capture_attention, capture_linear, capture_recurrent
 from rankless.compiler.ir.memory_order import find_memory_order
+from rankless.compiler.tracing.row_counts import has_count
 
 EMBEDDING_BAG = inspect.signature(F.embedding_bag)
+
+
+UNBINDING = (torch.unbind, torch.Tensor.unbind)
+"""Functions that make as many tensors as a dim is long."""
 
 
 def find_replacement(function: Callable[..., Any], args: tuple[Any, ...]) -> Callable[..., Any] | None:
@@ -25,6 +30,8 @@ def find_replacement(function: Callable[..., Any], args: tuple[Any, ...]) -> Cal
     """
     if function is torch.Tensor.bernoulli_:
         return draw_bernoulli
+    if function in UNBINDING and has_count(args[0].shape):
+        return unbind_known_rows
     if forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None:
         return None  # Rankless's operators have no formula for forward mode, nor for the transforms of torch.func
     if function is F.linear:
@@ -40,6 +47,11 @@ def find_replacement(function: Callable[..., Any], args: tuple[Any, ...]) -> Cal
     if RECURRENT_FUNCTIONS.get(kind) is function and len(args) == 9 and isinstance(args[3], bool):
         return lambda *given: capture_recurrent(kind, *given)
     return None
+
+
+def unbind_known_rows(tensor: Tensor, dim: int = 0) -> tuple[Tensor, ...]:
+    """Replace `unbind` and iteration over rows that values have selected: read their number first."""
+    return tensor.narrow(dim, 0, int(tensor.shape[dim])).unbind(dim)
 
 
 def embed_bags(bags: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
