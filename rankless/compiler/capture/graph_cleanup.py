@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
 from rankless.compiler.capture.linear_layers import unmerge_linears
+from rankless.compiler.capture.selections import merge_selections
 from rankless.compiler.ir.logical_program import (
     LogicalProgram,
     LogicalValue,
@@ -245,6 +246,7 @@ def clean_up(program: LogicalProgram, modules: Mapping[str, nn.Module]) -> Logic
     returned.args = (tuple(node for node, _ in outputs),)
     drop_double_transposes(program.graph)
     unmerge_linears(program.graph)
+    merge_selections(program)
     outputs = [(node, output) for node, (_, output) in zip(returned.args[0], outputs, strict=True)]
     # Keep unused random operators: in the plain script they advance the generator.
     needed = find_needed_counts(program.graph)

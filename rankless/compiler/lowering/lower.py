@@ -17,7 +17,7 @@ from rankless.compiler.ir.logical_program import (
     format_value,
     is_fresh,
 )
-from rankless.compiler.ir.tensor_parts import Part, list_parts
+from rankless.compiler.ir.tensor_parts import Part
 from rankless.compiler.lowering.call_arguments import replace_arguments
 from rankless.compiler.lowering.gradient_placement import place_gradient
 from rankless.compiler.lowering.local_graph import LocalGraph
@@ -49,6 +49,7 @@ from rankless.compiler.sharding.redistribute import (
 from rankless.compiler.sharding.redistribution_steps import list_steps, replace_placement
 from rankless.compiler.sharding.reordered_values import find_original
 from rankless.compiler.sharding.sharding_propagation import ShardedProgram
+from rankless.compiler.tracing.row_selections import find_selection, is_reordered
 from rankless.parallel.mesh import Mesh
 from rankless.parallel.tensor_placement import (
     BlockedShard,
@@ -67,14 +68,14 @@ class LoweringPass:
 
     def __init__(self, sharded: ShardedProgram, mesh: Mesh) -> None:
         self.sharded = sharded
-        self.axes = mesh.axes
+        self.axes, self.device = mesh.axes, mesh.device
         self.ranks = tuple(axis.rank for axis in mesh.axes)
         self.whole: Sharding = (Replicate(),) * len(mesh.axes)
         self.graph = fx.Graph()
         self.values: dict[fx.Node, dict[Sharding, fx.Node]] = {}
         self.results: dict[fx.Node, LocalValue] = {}
         self.draws: dict[fx.Node, CounterDraw] = {}
-        self.counts = RowCounts(self.call)
+        self.counts = RowCounts(self)
         self.current_node: fx.Node | None = None
         self.current_axes: Sequence[int] = ()
         """The numbers of the axes whose strategies are being lowered."""
@@ -130,7 +131,7 @@ class LoweringPass:
 
     def list_parts(self, sharding: Sharding) -> tuple[Part, ...]:
         """Return this rank's part of a value, as ranges of dims."""
-        return list_parts(sharding, self.ranks)
+        return self.counts.list_parts(sharding)
 
     def all_reduce(self, value: fx.Node, reason: str, size: int) -> fx.Node:
         """Add a sum of a value of `size` bytes over the ranks along the current axes."""
@@ -255,6 +256,8 @@ class LoweringPass:
             self.store(node, local, source)
             return
         inputs = [value for value in list_tensor_slots(node) if value is not None]
+        for sharding in (*self.sharded.input_shardings(node), *self.sharded.output_shardings(node)):
+            self.counts.note_divisions(sharding)
         local_inputs = [
             self.redistribute(value, required, f"input of {format_operator(node.target)}")
             for value, required in zip(inputs, self.sharded.input_shardings(node), strict=True)
@@ -298,7 +301,7 @@ class LoweringPass:
         local.meta.setdefault("described", f"{format_value(node)} of {format_operator(computed_by.target)}")
         local.meta.setdefault("logical", node)
         self.values[node] = {self.sharded.sharding(node): local}
-        self.counts.define(node.meta["val"], local, self.origin["line"])
+        self.counts.define(node, local, self.sharded.sharding(node))
 
     def apply_strategies(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalValue:
         """Add the operator on local values as its strategies prescribe; see Note [several axes]."""
@@ -369,8 +372,13 @@ class LoweringPass:
             (number, *pair) for number, pair in enumerate(zip(source, wanted, strict=True)) if pair[0] != pair[1]
         )
         local, axis = self.values[node][source], self.axes[number]
+        self.counts.exchange(before)
+        self.counts.exchange(after)
+        if isinstance(before, Replicate) and isinstance(after, Shard) and is_reordered([after]):
+            owners = self.find_owners(wanted, number)
+            return self.call(local_kernels.take_own_rows, local, after.dim, owners, axis.rank)
         if isinstance(before, Replicate) and isinstance(after, Shard):
-            start, length = after.start(axis.rank), after.lengths[axis.rank]
+            start, length = self.counts.find_start(after, axis.rank), after.lengths[axis.rank]
             return self.call(local_kernels.slice_dim, local, after.dim, start, length)
         if isinstance(before, Replicate) and isinstance(after, BlockedShard):
             start, length = after.start(axis.rank), after.lengths[axis.rank]
@@ -382,7 +390,36 @@ class LoweringPass:
         target = Redistribution(axis, before, after)
         lengths = target.list_lengths(shape)
         moved = self.add_collective(target, local, size, reason, purpose=purpose, lengths=lengths)
+        if isinstance(before, Shard) and is_reordered([before]):
+            moved = self.call(local_kernels.restore_order, moved, before.dim, self.find_owners(source, number))
         return restore_layout(self, moved, node.meta["val"])
+
+    def find_owners(self, sharding: Sharding, number: int) -> fx.Node:
+        """Return the rank along an axis from which each selected row is, in the order of one device.
+
+        Args:
+            sharding: How selected rows are divided.
+            number: The number of the axis, which divides another dim of the mask than the first.
+        """
+        selection = find_selection(sharding[number])
+        assert selection is not None
+        outer = [find_selection(item) for item in sharding[:number]]
+        known = [
+            Shard(item.dim, item.lengths) if item is not None and item.mask is selection.mask else Replicate()
+            for item in outer
+        ]
+        whole: Sharding = (*known, *self.whole[number:])
+        mask = self.redistribute(selection.mask, whole, "order of selected rows")
+        return self.call(local_kernels.find_owners, mask, selection.dim, selection.lengths)
+
+    def gather_count(self, count: fx.Node, number: int) -> fx.Node:
+        """Add the exchange of a number between the ranks along an axis; return the list of all."""
+        before, self.current_axes = self.current_axes, (number,)
+        found = self.call(torch.tensor, count, device=self.device)
+        found.meta["described"] = "number of selected rows"
+        gathered = self.all_gather(found, "numbers of selected rows", torch.int64.itemsize)
+        self.current_axes = before
+        return self.call(torch.Tensor.tolist, gathered)
 
     def count_local_bytes(self, local: fx.Node) -> int:
         """Return the bytes of a local value that has memory of its own; 0 for a view, and for several values."""

@@ -5,22 +5,46 @@ counts then is a value that follows from them. Where a later value must have an 
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from operator import getitem
+from typing import Any, Protocol
 
 import sympy
 import torch
 from torch import fx
 from torch.utils._sympy.printers import PythonPrinter
 
+from rankless.compiler.ir import local_kernels
 from rankless.compiler.ir.logical_program import LogicalValue
-from rankless.compiler.tracing.row_counts import find_traced_count, list_traced_counts
+from rankless.compiler.ir.tensor_parts import Part, list_parts
+from rankless.compiler.tracing.row_counts import find_traced_count, has_count, list_traced_counts
+from rankless.compiler.tracing.row_selections import find_selection
 from rankless.compiler.tracing.symbolic_sizes import EXPRESSION_GLOBALS
 from rankless.errors import CaptureError
+from rankless.parallel.tensor_placement import Placement, Replicate, Shard, Sharding, is_divided_along
 
 aten = torch.ops.aten
 
-AddCall = Callable[..., fx.Node]
-"""Adds a call of a function to the local graph."""
+
+
+class LocalBuilder(Protocol):
+    """What adds to the local graph of one rank."""
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The rank along each axis."""
+        ...
+
+    def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        """Add a call of a function."""
+        ...
+
+    def redistribute(self, node: fx.Node, target: Sharding, reason: str) -> fx.Node:
+        """Return the local value of a logical one in a sharding."""
+        ...
+
+    def gather_count(self, count: fx.Node, number: int) -> fx.Node:
+        """Add the exchange of a number between the ranks along an axis; return the list of all."""
+        ...
 
 
 class SizeFromCounts:
@@ -68,31 +92,81 @@ class CountCheck:
 class RowCounts:
     """The counts that a local graph has computed so far.
 
+    Where axes divide the selected rows, a rank first knows its own number. Numbers of others are exchanged once they are
+    needed: by a redistribution, or by a size of the whole. What needs them does so on all ranks.
+
     Args:
-        add_call: Adds a call to the graph.
+        builder: Adds to the graph.
     """
 
-    def __init__(self, add_call: AddCall) -> None:
-        self._add_call = add_call
+    def __init__(self, builder: LocalBuilder) -> None:
+        self._builder = builder
         self._counts: dict[sympy.Symbol, fx.Node] = {}
         self._sizes: dict[sympy.Expr, fx.Node] = {}
         self._equal: list[tuple[torch.SymInt, str]] = []
+        self._divisions: dict[sympy.Symbol, Sharding] = {}
+        """The sharding of the selected rows of which something is the number, without what divides other dims."""
 
-    def define(self, value: Any, local: fx.Node, line: str) -> None:
-        """Take the counts that a value is the first to have from a local value, which is whole.
+    def define(self, node: fx.Node, local: fx.Node, sharding: Sharding) -> None:
+        """Take the counts that a value is the first to have from its local value.
 
         Args:
-            value: The `LogicalValue`.
+            node: The logical value.
             local: The local value.
-            line: The script's line.
+            sharding: The sharding of both.
         """
+        value = node.meta["val"]
         for dim, size in enumerate(value.shape if isinstance(value, LogicalValue) else ()):
             symbol = find_traced_count(size)
-            if symbol is None or symbol in self._counts:
+            division = keep_dim(sharding, dim)
+            self.note_divisions(sharding)
+            own = self._find_own(division)
+            if own is not None and own not in self._counts:
+                self._counts[own] = self._builder.call(aten.sym_size.int, local, dim)
+            if symbol is None or symbol in self._counts or symbol in self._divisions:
                 continue
-            self._counts[symbol] = self._add_call(aten.sym_size.int, local, dim)
+            if own is None and is_divided(division):
+                continue
+            if own is None:
+                self._counts[symbol] = self._builder.call(aten.sym_size.int, local, dim)
+            else:
+                self._divisions[symbol] = division
             if size.node.expr != symbol and symbol not in size.node.shape_env.counts_read:
-                self._equal.append((size, line))
+                self._equal.append((size, str(node.meta.get("line", ""))))
+
+    def note_divisions(self, sharding: Sharding) -> None:
+        """Remember how the selected rows of a value are divided, because their numbers may be needed."""
+        for placement in sharding:
+            if (selection := find_selection(placement)) is not None:
+                division = keep_dim(sharding, placement.dim)
+                for count in selection.counts:
+                    self._divisions.setdefault(require_count(count), division)
+
+    def exchange(self, placement: Placement) -> None:
+        """Exchange the numbers of selected rows that a placement has, of which one rank alone might need none."""
+        for length in getattr(placement, "lengths", ()):
+            for symbol in list_traced_counts(length):
+                self._find_count(symbol)
+                self._exchange(self._divisions[symbol])
+
+    def find_start(self, placement: Shard, rank: int) -> Any:
+        """Return the first row of a rank: a number, or a node for selected rows, also if it is the first of all."""
+        if not has_count(placement.lengths):
+            return placement.start(rank)
+        self.exchange(placement)
+        return self._builder.call(sum, [self.resolve(item) for item in placement.lengths[:rank]])
+
+    def list_parts(self, sharding: Sharding) -> tuple[Part, ...]:
+        """Return this rank's part of a value as ranges of dims, also of selected rows."""
+        if not any(isinstance(item, Shard) and has_count(item.lengths) for item in sharding):
+            return list_parts(sharding, self._builder.ranks)
+        starts: dict[int, list[Any]] = {}
+        lengths: dict[int, int] = {}
+        for placement, rank in zip(sharding, self._builder.ranks, strict=True):
+            if isinstance(placement, Shard):
+                starts.setdefault(placement.dim, []).append(self.find_start(placement, rank))
+                lengths[placement.dim] = placement.lengths[rank]
+        return tuple((dim, self._builder.call(sum, items), lengths[dim]) for dim, items in starts.items())
 
     def resolve(self, argument: Any) -> Any:
         """Return a call's argument with a node for each size that depends on counts."""
@@ -101,11 +175,8 @@ class RowCounts:
     def add_checks(self) -> None:
         """Compare what the trace has taken for equal. Operators that need it have failed before this, or broadcast."""
         for size, line in self._equal:
-            expected = size.node.expr
-            counts = [item for item in expected.free_symbols if size.node.shape_env.is_unbacked_symint(item)]
-            if all(item in self._counts for item in counts):
-                found = self._counts[size.node._expr]
-                self._add_call(CountCheck(line), found, self._compute(expected, size.node.shape_env))
+            found, expected = (self._compute(item, size.node.shape_env) for item in (size.node._expr, size.node.expr))
+            self._builder.call(CountCheck(line), found, expected)
 
     def _resolve_size(self, size: Any) -> Any:
         """Return the node of a size that depends on counts, or the argument itself.
@@ -120,16 +191,91 @@ class RowCounts:
         """Return the node of an expression, or its number."""
         if expression.is_number:
             return int(expression)
-        if expression in self._counts:
-            return self._counts[expression]
+        if expression.is_Symbol and environment.is_unbacked_symint(expression):
+            return self._find_count(expression)
         if expression not in self._sizes:
             symbols = sorted(expression.free_symbols, key=str)
             arguments = [
-                self._counts[item]
+                self._find_count(item)
                 if environment.is_unbacked_symint(item)
                 else environment.create_symintnode(item, hint=int(environment.backed_var_to_val[item]))
                 for item in symbols
             ]
             text = str(PythonPrinter().doprint(expression))
-            self._sizes[expression] = self._add_call(SizeFromCounts(text, [*map(str, symbols)]), *arguments)
+            self._sizes[expression] = self._builder.call(SizeFromCounts(text, [*map(str, symbols)]), *arguments)
         return self._sizes[expression]
+
+    def _find_count(self, symbol: sympy.Symbol) -> fx.Node:
+        """Return the node of a count; exchange numbers if it is that of other ranks."""
+        if symbol not in self._counts:
+            division = self._divisions[symbol]
+            own = self._find_own(division)
+            assert own is not None, symbol
+            if own not in self._counts:
+                self._count_in_mask(division)
+            if symbol != own:
+                total = self._exchange(division)
+                self._counts.setdefault(symbol, total)
+        return self._counts[symbol]
+
+    def _count_in_mask(self, division: Sharding) -> None:
+        """Count the rows that a mask selects on this rank, if no value has their number."""
+        masks = [find_selection(placement) for placement in division]
+        sharding = tuple(Replicate() if item is None else Shard(item.dim, item.lengths) for item in masks)
+        mask = next(item.mask for item in masks if item is not None)
+        own = self._find_own(division)
+        assert own is not None
+        found = self._builder.redistribute(mask, sharding, "number of selected rows")
+        self._counts[own] = self._builder.call(local_kernels.count_places, found)
+
+    def _find_own(self, division: Sharding) -> sympy.Symbol | None:
+        """Return the count of this rank's rows; None if they are not divided, or do not lie as they were selected."""
+        known = [
+            (find_selection(item), rank)
+            for item, rank in zip(division, self._builder.ranks, strict=True)
+            if not isinstance(item, Replicate)
+        ]
+        if not known or any(selection is None for selection, _ in known):
+            return None
+        selection, rank = known[-1]
+        assert selection is not None
+        return require_count(selection.counts[rank])
+
+    def _exchange(self, division: Sharding) -> fx.Node:
+        """Exchange the numbers of all ranks that share rows; return the number of all rows."""
+        total: fx.Node | None = None
+        for number in reversed(range(len(division))):
+            selection = find_selection(division[number])
+            if selection is None:
+                continue
+            symbols = [require_count(item) for item in selection.counts]
+            own = symbols[self._builder.ranks[number]]
+            if total is not None:
+                self._counts.setdefault(own, total)
+            key = sympy.Add(*symbols)
+            if key not in self._sizes:
+                gathered = self._builder.gather_count(self._counts[own], number)
+                for place, symbol in enumerate(symbols):
+                    found = self._builder.call(getitem, gathered, place)
+                    self._counts.setdefault(symbol, found)
+                self._sizes[key] = self._builder.call(sum, gathered)
+            total = self._sizes[key]
+        assert total is not None
+        return total
+
+
+def keep_dim(sharding: Sharding, dim: int) -> Sharding:
+    """Return a sharding without what divides other dims."""
+    return tuple(item if is_divided_along(item, dim) else Replicate() for item in sharding)
+
+
+def is_divided(sharding: Sharding) -> bool:
+    """Return whether an axis divides a value."""
+    return not all(isinstance(item, Replicate) for item in sharding)
+
+
+def require_count(size: Any) -> sympy.Symbol:
+    """Return the symbol of a count."""
+    found = find_traced_count(size)
+    assert found is not None, size
+    return found

@@ -111,6 +111,8 @@ class OperatorCall:
     """The placement in which the call's output is kept, if it is known: that of the parameter whose gradient it is."""
     inner: Callable[[], Sequence[Strategy]] = tuple
     """Returns the strategies that axes within this one would have for the call, if each was the only axis."""
+    axis: int = 0
+    """The number of the axis, after which its counts of selected rows are named."""
 
     @property
     def inputs(self) -> tuple[fx.Node, ...]:

@@ -62,12 +62,17 @@ def evaluate_with_assumed_counts(node: Any) -> Any:
         if not environment.is_unbacked_symint(symbol):
             numbers[symbol] = environment.backed_var_to_val[symbol]
             continue
-        limit = environment.var_to_range[symbol].upper
-        numbers[symbol] = limit if limit.is_number and limit.is_finite and limit < 2**48 else ASSUMED_COUNT
-    found = node.expr.xreplace(numbers)
+        numbers[symbol] = limit_count(environment, symbol)
+    found = sympy.sympify(node.expr.xreplace({key: sympy.sympify(item) for key, item in numbers.items()}))
     if isinstance(found, sympy.logic.boolalg.BooleanAtom):
         return bool(found)
     return int(found) if found.is_integer else float(found)
+
+
+def limit_count(environment: Any, symbol: sympy.Symbol) -> int:
+    """Return the largest number that a count can be, or that costs assume if there is no limit."""
+    limit = environment.var_to_range[symbol].upper
+    return int(limit) if limit.is_number and limit.is_finite and limit < 2**48 else ASSUMED_COUNT
 
 
 def decide_without_count(node: Any) -> Any:
