@@ -37,6 +37,7 @@ from rankless.compiler.analysis.batch_dim_kinds import (
     BatchSum,
     Normalizer,
     compute_growth,
+    divides_by_count,
     find_growth,
     is_compatible,
     is_divided_by_rows,
@@ -49,8 +50,10 @@ from rankless.compiler.analysis.row_numbers import RESHAPING_OPS, counts_rows, f
 from rankless.compiler.ir.logical_program import LogicalProgram, ProgramInput, is_random_node
 from rankless.compiler.rules.pointwise import is_pointwise
 from rankless.compiler.rules.reductions import lower_mean_as_sum
+from rankless.compiler.rules.selected_rows import has_row_numbers, lower_own_rows
 from rankless.compiler.rules.strategy import OperatorCall, Strategy, logical_shape, make_call
 from rankless.compiler.rules.table import find_rule
+from rankless.compiler.tracing.row_counts import list_traced_counts
 from rankless.parallel.tensor_placement import Partial, Placement, Replicate, Shard
 
 aten = torch.ops.aten
@@ -123,6 +126,8 @@ class BatchDimAnalysis:
         for kind in inputs:
             if isinstance(kind, BatchMixed):
                 return kind
+        if divides_by_count(node):
+            return self._mixed(node, "a mean over, or another number of, rows that values select")
         if any(isinstance(kind, BatchSharded) and kind.is_number for kind in inputs):
             return self._analyze_row_numbers(node)
         if any(isinstance(kind, BatchSum) for kind in inputs):
@@ -136,7 +141,13 @@ class BatchDimAnalysis:
         value, counterpart = node.meta["val"], self._counterparts[node].meta["val"]
         if isinstance(kind, BatchMixed) or isinstance(value, tuple | list):
             return kind
-        grown = [dim for dim, size in enumerate(value.shape) if int(size) != int(counterpart.shape[dim])]
+        grown = [
+            dim
+            for dim, size in enumerate(value.shape)
+            if not list_traced_counts(size) and int(size) != int(counterpart.shape[dim])
+        ]
+        if isinstance(kind, BatchSharded) and list_traced_counts(value.shape[kind.placement.dim]):
+            return self._mixed(node, "its size grows twice with the batch") if grown else kind
         if isinstance(kind, BatchSharded):
             return kind if grown == [kind.placement.dim] else self._mixed(node, "its size grows twice with the batch")
         if not grown:
@@ -213,6 +224,9 @@ class BatchDimAnalysis:
         if growth:
             return self._scale_sharded(node, growth)
         strategy = self._find_strategy(call)
+        has_numbers = any(map(has_row_numbers, node.all_input_nodes))
+        if has_numbers and not has_row_numbers(node) and (strategy is None or strategy.lower is not lower_own_rows):
+            return self._mixed(node, "numbers of selected rows, used for something else than to read or write these")
         sharded_inputs = [kind for kind in (self.kinds[item] for item in call.inputs) if isinstance(kind, BatchSharded)]
         if node.target in VIEW_OPS and (sharded_inputs[0].outer_size > 1 or strategy is None):
             return self._analyze_view(node, sharded_inputs[0])

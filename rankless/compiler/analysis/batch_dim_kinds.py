@@ -11,6 +11,7 @@ from torch import fx
 
 from rankless.compiler.rules.pointwise import RULES as LIKE_RULES
 from rankless.compiler.rules.strategy import logical_shape
+from rankless.compiler.tracing.row_counts import has_count, list_traced_counts
 from rankless.parallel.tensor_placement import Partial, Placement, Replicate, Shard
 
 aten = torch.ops.aten
@@ -150,6 +151,21 @@ def find_growth(node: fx.Node, counterpart: fx.Node) -> list[float]:
         if isinstance(ours, int | float) and isinstance(theirs, int | float) and float(ours) != float(theirs):
             found.append(compute_growth(float(ours), float(theirs)))
     return found
+
+
+def divides_by_count(node: fx.Node) -> bool:
+    """Return whether an operator computes with the number of rows that values select, which differs between calls."""
+    operator = node.target
+    if not isinstance(operator, torch._ops.OpOverload):
+        return False
+    if operator in (aten.mean.default, aten.mean.dim):
+        return has_count(logical_shape(node.all_input_nodes[0]))
+    numbers = [
+        get_argument(node, position, described.name)
+        for position, described in enumerate(operator._schema.arguments)
+        if any(word in str(described.type) for word in ("number", "float", "Tensor"))
+    ]
+    return any(map(list_traced_counts, numbers))
 
 
 def to_placement(kind: BatchDimKind) -> Placement:

@@ -16,7 +16,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from rankless.compiler.capture.decompositions import autograd_kernels
-from rankless.compiler.tracing.row_counts import evaluate_with_assumed_counts
+from rankless.compiler.tracing.row_counts import READ_BY_JOB, evaluate_with_assumed_counts
 from rankless.errors import CaptureError
 from rankless.user_code import user_line
 
@@ -132,8 +132,7 @@ class ValueReads:
             found = COMPARISONS[type(question)](found, 0)
         value = self.read(found, assumed=evaluate_with_assumed_counts(node) if is_comparison else None)
         known = sympy.Eq(question, value) if not is_comparison else question if value else sympy.Not(question)
-        environment.counts_read |= question.free_symbols
-        environment.guard_or_defer_runtime_assert(known, "read by the job")
+        environment.guard_or_defer_runtime_assert(known, READ_BY_JOB)
         return value
 
     def is_same(self, one: Tensor, other: Tensor) -> Any:

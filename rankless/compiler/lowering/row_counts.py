@@ -16,7 +16,7 @@ from torch.utils._sympy.printers import PythonPrinter
 from rankless.compiler.ir import local_kernels
 from rankless.compiler.ir.logical_program import LogicalValue
 from rankless.compiler.ir.tensor_parts import Part, list_parts
-from rankless.compiler.tracing.row_counts import find_traced_count, has_count, list_traced_counts
+from rankless.compiler.tracing.row_counts import READ_BY_JOB, find_traced_count, has_count, list_traced_counts
 from rankless.compiler.tracing.row_selections import find_selection
 from rankless.compiler.tracing.symbolic_sizes import EXPRESSION_GLOBALS
 from rankless.errors import CaptureError
@@ -67,23 +67,26 @@ class SizeFromCounts:
 
 
 class CountCheck:
-    """Called with two counts of selected rows that the job combines, raises `CaptureError` if they differ.
+    """Called with counts of selected rows that the job combines, raises `CaptureError` if they do not fit.
 
     Args:
+        expression: The condition as Python, in the names of the counts.
+        names: These names.
         line: The script's line.
     """
 
     __name__ = "count_check"
 
-    def __init__(self, line: str) -> None:
+    def __init__(self, expression: str, names: Sequence[str], line: str) -> None:
+        self._holds = SizeFromCounts(expression, names)
         self._line = line
 
-    def __call__(self, found: int, expected: int) -> None:
-        """Compare two counts."""
-        if found != expected:
+    def __call__(self, *counts: int) -> None:
+        """Check the counts."""
+        if not self._holds(*counts):
             raise CaptureError(
-                expected=f"as many selected rows as in the values that they are combined with: {expected}",
-                found=found,
+                expected="selected rows that are combined to be as many as each other, or as the rows of other values",
+                found=f"selections of {' and '.join(map(str, counts))} rows",
                 fix="select both with the same mask",
                 where=self._line or None,
             )
@@ -103,7 +106,8 @@ class RowCounts:
         self._builder = builder
         self._counts: dict[sympy.Symbol, fx.Node] = {}
         self._sizes: dict[sympy.Expr, fx.Node] = {}
-        self._equal: list[tuple[torch.SymInt, str]] = []
+        self._lines: dict[sympy.Symbol, str] = {}
+        self._environment: Any = None
         self._divisions: dict[sympy.Symbol, Sharding] = {}
         """The sharding of the selected rows of which something is the number, without what divides other dims."""
 
@@ -123,7 +127,7 @@ class RowCounts:
             own = self._find_own(division)
             if own is not None and own not in self._counts:
                 self._counts[own] = self._builder.call(aten.sym_size.int, local, dim)
-            if symbol is None or symbol in self._counts or symbol in self._divisions:
+            if symbol is None or symbol in self._lines:
                 continue
             if own is None and is_divided(division):
                 continue
@@ -131,8 +135,7 @@ class RowCounts:
                 self._counts[symbol] = self._builder.call(aten.sym_size.int, local, dim)
             else:
                 self._divisions[symbol] = division
-            if size.node.expr != symbol and symbol not in size.node.shape_env.counts_read:
-                self._equal.append((size, str(node.meta.get("line", ""))))
+            self._lines[symbol], self._environment = str(node.meta.get("line", "")), size.node.shape_env
 
     def note_divisions(self, sharding: Sharding) -> None:
         """Remember how the selected rows of a value are divided, because their numbers may be needed."""
@@ -173,10 +176,23 @@ class RowCounts:
         return fx.node.map_aggregate(argument, self._resolve_size)
 
     def add_checks(self) -> None:
-        """Compare what the trace has taken for equal. Operators that need it have failed before this, or broadcast."""
-        for size, line in self._equal:
-            found, expected = (self._compute(item, size.node.shape_env) for item in (size.node._expr, size.node.expr))
-            self._builder.call(CountCheck(line), found, expected)
+        """Check what the trace has assumed of counts. Operators that need it have failed before this, or broadcast.
+
+        What the job's Python has read is checked already. Rows that one mask selects are as many.
+        """
+        if self._environment is None:
+            return
+        assumed = [item for found in self._environment.deferred_runtime_asserts.values() for item in found]
+        for expression in dict.fromkeys(item.expr for item in assumed if item.msg != READ_BY_JOB):
+            symbols = sorted(expression.free_symbols, key=str)
+            divisions = [self._divisions.get(item) for item in symbols]
+            if not all(item in self._lines for item in symbols):
+                continue
+            if isinstance(expression, sympy.Eq) and divisions[0] is not None and divisions[0] == divisions[-1]:
+                continue
+            text = str(PythonPrinter().doprint(expression))
+            check = CountCheck(text, [*map(str, symbols)], self._lines[symbols[-1]])
+            self._builder.call(check, *map(self._find_count, symbols))
 
     def _resolve_size(self, size: Any) -> Any:
         """Return the node of a size that depends on counts, or the argument itself.

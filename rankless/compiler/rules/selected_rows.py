@@ -112,6 +112,15 @@ def find_row_numbers(node: fx.Node) -> RowNumbers | None:
     return RowNumbers(mask, column or 0)
 
 
+def has_row_numbers(node: fx.Node) -> bool:
+    """Return whether a value is the places of what a mask selects, or a part or view of them."""
+    while node.target is not aten.nonzero.default:
+        if node.target not in (getitem, aten.unbind.int, aten.select.int, *COPIES, *SIZE_ONE_VIEWS):
+            return False
+        node = node.all_input_nodes[0]
+    return True
+
+
 def keeps_rows(node: fx.Node) -> bool:
     """Return whether a copy or a view of selected rows only adds or drops dims of size one."""
     if node.meta["val"].dtype not in (torch.int32, torch.int64):

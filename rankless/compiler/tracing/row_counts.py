@@ -18,6 +18,9 @@ from rankless.errors import CaptureError
 ASSUMED_COUNT = 1024
 """How many rows costs assume, if a count has no known limit."""
 
+READ_BY_JOB = "read by the job"
+"""The reason of what a trace assumes of counts because the job's Python has read it."""
+
 
 def list_counts(value: Any) -> list[sympy.Symbol]:
     """Return the counts of selected rows in a size, in a fixed order."""

@@ -34,13 +34,12 @@ EXPRESSION_GLOBALS = {"math": math, "torch": torch}
 class LineTrackingShapeEnv(ShapeEnv):
     """PyTorch's `ShapeEnv` of symbols and guards, which also records the user's lines that specialize a size.
 
-    `read_count` gives the answer where a decision depends on a count of selected rows; see `row_counts`. `counts_read`
-    has those about which it was asked in the job's function, and `selections` those of divided rows (`row_selections`).
+    `read_count` gives the answer where a decision depends on a count of selected rows; see `row_counts`. `selections`
+    has those of divided rows, see `row_selections`.
     """
 
     def __init__(self) -> None:
         self.read_count: Callable[[Any], Any] | None = None
-        self.counts_read: set[Any] = set()
         self.selections: Any = None
         super().__init__(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=True, duck_shape=False)
         self.specializing_lines: list[str] = []
