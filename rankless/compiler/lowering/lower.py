@@ -1,6 +1,7 @@
 """Lower a sharded program to one rank's program on local values, with collectives where placements differ."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from operator import getitem
 from typing import Any
 
@@ -10,12 +11,10 @@ from torch import fx
 from rankless.compiler.ir import local_kernels
 from rankless.compiler.ir.blocked_dims import slice_blocks
 from rankless.compiler.ir.logical_program import (
-    LogicalValue,
     ProgramOutput,
     draws_by_counter,
     format_operator,
     format_value,
-    is_fresh,
 )
 from rankless.compiler.ir.tensor_parts import Part
 from rankless.compiler.lowering.call_arguments import replace_arguments
@@ -23,7 +22,7 @@ from rankless.compiler.lowering.gradient_placement import place_gradient
 from rankless.compiler.lowering.local_graph import LocalGraph
 from rankless.compiler.lowering.local_operators import LOCAL_OPERATORS, restore_layout
 from rankless.compiler.lowering.recomputation import recompute
-from rankless.compiler.lowering.recomputed_regions import choose_regions
+from rankless.compiler.lowering.recomputed_regions import choose_regions, count_local_bytes
 from rankless.compiler.lowering.repeated_gathers import gather_again
 from rankless.compiler.lowering.row_counts import RowCounts
 from rankless.compiler.lowering.sums_in_place import add_in_place
@@ -44,12 +43,11 @@ from rankless.compiler.sharding.redistribute import (
     RingShift,
     StackingAllGather,
     count_bytes,
-    estimate_cost,
+    estimate_costs,
 )
 from rankless.compiler.sharding.redistribution_steps import list_steps, replace_placement
 from rankless.compiler.sharding.reordered_values import find_original
 from rankless.compiler.sharding.sharding_propagation import ShardedProgram
-from rankless.compiler.tracing.row_selections import find_selection, is_reordered
 from rankless.parallel.mesh import Mesh
 from rankless.parallel.tensor_placement import (
     BlockedShard,
@@ -140,9 +138,10 @@ class LoweringPass:
             value = self.add_collective(target, value, size, reason, purpose="operator")
         return value
 
-    def all_gather(self, value: fx.Node, reason: str, size: int) -> fx.Node:
-        """Add an all-gather of equal pieces, of `size` bytes each, along a new dim 0 and the current axis."""
-        (number,) = self.current_axes
+    def all_gather(self, value: fx.Node, reason: str, size: int, number: int | None = None) -> fx.Node:
+        """Add an all-gather of equal pieces, of `size` bytes each, along a new dim 0 and an axis."""
+        if number is None:
+            (number,) = self.current_axes
         axis = self.axes[number]
         return self.add_collective(StackingAllGather(axis), value, size * axis.size, reason, purpose="operator")
 
@@ -212,6 +211,8 @@ class LoweringPass:
         for node in logical.graph.nodes:
             if node not in logical.inputs and node.op != "output":
                 self.lower_node(node)
+            if not checks:  # else another program may be the right one
+                self.counts.add_checks()
             for check in checks.get(node, ()):
                 self.call(ValueCheck(check.index, check.expected), self.redistribute(node, self.whole, check.name))
         self.counts.add_checks()
@@ -336,7 +337,7 @@ class LoweringPass:
         if (original := self.find_original(node, target)) is not None:
             return self.add_reordering(node, original, target)
         size = count_bytes(node)
-        source = min(available, key=lambda sharding: self.estimate_cost(size, sharding, target))
+        source = min(available, key=lambda sharding: estimate_costs(size, sharding, target, self.axes))
         for step in list_steps(source, target):
             if step not in available:
                 available[step] = self.add_step(node, source, step, reason, purpose)
@@ -359,11 +360,6 @@ class LoweringPass:
         self.values[node][target] = local
         return local
 
-    def estimate_cost(self, size: int, source: Sharding, target: Sharding) -> float:
-        """Estimate the bytes that the redistribution of a value of `size` bytes sends."""
-        triples = zip(self.axes, source, target, strict=True)
-        return sum(estimate_cost(size, before, after, axis.size) for axis, before, after in triples)
-
     def add_step(
         self, node: fx.Node, source: Sharding, wanted: Sharding, reason: str, purpose: CollectivePurpose
     ) -> fx.Node:
@@ -374,12 +370,8 @@ class LoweringPass:
         local, axis = self.values[node][source], self.axes[number]
         self.counts.exchange(before)
         self.counts.exchange(after)
-        if isinstance(before, Replicate) and isinstance(after, Shard) and is_reordered([after]):
-            owners = self.find_owners(wanted, number)
-            return self.call(local_kernels.take_own_rows, local, after.dim, owners, axis.rank)
         if isinstance(before, Replicate) and isinstance(after, Shard):
-            start, length = self.counts.find_start(after, axis.rank), after.lengths[axis.rank]
-            return self.call(local_kernels.slice_dim, local, after.dim, start, length)
+            return self.counts.take_part(local, wanted, number)
         if isinstance(before, Replicate) and isinstance(after, BlockedShard):
             start, length = after.start(axis.rank), after.lengths[axis.rank]
             return self.call(slice_blocks, local, after.dim, after.block, start, length)
@@ -390,51 +382,16 @@ class LoweringPass:
         target = Redistribution(axis, before, after)
         lengths = target.list_lengths(shape)
         moved = self.add_collective(target, local, size, reason, purpose=purpose, lengths=lengths)
-        if isinstance(before, Shard) and is_reordered([before]):
-            moved = self.call(local_kernels.restore_order, moved, before.dim, self.find_owners(source, number))
+        moved = self.counts.restore_order(moved, source, number)
         return restore_layout(self, moved, node.meta["val"])
-
-    def find_owners(self, sharding: Sharding, number: int) -> fx.Node:
-        """Return the rank along an axis from which each selected row is, in the order of one device.
-
-        Args:
-            sharding: How selected rows are divided.
-            number: The number of the axis, which divides another dim of the mask than the first.
-        """
-        selection = find_selection(sharding[number])
-        assert selection is not None
-        outer = [find_selection(item) for item in sharding[:number]]
-        known = [
-            Shard(item.dim, item.lengths) if item is not None and item.mask is selection.mask else Replicate()
-            for item in outer
-        ]
-        whole: Sharding = (*known, *self.whole[number:])
-        mask = self.redistribute(selection.mask, whole, "order of selected rows")
-        return self.call(local_kernels.find_owners, mask, selection.dim, selection.lengths)
-
-    def gather_count(self, count: fx.Node, number: int) -> fx.Node:
-        """Add the exchange of a number between the ranks along an axis; return the list of all."""
-        before, self.current_axes = self.current_axes, (number,)
-        found = self.call(torch.tensor, count, device=self.device)
-        found.meta["described"] = "number of selected rows"
-        gathered = self.all_gather(found, "numbers of selected rows", torch.int64.itemsize)
-        self.current_axes = before
-        return self.call(torch.Tensor.tolist, gathered)
-
-    def count_local_bytes(self, local: fx.Node) -> int:
-        """Return the bytes of a local value that has memory of its own; 0 for a view, and for several values."""
-        logical = local.meta.get("logical")
-        if logical is None or not is_fresh(logical) or not isinstance(logical.meta["val"], LogicalValue):
-            return 0
-        shape = compute_local_shape(logical.meta["val"].shape, self.sharded.sharding(logical), self.ranks)
-        return count_bytes(logical, shape)
 
 
 def lower(sharded: ShardedProgram, mesh: Mesh) -> LocalGraph:
     """Return the program of the rank of `mesh`."""
     lowering = LoweringPass(sharded, mesh)
     local = lowering.lower_graph()
+    size_of = partial(count_local_bytes, sharded=sharded, ranks=lowering.ranks)
     gather_again(local.graph, sharded, mesh)
-    recompute(local.graph, choose_regions(local.graph, sharded.logical.recompute, lowering.count_local_bytes))
+    recompute(local.graph, choose_regions(local.graph, sharded.logical.recompute, size_of))
     add_in_place(local.graph)
     return local

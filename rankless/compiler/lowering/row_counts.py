@@ -8,22 +8,21 @@ from collections.abc import Callable, Sequence
 from operator import getitem
 from typing import Any, Protocol
 
-import sympy
+import sympy  # type: ignore[import-untyped]  # it has no stubs
 import torch
 from torch import fx
 from torch.utils._sympy.printers import PythonPrinter
 
 from rankless.compiler.ir import local_kernels
 from rankless.compiler.ir.logical_program import LogicalValue
-from rankless.compiler.ir.tensor_parts import Part, list_parts
+from rankless.compiler.ir.tensor_parts import list_parts
 from rankless.compiler.tracing.row_counts import READ_BY_JOB, find_traced_count, has_count, list_traced_counts
-from rankless.compiler.tracing.row_selections import find_selection
+from rankless.compiler.tracing.row_selections import find_selection, is_reordered
 from rankless.compiler.tracing.symbolic_sizes import EXPRESSION_GLOBALS
 from rankless.errors import CaptureError
 from rankless.parallel.tensor_placement import Placement, Replicate, Shard, Sharding, is_divided_along
 
 aten = torch.ops.aten
-
 
 
 class LocalBuilder(Protocol):
@@ -42,8 +41,13 @@ class LocalBuilder(Protocol):
         """Return the local value of a logical one in a sharding."""
         ...
 
-    def gather_count(self, count: fx.Node, number: int) -> fx.Node:
-        """Add the exchange of a number between the ranks along an axis; return the list of all."""
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank."""
+        ...
+
+    def all_gather(self, value: fx.Node, reason: str, size: int, number: int | None = None) -> fx.Node:
+        """Add an all-gather of equal pieces, of `size` bytes each, along a new dim 0 and an axis."""
         ...
 
 
@@ -95,8 +99,8 @@ class CountCheck:
 class RowCounts:
     """The counts that a local graph has computed so far.
 
-    Where axes divide the selected rows, a rank first knows its own number. Numbers of others are exchanged once they are
-    needed: by a redistribution, or by a size of the whole. What needs them does so on all ranks.
+    Where axes divide the selected rows, a rank first knows its own number. Numbers of others are exchanged once they
+    are needed: by a redistribution, or by a size of the whole. What needs them does so on all ranks.
 
     Args:
         builder: Adds to the graph.
@@ -108,6 +112,7 @@ class RowCounts:
         self._sizes: dict[sympy.Expr, fx.Node] = {}
         self._lines: dict[sympy.Symbol, str] = {}
         self._environment: Any = None
+        self._checked: set[sympy.Expr] = set()
         self._divisions: dict[sympy.Symbol, Sharding] = {}
         """The sharding of the selected rows of which something is the number, without what divides other dims."""
 
@@ -120,7 +125,8 @@ class RowCounts:
             sharding: The sharding of both.
         """
         value = node.meta["val"]
-        for dim, size in enumerate(value.shape if isinstance(value, LogicalValue) else ()):
+        shape: tuple[Any, ...] = value.shape if isinstance(value, LogicalValue) else ()
+        for dim, size in enumerate(shape):
             symbol = find_traced_count(size)
             division = keep_dim(sharding, dim)
             self.note_divisions(sharding)
@@ -141,7 +147,7 @@ class RowCounts:
         """Remember how the selected rows of a value are divided, because their numbers may be needed."""
         for placement in sharding:
             if (selection := find_selection(placement)) is not None:
-                division = keep_dim(sharding, placement.dim)
+                division = keep_dim(sharding, selection_dim(placement))
                 for count in selection.counts:
                     self._divisions.setdefault(require_count(count), division)
 
@@ -157,9 +163,10 @@ class RowCounts:
         if not has_count(placement.lengths):
             return placement.start(rank)
         self.exchange(placement)
-        return self._builder.call(sum, [self.resolve(item) for item in placement.lengths[:rank]])
+        lengths = [self.resolve(item) for item in placement.lengths]
+        return self._builder.call(sum, lengths[:rank])
 
-    def list_parts(self, sharding: Sharding) -> tuple[Part, ...]:
+    def list_parts(self, sharding: Sharding) -> tuple[Any, ...]:
         """Return this rank's part of a value as ranges of dims, also of selected rows."""
         if not any(isinstance(item, Shard) and has_count(item.lengths) for item in sharding):
             return list_parts(sharding, self._builder.ranks)
@@ -176,22 +183,23 @@ class RowCounts:
         return fx.node.map_aggregate(argument, self._resolve_size)
 
     def add_checks(self) -> None:
-        """Check what the trace has assumed of counts. Operators that need it have failed before this, or broadcast.
+        """Check what the trace has assumed of counts, because operators rely on it.
 
         What the job's Python has read is checked already. Rows that one mask selects are as many.
         """
-        if self._environment is None:
-            return
-        assumed = [item for found in self._environment.deferred_runtime_asserts.values() for item in found]
+        assumed = [
+            item for symbol in self._lines for item in self._environment.deferred_runtime_asserts.get(symbol, ())
+        ]
         for expression in dict.fromkeys(item.expr for item in assumed if item.msg != READ_BY_JOB):
             symbols = sorted(expression.free_symbols, key=str)
             divisions = [self._divisions.get(item) for item in symbols]
-            if not all(item in self._lines for item in symbols):
+            if expression in self._checked or not all(item in self._lines for item in symbols):
                 continue
             if isinstance(expression, sympy.Eq) and divisions[0] is not None and divisions[0] == divisions[-1]:
                 continue
             text = str(PythonPrinter().doprint(expression))
             check = CountCheck(text, [*map(str, symbols)], self._lines[symbols[-1]])
+            self._checked.add(expression)
             self._builder.call(check, *map(self._find_count, symbols))
 
     def _resolve_size(self, size: Any) -> Any:
@@ -270,7 +278,7 @@ class RowCounts:
                 self._counts.setdefault(own, total)
             key = sympy.Add(*symbols)
             if key not in self._sizes:
-                gathered = self._builder.gather_count(self._counts[own], number)
+                gathered = self._gather(self._counts[own], number)
                 for place, symbol in enumerate(symbols):
                     found = self._builder.call(getitem, gathered, place)
                     self._counts.setdefault(symbol, found)
@@ -279,10 +287,71 @@ class RowCounts:
         assert total is not None
         return total
 
+    def _gather(self, count: fx.Node, number: int) -> fx.Node:
+        """Add the exchange of a count between the ranks along an axis; return the list of all."""
+        found = self._builder.call(torch.tensor, count, device=self._builder.device)
+        found.meta["described"] = "number of selected rows"
+        gathered = self._builder.all_gather(found, "numbers of selected rows", torch.int64.itemsize, number)
+        return self._builder.call(torch.Tensor.tolist, gathered)
+
+    def take_part(self, whole: fx.Node, sharding: Sharding, number: int) -> fx.Node:
+        """Return this rank's part, along an axis, of a value that is whole along it.
+
+        Args:
+            whole: The value.
+            sharding: The sharding of the part.
+            number: The number of the axis.
+        """
+        placement, rank = sharding[number], self._builder.ranks[number]
+        assert isinstance(placement, Shard)
+        if is_reordered([placement]):
+            owners = self._find_owners(sharding, number)
+            return self._builder.call(local_kernels.take_own_rows, whole, placement.dim, owners, rank)
+        start, length = self.find_start(placement, rank), placement.lengths[rank]
+        return self._builder.call(local_kernels.slice_dim, whole, placement.dim, start, length)
+
+    def restore_order(self, gathered: fx.Node, sharding: Sharding, number: int) -> fx.Node:
+        """Return gathered parts in the order of one device.
+
+        Args:
+            gathered: The parts of the ranks along an axis, one after the other.
+            sharding: The sharding from which they were gathered.
+            number: The number of the axis.
+        """
+        placement = sharding[number]
+        if not is_reordered([placement]):
+            return gathered
+        dim, owners = selection_dim(placement), self._find_owners(sharding, number)
+        return self._builder.call(local_kernels.restore_order, gathered, dim, owners)
+
+    def _find_owners(self, sharding: Sharding, number: int) -> fx.Node:
+        """Return the rank along an axis from which each selected row is, in the order of one device.
+
+        Args:
+            sharding: How selected rows are divided.
+            number: The number of the axis, which divides another dim of the mask than the first.
+        """
+        selection = find_selection(sharding[number])
+        assert selection is not None
+        outer = [find_selection(item) for item in sharding[:number]]
+        known = [
+            Shard(item.dim, item.lengths) if item is not None and item.mask is selection.mask else Replicate()
+            for item in outer
+        ]
+        whole: Sharding = (*known, *[Replicate()] * (len(sharding) - number))
+        mask = self._builder.redistribute(selection.mask, whole, "order of selected rows")
+        return self._builder.call(local_kernels.find_owners, mask, selection.dim, selection.lengths)
+
 
 def keep_dim(sharding: Sharding, dim: int) -> Sharding:
     """Return a sharding without what divides other dims."""
     return tuple(item if is_divided_along(item, dim) else Replicate() for item in sharding)
+
+
+def selection_dim(placement: Placement) -> int:
+    """Return the dim in which a value has selected rows."""
+    assert isinstance(placement, Shard)
+    return placement.dim
 
 
 def is_divided(sharding: Sharding) -> bool:

@@ -220,9 +220,7 @@ def masked_scatter_strategies(call: OperatorCall) -> Iterator[Strategy]:
             yield Strategy((part, part, divide_rows(call, mask, part, 0)), (part,))
 
 
-def list_row_parts(
-    call: OperatorCall, index: fx.Node, letter_dim: int, dim: int
-) -> Iterator[tuple[Shard, Shard]]:
+def list_row_parts(call: OperatorCall, index: fx.Node, letter_dim: int, dim: int) -> Iterator[tuple[Shard, Shard]]:
     """Yield how a source's dim and the selected rows' numbers are divided alike.
 
     Args:
@@ -272,3 +270,12 @@ def by_number_strategies(call: OperatorCall, dim: int, rest: Sequence[int | None
         given: list[Placement] = [Replicate() if item is None else Shard(item, numbers.lengths) for item in rest]
         output = rows if rest or call.operator is not aten.index_select.default else Shard(dim, numbers.lengths)
         yield Strategy((rows, numbers, *given), (output,), lower_own_rows)
+
+
+def uses_row_numbers_rightly(node: fx.Node, strategy: Strategy | None) -> bool:
+    """Return whether an operator that takes numbers of selected rows reads or writes these, or only views the numbers.
+
+    The numbers of each part of a batch count from its own first row.
+    """
+    takes_numbers = any(map(has_row_numbers, node.all_input_nodes))
+    return not takes_numbers or has_row_numbers(node) or (strategy is not None and strategy.lower is lower_own_rows)

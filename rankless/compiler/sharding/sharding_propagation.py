@@ -19,17 +19,15 @@ from operator import getitem
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
-from rankless.compiler.ir.logical_program import LogicalProgram, LogicalValue, is_random_node
+from rankless.compiler.ir.logical_program import LogicalProgram, LogicalValue
 from rankless.compiler.probing.operator_probe import OperatorProbe
-from rankless.compiler.rules.strategy import OperatorCall, ShardingRule, Strategy, make_call, make_replicated_strategy
+from rankless.compiler.rules.strategy import OperatorCall, Strategy, make_call, make_replicated_strategy
 from rankless.compiler.rules.table import REFUSED_OPERATORS, find_rule
+from rankless.compiler.sharding.counted_rows import list_for_counts, takes_counts
 from rankless.compiler.sharding.reordered_values import list_other_strategies
 from rankless.compiler.sharding.sequence_parallelism import find_divided_weights, find_rows
 from rankless.compiler.sharding.strategy_costs import find_cheapest, list_outputs
-from rankless.compiler.tracing.row_counts import has_count, list_traced_counts
-from rankless.compiler.tracing.row_selections import find_selection, is_reordered
 from rankless.errors import CaptureError
 from rankless.parallel.tensor_placement import (
     BlockedShard,
@@ -209,7 +207,9 @@ def propagate_along_axis(
             placement = strategies[source].outputs[index]
         else:
             refuse_unshardable(node)
-            call = replace(make_call(node, taken, ranks, wanted.get(node)), inner=partial(list_inner, node), axis=number)
+            call = replace(
+                make_call(node, taken, ranks, wanted.get(node)), inner=partial(list_inner, node), axis=number
+            )
             strategies[node], has_rule = choose_strategy(call, available, probe, outer, weights)
             strategy = strategies[node]
             if not has_rule:
@@ -300,8 +300,8 @@ def choose_strategy(
     replicated_strategy = make_replicated_strategy(call)
     is_whole = all(isinstance(placement, Replicate) for placement in call.current_placements)
     if takes_counts(call):
-        strategies = [*list_for_counts(call, rule, outer), replicated_strategy]
-        return find_cheapest(strategies, call, available), True
+        kept = [item for item in list_for_counts(call, rule) if combines(item, call, outer)]
+        return find_cheapest([*kept, replicated_strategy], call, available), True
     if has_sparse_value(call) or (is_whole and rule is None):
         return replicated_strategy, is_whole
     has_rule = rule is not None
@@ -373,35 +373,3 @@ def has_sparse_value(call: OperatorCall) -> bool:
     """Return whether an operator takes or gives a sparse tensor, which has no pieces."""
     values = [*[node.meta["val"] for node in call.inputs], *list_outputs(call)]
     return any(isinstance(value, LogicalValue) and value.is_sparse for value in values)
-
-
-def list_for_counts(
-    call: OperatorCall, rule: ShardingRule | None, outer: Sequence[AxisSharding]
-) -> Iterator[Strategy]:
-    """Yield the strategies of an operator on rows that values select; none if its rule needs their number.
-
-    What is not in the order of one device is neither drawn in parts, nor regrouped by a view.
-    """
-    try:
-        found = [] if rule is None else [item for item in rule(call) if combines(item, call, outer)]
-    except CaptureError:
-        return
-    for strategy in found:
-        placements = (*strategy.inputs, *strategy.outputs)
-        if is_reordered(placements) and (is_random_node(call.node) or not all(map(is_plain_selection, placements))):
-            continue
-        yield strategy
-
-
-def is_plain_selection(placement: Placement) -> bool:
-    """Return whether a placement divides selected rows as they are, or divides others."""
-    is_counted = isinstance(placement, Shard | BlockedShard) and has_count(placement.lengths)
-    return not is_counted or find_selection(placement) is not None
-
-
-def takes_counts(call: OperatorCall) -> bool:
-    """Return whether a size of an operator's values or arguments is a count; see Note [counts of selected rows]."""
-    values = [*[node.meta["val"] for node in call.inputs], *list_outputs(call)]
-    sizes = [size for value in values if isinstance(value, LogicalValue) for size in value.shape]
-    arguments = pytree.tree_leaves((call.node.args, call.node.kwargs))
-    return any(map(list_traced_counts, [*sizes, *arguments]))

@@ -1,16 +1,16 @@
 """Counts of rows that values select, as `x[mask]` does: sizes that are known only while the program runs.
 
 Note [counts of selected rows]: such a count is a symbol of PyTorch's `ShapeEnv` without a number, "unbacked". The
-program takes it from the value that has it (`lowering.row_counts`). Where the job's Python asks for it, or compares it,
+program takes it from the value that has it (`lowering.row_counts`). If the job's Python asks for it, or compares it,
 the answer is a value that Python reads; see Note [values that Python reads]. After the trace nothing may ask for the
-number. Two counts are equal only if they are the same expression, so that a rule which needs equal sizes does not apply.
+number. Two counts are equal only if they are the same expression, so a rule that needs equal sizes does not apply.
 Costs assume as many rows as there can be. See docs/decisions/0043-rows-selected-by-values.md.
 """
 
 from collections.abc import Iterable
 from typing import Any
 
-import sympy
+import sympy  # type: ignore[import-untyped]  # it has no stubs
 from torch import SymBool, SymFloat, SymInt
 
 from rankless.errors import CaptureError

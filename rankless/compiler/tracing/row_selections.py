@@ -1,6 +1,6 @@
 """Selections of rows by a mask that an axis divides: each rank selects among its own rows.
 
-Note [selections of divided rows]: along an axis that divides a dim of the mask, a rank has the selected rows of its part.
+Note [selections of divided rows]: along an axis that divides a dim of the mask, a rank has the rows of its part.
 How many each rank has is a count for each of them, known only while the program runs. All values that the same mask
 selects have the same counts, so they are divided alike. If the first dim of the mask is divided, the parts lie in the
 order of one device. If another dim is, they do not, because the first dim counts slowest: rows must then be reordered
@@ -32,7 +32,7 @@ class RowSelection:
     mask: fx.Node
     dim: int
     lengths: tuple[int, ...]
-    counts: tuple[SymInt, ...]
+    counts: tuple[Any, ...]
 
     @property
     def is_ordered(self) -> bool:
@@ -80,7 +80,7 @@ class RowSelections:
         return count
 
 
-def get_selections(count: SymInt) -> RowSelections:
+def get_selections(count: Any) -> RowSelections:
     """Return the selections of the program of which a count is."""
     environment = count.node.shape_env
     if environment.selections is None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from sympy import sympify
+from sympy import sympify  # type: ignore[import-untyped]  # it has no stubs
 from torch import SymBool, SymFloat, SymInt
 from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDependentSymNode, ShapeEnv
