@@ -25,6 +25,8 @@ aten = torch.ops.aten
 MAX_GUESSES = 32
 """Truth values in a row that are taken for true: a loop `while tensor:` must end."""
 MAX_READS = 256
+MAX_COUNT_READS = 2048
+"""The same for comparisons of counts of selected rows, one for each expert of each layer."""
 COMPARISONS: dict[type, Any] = {
     sympy.Eq: aten.eq.Scalar,
     sympy.Ne: aten.ne.Scalar,
@@ -80,9 +82,10 @@ class ValueReads:
         self._require_running_function()
         position = len(self.values)
         self.lines.append(user_line(sys._getframe(1)))
-        if position == MAX_READS:
+        limit = MAX_READS if assumed is None else MAX_COUNT_READS
+        if position >= limit:
             raise CaptureError(
-                expected=f"a job that reads at most {MAX_READS} values of tensors",
+                expected=f"a job that reads at most {limit} values of tensors",
                 found="more, perhaps a loop until a tensor has some value",
                 fix="compute with tensors, for example with torch.where, or read the values outside the job",
                 where=self.lines[-1],

@@ -151,10 +151,10 @@ def get_operator(node: fx.Node) -> AtenOperator:
 
 
 def make_call(
-    node: fx.Node, placements: Mapping[fx.Node, Placement], ranks: int, wanted: Placement | None = None
+    node: fx.Node, placements: Mapping[fx.Node, Placement], ranks: int, wanted: Placement | None = None, axis: int = 0
 ) -> OperatorCall:
     """Return a node of the logical program as a call to shard or lower."""
-    return OperatorCall(node, get_operator(node), list_tensor_slots(node), placements, ranks, wanted)
+    return OperatorCall(node, get_operator(node), list_tensor_slots(node), placements, ranks, wanted, axis=axis)
 
 
 def find_local_range(builder: GraphBuilder, sharding: Sharding, dim: int, size: int) -> tuple[int, int]:

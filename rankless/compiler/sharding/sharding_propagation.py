@@ -187,7 +187,6 @@ def propagate_along_axis(
     list_inner: Callable[[fx.Node], Sequence[Strategy]] = no_inner_strategies,
 ) -> AxisSharding:
     """Return placements and strategies along an axis, from those of inputs and outer axes, and `OperatorCall.inner`."""
-    number = len(outer)
     placements: dict[fx.Node, Placement] = {}
     strategies: dict[fx.Node, Strategy] = {}
     available: dict[fx.Node, list[Placement]] = {}
@@ -207,9 +206,7 @@ def propagate_along_axis(
             placement = strategies[source].outputs[index]
         else:
             refuse_unshardable(node)
-            call = replace(
-                make_call(node, taken, ranks, wanted.get(node)), inner=partial(list_inner, node), axis=number
-            )
+            call = replace(make_call(node, taken, ranks, wanted.get(node), len(outer)), inner=partial(list_inner, node))
             strategies[node], has_rule = choose_strategy(call, available, probe, outer, weights)
             strategy = strategies[node]
             if not has_rule:
@@ -301,7 +298,7 @@ def choose_strategy(
     is_whole = all(isinstance(placement, Replicate) for placement in call.current_placements)
     if takes_counts(call):
         kept = [item for item in list_for_counts(call, rule) if combines(item, call, outer)]
-        return find_cheapest([*kept, replicated_strategy], call, available), True
+        return find_cheapest([*kept, replicated_strategy], call, available), is_whole or rule is not None
     if has_sparse_value(call) or (is_whole and rule is None):
         return replicated_strategy, is_whole
     has_rule = rule is not None
