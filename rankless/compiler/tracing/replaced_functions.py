@@ -17,8 +17,11 @@ from rankless.compiler.tracing.row_counts import has_count
 EMBEDDING_BAG = inspect.signature(F.embedding_bag)
 
 
-UNBINDING = (torch.unbind, torch.Tensor.unbind)
-"""Functions that make as many tensors as a dim is long."""
+NUMBER_NEEDED = (
+    *(torch.unbind, torch.Tensor.unbind, torch.chunk, torch.Tensor.chunk),
+    *(torch.tensor_split, torch.Tensor.tensor_split),
+)
+"""Functions that make as many tensors as follows from the length of a dim, or in such lengths."""
 
 
 def find_replacement(function: Callable[..., Any], args: tuple[Any, ...]) -> Callable[..., Any] | None:
@@ -30,8 +33,8 @@ def find_replacement(function: Callable[..., Any], args: tuple[Any, ...]) -> Cal
     """
     if function is torch.Tensor.bernoulli_:
         return draw_bernoulli
-    if function in UNBINDING and has_count(args[0].shape):
-        return unbind_known_rows
+    if function in NUMBER_NEEDED and has_count(args[0].shape):
+        return lambda tensor, *rest, **named: function(read_numbers_of_rows(tensor), *rest, **named)
     if forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None:
         return None  # Rankless's operators have no formula for forward mode, nor for the transforms of torch.func
     if function is F.linear:
@@ -49,9 +52,12 @@ def find_replacement(function: Callable[..., Any], args: tuple[Any, ...]) -> Cal
     return None
 
 
-def unbind_known_rows(tensor: Tensor, dim: int = 0) -> tuple[Tensor, ...]:
-    """Replace `unbind` and iteration over rows that values have selected: read their number first."""
-    return tensor.narrow(dim, 0, int(tensor.shape[dim])).unbind(dim)
+def read_numbers_of_rows(tensor: Tensor) -> Tensor:
+    """Return rows that values have selected, as many as Python reads that there are."""
+    for dim, size in enumerate(tensor.shape):
+        if has_count([size]):
+            tensor = tensor.narrow(dim, 0, int(size))
+    return tensor
 
 
 def embed_bags(bags: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
