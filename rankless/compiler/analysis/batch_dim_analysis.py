@@ -37,20 +37,22 @@ from rankless.compiler.analysis.batch_dim_kinds import (
     BatchSum,
     Normalizer,
     compute_growth,
+    divides_by_count,
     find_growth,
+    find_uniform_dims,
     is_compatible,
     is_divided_by_rows,
     is_plain_sum,
-    is_uniform_along,
     make_batch_shard,
     to_placement,
 )
 from rankless.compiler.analysis.row_numbers import RESHAPING_OPS, counts_rows, find_selected_rows
-from rankless.compiler.ir.logical_program import LogicalProgram, ProgramInput, is_random_node
-from rankless.compiler.rules.pointwise import is_pointwise
+from rankless.compiler.ir.logical_program import LogicalProgram, ProgramInput
 from rankless.compiler.rules.reductions import lower_mean_as_sum
+from rankless.compiler.rules.selected_rows import uses_row_numbers_rightly
 from rankless.compiler.rules.strategy import OperatorCall, Strategy, logical_shape, make_call
 from rankless.compiler.rules.table import find_rule
+from rankless.compiler.tracing.row_counts import list_traced_counts
 from rankless.parallel.tensor_placement import Partial, Placement, Replicate, Shard
 
 aten = torch.ops.aten
@@ -123,6 +125,8 @@ class BatchDimAnalysis:
         for kind in inputs:
             if isinstance(kind, BatchMixed):
                 return kind
+        if divides_by_count(node):
+            return self._mixed(node, "a mean over, or another number of, rows that values select")
         if any(isinstance(kind, BatchSharded) and kind.is_number for kind in inputs):
             return self._analyze_row_numbers(node)
         if any(isinstance(kind, BatchSum) for kind in inputs):
@@ -136,9 +140,15 @@ class BatchDimAnalysis:
         value, counterpart = node.meta["val"], self._counterparts[node].meta["val"]
         if isinstance(kind, BatchMixed) or isinstance(value, tuple | list):
             return kind
-        grown = [dim for dim, size in enumerate(value.shape) if int(size) != int(counterpart.shape[dim])]
+        grown = [
+            dim
+            for dim, size in enumerate(value.shape)
+            if not list_traced_counts(size) and int(size) != int(counterpart.shape[dim])
+        ]
         if isinstance(kind, BatchSharded):
-            return kind if grown == [kind.placement.dim] else self._mixed(node, "its size grows twice with the batch")
+            own = kind.placement.dim
+            is_right = grown == ([] if list_traced_counts(value.shape[own]) else [own])
+            return kind if is_right else self._mixed(node, "its size grows twice with the batch")
         if not grown:
             return kind
         if len(grown) == 1 and isinstance(kind, BatchIndependent) and grown[0] in kind.uniform_dims:
@@ -172,7 +182,7 @@ class BatchDimAnalysis:
             return BatchSharded(make_batch_shard(0, logical_shape(node)[0]), is_number=True)
         if growth:
             return self._mixed(node, ROW_DEPENDENT_NUMBER)
-        return BatchIndependent(frozenset(self._find_uniform_dims(node)))
+        return BatchIndependent(frozenset(find_uniform_dims(node, self.kinds)))
 
     def _analyze_row_numbers(self, node: fx.Node) -> BatchDimKind:
         """Analyze an operator on the numbers of rows: it may reshape them, or select each row by its number."""
@@ -182,37 +192,14 @@ class BatchDimAnalysis:
         selected = find_selected_rows(node, self._counterparts[node], self.kinds)
         return selected or self._mixed(node, ROW_DEPENDENT_NUMBER)
 
-    def _find_uniform_dims(self, node: fx.Node) -> list[int]:
-        """Return the dims along which all entries of a batch-independent value are equal."""
-        value = node.meta["val"]
-        if isinstance(value, tuple | list) or not isinstance(node.target, torch._ops.OpOverload):
-            return []
-        count = len(value.shape)
-        inputs = [(item, self.kinds[item]) for item in node.all_input_nodes]
-        is_uniform = all(
-            isinstance(kind, BatchIndependent) and len(kind.uniform_dims) == len(logical_shape(item))
-            for item, kind in inputs
-        )
-        is_drawn = is_random_node(node) and node.target is not aten.randperm.default
-        if node.target in FACTORY_OPS or (
-            is_uniform and (is_drawn or is_pointwise(node.target) or node.target in CONVERSION_OPS)
-        ):
-            return list(range(count))
-        if node.target is aten.embedding.default:
-            indices = self.kinds[node.all_input_nodes[1]]
-            return [
-                dim for dim in range(count - 1) if isinstance(indices, BatchIndependent) and dim in indices.uniform_dims
-            ]
-        if node.target is not aten.expand.default and not is_pointwise(node.target):
-            return []
-        return [dim for dim in range(count) if all(is_uniform_along(item, kind, dim, count) for item, kind in inputs)]
-
     def _analyze_sharded(self, node: fx.Node) -> BatchDimKind:
         call = self._make_call(node)
         growth = find_growth(node, self._counterparts[node])
         if growth:
             return self._scale_sharded(node, growth)
         strategy = self._find_strategy(call)
+        if not uses_row_numbers_rightly(node, strategy):
+            return self._mixed(node, "numbers of selected rows, used for something else than to read or write these")
         sharded_inputs = [kind for kind in (self.kinds[item] for item in call.inputs) if isinstance(kind, BatchSharded)]
         if node.target in VIEW_OPS and (sharded_inputs[0].outer_size > 1 or strategy is None):
             return self._analyze_view(node, sharded_inputs[0])

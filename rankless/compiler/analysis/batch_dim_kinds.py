@@ -3,14 +3,18 @@
 See `batch_dim_analysis`, Note [split in time].
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 import torch
 from torch import fx
 
+from rankless.compiler.ir.logical_program import is_random_node
 from rankless.compiler.rules.pointwise import RULES as LIKE_RULES
+from rankless.compiler.rules.pointwise import is_pointwise
 from rankless.compiler.rules.strategy import logical_shape
+from rankless.compiler.tracing.row_counts import has_count, list_traced_counts
 from rankless.parallel.tensor_placement import Partial, Placement, Replicate, Shard
 
 aten = torch.ops.aten
@@ -152,6 +156,21 @@ def find_growth(node: fx.Node, counterpart: fx.Node) -> list[float]:
     return found
 
 
+def divides_by_count(node: fx.Node) -> bool:
+    """Return whether an operator computes with the number of rows that values select, which differs between calls."""
+    operator = node.target
+    if not isinstance(operator, torch._ops.OpOverload):
+        return False
+    if operator in (aten.mean.default, aten.mean.dim):
+        return has_count(logical_shape(node.all_input_nodes[0]))
+    numbers = [
+        get_argument(node, position, described.name)
+        for position, described in enumerate(operator._schema.arguments)
+        if any(word in str(described.type) for word in ("number", "float", "Tensor"))
+    ]
+    return any(map(list_traced_counts, numbers))
+
+
 def to_placement(kind: BatchDimKind) -> Placement:
     """Return the placement of a value of this kind when the batch is split."""
     return (
@@ -173,3 +192,29 @@ def is_uniform_along(item: fx.Node, kind: BatchDimKind, dim: int, count: int) ->
     sizes = logical_shape(item)
     own = dim - (count - len(sizes))
     return own < 0 or sizes[own] == 1 or (isinstance(kind, BatchIndependent) and own in kind.uniform_dims)
+
+
+def find_uniform_dims(node: fx.Node, kinds: Mapping[fx.Node, BatchDimKind]) -> list[int]:
+    """Return the dims along which all entries of a batch-independent value are equal."""
+    value = node.meta["val"]
+    if isinstance(value, tuple | list) or not isinstance(node.target, torch._ops.OpOverload):
+        return []
+    count = len(value.shape)
+    inputs = [(item, kinds[item]) for item in node.all_input_nodes]
+    is_uniform = all(
+        isinstance(kind, BatchIndependent) and len(kind.uniform_dims) == len(logical_shape(item))
+        for item, kind in inputs
+    )
+    is_drawn = is_random_node(node) and node.target is not aten.randperm.default
+    if node.target in FACTORY_OPS or (
+        is_uniform and (is_drawn or is_pointwise(node.target) or node.target in CONVERSION_OPS)
+    ):
+        return list(range(count))
+    if node.target is aten.embedding.default:
+        indices = kinds[node.all_input_nodes[1]]
+        return [
+            dim for dim in range(count - 1) if isinstance(indices, BatchIndependent) and dim in indices.uniform_dims
+        ]
+    if node.target is not aten.expand.default and not is_pointwise(node.target):
+        return []
+    return [dim for dim in range(count) if all(is_uniform_along(item, kind, dim, count) for item, kind in inputs)]

@@ -39,6 +39,7 @@ from rankless.compiler.tracing.activation_checkpoints import CheckpointNumbers, 
 from rankless.compiler.tracing.module_names import name_modules
 from rankless.compiler.tracing.operator_lines import TracedFunction, record_origins
 from rankless.compiler.tracing.refused_functions import ModuleTensors
+from rankless.compiler.tracing.row_counts import decide_without_count
 from rankless.compiler.tracing.script_generators import ScriptGenerators
 from rankless.compiler.tracing.symbolic_sizes import LineTrackingShapeEnv, SymbolicSizes, specialize_on_repr
 from rankless.errors import CaptureError
@@ -254,7 +255,9 @@ def capture(
         ):
             require_traceable_modules(source.modules)
             with refuse_use_of_old_data(lambda: job.module_tensors):
+                shape_env.read_count = None if reads is None else reads.read_count
                 traced = trace_until_stable(stack, job, inputs)
+                shape_env.read_count = decide_without_count
             tensors = job.module_tensors
             program = name_inputs_and_outputs(source.name, source.line, traced, tensors, job.generators.found)
             if reads is not None and not reads.ends_at_unknown:

@@ -16,6 +16,7 @@ from torch._decomp import get_decompositions
 from torch._prims_common import suggest_memory_format
 from torch.utils import _pytree as pytree
 
+from rankless.compiler.tracing.row_counts import has_count
 from rankless.errors import CaptureError
 
 aten = torch.ops.aten
@@ -60,7 +61,8 @@ def decompose_variance_and_mean(
     # PyTorch's kernels accumulate half precision in float32.
     wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
     mean = wide.sum(dims, keepdim=True) / count
-    divisor = max(count - (1 if correction is None else correction), 0)
+    less = 1 if correction is None else correction
+    divisor = torch.sym_max(count - int(less), 0) if has_count([count]) else max(count - less, 0)
     offset = wide - mean
     square = torch.view_as_real(offset).square().sum(-1) if x.is_complex() else offset.square()
     variance = square.sum(dims, keepdim=keepdim) / divisor

@@ -16,9 +16,11 @@ from torch._functorch._aot_autograd.descriptors import (
     PlainAOTOutput,
     TangentAOTInput,
 )
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
 from rankless.compiler.capture.linear_layers import unmerge_linears
+from rankless.compiler.capture.selections import merge_selections
 from rankless.compiler.ir.logical_program import (
     LogicalProgram,
     LogicalValue,
@@ -30,6 +32,7 @@ from rankless.compiler.ir.logical_program import (
 )
 from rankless.compiler.ir.operator_origin import decode_origin
 from rankless.compiler.tracing.refused_functions import ModuleTensors, refuse_other_name
+from rankless.compiler.tracing.row_counts import find_traced_count, list_traced_counts
 from rankless.compiler.tracing.symbolic_sizes import is_symbolic
 from rankless.errors import CaptureError
 
@@ -243,9 +246,11 @@ def clean_up(program: LogicalProgram, modules: Mapping[str, nn.Module]) -> Logic
     returned.args = (tuple(node for node, _ in outputs),)
     drop_double_transposes(program.graph)
     unmerge_linears(program.graph)
+    merge_selections(program)
     outputs = [(node, output) for node, (_, output) in zip(returned.args[0], outputs, strict=True)]
     # Keep unused random operators: in the plain script they advance the generator.
-    program.graph.eliminate_dead_code(is_impure_node=has_side_effect)
+    needed = find_needed_counts(program.graph)
+    program.graph.eliminate_dead_code(is_impure_node=lambda node: has_side_effect(node) or node in needed)
     copy, copies = copy_graph(program.graph)
     return LogicalProgram(
         name=program.name,
@@ -277,6 +282,23 @@ def drop_double_transposes(graph: fx.Graph) -> None:
 def has_side_effect(node: fx.Node) -> bool:
     """Return whether a node must stay although nothing uses its value."""
     return node.op in ("placeholder", "output") or is_random_node(node)
+
+
+def find_needed_counts(graph: fx.Graph) -> set[fx.Node]:
+    """Return the values from which a program takes counts of selected rows that are sizes in its arguments."""
+    used = {
+        count
+        for node in graph.nodes
+        for item in pytree.tree_leaves((node.args, node.kwargs))
+        for count in list_traced_counts(item)
+    }
+    found: dict[Any, fx.Node] = {}
+    for node in graph.nodes if used else ():
+        value = node.meta.get("val")
+        for size in value.shape if isinstance(value, LogicalValue) else ():
+            if (count := find_traced_count(size)) in used:
+                found.setdefault(count, node)
+    return set(found.values())
 
 
 def resolve(node: fx.Node, replacements: Mapping[fx.Node, fx.Node]) -> fx.Node:

@@ -9,11 +9,14 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import sympy  # type: ignore[import-untyped]  # it has no stubs
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from rankless.compiler.capture.decompositions import autograd_kernels
+from rankless.compiler.tracing.row_counts import READ_BY_JOB, evaluate_with_assumed_counts
 from rankless.errors import CaptureError
 from rankless.user_code import user_line
 
@@ -22,6 +25,17 @@ aten = torch.ops.aten
 MAX_GUESSES = 32
 """Truth values in a row that are taken for true: a loop `while tensor:` must end."""
 MAX_READS = 256
+MAX_COUNT_READS = 2048
+"""The same for comparisons of counts of selected rows, one for each expert of each layer."""
+COMPARISONS: dict[type, Any] = {
+    sympy.Eq: aten.eq.Scalar,
+    sympy.Ne: aten.ne.Scalar,
+    sympy.StrictLessThan: aten.lt.Scalar,
+    sympy.LessThan: aten.le.Scalar,
+    sympy.StrictGreaterThan: aten.gt.Scalar,
+    sympy.GreaterThan: aten.ge.Scalar,
+}
+"""The operators of comparisons of sizes."""
 
 
 class ValueNeeded(BaseException):
@@ -58,20 +72,20 @@ class ValueReads:
         """Whether the trace has read more than the known values."""
         return len(self.lines) > len(self.known)
 
-    def read(self, tensor: Tensor) -> Any:
-        """Return the value of a tensor of one element. Raises `ValueNeeded` if it is not known."""
-        if self._has_returned:
-            raise CaptureError(
-                expected="values of tensors that Python reads in the job's function",
-                found="one that is read in the backward pass, after the function has returned",
-                fix="compute with tensors there, for example with torch.where",
-                where=user_line(sys._getframe(1)),
-            )
+    def read(self, tensor: Tensor, *, assumed: bool | None = None) -> Any:
+        """Return the value of a tensor of one element. Raises `ValueNeeded` if it is not known.
+
+        Args:
+            tensor: The tensor.
+            assumed: What it is taken for if it is not known. Default: true for a truth value, and nothing for others.
+        """
+        self._require_running_function()
         position = len(self.values)
         self.lines.append(user_line(sys._getframe(1)))
-        if position == MAX_READS:
+        limit = MAX_READS if assumed is None else MAX_COUNT_READS
+        if position >= limit:
             raise CaptureError(
-                expected=f"a job that reads at most {MAX_READS} values of tensors",
+                expected=f"a job that reads at most {limit} values of tensors",
                 found="more, perhaps a loop until a tensor has some value",
                 fix="compute with tensors, for example with torch.where, or read the values outside the job",
                 where=self.lines[-1],
@@ -79,11 +93,49 @@ class ValueReads:
         self.tensors.append(tensor.detach())
         if position < len(self.known):
             value = self.known[position]
+        elif assumed is not None and not self.ends_at_unknown:
+            value = assumed
         elif self.ends_at_unknown or tensor.dtype != torch.bool or position >= len(self.known) + MAX_GUESSES:
             raise ValueNeeded
         else:
             value = True
         self.values.append(value)
+        return value
+
+    def _require_running_function(self) -> None:
+        """Raise `CaptureError` if the job's function has returned."""
+        if self._has_returned:
+            raise CaptureError(
+                expected="values of tensors that Python reads in the job's function",
+                found="one that is read in the backward pass, after the function has returned",
+                fix="compute with tensors there, for example with torch.where",
+                where=user_line(sys._getframe(2)),
+            )
+
+    def read_count(self, node: Any) -> Any:
+        """Return the answer to a question about counts of selected rows; see Note [counts of selected rows].
+
+        A comparison is read as its truth value, so that the program holds for all counts with the same answer.
+
+        Args:
+            node: PyTorch's `SymNode` of the question: a comparison, or a number.
+
+        Raises:
+            GuardOnDataDependentSymNode: An operator asks while it is traced, where nothing can be computed for it.
+        """
+        self._require_running_function()
+        environment, question = node.shape_env, node.expr
+        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL) is None:
+            raise GuardOnDataDependentSymNode(question, f"an operator needs {question}")
+        is_comparison = isinstance(question, sympy.core.relational.Relational)
+        number = question.lhs - question.rhs if is_comparison else question
+        size = environment.create_symintnode(number, hint=None)
+        found = aten.full.default([], size, dtype=torch.int64, device="cpu")
+        if is_comparison:
+            found = COMPARISONS[type(question)](found, 0)
+        value = self.read(found, assumed=evaluate_with_assumed_counts(node) if is_comparison else None)
+        known = sympy.Eq(question, value) if not is_comparison else question if value else sympy.Not(question)
+        environment.guard_or_defer_runtime_assert(known, READ_BY_JOB)
         return value
 
     def is_same(self, one: Tensor, other: Tensor) -> Any:

@@ -31,6 +31,33 @@ def slice_dim(value: Tensor, dim: int, start: int, length: int) -> Tensor:
     return part if is_together else part.clone()
 
 
+def find_places(mask: Tensor, starts: Sequence[int]) -> Tensor:
+    """Return the places of what is not zero, one row for each, counted from these starts of the dims."""
+    places = mask.nonzero()
+    return places + torch.tensor(starts, dtype=torch.int64, device=mask.device)
+
+
+def count_places(mask: Tensor) -> int:
+    """Return the number of what is not zero."""
+    return int(mask.count_nonzero())
+
+
+def find_owners(mask: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
+    """Return, for each place of what is not zero, the rank whose part it is in, if a dim is divided."""
+    ends = torch.tensor(lengths, dtype=torch.int64, device=mask.device).cumsum(0)
+    return torch.searchsorted(ends, mask.nonzero()[:, dim].contiguous(), right=True)
+
+
+def restore_order(value: Tensor, dim: int, owners: Tensor) -> Tensor:
+    """Return gathered parts of selected rows in the order of one device, given the rank that each row is from."""
+    return value.index_select(dim, owners.argsort(stable=True).argsort())
+
+
+def take_own_rows(value: Tensor, dim: int, owners: Tensor, rank: int) -> Tensor:
+    """Return those of all selected rows that are in the part of a rank."""
+    return value.index_select(dim, (owners == rank).nonzero().flatten())
+
+
 def keep_on_rank_zero(value: Tensor, rank: int) -> Tensor:
     """Return a replicated value as a partial sum: rank 0 keeps the value, the other ranks hold zeros."""
     return value if rank == 0 else torch.zeros_like(value)

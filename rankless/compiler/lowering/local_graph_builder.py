@@ -11,8 +11,9 @@ from rankless.compiler.ir.logical_program import (
     format_operator,
     format_value,
 )
-from rankless.compiler.ir.tensor_parts import Part, list_parts
+from rankless.compiler.ir.tensor_parts import Part
 from rankless.compiler.lowering.local_operators import LOCAL_OPERATORS
+from rankless.compiler.lowering.row_counts import RowCounts
 from rankless.compiler.rules.strategy import (
     OperatorCall,
     make_call,
@@ -43,9 +44,12 @@ aten = torch.ops.aten
 class LocalGraphBuilder:
     """Adds operators and collectives to the local graph of one rank; implements `GraphBuilder` for the rules."""
 
+    counts: RowCounts
+    """The numbers of rows that values select."""
+
     def __init__(self, sharded: ShardedProgram, mesh: Mesh) -> None:
         self.sharded = sharded
-        self.axes = mesh.axes
+        self.axes, self.device = mesh.axes, mesh.device
         self.ranks = tuple(axis.rank for axis in mesh.axes)
         self.whole: Sharding = (Replicate(),) * len(mesh.axes)
         self.graph = fx.Graph()
@@ -57,6 +61,7 @@ class LocalGraphBuilder:
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         """Add an operator or a Rankless function."""
+        args, kwargs = self.counts.resolve((args, kwargs))
         function = LOCAL_OPERATORS.get(target, target)
         if self.generator is not None:
             function = local_kernels.DrawFrom(self.generator, function)
@@ -103,7 +108,7 @@ class LocalGraphBuilder:
 
     def list_parts(self, sharding: Sharding) -> tuple[Part, ...]:
         """Return this rank's part of a value, as ranges of dims."""
-        return list_parts(sharding, self.ranks)
+        return self.counts.list_parts(sharding)
 
     def all_reduce(self, value: fx.Node, reason: str, size: int) -> fx.Node:
         """Add a sum of a value of `size` bytes over the ranks along the current axes."""
@@ -112,9 +117,10 @@ class LocalGraphBuilder:
             value = self.add_collective(target, value, size, reason, purpose="operator")
         return value
 
-    def all_gather(self, value: fx.Node, reason: str, size: int) -> fx.Node:
-        """Add an all-gather of equal pieces, of `size` bytes each, along a new dim 0 and the current axis."""
-        (number,) = self.current_axes
+    def all_gather(self, value: fx.Node, reason: str, size: int, number: int | None = None) -> fx.Node:
+        """Add an all-gather of equal pieces, of `size` bytes each, along a new dim 0 and an axis."""
+        if number is None:
+            (number,) = self.current_axes
         axis = self.axes[number]
         return self.add_collective(StackingAllGather(axis), value, size * axis.size, reason, purpose="operator")
 

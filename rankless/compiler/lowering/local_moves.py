@@ -1,4 +1,4 @@
-"""Changes of a placement for which a rank needs no other one."""
+"""Changes of a placement for which a rank needs no other one, besides those to a part of the rows."""
 
 from torch import fx
 
@@ -6,7 +6,7 @@ from rankless.compiler.ir import local_kernels
 from rankless.compiler.ir.blocked_dims import slice_blocks
 from rankless.compiler.rules.strategy import GraphBuilder
 from rankless.parallel.mesh import MeshAxis
-from rankless.parallel.tensor_placement import BlockedShard, OnRank, Partial, Placement, Replicate, Shard
+from rankless.parallel.tensor_placement import BlockedShard, OnRank, Partial, Placement, Replicate
 
 
 def move_locally(
@@ -23,9 +23,6 @@ def move_locally(
         shape: The shape of what the ranks along the axis have together.
     """
     match before, after:
-        case Replicate(), Shard():
-            start, length = after.start(axis.rank), after.lengths[axis.rank]
-            return builder.call(local_kernels.slice_dim, value, after.dim, start, length)
         case Replicate(), BlockedShard():
             start, length = after.start(axis.rank), after.lengths[axis.rank]
             return builder.call(slice_blocks, value, after.dim, after.block, start, length)

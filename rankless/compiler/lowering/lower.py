@@ -1,5 +1,6 @@
 """Lower a sharded program to one rank's program on local values, with collectives where placements differ."""
 
+from functools import partial
 from operator import getitem
 from typing import Any
 
@@ -13,7 +14,6 @@ from rankless.compiler.ir.logical_program import (
     draws_by_counter,
     format_operator,
     format_value,
-    is_fresh,
 )
 from rankless.compiler.lowering.call_arguments import replace_arguments
 from rankless.compiler.lowering.gradient_placement import place_gradient
@@ -24,8 +24,9 @@ from rankless.compiler.lowering.local_moves import move_locally
 from rankless.compiler.lowering.local_operators import restore_layout
 from rankless.compiler.lowering.phases import Phase, list_phases
 from rankless.compiler.lowering.recomputation import recompute
-from rankless.compiler.lowering.recomputed_regions import choose_regions
+from rankless.compiler.lowering.recomputed_regions import choose_regions, count_local_bytes
 from rankless.compiler.lowering.repeated_gathers import gather_again
+from rankless.compiler.lowering.row_counts import RowCounts
 from rankless.compiler.lowering.sums_in_place import add_in_place
 from rankless.compiler.lowering.value_check import ValueCheck
 from rankless.compiler.rules.random import CounterDraw, lower_counter_draw
@@ -40,7 +41,7 @@ from rankless.compiler.sharding.redistribute import (
     JointGather,
     Redistribution,
     count_bytes,
-    estimate_cost,
+    estimate_costs,
 )
 from rankless.compiler.sharding.redistribution_steps import list_steps, replace_placement
 from rankless.compiler.sharding.reordered_values import find_original
@@ -51,6 +52,7 @@ from rankless.parallel.tensor_placement import (
     OnRank,
     Partial,
     Replicate,
+    Shard,
     Sharding,
     compute_local_shape,
     is_absent,
@@ -67,6 +69,7 @@ class LoweringPass(LocalGraphBuilder):
         self.values: dict[fx.Node, dict[Sharding, fx.Node]] = {}
         self.results: dict[fx.Node, LocalValue] = {}
         self.draws: dict[fx.Node, CounterDraw] = {}
+        self.counts = RowCounts(self)
         self.checks: dict[fx.Node, list[ProgramOutput]] = {}
         for node, output in sharded.logical.outputs:
             if output.kind == "check":
@@ -89,6 +92,7 @@ class LoweringPass(LocalGraphBuilder):
             for node in phase.nodes:
                 self.lower_node(node)
                 self.add_checks(node)
+        self.counts.add_checks()
         outputs, pending_gradients = self.lower_outputs()
         self.graph.output(tuple(node for node, _ in outputs))
         return LocalGraph(
@@ -133,7 +137,9 @@ class LoweringPass(LocalGraphBuilder):
             self.values[value][sharding] = moved if absent else restore_layout(self, moved, value.meta["val"])
 
     def add_checks(self, node: fx.Node) -> None:
-        """Compare a value with what the job's Python has read of it, if it has."""
+        """Compare a value with what the job's Python has read of it, if it has, and counts of selected rows."""
+        if not self.checks:  # else another program may be the right one
+            self.counts.add_checks()
         for check in self.checks.get(node, ()):
             self.call(ValueCheck(check.index, check.expected), self.redistribute(node, self.whole, check.name))
 
@@ -169,6 +175,8 @@ class LoweringPass(LocalGraphBuilder):
             self.store(node, local, source)
             return
         inputs = [value for value in list_tensor_slots(node) if value is not None]
+        for sharding in (*self.sharded.input_shardings(node), *self.sharded.output_shardings(node)):
+            self.counts.note_divisions(sharding)
         local_inputs = [
             self.redistribute(value, required, f"input of {format_operator(node.target)}")
             for value, required in zip(inputs, self.sharded.input_shardings(node), strict=True)
@@ -207,6 +215,7 @@ class LoweringPass(LocalGraphBuilder):
         local.meta.setdefault("described", f"{format_value(node)} of {format_operator(computed_by.target)}")
         local.meta.setdefault("logical", node)
         self.values[node] = {self.sharded.sharding(node): local}
+        self.counts.define(node, local, self.sharded.sharding(node))
 
     def apply_strategies(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalValue:
         """Add the operator on local values as its strategies prescribe; see Note [several axes]."""
@@ -253,7 +262,7 @@ class LoweringPass(LocalGraphBuilder):
         if (original := self.find_original(node, target)) is not None:
             return self.add_reordering(node, original, target)
         size = count_bytes(node)
-        source = min(available, key=lambda sharding: self.estimate_cost(size, sharding, target))
+        source = min(available, key=lambda sharding: estimate_costs(size, sharding, target, self.axes))
         for step in list_steps(source, target):
             if step not in available:
                 available[step] = self.add_step(node, source, step, reason, purpose)
@@ -276,11 +285,6 @@ class LoweringPass(LocalGraphBuilder):
         self.values[node][target] = local
         return local
 
-    def estimate_cost(self, size: int, source: Sharding, target: Sharding) -> float:
-        """Estimate the bytes that the redistribution of a value of `size` bytes sends."""
-        triples = zip(self.axes, source, target, strict=True)
-        return sum(estimate_cost(size, before, after, axis.size) for axis, before, after in triples)
-
     def add_step(
         self, node: fx.Node, source: Sharding, wanted: Sharding, reason: str, purpose: CollectivePurpose
     ) -> fx.Node:
@@ -293,6 +297,9 @@ class LoweringPass(LocalGraphBuilder):
         if is_absent(together, self.ranks):
             return self.add_absent(node.meta["val"], wanted)
         shape = compute_local_shape(node.meta["val"].shape, together, self.ranks)
+        self.counts.prepare_move(shape, before, after, number)
+        if isinstance(before, Replicate) and isinstance(after, Shard):
+            return self.counts.take_part(local, wanted, number)
         moved = move_locally(self, local, axis, before, after, shape)
         if moved is not None:
             is_new = isinstance(before, OnRank) and moved is not local  # zeros, which must lie as the value does
@@ -300,6 +307,7 @@ class LoweringPass(LocalGraphBuilder):
         target = Redistribution(axis, before, after)
         lengths = target.list_lengths(shape)
         moved = self.add_collective(target, local, count_bytes(node, shape), reason, purpose=purpose, lengths=lengths)
+        moved = self.counts.restore_order(moved, source, number)
         return moved if is_absent(wanted, self.ranks) else restore_layout(self, moved, node.meta["val"])
 
     def add_absent(self, value: LogicalValue, sharding: Sharding) -> fx.Node:
@@ -307,20 +315,13 @@ class LoweringPass(LocalGraphBuilder):
         shape = compute_local_shape(value.shape, sharding, self.ranks)
         return self.call(local_kernels.make_empty, tuple(shape), value.dtype, value.device)
 
-    def count_local_bytes(self, local: fx.Node) -> int:
-        """Return the bytes of a local value that has memory of its own; 0 for a view, and for several values."""
-        logical = local.meta.get("logical")
-        if logical is None or not is_fresh(logical) or not isinstance(logical.meta["val"], LogicalValue):
-            return 0
-        shape = compute_local_shape(logical.meta["val"].shape, self.sharded.sharding(logical), self.ranks)
-        return count_bytes(logical, shape)
-
 
 def lower(sharded: ShardedProgram, mesh: Mesh) -> LocalGraph:
     """Return the program of the rank of `mesh`."""
     lowering = LoweringPass(sharded, mesh)
     local = lowering.lower_graph()
+    size_of = partial(count_local_bytes, sharded=sharded, ranks=lowering.ranks)
     gather_again(local.graph, sharded, mesh)
-    recompute(local.graph, choose_regions(local.graph, sharded.logical.recompute, lowering.count_local_bytes))
+    recompute(local.graph, choose_regions(local.graph, sharded.logical.recompute, size_of))
     add_in_place(local.graph)
     return local

@@ -12,11 +12,23 @@ from math import ceil, sqrt
 
 from torch import fx
 
-from rankless.compiler.ir.logical_program import is_fresh
+from rankless.compiler.ir.logical_program import LogicalValue, is_fresh
 from rankless.compiler.lowering.recomputation import Recomputation, Region
+from rankless.compiler.sharding.redistribute import count_bytes
+from rankless.compiler.sharding.sharding_propagation import ShardedProgram
+from rankless.parallel.tensor_placement import compute_local_shape
 
 SizeOf = Callable[[fx.Node], int]
 """Returns the bytes of a value that has memory of its own; 0 for a view."""
+
+
+def count_local_bytes(local: fx.Node, sharded: ShardedProgram, ranks: Sequence[int]) -> int:
+    """Return the bytes of a local value that has memory of its own; 0 for a view, and for several values."""
+    logical = local.meta.get("logical")
+    if logical is None or not is_fresh(logical) or not isinstance(logical.meta["val"], LogicalValue):
+        return 0
+    shape = compute_local_shape(logical.meta["val"].shape, sharded.sharding(logical), ranks)
+    return count_bytes(logical, shape)
 
 
 def choose_regions(graph: fx.Graph, fraction: float, size_of: SizeOf) -> Recomputation:

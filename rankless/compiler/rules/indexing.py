@@ -5,10 +5,21 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import fx
 
 from rankless.compiler.rules.half_precision import ACCUMULATED_IN
-from rankless.compiler.rules.index_ranges import find_range_dim
 from rankless.compiler.rules.pattern import LETTERS, make_letters, make_pattern_rule, make_placement, split_strategies
+from rankless.compiler.rules.selected_rows import (
+    by_number_strategies,
+    find_range_dim,
+    list_row_parts,
+    lower_own_rows,
+    masked_scatter_strategies,
+    masked_select_strategies,
+    nonzero_strategies,
+    select_strategies,
+)
+from rankless.compiler.rules.selected_rows import put_strategies as masked_put_strategies
 from rankless.compiler.rules.strategy import (
     GraphBuilder,
     LocalValue,
@@ -18,6 +29,7 @@ from rankless.compiler.rules.strategy import (
     Strategy,
     logical_shape,
 )
+from rankless.compiler.tracing.row_counts import list_traced_counts
 from rankless.parallel.tensor_placement import Partial, Replicate, Shard
 
 aten = torch.ops.aten
@@ -56,6 +68,13 @@ def index_select_pattern(call: OperatorCall) -> str:
     dim = call.argument("dim") % count
     source = make_letters(count, [dim])
     return f"{source},Z->{source[:dim]}Z{source[dim + 1 :]}"
+
+
+def index_select_strategies(call: OperatorCall) -> Iterator[Strategy]:
+    """Yield strategies of rows by index, also of rows that a mask has selected."""
+    count = len(logical_shape(call.inputs[0]))
+    yield from by_number_strategies(call, call.argument("dim") % max(count, 1), [])
+    yield from split_strategies(call, index_select_pattern(call))
 
 
 @dataclass(frozen=True)
@@ -101,17 +120,26 @@ def align_letters(text: str, shape: tuple[int, ...]) -> str:
     return "".join("." if size == 1 else letter for letter, size in zip(aligned, shape, strict=True))
 
 
+def find_mask(call: OperatorCall) -> tuple[fx.Node, int] | None:
+    """Return the only index of an indexing, if it is a mask, and the first dim in which it selects."""
+    given = [(index, position) for position, index in enumerate(call.argument("indices")) if index is not None]
+    return given[0] if len(given) == 1 and given[0][0].meta["val"].dtype == torch.bool else None
+
+
 def index_strategies(call: OperatorCall) -> Iterator[Strategy]:
     """Yield strategies of `source[indices]`."""
     patterns = make_index_patterns(call)
+    if patterns is None and (mask := find_mask(call)) is not None:
+        yield from select_strategies(call, *mask)
     if patterns is not None:
+        yield from selected_strategies(call, patterns, patterns.values)
         yield from split_strategies(call, ",".join([patterns.source, *patterns.indices]) + "->" + patterns.values)
         yield from aligned_strategies(call, patterns, patterns.values)
 
 
 # Note [aligned indices]: `x[torch.arange(n), y]` reads row i by entry i of the indices. With the rows and the entries
 # split alike, each rank reads its own rows only, by places that count from its first row. The program must say that the
-# index is a range (`index_ranges`); an index that only happens to hold one is not split.
+# index is a range (`selected_rows`); an index that only happens to hold one is not split.
 
 
 def aligned_strategies(call: OperatorCall, patterns: IndexPatterns, values: str) -> Iterator[Strategy]:
@@ -123,7 +151,7 @@ def aligned_strategies(call: OperatorCall, patterns: IndexPatterns, values: str)
     for place, position in enumerate(patterns.positions):
         index, size = call.argument("indices")[position], logical_shape(call.inputs[0])[position]
         dim = find_range_dim(index)
-        if dim is None or logical_shape(index)[dim] != size:
+        if dim is None or logical_shape(index)[dim] != size or list_traced_counts(size):
             continue
         letter = patterns.indices[place][dim]
         tried: list[tuple[int, ...]] = []
@@ -137,6 +165,22 @@ def aligned_strategies(call: OperatorCall, patterns: IndexPatterns, values: str)
             is_write = len(inputs) > len(patterns.indices) + 1
             output = rows if is_write else Shard(values.index(letter), placement.lengths)
             yield Strategy((rows, *rest), (output,), make_aligned_lowering(position, rows))
+
+
+def selected_strategies(call: OperatorCall, patterns: IndexPatterns, values: str) -> Iterator[Strategy]:
+    """Yield strategies that divide an indexed dim and the numbers of the rows that a mask selects in it together.
+
+    See Note [selections of divided rows]. `values` is the pattern of what is read or written.
+    """
+    is_write = len(call.inputs) > len(patterns.indices) + 1
+    for place, position in enumerate(patterns.positions):
+        index = call.argument("indices")[position]
+        for dim, letter in enumerate(patterns.indices[place]):
+            for rows, numbers in list_row_parts(call, index, dim, position) if letter != "." else ():
+                texts = [*patterns.indices, *([values] if is_write else [])]
+                rest = (make_placement(text, letter, numbers, Replicate()) for text in texts)
+                output = rows if is_write else Shard(values.index(letter), numbers.lengths)
+                yield Strategy((rows, *rest), (output,), lower_own_rows)
 
 
 def make_aligned_lowering(position: int, rows: Shard) -> LoweringRule:
@@ -158,8 +202,11 @@ def index_put_strategies(call: OperatorCall) -> Iterator[Strategy]:
     """
     patterns = make_index_patterns(call)
     if patterns is None:
+        if (mask := find_mask(call)) is not None:
+            yield from masked_put_strategies(call, *mask)
         return
     values = align_letters(patterns.values, logical_shape(call.inputs[-1]))
+    yield from selected_strategies(call, patterns, values)
     yield from aligned_strategies(call, patterns, values)
     kept = "".join(letter if letter in patterns.source else "." for letter in values)
     fixed = ["." * len(text) for text in patterns.indices]
@@ -207,6 +254,7 @@ def index_add_strategies(call: OperatorCall) -> Iterator[Strategy]:
     dim, text = get_rows_pattern(call)
     if not text or len(logical_shape(call.inputs[2])) != len(text):
         return
+    yield from by_number_strategies(call, dim, [dim])
     yield from split_strategies(call, f"{text},.,{text}->{text}")
     rows = "." * dim + "Z" + "." * (len(text) - dim - 1)
     yield from added_strategies(call, ["Z", rows])
@@ -271,7 +319,10 @@ RULES: dict[Any, ShardingRule] = {
     aten.scatter.value_reduce: along_dim_strategies,
     aten.scatter_reduce.two: along_dim_strategies,
     aten.scatter_add.default: scatter_add_strategies,
-    aten.index_select.default: make_pattern_rule(index_select_pattern),
+    aten.index_select.default: index_select_strategies,
+    aten.nonzero.default: nonzero_strategies,
+    aten.masked_select.default: masked_select_strategies,
+    aten.masked_scatter.default: masked_scatter_strategies,
     aten.index.Tensor: index_strategies,
     aten.index_put.default: index_put_strategies,
     aten._unsafe_index.Tensor: index_strategies,

@@ -111,6 +111,8 @@ class OperatorCall:
     """The placement in which the call's output is kept, if it is known: that of the parameter whose gradient it is."""
     inner: Callable[[], Sequence[Strategy]] = tuple
     """Returns the strategies that axes within this one would have for the call, if each was the only axis."""
+    axis: int = 0
+    """The number of the axis, after which its counts of selected rows are named."""
 
     @property
     def inputs(self) -> tuple[fx.Node, ...]:
@@ -149,10 +151,10 @@ def get_operator(node: fx.Node) -> AtenOperator:
 
 
 def make_call(
-    node: fx.Node, placements: Mapping[fx.Node, Placement], ranks: int, wanted: Placement | None = None
+    node: fx.Node, placements: Mapping[fx.Node, Placement], ranks: int, wanted: Placement | None = None, axis: int = 0
 ) -> OperatorCall:
     """Return a node of the logical program as a call to shard or lower."""
-    return OperatorCall(node, get_operator(node), list_tensor_slots(node), placements, ranks, wanted)
+    return OperatorCall(node, get_operator(node), list_tensor_slots(node), placements, ranks, wanted, axis=axis)
 
 
 def find_local_range(builder: GraphBuilder, sharding: Sharding, dim: int, size: int) -> tuple[int, int]:

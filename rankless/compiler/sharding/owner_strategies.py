@@ -41,6 +41,11 @@ def list_strategies(call: OperatorCall, rule: ShardingRule) -> list[Strategy]:
     return [*alone, *shared, *terms] if meets_experts(call) else [*shared, *alone, *terms]
 
 
+def no_strategies(_call: OperatorCall) -> Iterator[Strategy]:
+    """Yield nothing: the rule of an operator that nothing is known of."""
+    return iter(())
+
+
 def meets_experts(call: OperatorCall) -> bool:
     """Return whether several operators take an input of a call together with values of single ranks."""
     divided = [

@@ -15,7 +15,7 @@ from rankless.compiler.ir.operator_origin import ModuleName
 from rankless.compiler.rules.pattern import is_partial_sum
 from rankless.compiler.tracing.symbolic_sizes import size_hint
 from rankless.parallel.mesh import MeshAxis
-from rankless.parallel.tensor_placement import BlockedShard, OnRank, Partial, Placement, Replicate, Shard
+from rankless.parallel.tensor_placement import BlockedShard, OnRank, Partial, Placement, Replicate, Shard, Sharding
 
 CollectivePurpose = Literal["input", "operator", "gradient", "output"]
 """What needs the result: an operator as its input or within its computation, the optimizer, or the job's caller."""
@@ -79,6 +79,12 @@ def estimate_cost(size: int, source: Placement, target: Placement, ranks: int) -
         case Partial(), Shard() | OnRank():
             return size if is_partial_sum(source) else 2 * size
     return inf
+
+
+def estimate_costs(size: int, source: Sharding, target: Sharding, axes: Sequence[MeshAxis]) -> float:
+    """Estimate the bytes that the redistribution of a value of `size` bytes along all axes sends."""
+    triples = zip(axes, source, target, strict=True)
+    return sum(estimate_cost(size, before, after, axis.size) for axis, before, after in triples)
 
 
 def all_reduce_bytes(size: int, ranks: int) -> int:

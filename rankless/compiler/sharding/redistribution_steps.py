@@ -1,5 +1,6 @@
 """The steps of a redistribution between two shardings: which axis changes when."""
 
+from rankless.compiler.tracing.row_selections import is_reordered
 from rankless.parallel.tensor_placement import BlockedShard, OnRank, Partial, Placement, Replicate, Shard, Sharding
 
 
@@ -35,6 +36,8 @@ def list_steps(source: Sharding, target: Sharding) -> list[Sharding]:
 
 def needs_whole(source: Placement, target: Placement) -> bool:
     """Return whether no single collective leads from one placement to the other."""
+    if is_reordered([source, target]):
+        return not (isinstance(source, Replicate) or isinstance(target, Replicate))
     if isinstance(source, BlockedShard) or isinstance(target, BlockedShard):
         return not (isinstance(source, Replicate) or isinstance(target, Replicate))
     if not isinstance(target, Shard | OnRank):

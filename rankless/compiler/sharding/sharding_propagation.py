@@ -24,7 +24,8 @@ from rankless.compiler.ir.logical_program import LogicalProgram, LogicalValue
 from rankless.compiler.probing.operator_probe import OperatorProbe
 from rankless.compiler.rules.strategy import OperatorCall, Strategy, make_call, make_replicated_strategy
 from rankless.compiler.rules.table import REFUSED_OPERATORS, find_rule
-from rankless.compiler.sharding.owner_strategies import list_strategies
+from rankless.compiler.sharding.counted_rows import list_for_counts, takes_counts
+from rankless.compiler.sharding.owner_strategies import list_strategies, no_strategies
 from rankless.compiler.sharding.reordered_values import list_other_strategies
 from rankless.compiler.sharding.sequence_parallelism import find_divided_weights, find_rows
 from rankless.compiler.sharding.strategy_costs import find_cheapest, list_outputs
@@ -215,7 +216,7 @@ def propagate_along_axis(
             placement = strategies[source].outputs[index]
         else:
             refuse_unshardable(node)
-            call = replace(make_call(node, taken, ranks, wanted.get(node)), inner=partial(list_inner, node))
+            call = replace(make_call(node, taken, ranks, wanted.get(node), len(outer)), inner=partial(list_inner, node))
             strategies[node], has_rule = choose_strategy(call, available, probe, outer, weights)
             strategy = strategies[node]
             if not has_rule:
@@ -282,6 +283,10 @@ def choose_strategy(
     rule = find_rule(call.operator)
     replicated_strategy = make_replicated_strategy(call)
     is_whole = all(isinstance(placement, Replicate) for placement in call.current_placements)
+    if takes_counts(call):
+        possible = [item for item in list_for_counts(call, rule) if combines(item, call, outer)]
+        kept = [item for item in (*possible, replicated_strategy) if not gathers_weights(item, call, weights)]
+        return find_cheapest(kept or [replicated_strategy], call, available), is_whole or rule is not None
     if has_sparse_value(call) or (is_whole and rule is None):
         return replicated_strategy, is_whole
     has_rule = rule is not None
@@ -343,11 +348,6 @@ def is_within_blocks(inner: Placement, outer: Placement) -> bool:
     """Return whether a placement would divide what is left of blocks, which no redistribution can."""
     is_blocked = isinstance(inner, BlockedShard) or isinstance(outer, BlockedShard)
     return is_blocked and is_within(inner, outer)
-
-
-def no_strategies(_call: OperatorCall) -> Iterator[Strategy]:
-    """Yield nothing: the rule of an operator that nothing is known of."""
-    return iter(())
 
 
 def has_sparse_value(call: OperatorCall) -> bool:

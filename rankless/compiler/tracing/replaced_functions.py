@@ -12,8 +12,16 @@ from torch.autograd import forward_ad
 from rankless.compiler.ir.ctc_operators import capture_ctc_loss
 from rankless.compiler.ir.custom_ops import RECURRENT_FUNCTIONS, capture_attention, capture_linear, capture_recurrent
 from rankless.compiler.ir.memory_order import find_memory_order
+from rankless.compiler.tracing.row_counts import has_count
 
 EMBEDDING_BAG = inspect.signature(F.embedding_bag)
+
+
+NUMBER_NEEDED = (
+    *(torch.unbind, torch.Tensor.unbind, torch.chunk, torch.Tensor.chunk),
+    *(torch.tensor_split, torch.Tensor.tensor_split),
+)
+"""Functions that make as many tensors as follows from the length of a dim, or in such lengths."""
 
 
 def find_replacement(function: Callable[..., Any], args: tuple[Any, ...]) -> Callable[..., Any] | None:
@@ -25,6 +33,8 @@ def find_replacement(function: Callable[..., Any], args: tuple[Any, ...]) -> Cal
     """
     if function is torch.Tensor.bernoulli_:
         return draw_bernoulli
+    if function in NUMBER_NEEDED and has_count(args[0].shape):
+        return lambda tensor, *rest, **named: function(read_numbers_of_rows(tensor), *rest, **named)
     if forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None:
         return None  # Rankless's operators have no formula for forward mode, nor for the transforms of torch.func
     if function is F.linear:
@@ -40,6 +50,14 @@ def find_replacement(function: Callable[..., Any], args: tuple[Any, ...]) -> Cal
     if RECURRENT_FUNCTIONS.get(kind) is function and len(args) == 9 and isinstance(args[3], bool):
         return lambda *given: capture_recurrent(kind, *given)
     return None
+
+
+def read_numbers_of_rows(tensor: Tensor) -> Tensor:
+    """Return rows that values have selected, as many as Python reads that there are."""
+    for dim, size in enumerate(tensor.shape):
+        if has_count([size]):
+            tensor = tensor.narrow(dim, 0, int(size))
+    return tensor
 
 
 def embed_bags(bags: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -15,11 +15,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from sympy import sympify  # type: ignore[import-untyped]  # it has no stubs
 from torch import SymBool, SymFloat, SymInt
 from torch._dynamo.source import ConstantSource
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDependentSymNode, ShapeEnv
 from torch.utils._sympy.printers import PythonPrinter
 
+from rankless.compiler.tracing.row_counts import assume_count
 from rankless.user_code import is_user_code, user_line
 
 MIN_SYMBOLIC_SIZE = 2
@@ -30,16 +32,31 @@ EXPRESSION_GLOBALS = {"math": math, "torch": torch}
 
 
 class LineTrackingShapeEnv(ShapeEnv):
-    """PyTorch's `ShapeEnv` of symbols and guards, which also records the user's lines that specialize a size."""
+    """PyTorch's `ShapeEnv` of symbols and guards, which also records the user's lines that specialize a size.
+
+    `read_count` gives the answer where a decision depends on a count of selected rows; see `row_counts`. `selections`
+    has those of divided rows, see `row_selections`.
+    """
 
     def __init__(self) -> None:
-        super().__init__(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False, duck_shape=False)
+        self.read_count: Callable[[Any], Any] | None = None
+        self.selections: Any = None
+        super().__init__(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=True, duck_shape=False)
         self.specializing_lines: list[str] = []
 
     def _set_replacement(self, a: Any, tgt: Any, msg: str) -> None:
         if tgt.is_number:
             self.specializing_lines.append(user_line(sys._getframe(1)))
         super()._set_replacement(a, tgt, msg)
+
+    def evaluate_sym_node(self, sym_node: Any, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate an expression; what depends on a count of selected rows is asked of `read_count`."""
+        try:
+            return super().evaluate_sym_node(sym_node, *args, **kwargs)
+        except GuardOnDataDependentSymNode:
+            if self.read_count is None:
+                raise
+            return sympify(self.read_count(sym_node))
 
 
 @dataclass(frozen=True)
@@ -118,7 +135,9 @@ def is_static(value: Any) -> bool:
 
 def size_hint(value: Any) -> Any:
     """Return the number of a size in the present call without a guard, for choices where either way is correct."""
-    return value.node.hint if is_symbolic(value) else value
+    if not is_symbolic(value):
+        return value
+    return value.node.hint if value.node.hint is not None else assume_count(value)
 
 
 def format_expression(size: SymInt | SymFloat) -> str:
