@@ -302,7 +302,8 @@ def trace_until_stable(
         joint = trace_once(stack, job, inputs)
         job.effects.raise_if_found()
         job.effects.require_stable()
-    return joint.graph_module
+    graph_module: fx.GraphModule = joint.graph_module
+    return graph_module
 
 
 def trace_once(stack: contextlib.ExitStack, job: TraceableJobModule, inputs: tuple[Tensor, ...]) -> Any:
