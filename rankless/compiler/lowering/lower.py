@@ -22,7 +22,7 @@ from rankless.compiler.lowering.gradient_placement import place_gradient
 from rankless.compiler.lowering.local_graph import LocalGraph
 from rankless.compiler.lowering.local_operators import LOCAL_OPERATORS, restore_layout
 from rankless.compiler.lowering.recomputation import recompute
-from rankless.compiler.lowering.recomputed_regions import choose_regions, count_value_bytes
+from rankless.compiler.lowering.recomputed_regions import choose_regions, count_own_bytes
 from rankless.compiler.lowering.repeated_gathers import gather_again
 from rankless.compiler.lowering.row_counts import RowCounts
 from rankless.compiler.lowering.sums_in_place import add_in_place
@@ -390,7 +390,7 @@ def lower(sharded: ShardedProgram, mesh: Mesh) -> LocalGraph:
     """Return the program of the rank of `mesh`."""
     lowering = LoweringPass(sharded, mesh)
     local = lowering.lower_graph()
-    size_of = partial(count_value_bytes, sharded=sharded, ranks=lowering.ranks)
+    size_of = partial(count_own_bytes, sharded=sharded, ranks=lowering.ranks)
     gather_again(local.graph, sharded, mesh)
     recompute(local.graph, choose_regions(local.graph, sharded.logical.recompute, size_of))
     add_in_place(local.graph)
