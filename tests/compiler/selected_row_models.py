@@ -182,6 +182,11 @@ def norms_of_selected_rows(scores, labels):
     return normed.sum() + F.batch_norm(rows, None, None, training=True).pow(3).mean()
 
 
+def questions_of_the_backward_pass(scores, labels):
+    rows = scores[labels > 0]
+    return rows.cumsum(0).square().mean() + torch.cat([rows, rows[1:]]).var(correction=0)
+
+
 def selection_of_a_selection(scores, labels):
     known = labels != -100
     rows, classes = scores[known], labels[known]
@@ -230,6 +235,7 @@ LOSSES = {
         rows_as_a_result,
         similarities_of_selected_rows,
         norms_of_selected_rows,
+        questions_of_the_backward_pass,
         selection_of_a_selection,
         columns_of_selected_places,
         slices_of_selected_rows,

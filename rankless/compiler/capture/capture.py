@@ -30,7 +30,7 @@ from rankless.compiler.capture.half_precision_layouts import trace_half_precisio
 from rankless.compiler.capture.side_effects import SideEffects, require_traceable_modules
 from rankless.compiler.capture.trace_errors import convert_trace_errors, offer_whole_batch
 from rankless.compiler.capture.untraced_changes import leave_recurrent_weights
-from rankless.compiler.capture.value_reads import ValueNeeded, ValueReads
+from rankless.compiler.capture.value_reads import LateQuestion, ValueNeeded, ValueReads
 from rankless.compiler.guards.guards import GuardSet
 from rankless.compiler.ir.counter_operators import mark_counter_draws
 from rankless.compiler.ir.logical_program import LogicalProgram
@@ -157,6 +157,8 @@ class TraceableJobModule(nn.Module):
             with apply_autocast_state(self.autocast):
                 try:
                     result = self.source.function(*args, **kwargs)
+                    if self.reads is not None:
+                        self.reads.ask_late_questions()
                 except ValueNeeded:
                     if self.reads is None or not self.reads.ends_at_unknown:
                         raise
@@ -255,7 +257,8 @@ def capture(
         ):
             require_traceable_modules(source.modules)
             with refuse_use_of_old_data(lambda: job.module_tensors):
-                shape_env.read_count = None if reads is None else reads.read_count
+                if reads is not None:
+                    reads.environment, shape_env.read_count = shape_env, reads.read_count
                 traced = trace_until_stable(stack, job, inputs)
                 shape_env.read_count = decide_without_count
             tensors = job.module_tensors
@@ -293,13 +296,23 @@ def trace_until_stable(
 
     The first trace may have initialized the model. Two more passes then agree, or the job never becomes stable.
     """
-    joint = aot_export_joint_with_descriptors(stack, job, inputs, decompositions=DECOMPOSITIONS)
+    joint = trace_once(stack, job, inputs)
     job.effects.raise_if_found()
     if not job.effects.is_stable():
-        joint = aot_export_joint_with_descriptors(stack, job, inputs, decompositions=DECOMPOSITIONS)
+        joint = trace_once(stack, job, inputs)
         job.effects.raise_if_found()
         job.effects.require_stable()
-    return joint.graph_module
+    graph_module: fx.GraphModule = joint.graph_module
+    return graph_module
+
+
+def trace_once(stack: contextlib.ExitStack, job: TraceableJobModule, inputs: tuple[Tensor, ...]) -> Any:
+    """Return PyTorch's trace of a job; again while the backward pass asks other questions about counts of rows."""
+    while True:
+        try:
+            return aot_export_joint_with_descriptors(stack, job, inputs, decompositions=DECOMPOSITIONS)
+        except LateQuestion:
+            continue
 
 
 @contextlib.contextmanager

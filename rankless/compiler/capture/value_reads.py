@@ -12,11 +12,14 @@ from typing import Any
 import sympy  # type: ignore[import-untyped]  # it has no stubs
 import torch
 from torch import Tensor
+from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._sympy.functions import ToFloat
 
 from rankless.compiler.capture.decompositions import autograd_kernels
 from rankless.compiler.tracing.row_counts import READ_BY_JOB, evaluate_with_assumed_counts
+from rankless.compiler.tracing.symbolic_sizes import LineTrackingShapeEnv
 from rankless.errors import CaptureError
 from rankless.user_code import user_line
 
@@ -42,6 +45,10 @@ class ValueNeeded(BaseException):
     """Ends a trace at a value that is not known. Not an `Exception`: the job's own `except` must not catch it."""
 
 
+class LateQuestion(BaseException):
+    """Ends a trace in which the backward pass asks about counts; the next trace asks at the end of the function."""
+
+
 class ValueReads:
     """The values that the job reads in one trace, in order.
 
@@ -56,12 +63,46 @@ class ValueReads:
         self.tensors: list[Tensor] = []
         self.values: list[Any] = []
         self.lines: list[str] = []
+        self.environment: LineTrackingShapeEnv | None = None
+        """Has the counts of selected rows, if the trace may ask about them."""
+        self._late_questions: list[sympy.Basic] = []
+        """In the numbers of counts, in the order in which a pass makes them."""
+        self._late_answers: dict[sympy.Basic, Any] = {}
         self._has_returned = False
 
     def begin_pass(self) -> None:
         """Begin another trace of the same job."""
         self.tensors, self.values, self.lines = [], [], []
+        self._late_answers = {}
         self._has_returned = False
+        if self.environment is not None:
+            self.environment.counts_made.clear()
+
+    def ask_late_questions(self) -> None:
+        """Ask at the end of the job's function what the backward pass asked about counts in the trace before."""
+        for question in self._late_questions:
+            environment = self.environment
+            assert environment is not None
+            asked = question.xreplace({number: count for count, number in self._number_counts().items()})
+            node = SymNode(asked, environment, bool, None)
+            self._late_answers[question] = self.read_count(node)
+
+    def _number_counts(self) -> dict[sympy.Symbol, sympy.Symbol]:
+        """Return a symbol with the number of each count that this pass has made."""
+        made = [] if self.environment is None else self.environment.counts_made
+        return {count: sympy.Symbol(f"count_{number}", integer=True) for number, count in enumerate(made)}
+
+    def _answer_late(self, question: sympy.Basic) -> Any:
+        """Return the answer to a question of the backward pass; end the trace if it has not been asked before."""
+        numbers = self._number_counts()
+        asked = question.xreplace(numbers)
+        if asked in self._late_answers:
+            return self._late_answers[asked]
+        is_comparison = isinstance(question, sympy.core.relational.Relational)
+        if asked in self._late_questions or not is_comparison or not question.free_symbols <= numbers.keys():
+            self._require_running_function()
+        self._late_questions.append(asked)
+        raise LateQuestion
 
     def end_function(self) -> None:
         """End the part of a trace whose values the program can compare: the job's function has returned."""
@@ -123,12 +164,15 @@ class ValueReads:
         Raises:
             GuardOnDataDependentSymNode: An operator asks while it is traced, where nothing can be computed for it.
         """
-        self._require_running_function()
         environment, question = node.shape_env, node.expr
+        if self._has_returned:
+            return self._answer_late(question)
         if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL) is None:
             raise GuardOnDataDependentSymNode(question, f"an operator needs {question}")
         is_comparison = isinstance(question, sympy.core.relational.Relational)
-        number = question.lhs - question.rhs if is_comparison else question
+        number = as_whole_number(question.lhs - question.rhs if is_comparison else question)
+        if not number.is_integer:
+            raise GuardOnDataDependentSymNode(question, f"{number} is no whole number")
         size = environment.create_symintnode(number, hint=None)
         found = aten.full.default([], size, dtype=torch.int64, device="cpu")
         if is_comparison:
@@ -171,3 +215,10 @@ class ValueReads:
         }
         with autograd_kernels(kernels):
             yield
+
+
+def as_whole_number(expression: sympy.Expr) -> sympy.Expr:
+    """Return the expression without conversions of whole numbers to floating-point ones, which are exact."""
+    plain = expression.replace(lambda item: isinstance(item, ToFloat), lambda item: item.args[0])
+    whole = {number: sympy.Integer(int(number)) for number in plain.atoms(sympy.Float) if number == int(number)}
+    return plain.xreplace(whole)

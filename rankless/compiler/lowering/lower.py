@@ -24,7 +24,7 @@ from rankless.compiler.lowering.local_moves import move_locally
 from rankless.compiler.lowering.local_operators import restore_layout
 from rankless.compiler.lowering.phases import Phase, list_phases
 from rankless.compiler.lowering.recomputation import recompute
-from rankless.compiler.lowering.recomputed_regions import choose_regions, count_local_bytes
+from rankless.compiler.lowering.recomputed_regions import choose_regions, count_own_bytes
 from rankless.compiler.lowering.repeated_gathers import gather_again
 from rankless.compiler.lowering.row_counts import RowCounts
 from rankless.compiler.lowering.sums_in_place import add_in_place
@@ -320,7 +320,7 @@ def lower(sharded: ShardedProgram, mesh: Mesh) -> LocalGraph:
     """Return the program of the rank of `mesh`."""
     lowering = LoweringPass(sharded, mesh)
     local = lowering.lower_graph()
-    size_of = partial(count_local_bytes, sharded=sharded, ranks=lowering.ranks)
+    size_of = partial(count_own_bytes, sharded=sharded, ranks=lowering.ranks)
     gather_again(local.graph, sharded, mesh)
     recompute(local.graph, choose_regions(local.graph, sharded.logical.recompute, size_of))
     add_in_place(local.graph)

@@ -22,7 +22,7 @@ SizeOf = Callable[[fx.Node], int]
 """Returns the bytes of a value that has memory of its own; 0 for a view."""
 
 
-def count_local_bytes(local: fx.Node, sharded: ShardedProgram, ranks: Sequence[int]) -> int:
+def count_own_bytes(local: fx.Node, sharded: ShardedProgram, ranks: Sequence[int]) -> int:
     """Return the bytes of a local value that has memory of its own; 0 for a view, and for several values."""
     logical = local.meta.get("logical")
     if logical is None or not is_fresh(logical) or not isinstance(logical.meta["val"], LogicalValue):

@@ -8,6 +8,7 @@ microbatches.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import getitem
 from typing import Any
 
@@ -18,7 +19,7 @@ from rankless.compiler.ir import vocabulary_kernels
 from rankless.compiler.lowering.local_graph import LocalGraph
 from rankless.compiler.lowering.lower import LoweringPass
 from rankless.compiler.lowering.recomputation import Recomputation, Region, recompute
-from rankless.compiler.lowering.recomputed_regions import choose_regions
+from rankless.compiler.lowering.recomputed_regions import choose_regions, count_own_bytes
 from rankless.compiler.lowering.repeated_gathers import gather_again
 from rankless.compiler.pipeline.stages import Stages
 from rankless.compiler.rules.half_precision import ACCUMULATED_IN
@@ -151,7 +152,8 @@ def lower_microbatches(sharded: ShardedProgram, mesh: Mesh, count: int, stages: 
         local = lowering.lower_graph()
         gather_again(local.graph, sharded, mesh)
         if not graphs:  # the first microbatch decides for all: they may differ in size
-            chosen = choose_regions(local.graph, sharded.logical.recompute, lowering.count_local_bytes)
+            size_of = partial(count_own_bytes, sharded=sharded, ranks=lowering.ranks)
+            chosen = choose_regions(local.graph, sharded.logical.recompute, size_of)
             repeated = {node.name: region for node, region in chosen.regions.items()}
         regions = {node: repeated[node.name] for node in local.graph.nodes if node.name in repeated}
         recompute(local.graph, RecomputationInStages(regions, find_local_stages(local.graph, stages)))

@@ -41,6 +41,7 @@ class LineTrackingShapeEnv(ShapeEnv):
     def __init__(self) -> None:
         self.read_count: Callable[[Any], Any] | None = None
         self.selections: Any = None
+        self.counts_made: list[Any] = []
         super().__init__(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=True, duck_shape=False)
         self.specializing_lines: list[str] = []
 
@@ -48,6 +49,12 @@ class LineTrackingShapeEnv(ShapeEnv):
         if tgt.is_number:
             self.specializing_lines.append(user_line(sys._getframe(1)))
         super()._set_replacement(a, tgt, msg)
+
+    def create_unbacked_symint(self, *args: Any, **kwargs: Any) -> SymInt:
+        """Create a count of selected rows, and note it."""
+        count: SymInt = super().create_unbacked_symint(*args, **kwargs)
+        self.counts_made.append(count.node.expr)
+        return count
 
     def evaluate_sym_node(self, sym_node: Any, *args: Any, **kwargs: Any) -> Any:
         """Evaluate an expression; what depends on a count of selected rows is asked of `read_count`."""
