@@ -24,6 +24,9 @@ INDEXING = {
     "index by two": Case(lambda x: x.sum(0)[labels_of(x, 2), labels_of(x, 3)].square(), (2, 3)),
     "index of rows and columns": Case(lambda x: x[torch.arange(len(x)), labels_of(x, 6)].square()),
     "unsafe index": Case(lambda x: aten._unsafe_index(x.sum(0), [labels_of(x, 6)]).square()),
+    "index by a mask": Case(lambda x: x[x[:, 0] > 0].square().sum(0) * x),
+    "index by places": Case(lambda x: x.index_put(torch.where(x > 1), torch.tensor(0.5)) * x.square()),
+    "masked select and scatter": Case(lambda x: x.masked_scatter(x > 0, x.masked_select(x > 0).square()).square()),
     "index put": Case(lambda x: x.sum(0).index_put((labels_of(x, 6),), x[:, 0], accumulate=True).square()),
     "index put over": Case(lambda x: x.index_put((torch.tensor([1, 4]),), numbers(2, 6)).square()),
     "unsafe index put": Case(

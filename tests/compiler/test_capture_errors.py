@@ -128,7 +128,7 @@ def test_a_refused_job_does_not_change_parameters_or_the_generator():
 
     def loss(features, labels):
         scores = model(F.dropout(features, 0.5))
-        return F.cross_entropy(scores[labels > 0], labels[labels > 0])
+        return F.cross_entropy(torch.from_numpy(scores.detach().numpy()), labels)
 
     with pytest.raises(CaptureError):
         call_captured(loss, model, *batch)

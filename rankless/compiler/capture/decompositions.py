@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._C import DispatchKey
 from torch._decomp import get_decompositions
 from torch._prims_common import suggest_memory_format
+from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.utils import _pytree as pytree
 
 from rankless.compiler.tracing.row_counts import has_count
@@ -242,10 +243,16 @@ def decompose_average_pooling(x: Tensor, output_size: Sequence[int]) -> Tensor:
     return mean if memory == torch.contiguous_format else mean.clone(memory_format=memory)
 
 
+def refuse_packing(*_args: Any, **_kwargs: Any) -> Any:
+    """Refuse `pack_padded_sequence`: the lengths of what it packs are values, and it does not select rows."""
+    raise DynamicOutputShapeException(aten._pack_padded_sequence.default)
+
+
 CORRECTED: dict[Any, Callable[..., Any]] = {
     aten.multilabel_margin_loss_forward.default: decompose_multilabel_margin_loss,
     aten.fill_diagonal_.default: fill_diagonal,
     aten.random_.__getattr__("from"): draw_between,
+    aten._pack_padded_sequence.default: refuse_packing,
     aten.adaptive_avg_pool2d.default: decompose_average_pooling,
     aten.adaptive_avg_pool3d.default: decompose_average_pooling,
 }
