@@ -16,6 +16,7 @@ from rankless.compiler.ir.local_kernels import DrawFrom, make_absent, reduce_ext
 from rankless.compiler.ir.tensor_parts import list_parts, take_parts
 from rankless.compiler.lowering.local_graph import LocalGraph
 from rankless.compiler.sharding.redistribute import Collective, JointGather, RingShift, StackingAllGather
+from rankless.compiler.tracing.row_counts import has_count
 from rankless.compiler.tracing.symbolic_sizes import evaluate_size
 from rankless.context.generator_states import restore_generators, save_generators
 from rankless.parallel.mesh import MeshAxis
@@ -112,6 +113,8 @@ def check_layout(node: fx.Node, value: Tensor) -> None:
     """
     logical = node.meta["logical"]
     shape, strides = logical.meta["val"].shape, logical.meta["val"].strides
+    if has_count(shape):  # such a value is whole on no rank, or lies as its rows were selected
+        return
     overlaps = any(size != 1 and stride == 0 for size, stride in zip(shape, strides, strict=True))
     if overlaps or 0 in value.shape or tuple(value.shape) != tuple(shape):
         return

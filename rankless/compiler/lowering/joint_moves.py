@@ -7,6 +7,7 @@ from torch import fx
 
 from rankless.compiler.lowering.phases import Move
 from rankless.compiler.sharding.sharding_propagation import ShardedProgram
+from rankless.compiler.tracing.row_selections import is_reordered
 from rankless.parallel.tensor_placement import OnRank, Shard, is_divided_along
 
 
@@ -43,7 +44,7 @@ def join_moves(moves: Sequence[Move], sharded: ShardedProgram) -> list[JointMove
             continue
         (number,) = changed
         before, after = given[number], target[number]
-        if not isinstance(before, Shard) or not isinstance(after, OnRank):
+        if not isinstance(before, Shard) or not isinstance(after, OnRank) or is_reordered([before]):
             continue
         if any(is_divided_along(inner, before.dim) for inner in given[number + 1 :]):
             continue

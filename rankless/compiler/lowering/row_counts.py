@@ -216,6 +216,8 @@ class RowCounts:
             if isinstance(placement, Shard):
                 starts.setdefault(placement.dim, []).append(self.find_start(placement, rank))
                 lengths[placement.dim] = placement.lengths[rank]
+        if is_absent(sharding, self._builder.ranks):
+            starts[0], lengths[0] = [0], 0
         return tuple((dim, self._builder.call(sum, items), lengths[dim]) for dim, items in starts.items())
 
     def resolve(self, argument: Any) -> Any:

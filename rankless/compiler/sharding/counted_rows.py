@@ -11,11 +11,13 @@ from rankless.compiler.sharding.strategy_costs import list_outputs
 from rankless.compiler.tracing.row_counts import has_count, list_traced_counts
 from rankless.compiler.tracing.row_selections import find_selection, is_reordered
 from rankless.errors import CaptureError
-from rankless.parallel.tensor_placement import BlockedShard, Placement, Shard
+from rankless.parallel.tensor_placement import BlockedShard, OnRank, Placement, Shard
 
 
 def list_for_counts(call: OperatorCall, rule: ShardingRule | None) -> Iterator[Strategy]:
     """Yield the strategies of an operator on rows that values select; none if its rule needs their number.
+
+    Of those that send as much, the first select on all ranks: fewer rows move than there are.
 
     What is not in the order of one device is neither drawn in parts, nor regrouped by a view.
     """
@@ -23,7 +25,7 @@ def list_for_counts(call: OperatorCall, rule: ShardingRule | None) -> Iterator[S
         found = list_strategies(call, no_strategies if rule is None else rule)
     except CaptureError:
         return
-    for strategy in found:
+    for strategy in sorted(found, key=lambda item: any(isinstance(output, OnRank) for output in item.outputs)):
         placements = (*strategy.inputs, *strategy.outputs)
         if is_reordered(placements) and (is_random_node(call.node) or not all(map(is_plain_selection, placements))):
             continue

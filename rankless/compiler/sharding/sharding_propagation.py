@@ -12,7 +12,7 @@ them. A strategy that does not combine is left out, and the inner axis may compu
 do not depend on the lengths that one worker has, so all workers make the same ones.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from operator import getitem
