@@ -39,7 +39,6 @@ from rankless.compiler.tracing.activation_checkpoints import CheckpointNumbers, 
 from rankless.compiler.tracing.module_names import name_modules
 from rankless.compiler.tracing.operator_lines import TracedFunction, record_origins
 from rankless.compiler.tracing.refused_functions import ModuleTensors
-from rankless.compiler.tracing.row_counts import decide_without_count
 from rankless.compiler.tracing.script_generators import ScriptGenerators
 from rankless.compiler.tracing.symbolic_sizes import LineTrackingShapeEnv, SymbolicSizes, specialize_on_repr
 from rankless.errors import CaptureError
@@ -260,7 +259,7 @@ def capture(
                 if reads is not None:
                     reads.environment, shape_env.read_count = shape_env, reads.read_count
                 traced = trace_until_stable(stack, job, inputs)
-                shape_env.read_count = decide_without_count
+                shape_env.is_traced = True
             tensors = job.module_tensors
             program = name_inputs_and_outputs(source.name, source.line, traced, tensors, job.generators.found)
             if reads is not None and not reads.ends_at_unknown:

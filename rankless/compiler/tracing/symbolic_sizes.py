@@ -21,7 +21,7 @@ from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDependentSymNode, ShapeEnv
 from torch.utils._sympy.printers import PythonPrinter
 
-from rankless.compiler.tracing.row_counts import assume_count
+from rankless.compiler.tracing.row_counts import assume_count, decide_without_count
 from rankless.user_code import is_user_code, user_line
 
 MIN_SYMBOLIC_SIZE = 2
@@ -34,12 +34,13 @@ EXPRESSION_GLOBALS = {"math": math, "torch": torch}
 class LineTrackingShapeEnv(ShapeEnv):
     """PyTorch's `ShapeEnv` of symbols and guards, which also records the user's lines that specialize a size.
 
-    `read_count` gives the answer where a decision depends on a count of selected rows; see `row_counts`. `selections`
-    has those of divided rows, see `row_selections`.
+    `read_count` answers where a decision of a trace depends on a count of selected rows, see `row_counts`. After the
+    trace, `is_traced`, nothing may ask for one. `selections` has those of divided rows, see `row_selections`.
     """
 
     def __init__(self) -> None:
         self.read_count: Callable[[Any], Any] | None = None
+        self.is_traced = False
         self.selections: Any = None
         self.counts_made: list[Any] = []
         super().__init__(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=True, duck_shape=False)
@@ -58,6 +59,8 @@ class LineTrackingShapeEnv(ShapeEnv):
 
     def evaluate_sym_node(self, sym_node: Any, *args: Any, **kwargs: Any) -> Any:
         """Evaluate an expression; what depends on a count of selected rows is asked of `read_count`."""
+        if self.is_traced and any(map(self.is_unbacked_symint, sym_node.expr.free_symbols)):
+            return sympify(decide_without_count(sym_node))  # PyTorch's refusal would take milliseconds
         try:
             return super().evaluate_sym_node(sym_node, *args, **kwargs)
         except GuardOnDataDependentSymNode:
