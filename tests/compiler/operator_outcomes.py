@@ -100,7 +100,7 @@ class Division:
         graphs = [lower(sharded, mesh) for mesh in make_meshes([self.ranks])]
         inputs = collect_inputs(graphs, case.tensors, shardings, {"scales": case.scales})
         torch.manual_seed(SEED)
-        return make_outcome(sharded, graphs, interpret(graphs, inputs, {}))
+        return make_outcome(sharded, graphs, interpret(graphs, inputs, {}, [self.ranks]))
 
     def __str__(self) -> str:
         return f"{self.split} as {list(self.lengths)}"

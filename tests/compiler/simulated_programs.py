@@ -5,6 +5,7 @@ every worker, as in real processes, and must leave the same one.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -19,14 +20,20 @@ from rankless.compiler.sharding.redistribute import Collective, JointGather, Rin
 from rankless.compiler.tracing.row_counts import has_count
 from rankless.compiler.tracing.symbolic_sizes import evaluate_size
 from rankless.context.generator_states import restore_generators, save_generators
-from rankless.parallel.mesh import MeshAxis
+from rankless.parallel.mesh import AxisRole, MeshAxis
 from rankless.parallel.tensor_placement import BlockedShard, OnRank, Placement, Shard
+
+ROLES: tuple[AxisRole, ...] = ("data", "tensor", "sequence", "expert")
+"""The roles of the axes of simulated meshes, from the outermost; how many there are depends on the test."""
 
 
 def interpret(
-    graphs: Sequence[LocalGraph], inputs: Sequence[Sequence[Tensor]], symbols: Mapping[str, int]
+    graphs: Sequence[LocalGraph],
+    inputs: Sequence[Sequence[Tensor]],
+    symbols: Mapping[str, int],
+    axis_sizes: Sequence[int],
 ) -> list[dict[fx.Node, Any]]:
-    """Run all ranks' graphs, each up to the next collective before the others go on."""
+    """Run the graphs of a mesh's workers, each up to the next collective before the others go on."""
     values: list[dict[fx.Node, Any]] = [
         {node: value.detach() for (node, _), value in zip(graph.inputs, given, strict=True)}
         for graph, given in zip(graphs, inputs, strict=True)
@@ -44,7 +51,7 @@ def interpret(
             states[number] = save_generators(own)
             if found is not None:
                 waiting[number] = found
-        running = run_collectives(waiting, values)
+        running = run_collectives(waiting, values, axis_sizes)
         assert running or not waiting, "workers wait for each other in different collectives"
     for other in states:
         pairs = zip(other, states[0], strict=True)
@@ -52,13 +59,16 @@ def interpret(
     return values
 
 
-def run_collectives(waiting: dict[int, tuple[fx.Node, Any]], values: Sequence[dict[fx.Node, Any]]) -> set[int]:
+def run_collectives(
+    waiting: dict[int, tuple[fx.Node, Any]], values: Sequence[dict[fx.Node, Any]], axis_sizes: Sequence[int]
+) -> set[int]:
     """Run the collectives in which all members of a group wait, and return the members, which then go on."""
     done: set[int] = set()
     for number in sorted(waiting):
         target = waiting[number][0].target
-        members = list_members(number, target.axis, len(values), waiting)
-        if number in done or members is None:
+        members = list_members(number, target.axis, axis_sizes)
+        axes = {waiting[member][0].target.axis.name for member in members if member in waiting}
+        if number in done or axes != {target.axis.name} or not set(members) <= set(waiting):
             continue
         pieces = [waiting[member][1][0][0] for member in members]
         lengths = waiting[number][1][0][1:]
@@ -140,24 +150,11 @@ def follows_own_layout(logical: fx.Node) -> bool:
     return False
 
 
-def list_members(
-    number: int, axis: MeshAxis, count: int, waiting: Mapping[int, tuple[fx.Node, Any]]
-) -> list[int] | None:
-    """Return the workers of a worker's group along an axis, or None if not all wait in a collective along it.
-
-    The workers are numbered with the last axis innermost, so those along an axis are equally far apart.
-    """
-    for step in range(1, count + 1):
-        if count % (step * axis.size) or number // step % axis.size != axis.rank:
-            continue
-        first = number - axis.rank * step
-        members = [first + step * rank for rank in range(axis.size)]
-        if first < 0 or members[-1] >= count or any(member not in waiting for member in members):
-            continue
-        axes = [waiting[member][0].target.axis for member in members]
-        if [(each.name, each.rank) for each in axes] == [(axis.name, rank) for rank in range(axis.size)]:
-            return members
-    return None
+def list_members(number: int, axis: MeshAxis, axis_sizes: Sequence[int]) -> list[int]:
+    """Return the workers of a worker's group along an axis; the last axis is the innermost."""
+    step = prod(axis_sizes[ROLES.index(axis.role) + 1 :])
+    first = number - axis.rank * step
+    return [first + step * rank for rank in range(axis.size)]
 
 
 def call_collective(

@@ -7,7 +7,7 @@ from math import prod
 from typing import Any
 
 import torch
-from simulated_programs import interpret
+from simulated_programs import ROLES, interpret
 from support.devices import DEVICE, get_random_state, set_random_state
 from torch import Tensor, fx, nn
 
@@ -23,7 +23,7 @@ from rankless.compiler.probing.operator_probe import OperatorProbe
 from rankless.compiler.sharding.sharding_propagation import ShardedProgram, propagate_shardings
 from rankless.compiler.tracing.symbolic_sizes import SymbolicSizes, compile_guards
 from rankless.ownership.piece_layout import PieceLayout
-from rankless.parallel.mesh import AxisRole, Mesh, MeshAxis
+from rankless.parallel.mesh import Mesh, MeshAxis
 from rankless.parallel.tensor_placement import (
     BlockedShard,
     OnRank,
@@ -87,7 +87,7 @@ def run_source_on_simulated_ranks(
         raise GuardsFailed(sizes.guard_expressions())
     shardings = [(batch_placement(item.shape, ranks, splits_few_rows),) for item in arguments]
     inputs = collect_inputs(graphs, arguments, shardings, source.modules)
-    values = interpret(graphs, inputs, symbols)
+    values = interpret(graphs, inputs, symbols, [ranks])
     return make_outcome(sharded, graphs, values)
 
 
@@ -135,7 +135,7 @@ def run_program_on_axes(
         collect_inputs([graph], arguments, [sharding(ranks) for sharding in shardings], modules, [ranks], states)[0]
         for ranks, graph in zip(places or [(rank,) for rank in range(len(graphs))], graphs, strict=True)
     ]
-    return make_outcome(programs[0], graphs, interpret(graphs, inputs, {}))
+    return make_outcome(programs[0], graphs, interpret(graphs, inputs, {}, axis_sizes))
 
 
 def divide_evenly(
@@ -159,7 +159,6 @@ def divide_evenly(
 
 def make_meshes(axis_sizes: Sequence[int]) -> list[Mesh]:
     """Return the mesh of each simulated worker, in the order of ranks: the last axis is the innermost."""
-    roles: tuple[AxisRole, ...] = ("data", "tensor", "sequence", "expert")
     return [
         Mesh(
             rank=number,
@@ -167,7 +166,7 @@ def make_meshes(axis_sizes: Sequence[int]) -> list[Mesh]:
             device=DEVICE,
             axes=tuple(
                 MeshAxis(name=role, role=role, rank=rank, size=size)
-                for role, rank, size in zip(roles, ranks, axis_sizes, strict=False)
+                for role, rank, size in zip(ROLES, ranks, axis_sizes, strict=False)
             ),
         )
         for number, ranks in enumerate(product(*map(range, axis_sizes)))
