@@ -4,7 +4,7 @@ Note [counts of selected rows]: such a count is a symbol of PyTorch's `ShapeEnv`
 program takes it from the value that has it (`lowering.row_counts`). If the job's Python asks for it, or compares it,
 the answer is a value that Python reads; see Note [values that Python reads]. After the trace nothing may ask for the
 number. Two counts are equal only if they are the same expression, so a rule that needs equal sizes does not apply.
-Costs assume as many rows as there can be. See docs/decisions/0043-rows-selected-by-values.md.
+Costs assume a share of the rows that there can be. See docs/decisions/0043-rows-selected-by-values.md.
 """
 
 from collections.abc import Iterable
@@ -17,6 +17,9 @@ from rankless.errors import CaptureError
 
 ASSUMED_COUNT = 1024
 """How many rows costs assume, if a count has no known limit."""
+
+SELECTED_SHARE = 4
+"""Costs assume that one of so many rows is selected: what selects all moves no less than the whole."""
 
 READ_BY_JOB = "read by the job"
 """The reason of what a trace assumes of counts because the job's Python has read it."""
@@ -49,15 +52,16 @@ def has_count(values: Iterable[Any]) -> bool:
 
 
 def assume_count(value: Any) -> Any:
-    """Return the number that costs assume for a size that depends on counts: the largest that is known."""
-    return evaluate_with_assumed_counts(value.node)
+    """Return the number that costs assume for a size that depends on counts."""
+    return evaluate_with_assumed_counts(value.node, SELECTED_SHARE)
 
 
-def evaluate_with_assumed_counts(node: Any) -> Any:
+def evaluate_with_assumed_counts(node: Any, share: int = 1) -> Any:
     """Return what an expression of a trace gives for assumed counts.
 
     Args:
         node: PyTorch's `SymNode`.
+        share: Assume that one of so many of the rows that could be selected is.
     """
     environment = node.shape_env
     numbers: dict[sympy.Symbol, Any] = {}
@@ -65,7 +69,7 @@ def evaluate_with_assumed_counts(node: Any) -> Any:
         if not environment.is_unbacked_symint(symbol):
             numbers[symbol] = environment.backed_var_to_val[symbol]
             continue
-        numbers[symbol] = limit_count(environment, symbol)
+        numbers[symbol] = max(1, limit_count(environment, symbol) // share)
     found = sympy.sympify(node.expr.xreplace({key: sympy.sympify(item) for key, item in numbers.items()}))
     if isinstance(found, sympy.logic.boolalg.BooleanAtom):
         return bool(found)
