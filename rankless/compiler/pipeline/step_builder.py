@@ -19,6 +19,7 @@ from rankless.compiler.pipeline.part_graphs import PartGraph, take_sum
 from rankless.compiler.pipeline.partition import ProgramPartition
 from rankless.compiler.pipeline.random_draws import RandomDraws
 from rankless.compiler.pipeline.schedules import UNIT_KINDS, Unit
+from rankless.compiler.pipeline.stage_gathers import StageGathers
 from rankless.compiler.pipeline.step import PartFunction, PipelineStep, StepOutput
 from rankless.compiler.pipeline.transfers import TransferredValue
 from rankless.compiler.scheduling.gradient_buckets import schedule_gradients
@@ -49,6 +50,9 @@ class StepBuilder:
         names = {local.name: described for local, described in partition.graphs[0].inputs}
         held = frozenset(name for name, described in names.items() if described.name not in self._owned)
         self.data_flow = DataFlow(partition, self._workers, held, self._owners)
+        units = options.schedule.workers[self._worker]
+        parts = [Part("prepare", self._worker), *map(Part.of, units), Part("finish", self._worker)]
+        self._gathers = StageGathers(self.data_flow, self._worker, parts, storage)
 
     def _find_output_worker(self, node: fx.Node, described: ProgramOutput) -> int:
         """Return the worker that returns an output first: that of a divided parameter has its gradient."""
@@ -62,11 +66,9 @@ class StepBuilder:
         prepare = self._build_prepare(draws)
         units = [(unit, self._build_unit(unit, draws)) for unit in self._options.schedule.workers[self._worker]]
         finish = self._build_finish(draws)
-        parts = {Part(unit.kind, unit.stage): None for unit, _ in units}
+        parts = {Part.of(unit): None for unit, _ in units}
         sends = {part: tuple(self._list_sends(part)) for part in parts}
-        sent = [
-            [ValueKey(name, unit.microbatch) for name, _ in sends[Part(unit.kind, unit.stage)]] for unit, _ in units
-        ]
+        sent = [[ValueKey(name, unit.microbatch) for name, _ in sends[Part.of(unit)]] for unit, _ in units]
         taken = [prepare.inputs, *[function.inputs for _, function in units], finish.inputs, *sent]
         return PipelineStep(
             arguments=tuple(self._list_arguments()),
@@ -80,10 +82,17 @@ class StepBuilder:
             },
             uses=count_uses(taken),
             outputs=tuple(self._describe_outputs()),
+            shared=self._find_shared(),
             draws=draws,
             worker=self._worker,
             workers=self._workers,
         )
+
+    def _find_shared(self) -> tuple[int, ...]:
+        """Return the number of an input in each memory that workers share."""
+        shared = self._storage.shared
+        inputs = enumerate(described.name for _, described in self._partition.graphs[0].inputs)
+        return tuple({shared[name]: number for number, name in inputs if name in shared}.values())
 
     def _list_arguments(self) -> Sequence[tuple[ValueKey, int, tuple[int, int, int] | None]]:
         """Return where the values of inputs come from."""
@@ -111,7 +120,7 @@ class StepBuilder:
         known: set[ValueKey] = set()
         found: dict[Unit | None, tuple[tuple[ValueKey, int], ...]] = {}
         for unit in (*units, None):
-            part = Part("finish", self._worker) if unit is None else Part(unit.kind, unit.stage)
+            part = Part("finish", self._worker) if unit is None else Part.of(unit)
             numbers = range(self._options.microbatches) if unit is None else (unit.microbatch,)
             new = [
                 (ValueKey(need.name, number), self.data_flow.find_worker(need.name))
@@ -153,6 +162,7 @@ class StepBuilder:
                 StepOutput(
                     worker=self._owners[number],
                     is_shared=is_shared,
+                    is_gradient=is_gradient,
                     repeats=None if earlier == number else earlier,
                     described=describe_tensor(described.name, value, shape),
                     check=ValueCheck(described.index, described.expected) if is_late_check else None,
@@ -160,12 +170,7 @@ class StepBuilder:
             )
         return found
 
-    def _generate(self, part: PartGraph, outputs: Sequence[fx.Node]) -> Callable[..., Sequence[Tensor]]:
-        """Generate the function of a part."""
-        part.graph.output(tuple(outputs))
-        return self._generate_function(part.graph)
-
-    def _generate_function(self, graph: fx.Graph) -> Callable[..., Sequence[Tensor]]:
+    def _generate(self, graph: fx.Graph) -> Callable[..., Sequence[Tensor]]:
         function, lines = generate_function(graph)
         self.lines[function.__code__] = lines
         self.collectives += [node.meta["collective"] for node in graph.nodes if "collective" in node.meta]
@@ -200,11 +205,14 @@ class StepBuilder:
             for key in self.data_flow.list_keys(need)
         ]
         outputs = [part.get(key) for key in keys]
-        return PartFunction(function=self._generate(part, outputs), inputs=tuple(part.inputs), outputs=tuple(keys))
+        kept = self._gathers.add(part, outputs)
+        return PartFunction(
+            function=self._generate(part.graph), inputs=tuple(part.inputs), outputs=tuple(keys), gathered=kept
+        )
 
     def _build_unit(self, unit: Unit, draws: RandomDraws) -> PartFunction:
         """Build what a stage computes for a microbatch."""
-        own = Part(unit.kind, unit.stage)
+        own = Part.of(unit)
         part = PartGraph(self.data_flow, self._worker, own, draws)
         for node in self._partition.nodes:
             phase = self._partition.phases[node.name]
@@ -219,11 +227,13 @@ class StepBuilder:
             sums[need.name] = None
         keys = [ValueKey(name, unit.microbatch) for name in values]
         outputs = [part.get(key) for key in [*keys, *[ValueKey(name, unit.microbatch) for name in sums]]]
+        kept = self._gathers.add(part, outputs)
         return PartFunction(
-            function=self._generate(part, outputs),
+            function=self._generate(part.graph),
             inputs=tuple(part.inputs),
             outputs=tuple(keys),
             sums=tuple(sums),
+            gathered=kept,
             owned=frozenset(filter(self._has_own_memory, sums)),
         )
 
@@ -262,7 +272,7 @@ class StepBuilder:
                     part.send(key, target)
         local, program = self._add_outputs(part)
         local = schedule_gradients(local, program, self._storage)
-        return PartFunction(function=self._generate_function(local.graph), inputs=tuple(part.inputs))
+        return PartFunction(function=self._generate(local.graph), inputs=tuple(part.inputs))
 
     def _add_outputs(self, part: PartGraph) -> tuple[LocalGraph, LogicalProgram]:
         """Add the outputs that this worker returns first, and return them as a program of their own."""
@@ -284,6 +294,6 @@ class StepBuilder:
             logical.append(output)
             if axes:
                 pending.append(value)
-        part.graph.output(tuple(node for node, _ in outputs))
+        self._gathers.add(part, [node for node, _ in outputs])
         local = LocalGraph(graph=part.graph, inputs=(), outputs=tuple(outputs), pending_gradients=tuple(pending))
         return local, replace(self._partition.program, outputs=tuple(logical))
