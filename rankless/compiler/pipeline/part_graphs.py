@@ -82,7 +82,9 @@ class PartGraph:
 
     def send(self, key: ValueKey, target: int) -> None:
         """Send a value to another worker."""
-        self._call(Streams.send, (self.streams, self.get(key), target))
+        sent = self._call(Streams.send, (self.streams, self.get(key), target))
+        logical = self._partition.by_name[key.name].meta["value"][0]
+        sent.meta.update(line=logical.meta.get("line", ""), module=logical.meta.get("module"))
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> fx.Node:
         """Add a function."""

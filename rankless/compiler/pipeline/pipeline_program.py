@@ -49,7 +49,7 @@ def build_pipeline_program(
     with offer_whole_batch():
         sharded = propagate_shardings(program, shardings, [axis.size for axis in inner.axes], probe, states)
         graphs = lower_microbatches(sharded, mesh, options.microbatches, options.stages)
-        partition = ProgramPartition(graphs, sharded, options.stages, inner.axes)
+        partition = ProgramPartition(graphs, sharded, options.stages, inner.axes, storage.values)
         if any(unit.kind == "weights" for unit in options.schedule.workers[0]):
             partition.split_weights()
         builder = StepBuilder(partition, options, storage)

@@ -39,6 +39,8 @@ IN_SHARED_MEMORY = "in pieces, read whole in shared memory"
 WHOLE = "whole on every worker"
 OF_STAGE = "on the worker of its stage"
 """The same for parameters of a pipeline."""
+OF_STAGE_IN_PIECES = "in pieces on the workers of its stage"
+"""The same for parameters of a pipeline with zero="parameters"."""
 
 Outputs = Sequence[Tensor]
 
@@ -262,7 +264,8 @@ def describe_storage(given: ProgramInput, placement: str, local: LocalProgram) -
     """Return how workers hold an input that a program takes with this placement."""
     storage = local.storage
     if given.name in storage.owned:
-        return OF_STAGE if placement == WHOLE else f"{placement}, {OF_STAGE}"
+        held = OF_STAGE_IN_PIECES if given.name in storage.values else OF_STAGE
+        return held if placement == WHOLE else f"{placement}, {held}"
     if given.name not in storage.values:
         return placement
     return IN_SHARED_MEMORY if given.name in storage.shared else IN_PIECES
