@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
+import torch.nn.functional as F
 from support.grids import make_grid
 from support.processes import on_mesh
 from torch import nn
@@ -13,6 +14,7 @@ from rankless.compiler.scheduling.parameter_gathers import GatherOfParameters
 from rankless.context.world import World
 from rankless.jobs.definition import StepOptions
 from rankless.jobs.job import make_job
+from rankless.parallel.mesh import Mesh
 from rankless.parallel.plan import Plan
 
 WIDTH = 512
@@ -106,3 +108,46 @@ def test_a_parameter_that_is_only_cast_is_freed_after_its_cast():
     kept, cast = (on_mesh(4, train_in_stages, "1f1b", 4, autocast)[0][1] for autocast in (False, True))
     assert kept == LAYERS // 2
     assert cast <= 2
+
+
+class Viewed(nn.Module):
+    """Parameters of which a stage takes views, casts and copies; the first one is used by the last stage too."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.token = nn.Parameter(torch.randn(6, 6)), nn.Parameter(torch.randn(6))
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x):
+        x = x @ self.first.t().tanh() + (self.token.view(1, 6) * 2).expand(x.shape)
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) @ layer.weight.t().contiguous()
+        return x @ self.first.t()
+
+
+def train_viewed(mesh, zero):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        torch.manual_seed(0)
+        model, inputs, labels = Viewed(), torch.randn(9, 6), torch.arange(9) % 6
+        grid = make_grid(mesh, pipeline=2, data=2) if mesh.size > 1 else mesh
+        world = World(mesh=grid, notify=lambda _: None, send_record=lambda _: None)
+        train = make_job(
+            lambda x, y: F.cross_entropy(model(x), y),
+            model=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            view=None,
+            world=lambda: world,
+            step_options=StepOptions(zero=zero),
+        )
+        losses = [train(inputs, labels) for _ in range(3)]
+        return torch.cat([torch.stack(losses), *[item.detach().flatten() for item in model.parameters()]])
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_views_and_copies_of_gathered_parameters_are_those_of_one_device():
+    wanted = train_viewed(Mesh.solo(), None)
+    for found in on_mesh(4, train_viewed, "parameters"):
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)

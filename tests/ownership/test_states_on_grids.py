@@ -33,6 +33,7 @@ IN_CI = {
     "saved_and_loaded": [({"data": 2, "tensor": 2}, "optimizer"), ({"pipeline": 2, "data": 2}, "gradients")],
     "weights_changed_through_views": [({"data": 2, "tensor": 2}, "parameters")],
     "accumulated_calls": [({"pipeline": 2, "data": 2}, "optimizer")],
+    "tied_weights": [({"pipeline": 2, "data": 2}, "parameters")],
 }
 
 

@@ -169,11 +169,16 @@ class Join:
             return torch.cat(list(values), source.dim).contiguous()
         assert isinstance(source, Partial)
         if is_partial_sum(source):
-            total = values[0]
-            for value in values[1:]:
-                total = total + value
-            return total
+            return add_terms(values)
         return local_kernels.reduce_extremum(torch.stack(list(values)), source.reduce_op)
+
+
+def add_terms(values: Sequence[Tensor]) -> Tensor:
+    """Return the sum of the terms of all microbatches."""
+    total = values[0]
+    for value in values[1:]:
+        total = total + value
+    return total
 
 
 def take_sum(value: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from rankless.compiler.lowering.value_check import ValueCheck
 from rankless.compiler.pipeline.data_flow import DataFlow, Need, Part, ValueKey, count_uses, describe_tensor
 from rankless.compiler.pipeline.microbatches import MICROBATCH
 from rankless.compiler.pipeline.options import PipelineOptions
-from rankless.compiler.pipeline.part_graphs import PartGraph, take_sum
+from rankless.compiler.pipeline.part_graphs import PartGraph, add_terms, take_sum
 from rankless.compiler.pipeline.partition import ProgramPartition
 from rankless.compiler.pipeline.random_draws import RandomDraws
 from rankless.compiler.pipeline.schedules import UNIT_KINDS, Unit
@@ -284,8 +284,11 @@ class StepBuilder:
                 continue
             is_unit = self._partition.phases[node.name] in UNIT_KINDS
             is_sum = is_unit and self._partition.is_partial(node)
-            key = ValueKey(node.name, None if is_sum or self.data_flow.is_single(node.name) else 0, is_sum=is_sum)
-            value = part.call(take_sum, part.get(key))
+            if is_unit or self.data_flow.is_single(node.name) or not self._partition.is_partial(node):
+                key = ValueKey(node.name, None if is_sum or self.data_flow.is_single(node.name) else 0, is_sum=is_sum)
+                value = part.call(take_sum, part.get(key))
+            else:  # terms that are known after all units
+                value = part.call(add_terms, [part.get(key) for key in self.data_flow.list_keys(Need(node.name))])
             value.meta.update(node.meta)
             axes = tuple(axis for axis in node.meta.get("summed_along", ()) if axis.name != MICROBATCH)
             value.meta["summed_along"] = axes
