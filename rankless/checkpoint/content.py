@@ -55,8 +55,8 @@ def describe_division(partitions: Sequence[Partition]) -> str:
     """Return a text that is equal for tensors that are divided in the same way.
 
     Args:
-        partitions: How one axis after the other divides a tensor. How long pieces of pieces are depends on the rank. How
-            the state of an optimizer is divided that one worker has knows only that worker.
+        partitions: How one axis after the other divides a tensor. How long pieces of pieces are depends on the rank.
+            Only the worker that owns an optimizer's state knows how it is divided further.
     """
     if not partitions:
         return "whole"

@@ -254,35 +254,7 @@ def make_complex() -> Case:
     return model, job, [samples(9, 6), labels(6, 9)]
 
 
-class UsedAtBothEnds(nn.Module):
-    """A weight that the first stage takes through a function that is not linear, and the last one as it is."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(6, 6))
-        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x @ self.weight.tanh()
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x @ self.weight
-
-
-def make_used_at_both_ends() -> Case:
-    return UsedAtBothEnds(), classify, [samples(9, 6), labels(6, 9)]
-
-
-PLAIN = (
-    make_gpt,
-    make_attention_without_dropout,
-    make_skips,
-    make_counting,
-    make_results,
-    make_ignored,
-    make_penalty,
-    make_used_at_both_ends,
-)
+PLAIN = (make_gpt, make_attention_without_dropout, make_skips, make_counting, make_results, make_ignored, make_penalty)
 LAYOUTS = (make_channels_last, make_recurrent, make_complex)
 
 
