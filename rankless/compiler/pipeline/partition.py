@@ -102,7 +102,6 @@ class ProgramPartition:
             if is_parameter:
                 self.stages[name] = self._logical_stages.owners[described.name]
             self.is_invariant[name] = isinstance(self._sharded.sharding(node)[self._time], Replicate)
-            local.meta["value"] = node, self._sharded.sharding(node)
 
     def _find_early(self) -> frozenset[fx.Node]:
         """Return the joins of values that depend on no parameter, and what they need."""
@@ -214,7 +213,7 @@ class ProgramPartition:
 
     def compute_shape(self, value: fx.Node, microbatch: int) -> list[int]:
         """Return the shape of a value of a microbatch, on every worker of this one's pipeline."""
-        logical, sharding = value.meta["value"]
+        logical, sharding = self.copies[microbatch][value.name].meta["value"]
         ranks = [microbatch if number == self._time else axis.rank for number, axis in enumerate(self.axes)]
         return compute_local_shape(logical.meta["val"].shape, sharding, ranks)
 

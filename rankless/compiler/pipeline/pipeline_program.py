@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from rankless.compiler.capture.trace_errors import offer_whole_batch
 from rankless.compiler.codegen.codegen import LocalProgram
 from rankless.compiler.ir.logical_program import LogicalProgram
+from rankless.compiler.pipeline.argument_exchange import divide_microbatch, make_exchanges
 from rankless.compiler.pipeline.microbatches import add_microbatch_axis, find_time_number, lower_microbatches
 from rankless.compiler.pipeline.options import PipelineOptions
 from rankless.compiler.pipeline.overview import describe_pipeline, list_sent_values
@@ -13,7 +14,7 @@ from rankless.compiler.pipeline.step import PipelineRun
 from rankless.compiler.pipeline.step_builder import StepBuilder
 from rankless.compiler.probing.operator_probe import OperatorProbe
 from rankless.compiler.scheduling.stored_states import StateStorage
-from rankless.compiler.sharding.sharding_propagation import propagate_shardings
+from rankless.compiler.sharding.sharding_propagation import ShardedProgram, propagate_shardings
 from rankless.parallel.mesh import Mesh
 from rankless.parallel.tensor_placement import Replicate, Shard, Sharding
 
@@ -45,14 +46,21 @@ def build_pipeline_program(
         add_time(sharding, lengths if is_divided else None, mesh, inner)
         for sharding, lengths in zip(argument_shardings, options.batch_lengths, strict=True)
     ]
+    known: dict[tuple[Sharding, ...], ShardedProgram] = {}
     states = {name: add_time(sharding, None, mesh, inner) for name, sharding in storage.shardings.items()}
+    programs: list[ShardedProgram] = []
     with offer_whole_batch():
-        sharded = propagate_shardings(program, shardings, [axis.size for axis in inner.axes], probe, states)
-        graphs = lower_microbatches(sharded, mesh, options.microbatches, options.stages)
+        for number in range(options.microbatches):
+            own = divide_microbatch(shardings, options.exchanged, inner, number)
+            if own not in known:
+                known[own] = propagate_shardings(program, own, [axis.size for axis in inner.axes], probe, states)
+            programs.append(known[own])
+        sharded = programs[0]
+        graphs = lower_microbatches(programs, mesh, options.stages)
         partition = ProgramPartition(graphs, sharded, options.stages, inner.axes, storage.values)
         if any(unit.kind == "weights" for unit in options.schedule.workers[0]):
             partition.split_weights()
-        builder = StepBuilder(partition, options, storage)
+        builder = StepBuilder(partition, options, storage, make_exchanges(program, options, mesh))
         step = builder.build(mesh)
     run = PipelineRun(step, options.transport)
     return LocalProgram(

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from rankless.compiler.lowering.value_check import ValueCheck
+from rankless.compiler.pipeline.argument_exchange import ArgumentExchange
 from rankless.compiler.pipeline.data_flow import Part, ValueKey
 from rankless.compiler.pipeline.random_draws import RandomDraws
 from rankless.compiler.pipeline.schedules import Unit
@@ -41,6 +42,8 @@ class PipelineStep:
 
     arguments: tuple[tuple[ValueKey, int, tuple[int, int, int] | None], ...]
     """For each input value its name, the number of the input, and dim, start and length of a microbatch's piece."""
+    exchanges: tuple[tuple[int, ArgumentExchange], ...]
+    """The inputs that are gathered first; see Note [arguments of microbatches]."""
     prepare: PartFunction
     units: tuple[tuple[Unit, PartFunction], ...]
     finish: PartFunction
@@ -101,9 +104,11 @@ class PipelineRun:
         streams = Streams(self._transport, step.streams)
         values: dict[ValueKey, Tensor] = {}
         remaining = dict(step.uses)
+        gathered = {number: exchange.run(inputs[number]) for number, exchange in step.exchanges}
+        given = [gathered.get(number, value) for number, value in enumerate(inputs)] if gathered else inputs
         for key, number, piece in step.arguments:
             if key in remaining:
-                values[key] = inputs[number] if piece is None else inputs[number].narrow(*piece)
+                values[key] = given[number] if piece is None else given[number].narrow(*piece)
         self._run(step.prepare, values, remaining, streams)
         for unit, function in step.units:
             values.update((key, streams.receive(key, source)) for key, source in step.receives[unit])

@@ -12,6 +12,7 @@ from rankless.compiler.ir.custom_ops import run_linear_weight
 from rankless.compiler.ir.logical_program import LogicalProgram, ProgramOutput, is_fresh
 from rankless.compiler.lowering.local_graph import LocalGraph
 from rankless.compiler.lowering.value_check import ValueCheck
+from rankless.compiler.pipeline.argument_exchange import ArgumentExchange
 from rankless.compiler.pipeline.data_flow import DataFlow, Need, Part, ValueKey, count_uses, describe_tensor
 from rankless.compiler.pipeline.microbatches import MICROBATCH
 from rankless.compiler.pipeline.options import PipelineOptions
@@ -26,6 +27,7 @@ from rankless.compiler.scheduling.gradient_buckets import schedule_gradients
 from rankless.compiler.scheduling.stored_states import StateStorage
 from rankless.compiler.sharding.redistribute import CollectiveRecord
 from rankless.parallel.mesh import Mesh
+from rankless.parallel.tensor_placement import Shard
 
 
 class StepBuilder:
@@ -35,12 +37,20 @@ class StepBuilder:
         partition: When and where each node runs.
         options: How the program is cut.
         storage: The memory of gradients, and how states are stored.
+        exchanges: The gathers of arguments before all units, by the number of the argument.
     """
 
-    def __init__(self, partition: ProgramPartition, options: PipelineOptions, storage: StateStorage) -> None:
+    def __init__(
+        self,
+        partition: ProgramPartition,
+        options: PipelineOptions,
+        storage: StateStorage,
+        exchanges: Mapping[int, ArgumentExchange],
+    ) -> None:
         self._partition = partition
         self._options = options
         self._storage = storage
+        self._exchanges = exchanges
         self._owned = storage.owned
         self._worker = options.axis.rank
         self._workers = options.axis.size
@@ -70,8 +80,10 @@ class StepBuilder:
         sends = {part: tuple(self._list_sends(part)) for part in parts}
         sent = [[ValueKey(name, unit.microbatch) for name, _ in sends[Part.of(unit)]] for unit, _ in units]
         taken = [prepare.inputs, *[function.inputs for _, function in units], finish.inputs, *sent]
+        uses = count_uses(taken)
         return PipelineStep(
             arguments=tuple(self._list_arguments()),
+            exchanges=self._list_exchanges(uses),
             prepare=prepare,
             units=tuple(units),
             finish=finish,
@@ -80,7 +92,7 @@ class StepBuilder:
             streams={
                 source: tuple(self._list_stream(source)) for source in range(self._workers) if source != self._worker
             },
-            uses=count_uses(taken),
+            uses=uses,
             outputs=tuple(self._describe_outputs()),
             shared=self._find_shared(),
             draws=draws,
@@ -103,11 +115,38 @@ class StepBuilder:
                 continue
             placement = self._options.batch_lengths[described.index]
             assert placement is not None
-            found += [
-                (ValueKey(local.name, microbatch), number, (placement.dim, placement.start(microbatch), length))
-                for microbatch, length in enumerate(placement.lengths)
-            ]
+            for microbatch in range(self._options.microbatches):
+                piece = self._find_piece(local.name, described.index, placement, microbatch)
+                found.append((ValueKey(local.name, microbatch), number, piece))
         return found
+
+    def _find_piece(self, name: str, index: int, rows: Shard, microbatch: int) -> tuple[int, int, int]:
+        """Return dim, start and length of this worker's rows of a microbatch of an argument.
+
+        Args:
+            name: The input.
+            index: The number of the argument.
+            rows: How microbatches divide it.
+            microbatch: The number of the microbatch.
+        """
+        start, length = rows.start(microbatch), rows.lengths[microbatch]
+        if index not in self._exchanges:
+            return rows.dim, start, length
+        axis, axes = self._exchanges[index].axis, self._partition.axes
+        own = self._partition.copies[microbatch][name].meta["value"][1][axes.index(axis)]
+        assert isinstance(own, Shard)
+        return rows.dim, start + own.start(axis.rank), own.lengths[axis.rank]
+
+    def _list_exchanges(self, uses: Mapping[ValueKey, int]) -> tuple[tuple[int, ArgumentExchange], ...]:
+        """Return the gathers of arguments that this worker's stages take, with the numbers of their inputs."""
+        used = {key.name for key in uses}
+        found = [
+            (number, self._exchanges[described.index])
+            for number, (local, described) in enumerate(self._partition.graphs[0].inputs)
+            if described.kind == "argument" and described.index in self._exchanges and local.name in used
+        ]
+        self.collectives = [*[exchange.record for _, exchange in found], *self.collectives]
+        return tuple(found)
 
     def _list_sends(self, part: Part) -> Sequence[tuple[str, int]]:
         """Return what a unit sends, and to which worker."""
