@@ -1,9 +1,9 @@
 """Give workers along the axis `expert` their rows of each microbatch.
 
-Note [arguments of microbatches]: a loader divides a batch along `data`, and what that leaves along `expert`. Microbatches
-divide it along `data`, then into microbatches, and each of these along `expert`. So a worker has other rows of arguments
-than it needs. Before all units the workers along `expert` gather the arguments that their stage takes, and each narrows
-them to its rows of each microbatch. Arguments are small against what layers compute from them.
+Note [arguments of microbatches]: a loader divides a batch along `data`, and what that leaves along `expert`. A pipeline
+divides it along `data`, then into microbatches, and each of these along `expert`. So a worker has other rows of
+arguments than it needs. Before all units the workers along `expert` gather the arguments that their stages take, and
+each takes its rows of each microbatch. Arguments are small against what layers compute from them.
 """
 
 from collections.abc import Mapping, Sequence

@@ -275,18 +275,26 @@ def describe_placement(sharding: Sharding, local: LocalProgram) -> str:
     """Return a sharding in words. In a pipeline one axis is that of the microbatches."""
     if local.time_axis is None:
         return format_sharding(sharding)
-    microbatches = sharding[local.time_axis]
-    text = format_sharding((*sharding[: local.time_axis], *sharding[local.time_axis + 1 :]))
+    microbatches, inner = sharding[local.time_axis], sharding[local.time_axis + 1 :]
     if not isinstance(microbatches, Shard):
-        return text
-    return f"{text}, in {len(microbatches.lengths)} microbatches along dim {microbatches.dim}"
+        return format_sharding((*sharding[: local.time_axis], *inner))
+    nested = [item for item in inner if isinstance(item, Shard) and item.dim == microbatches.dim]
+    others = tuple(item for item in inner if item not in nested)
+    text = format_sharding((*sharding[: local.time_axis], *others))
+    text = f"{text}, in {len(microbatches.lengths)} microbatches along dim {microbatches.dim}"
+    return ", ".join([text, *[f"the first split {format_lengths(item)}" for item in nested]])
 
 
 def format_sharding(sharding: Sharding) -> str:
     """Return a sharding in words."""
     splits = [
-        f"dim {placement.dim} split {'+'.join(str(size_hint(length)) for length in placement.lengths)}"
+        f"dim {placement.dim} split {format_lengths(placement)}"
         for placement in sharding
         if isinstance(placement, Shard)
     ]
     return ", ".join(splits) or WHOLE
+
+
+def format_lengths(placement: Shard) -> str:
+    """Return the rows of each worker in words."""
+    return "+".join(str(size_hint(length)) for length in placement.lengths)
