@@ -1,6 +1,6 @@
 """Compile a program for a pipeline."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rankless.compiler.capture.trace_errors import offer_whole_batch
 from rankless.compiler.codegen.codegen import LocalProgram
@@ -46,15 +46,10 @@ def build_pipeline_program(
         add_time(sharding, lengths if is_divided else None, mesh, inner)
         for sharding, lengths in zip(argument_shardings, options.batch_lengths, strict=True)
     ]
-    known: dict[tuple[Sharding, ...], ShardedProgram] = {}
+    given = [divide_microbatch(shardings, options.exchanged, inner, number) for number in range(options.microbatches)]
     states = {name: add_time(sharding, None, mesh, inner) for name, sharding in storage.shardings.items()}
-    programs: list[ShardedProgram] = []
     with offer_whole_batch():
-        for number in range(options.microbatches):
-            own = divide_microbatch(shardings, options.exchanged, inner, number)
-            if own not in known:
-                known[own] = propagate_shardings(program, own, [axis.size for axis in inner.axes], probe, states)
-            programs.append(known[own])
+        programs = propagate_microbatches(program, given, inner, probe, states)
         sharded = programs[0]
         graphs = lower_microbatches(programs, mesh, options.stages)
         partition = ProgramPartition(graphs, sharded, options.stages, inner.axes, storage.values)
@@ -76,6 +71,29 @@ def build_pipeline_program(
         pipeline=describe_pipeline(partition, options),
         time_axis=find_time_number(inner.axes),
     )
+
+
+def propagate_microbatches(
+    program: LogicalProgram,
+    shardings: Sequence[tuple[Sharding, ...]],
+    inner: Mesh,
+    probe: OperatorProbe | None,
+    states: Mapping[str, Sharding],
+) -> list[ShardedProgram]:
+    """Return the shardings of each microbatch's values. Those of equal lengths have the same.
+
+    Args:
+        program: The program.
+        shardings: The shardings of the arguments of each microbatch.
+        inner: The mesh of one microbatch.
+        probe: Probes operators without a rule, which have one answer for all microbatches.
+        states: The shardings of states by name.
+    """
+    known: dict[tuple[Sharding, ...], ShardedProgram] = {}
+    for own in shardings:
+        if own not in known:
+            known[own] = propagate_shardings(program, own, [axis.size for axis in inner.axes], probe, states)
+    return [known[own] for own in shardings]
 
 
 def add_time(sharding: Sharding, lengths: Shard | None, mesh: Mesh, inner: Mesh) -> Sharding:
