@@ -50,20 +50,18 @@ def build_pipeline_program(
     states = {name: add_time(sharding, None, mesh, inner) for name, sharding in storage.shardings.items()}
     with offer_whole_batch():
         programs = propagate_microbatches(program, given, inner, probe, states)
-        sharded = programs[0]
         graphs = lower_microbatches(programs, mesh, options.stages)
-        partition = ProgramPartition(graphs, sharded, options.stages, inner.axes, storage.values)
+        partition = ProgramPartition(graphs, programs[0], options.stages, inner.axes, storage.values)
         if any(unit.kind == "weights" for unit in options.schedule.workers[0]):
             partition.split_weights()
         builder = StepBuilder(partition, options, storage, make_exchanges(program, options, mesh))
         step = builder.build(mesh)
-    run = PipelineRun(step, options.transport)
     return LocalProgram(
         inputs=tuple(described for _, described in graphs[0].inputs),
         outputs=tuple(described for _, described in graphs[0].outputs),
-        function=run,
+        function=PipelineRun(step, options.transport),
         lines=builder.lines,
-        sharded=sharded,
+        sharded=programs[0],
         storage=storage,
         collectives=(*list_sent_values(partition, builder.data_flow, options.axis), *builder.collectives),
         workers=mesh.size,
