@@ -56,10 +56,13 @@ def describe_division(partitions: Sequence[Partition]) -> str:
 
     Args:
         partitions: How one axis after the other divides a tensor. How long pieces of pieces are depends on the rank.
+            Only the worker that owns an optimizer's state knows how it is divided further.
     """
     if not partitions:
         return "whole"
-    dims = [partition.layout.placement.dim for partition in partitions]
+    placements = [partition.layout.placement for partition in partitions]
+    owned = [number for number, item in enumerate(placements) if len(list(filter(None, item.lengths))) == 1]
+    dims = [item.dim for item in placements[: owned[0] + 1 if owned else None]]
     return f"dims {dims}, first as {partitions[0].layout.placement!r}"
 
 

@@ -159,8 +159,6 @@ def require_valid_division(name: str, state: StatePlan, axes: Sequence[PlannedAx
         problem: str | None = "a value or gradient that is divided otherwise than its optimizer state"
     elif (axes_found := [division.axis for division in divisions]) != sorted(set(axes_found), key=place_division):
         problem = f"divisions along {', '.join(axes_found)}"
-    elif "pipeline" in sizes and any(division.axis == "data" for division in value):
-        problem = "a value that the axis data divides, in a pipeline, whose stages gather no parameters"
     else:
         problems = (find_problem(division, state.shape, sizes) for division in divisions)
         problem = next((found for found in problems if found), None)

@@ -19,7 +19,7 @@ from rankless.ownership.divided_owner import DividedOwner
 from rankless.ownership.gather_after_step import GATHER_BYTES
 from rankless.ownership.optimizer_pieces import READS_WHOLE, list_parameters, require_divisible
 from rankless.ownership.piece_layout import group_in_order
-from rankless.parallel.mesh import Mesh, find_axis, find_pipeline_axis, list_layer_axes
+from rankless.parallel.mesh import find_axis, find_pipeline_axis, list_layer_axes
 from rankless.parallel.plan import Plan
 from rankless.parallel.tensor_placement import Shard, Sharding
 from rankless.records.parallel_plan import JobPlan, PipelinePlan, StateDivision, StatePlan
@@ -50,8 +50,6 @@ class PlannedDivision:
         self._position_dims: PositionDims | None = None
         if find_axis(world.mesh, "sequence") is not None:
             self._position_dims = PositionDims(job, None if self._given is None else self._given.positions)
-        if self.pipeline is not None:
-            require_no_gathers(job, world.mesh)
         if self._given is not None and self._given.pipeline is not None:
             self.take_stages(self._given.pipeline.stages)
 
@@ -217,17 +215,6 @@ class PlannedDivision:
             group = JobPlan(states={name: plan.states[name] for name in names})
             owner.divide(group, tensors, line=job.line, complete=complete)
         return owner.version != before
-
-
-def require_no_gathers(job: JobDefinition, mesh: Mesh) -> None:
-    """Raise `ConfigError` for zero="parameters" in a pipeline, whose stages do not gather parameters."""
-    if job.step_options.zero == "parameters" and find_axis(mesh, "data") is not None:
-        raise ConfigError(
-            expected="zero='optimizer' or zero='gradients' with the axes pipeline and data",
-            found=f"zero='parameters' on job {job.name!r}",
-            fix="use zero='gradients': each worker has the parameters of its stage only",
-            where=job.line,
-        )
 
 
 def apply_plan(job: JobDefinition, world: World) -> JobDefinition:

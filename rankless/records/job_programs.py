@@ -21,7 +21,7 @@ class ProgramInputRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The size of the whole tensor."""
     placement: str
     """"whole on every worker", "dim 0 split 5+5", "in pieces, whole while in use", "in pieces, read whole in shared
-    memory", or "on the worker of its stage"."""
+    memory", "on the worker of its stage", or "in pieces on the workers of its stage"."""
 
 
 CommunicationPurpose = Literal["input", "operator", "gradient", "output"]

@@ -68,3 +68,24 @@ def test_parameters_with_one_gradient_have_memory_of_their_own(microbatches):
     F.cross_entropy(model(arguments[0]), arguments[1]).backward()
     for name in ("first.weight", "second", "last.weight"):
         torch.testing.assert_close(found.gradients[f"model.{name}"], model.get_parameter(name).grad)
+
+
+class UsedAtBothEnds(nn.Module):
+    """A weight that the first stage takes through a function that is not linear, and the last one as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.last = nn.Parameter(torch.randn(6, 6)), nn.Linear(6, 6)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.last(inputs @ self.weight.tanh())) @ self.weight
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_terms_of_a_gradient_that_are_known_after_all_units_are_added(microbatches):
+    torch.manual_seed(0)
+    model, arguments = UsedAtBothEnds().double(), [torch.randn(12, 6).double(), torch.randint(0, 6, (12,))]
+    program = capture_job(lambda x, y: F.cross_entropy(model(x), y), {"model": model}, arguments, trains=True)
+    found = run_on_simulated_pipeline(program, {"model": model}, arguments, workers=2, microbatches=microbatches)
+    F.cross_entropy(model(arguments[0]), arguments[1]).backward()
+    torch.testing.assert_close(found.gradients["model.weight"], model.weight.grad, rtol=1e-12, atol=1e-12)

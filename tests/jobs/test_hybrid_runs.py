@@ -49,17 +49,26 @@ def test_a_saved_plan_has_all_divisions_in_their_order_and_runs(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_plan_that_gathers_parameters_in_stages_is_refused_before_any_process(tmp_path):
-    write(tmp_path)
-    rankless("plan", "--mesh", "pipeline=2,data=2", "--steps", "5", "--save", "plan.json", "train.py", folder=tmp_path)
-    plan = json.loads((tmp_path / "plan.json").read_text())
-    state = plan["jobs"]["train"]["states"]["model.0.weight"]
+def test_a_saved_plan_of_stages_in_pieces_runs(tmp_path):
+    write(tmp_path, options=", zero='parameters'")
+    mesh = ("--mesh", "pipeline=2,data=2", "--steps", "5")
+    saved = rankless(
+        "plan", *mesh, "--save", "plan.json", "--json", "shown.json", "--picture", "plan.html", "train.py",
+        folder=tmp_path,
+    )  # fmt: skip
+    assert saved.returncode == 0, saved.stdout + saved.stderr
+    states = json.loads((tmp_path / "plan.json").read_text())["jobs"]["train"]["states"]
     for kind in ("value", "gradient", "optimizer_state"):
-        state[kind].append({"axis": "data", "dim": 1, "lengths": [4, 4]})
-    (tmp_path / "plan.json").write_text(json.dumps(plan))
-    found = rankless("run", "-n", "4", "--plan", "plan.json", "train.py", folder=tmp_path)
-    assert found.returncode == 2
-    assert "found:    a value that the axis data divides, in a pipeline" in found.stderr
+        assert [item["axis"] for item in states["model.0.weight"][kind]] == ["pipeline", "data"]
+    shown = json.loads((tmp_path / "shown.json").read_text())["jobs"][0]
+    stage = shown["program"]["pipeline"]["stages"][0]["parameter_bytes"]
+    assert shown["memory"]["parameters"] == shown["memory"]["gradients"] == stage // 2
+    placements = {item["placement"] for item in shown["program"]["inputs"] if item["kind"] == "parameter"}
+    assert placements == {"in pieces on the workers of its stage"}
+    plain = rankless("run", "--seed", "1", "-q", "train.py", folder=tmp_path)
+    planned = rankless("run", "-n", "4", "--seed", "1", "-q", "--plan", "plan.json", "train.py", folder=tmp_path)
+    assert planned.stdout == plain.stdout, planned.stderr
+    assert planned.stdout.startswith("loss ")
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ MESHES = (
     ("expert=2,data=2", ()),
     ("sequence=2,data=2", ()),
     ("data=2,tensor=2", ("--zero", "parameters")),
+    ("pipeline=2,expert=2", ()),
 )
 MORE_MESHES = (
     ("tensor=2", ()),
@@ -27,6 +28,9 @@ MORE_MESHES = (
     ("expert=2,tensor=2", ()),
     ("data=2,tensor=2", ("--zero", "optimizer")),
     ("pipeline=2,data=2", ("--zero", "gradients")),
+    ("pipeline=2,data=2", ("--zero", "parameters")),
+    ("pipeline=2,data=2,tensor=2", ("--zero", "parameters")),
+    ("pipeline=2,data=2,expert=2", ()),
     ("data=2,sequence=2", ("--zero", "parameters")),
     ("data=2,expert=2", ("--zero", "parameters")),
 )

@@ -24,13 +24,16 @@ GRIDS = [
     ({"pipeline": 2, "tensor": 2}, None),
     ({"pipeline": 2, "data": 2}, "optimizer"),
     ({"pipeline": 2, "data": 2}, "gradients"),
+    ({"pipeline": 2, "data": 2}, "parameters"),
     ({"pipeline": 2, "data": 2, "tensor": 2}, "gradients"),
+    ({"pipeline": 2, "data": 2, "tensor": 2}, "parameters"),
 ]
 IN_CI = {
-    "clipped_by_norm": [({"data": 2, "tensor": 2}, "parameters"), ({"pipeline": 2, "tensor": 2}, None)],
+    "clipped_by_norm": [({"data": 2, "tensor": 2}, "parameters"), ({"pipeline": 2, "data": 2}, "parameters")],
     "saved_and_loaded": [({"data": 2, "tensor": 2}, "optimizer"), ({"pipeline": 2, "data": 2}, "gradients")],
     "weights_changed_through_views": [({"data": 2, "tensor": 2}, "parameters")],
     "accumulated_calls": [({"pipeline": 2, "data": 2}, "optimizer")],
+    "tied_weights": [({"pipeline": 2, "data": 2}, "parameters")],
 }
 
 

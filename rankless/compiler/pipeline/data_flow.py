@@ -37,6 +37,11 @@ class Part:
     number: int
     """The stage of a forward or backward unit, else the worker."""
 
+    @staticmethod
+    def of(unit: Unit) -> "Part":
+        """Return the part to which a unit belongs, with those of the other microbatches."""
+        return Part(unit.kind, unit.stage)
+
 
 @dataclass(frozen=True)
 class Need:

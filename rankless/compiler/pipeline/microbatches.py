@@ -1,9 +1,10 @@
 """Lower a program for each microbatch: microbatches are ranks along an axis in time.
 
 Note [microbatches]: the axis `microbatch` divides the batch as a data axis does, after all data axes, and before the
-axes `sequence` and `tensor`. Its ranks are run one after another by the same process. So the rules of operators hold as
-they stand: what is a partial sum along the axis is accumulated, and what needs a whole value waits for all
-microbatches.
+axes `expert`, `sequence` and `tensor`. Its ranks are run one after another by the same process. So the rules of
+operators hold as they stand: what is a partial sum along the axis is accumulated, and what needs a whole value waits
+for all microbatches. The axis `expert` divides each microbatch, so that its samples can move between the workers along
+that axis; see Note [arguments of microbatches].
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +33,7 @@ from rankless.parallel.mesh import Mesh, MeshAxis
 from rankless.parallel.tensor_placement import Partial, Replicate, Sharding
 
 MICROBATCH = "microbatch"
-INNER_ROLES = ("sequence", "tensor")
+INNER_ROLES = ("expert", "sequence", "tensor")
 """The roles of the axes after the one in time."""
 LOSSES = (torch.ops.aten.nll_loss_forward.default, torch.ops.aten.nll_loss2d_forward.default)
 """Losses that return a sum, and the weight of all targets."""
@@ -136,21 +137,23 @@ def find_time_number(axes: Sequence[MeshAxis]) -> int:
     return next(number for number, axis in enumerate(axes) if axis.name == MICROBATCH)
 
 
-def lower_microbatches(sharded: ShardedProgram, mesh: Mesh, count: int, stages: Stages) -> list[LocalGraph]:
+def lower_microbatches(programs: Sequence[ShardedProgram], mesh: Mesh, stages: Stages) -> list[LocalGraph]:
     """Return the local graph of each microbatch. They have the same nodes.
 
     Args:
-        sharded: The program, with the microbatches as its last axis.
+        programs: The program of each microbatch, with the shardings along the axes of one microbatch.
         mesh: The workers.
-        count: The number of microbatches.
         stages: The stages of the program.
     """
     graphs: list[LocalGraph] = []
     repeated: dict[str, Region] = {}
-    for number in range(count):
-        lowering = MicrobatchLowering(sharded, add_microbatch_axis(mesh, number, count))
+    for number, sharded in enumerate(programs):
+        inner = add_microbatch_axis(mesh, number, len(programs))
+        lowering = MicrobatchLowering(sharded, inner)
         local = lowering.lower_graph()
-        gather_again(local.graph, sharded, mesh)
+        for node, (placeholder, _) in zip(sharded.logical.inputs, local.inputs, strict=True):
+            placeholder.meta["value"] = node, sharded.sharding(node)
+        gather_again(local.graph, sharded, inner)
         if not graphs:  # the first microbatch decides for all: they may differ in size
             size_of = partial(count_own_bytes, sharded=sharded, ranks=lowering.ranks)
             chosen = choose_regions(local.graph, sharded.logical.recompute, size_of)

@@ -20,6 +20,8 @@ class PipelineOptions:
         microbatches (int): Their number.
         batch_lengths (tuple[Shard | None, ...]): How each tensor argument is divided into microbatches, if it is.
         transport (Transport): Moves values between stages.
+        exchanged (tuple[Shard | None, ...]): How the workers along the axis `expert` hold each argument that
+            microbatches divide; see Note [arguments of microbatches].
     """
 
     axis: MeshAxis
@@ -28,3 +30,4 @@ class PipelineOptions:
     microbatches: int
     batch_lengths: tuple[Shard | None, ...]
     transport: Transport
+    exchanged: tuple[Shard | None, ...] = ()

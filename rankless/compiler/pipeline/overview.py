@@ -10,9 +10,8 @@ from rankless.compiler.pipeline.options import PipelineOptions
 from rankless.compiler.pipeline.partition import ProgramPartition
 from rankless.compiler.pipeline.schedules import describe_timeline
 from rankless.compiler.sharding.redistribute import CollectiveRecord, count_bytes
-from rankless.compiler.sharding.redistribution_steps import replace_placement
 from rankless.parallel.mesh import MeshAxis
-from rankless.parallel.tensor_placement import Replicate, compute_local_shape
+from rankless.parallel.tensor_placement import Shard
 from rankless.records.job_programs import PipelineRecord, PipelineStage
 
 
@@ -67,16 +66,18 @@ def describe_sent_value(
     partition: ProgramPartition, need: Need, source: int, target: int, pipeline: MeshAxis
 ) -> CollectiveRecord:
     """Return a value that a worker sends to another, for all microbatches, as the record of a plan."""
-    logical, sharding = partition.by_name[need.name].meta["value"]
-    whole = replace_placement(sharding, find_time_number(partition.axes), Replicate())
+    node = partition.by_name[need.name]
+    logical, sharding = node.meta["value"]
+    # The pieces of a value that microbatches divide are all sent; what they have together is sent once.
+    is_divided = isinstance(sharding[find_time_number(partition.axes)], Shard)
+    numbers = range(len(partition.graphs) if is_divided else 1)
     is_input = logical in partition.program.inputs
     text = (
         partition.program.inputs[logical].name
         if is_input
         else f"{format_value(logical)} of {format_operator(logical.target)}"
     )
-    shape = compute_local_shape(logical.meta["val"].shape, whole, [axis.rank for axis in partition.axes])
-    size = count_bytes(logical, shape)
+    size = sum(count_bytes(logical, partition.compute_shape(node, number)) for number in numbers)
     return CollectiveRecord(
         kind="send",
         purpose="input",

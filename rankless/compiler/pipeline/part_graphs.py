@@ -82,7 +82,9 @@ class PartGraph:
 
     def send(self, key: ValueKey, target: int) -> None:
         """Send a value to another worker."""
-        self._call(Streams.send, (self.streams, self.get(key), target))
+        sent = self._call(Streams.send, (self.streams, self.get(key), target))
+        logical = self._partition.by_name[key.name].meta["value"][0]
+        sent.meta.update(line=logical.meta.get("line", ""), module=logical.meta.get("module"))
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> fx.Node:
         """Add a function."""
@@ -167,11 +169,16 @@ class Join:
             return torch.cat(list(values), source.dim).contiguous()
         assert isinstance(source, Partial)
         if is_partial_sum(source):
-            total = values[0]
-            for value in values[1:]:
-                total = total + value
-            return total
+            return add_terms(values)
         return local_kernels.reduce_extremum(torch.stack(list(values)), source.reduce_op)
+
+
+def add_terms(values: Sequence[Tensor]) -> Tensor:
+    """Return the sum of the terms of all microbatches."""
+    total = values[0]
+    for value in values[1:]:
+        total = total + value
+    return total
 
 
 def take_sum(value: Tensor) -> Tensor:

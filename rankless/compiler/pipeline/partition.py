@@ -10,7 +10,7 @@ what is linear in gradients of parameters, which is computed once, from sums. A 
 middle of the model, as the statistics of batch norm, would stop the pipeline: it is refused.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from operator import getitem
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from rankless.compiler.ir import counter_distributions, counter_operators, local_kernels
-from rankless.compiler.ir.logical_program import LogicalProgram, format_operator
+from rankless.compiler.ir.logical_program import LogicalProgram, format_operator, is_fresh
 from rankless.compiler.lowering.local_graph import LocalGraph
 from rankless.compiler.lowering.value_check import ValueCheck
 from rankless.compiler.pipeline.microbatches import find_time_number, is_join
@@ -45,6 +45,13 @@ class ProgramPartition:
 
     Nodes have the same names in the programs of all microbatches.
 
+    Args:
+        graphs: The programs.
+        sharded: The program from which they were lowered.
+        stages: Its stages.
+        axes: The axes of one microbatch.
+        gathered: The names of parameters that a stage has in pieces: the same on all workers.
+
     Attributes:
         nodes (list[fx.Node]): The nodes of the first microbatch's program, in order.
         phases (dict[str, Phase]): The phase of each.
@@ -59,6 +66,7 @@ class ProgramPartition:
         sharded: ShardedProgram,
         stages: Stages,
         axes: Sequence[MeshAxis],
+        gathered: Collection[str] = (),
     ) -> None:
         self.graphs = graphs
         self.axes = axes
@@ -81,6 +89,7 @@ class ProgramPartition:
             if node.op != "placeholder":
                 self._place(node)
         self._find_summed()
+        self._delay_views(gathered)
         self._require_possible()
 
     def _find_inputs(self) -> None:
@@ -93,7 +102,6 @@ class ProgramPartition:
             if is_parameter:
                 self.stages[name] = self._logical_stages.owners[described.name]
             self.is_invariant[name] = isinstance(self._sharded.sharding(node)[self._time], Replicate)
-            local.meta["value"] = node, self._sharded.sharding(node)
 
     def _find_early(self) -> frozenset[fx.Node]:
         """Return the joins of values that depend on no parameter, and what they need."""
@@ -128,6 +136,25 @@ class ProgramPartition:
             self.phases[name] = "finish"
         elif is_forward and self.is_invariant[name]:
             self.phases[name] = "prepare"
+
+    def _delay_views(self, gathered: Collection[str]) -> None:
+        """Let each unit view the parameters that its stage has in pieces, so that they are gathered when it needs them.
+
+        What another stage takes is sent once for all microbatches, so it stays where it is.
+        """
+        known = {node for node, described in self.graphs[0].inputs if described.name in gathered}
+        views = []
+        for node in self.nodes:
+            is_view = isinstance(node.target, torch._ops.OpOverload) and not is_fresh(node)
+            if is_view and self.phases[node.name] == "prepare" and known.issuperset(node.all_input_nodes):
+                known.add(node)
+                views.append(node)
+        for node in reversed(views):
+            users = [user.name for user in node.users]
+            places = {(self.phases.get(name), self.stages.get(name)) for name in users}
+            stage = self.stages[node.name]
+            if places and places <= {("forward", stage), ("backward", stage)}:
+                self.phases[node.name] = "forward"
 
     @staticmethod
     def _gives_pieces(node: fx.Node) -> bool:
@@ -186,7 +213,7 @@ class ProgramPartition:
 
     def compute_shape(self, value: fx.Node, microbatch: int) -> list[int]:
         """Return the shape of a value of a microbatch, on every worker of this one's pipeline."""
-        logical, sharding = value.meta["value"]
+        logical, sharding = self.copies[microbatch][value.name].meta["value"]
         ranks = [microbatch if number == self._time else axis.rank for number, axis in enumerate(self.axes)]
         return compute_local_shape(logical.meta["val"].shape, sharding, ranks)
 

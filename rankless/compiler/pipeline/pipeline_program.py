@@ -1,10 +1,11 @@
 """Compile a program for a pipeline."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rankless.compiler.capture.trace_errors import offer_whole_batch
 from rankless.compiler.codegen.codegen import LocalProgram
 from rankless.compiler.ir.logical_program import LogicalProgram
+from rankless.compiler.pipeline.argument_exchange import divide_microbatch, make_exchanges
 from rankless.compiler.pipeline.microbatches import add_microbatch_axis, find_time_number, lower_microbatches
 from rankless.compiler.pipeline.options import PipelineOptions
 from rankless.compiler.pipeline.overview import describe_pipeline, list_sent_values
@@ -13,7 +14,7 @@ from rankless.compiler.pipeline.step import PipelineRun
 from rankless.compiler.pipeline.step_builder import StepBuilder
 from rankless.compiler.probing.operator_probe import OperatorProbe
 from rankless.compiler.scheduling.stored_states import StateStorage
-from rankless.compiler.sharding.sharding_propagation import propagate_shardings
+from rankless.compiler.sharding.sharding_propagation import ShardedProgram, propagate_shardings
 from rankless.parallel.mesh import Mesh
 from rankless.parallel.tensor_placement import Replicate, Shard, Sharding
 
@@ -45,22 +46,22 @@ def build_pipeline_program(
         add_time(sharding, lengths if is_divided else None, mesh, inner)
         for sharding, lengths in zip(argument_shardings, options.batch_lengths, strict=True)
     ]
+    given = [divide_microbatch(shardings, options.exchanged, inner, number) for number in range(options.microbatches)]
     states = {name: add_time(sharding, None, mesh, inner) for name, sharding in storage.shardings.items()}
     with offer_whole_batch():
-        sharded = propagate_shardings(program, shardings, [axis.size for axis in inner.axes], probe, states)
-        graphs = lower_microbatches(sharded, mesh, options.microbatches, options.stages)
-        partition = ProgramPartition(graphs, sharded, options.stages, inner.axes)
+        programs = propagate_microbatches(program, given, inner, probe, states)
+        graphs = lower_microbatches(programs, mesh, options.stages)
+        partition = ProgramPartition(graphs, programs[0], options.stages, inner.axes, storage.values)
         if any(unit.kind == "weights" for unit in options.schedule.workers[0]):
             partition.split_weights()
-        builder = StepBuilder(partition, options, storage)
+        builder = StepBuilder(partition, options, storage, make_exchanges(program, options, mesh))
         step = builder.build(mesh)
-    run = PipelineRun(step, options.transport)
     return LocalProgram(
         inputs=tuple(described for _, described in graphs[0].inputs),
         outputs=tuple(described for _, described in graphs[0].outputs),
-        function=run,
+        function=PipelineRun(step, options.transport),
         lines=builder.lines,
-        sharded=sharded,
+        sharded=programs[0],
         storage=storage,
         collectives=(*list_sent_values(partition, builder.data_flow, options.axis), *builder.collectives),
         workers=mesh.size,
@@ -68,6 +69,29 @@ def build_pipeline_program(
         pipeline=describe_pipeline(partition, options),
         time_axis=find_time_number(inner.axes),
     )
+
+
+def propagate_microbatches(
+    program: LogicalProgram,
+    shardings: Sequence[tuple[Sharding, ...]],
+    inner: Mesh,
+    probe: OperatorProbe | None,
+    states: Mapping[str, Sharding],
+) -> list[ShardedProgram]:
+    """Return the shardings of each microbatch's values. Those of equal lengths have the same.
+
+    Args:
+        program: The program.
+        shardings: The shardings of the arguments of each microbatch.
+        inner: The mesh of one microbatch.
+        probe: Probes operators without a rule, which have one answer for all microbatches.
+        states: The shardings of states by name.
+    """
+    known: dict[tuple[Sharding, ...], ShardedProgram] = {}
+    for own in shardings:
+        if own not in known:
+            known[own] = propagate_shardings(program, own, [axis.size for axis in inner.axes], probe, states)
+    return [known[own] for own in shardings]
 
 
 def add_time(sharding: Sharding, lengths: Shard | None, mesh: Mesh, inner: Mesh) -> Sharding:

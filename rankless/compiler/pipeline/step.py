@@ -7,10 +7,12 @@ import torch
 from torch import Tensor
 
 from rankless.compiler.lowering.value_check import ValueCheck
+from rankless.compiler.pipeline.argument_exchange import ArgumentExchange
 from rankless.compiler.pipeline.data_flow import Part, ValueKey
 from rankless.compiler.pipeline.random_draws import RandomDraws
 from rankless.compiler.pipeline.schedules import Unit
 from rankless.compiler.pipeline.transfers import Streams, TransferredValue, Transport
+from rankless.compiler.scheduling.shared_parameters import copy_if_shared
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +25,7 @@ class PartFunction:
         outputs (tuple[ValueKey, ...]): Those that it returns and that others need.
         sums (tuple[str, ...]): Those that it returns after them, to be summed over all microbatches.
         owned (frozenset[str]): Those of them with memory that nothing else has.
+        gathered (tuple[ValueKey, ...]): Parameters that it takes in pieces, and returns whole after all else.
     """
 
     function: Callable[..., Sequence[Tensor]]
@@ -30,6 +33,7 @@ class PartFunction:
     outputs: tuple[ValueKey, ...] = ()
     sums: tuple[str, ...] = ()
     owned: frozenset[str] = frozenset()
+    gathered: tuple[ValueKey, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +42,8 @@ class PipelineStep:
 
     arguments: tuple[tuple[ValueKey, int, tuple[int, int, int] | None], ...]
     """For each input value its name, the number of the input, and dim, start and length of a microbatch's piece."""
+    exchanges: tuple[tuple[int, ArgumentExchange], ...]
+    """The inputs that are gathered first; see Note [arguments of microbatches]."""
     prepare: PartFunction
     units: tuple[tuple[Unit, PartFunction], ...]
     finish: PartFunction
@@ -48,6 +54,8 @@ class PipelineStep:
     streams: Mapping[int, tuple[TransferredValue, ...]]
     uses: Mapping[ValueKey, int]
     outputs: tuple["StepOutput", ...]
+    shared: tuple[int, ...]
+    """The number of one input in each memory that workers share; see Note [pieces in one memory]."""
     draws: RandomDraws
     worker: int
     workers: int
@@ -60,6 +68,7 @@ class StepOutput:
     Attributes:
         worker (int): The worker that computes it.
         is_shared (bool): Whether the others get it.
+        is_gradient (bool): Whether it is a gradient.
         repeats (int | None): The number of an earlier output that is the same value; None for a value of its own.
         described (TransferredValue): Its shape, or that of what a worker without it returns.
         check (ValueCheck | None): Compares it after the step, if Python has read it.
@@ -67,6 +76,7 @@ class StepOutput:
 
     worker: int
     is_shared: bool
+    is_gradient: bool
     repeats: int | None
     described: TransferredValue
     check: ValueCheck | None = None
@@ -94,23 +104,39 @@ class PipelineRun:
         streams = Streams(self._transport, step.streams)
         values: dict[ValueKey, Tensor] = {}
         remaining = dict(step.uses)
+        gathered = {number: exchange.run(inputs[number]) for number, exchange in step.exchanges}
+        given = [gathered.get(number, value) for number, value in enumerate(inputs)] if gathered else inputs
         for key, number, piece in step.arguments:
             if key in remaining:
-                values[key] = inputs[number] if piece is None else inputs[number].narrow(*piece)
+                values[key] = given[number] if piece is None else given[number].narrow(*piece)
         self._run(step.prepare, values, remaining, streams)
         for unit, function in step.units:
             values.update((key, streams.receive(key, source)) for key, source in step.receives[unit])
             self._run(function, values, remaining)
-            for name, target in step.sends[Part(unit.kind, unit.stage)]:
+            for name, target in step.sends[Part.of(unit)]:
                 streams.send(take(ValueKey(name, unit.microbatch), values, remaining), target)
         values.update((key, streams.receive(key, source)) for key, source in step.receives[None])
         found = self._run(step.finish, values, remaining, streams)
         step.draws.end()
         outputs = list(self._exchange(found, streams))
         streams.finish()
+        outputs = self._copy_shared(outputs, inputs)
         for output, value in zip(step.outputs, outputs, strict=True):
             if output.check is not None:
                 output.check(value)
+        return outputs
+
+    def _copy_shared(self, outputs: list[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Return outputs with copies of those that lie in memory of parameters which workers share.
+
+        Gradients have memory of their own.
+        """
+        shared = [inputs[number] for number in self.step.shared]
+        if not shared:
+            return outputs
+        places = [place for place, output in enumerate(self.step.outputs) if not output.is_gradient]
+        for place, value in zip(places, copy_if_shared([outputs[place] for place in places], shared), strict=True):
+            outputs[place] = value
         return outputs
 
     def _run(
@@ -131,6 +157,7 @@ class PipelineRun:
                 known.add_(value)
             else:
                 values[key] = value if name in part.owned else value.clone()
+        values.update(zip(part.gathered, found[len(part.outputs) + len(part.sums) :], strict=False))
         return found
 
     def _exchange(self, found: Sequence[Tensor], streams: Streams) -> Sequence[Tensor]:

@@ -12,19 +12,22 @@ from rankless.compiler.ir.custom_ops import run_linear_weight
 from rankless.compiler.ir.logical_program import LogicalProgram, ProgramOutput, is_fresh
 from rankless.compiler.lowering.local_graph import LocalGraph
 from rankless.compiler.lowering.value_check import ValueCheck
+from rankless.compiler.pipeline.argument_exchange import ArgumentExchange
 from rankless.compiler.pipeline.data_flow import DataFlow, Need, Part, ValueKey, count_uses, describe_tensor
 from rankless.compiler.pipeline.microbatches import MICROBATCH
 from rankless.compiler.pipeline.options import PipelineOptions
-from rankless.compiler.pipeline.part_graphs import PartGraph, take_sum
+from rankless.compiler.pipeline.part_graphs import PartGraph, add_terms, take_sum
 from rankless.compiler.pipeline.partition import ProgramPartition
 from rankless.compiler.pipeline.random_draws import RandomDraws
 from rankless.compiler.pipeline.schedules import UNIT_KINDS, Unit
+from rankless.compiler.pipeline.stage_gathers import StageGathers
 from rankless.compiler.pipeline.step import PartFunction, PipelineStep, StepOutput
 from rankless.compiler.pipeline.transfers import TransferredValue
 from rankless.compiler.scheduling.gradient_buckets import schedule_gradients
 from rankless.compiler.scheduling.stored_states import StateStorage
 from rankless.compiler.sharding.redistribute import CollectiveRecord
 from rankless.parallel.mesh import Mesh
+from rankless.parallel.tensor_placement import Shard
 
 
 class StepBuilder:
@@ -34,12 +37,20 @@ class StepBuilder:
         partition: When and where each node runs.
         options: How the program is cut.
         storage: The memory of gradients, and how states are stored.
+        exchanges: The gathers of arguments before all units, by the number of the argument.
     """
 
-    def __init__(self, partition: ProgramPartition, options: PipelineOptions, storage: StateStorage) -> None:
+    def __init__(
+        self,
+        partition: ProgramPartition,
+        options: PipelineOptions,
+        storage: StateStorage,
+        exchanges: Mapping[int, ArgumentExchange],
+    ) -> None:
         self._partition = partition
         self._options = options
         self._storage = storage
+        self._exchanges = exchanges
         self._owned = storage.owned
         self._worker = options.axis.rank
         self._workers = options.axis.size
@@ -49,6 +60,9 @@ class StepBuilder:
         names = {local.name: described for local, described in partition.graphs[0].inputs}
         held = frozenset(name for name, described in names.items() if described.name not in self._owned)
         self.data_flow = DataFlow(partition, self._workers, held, self._owners)
+        units = options.schedule.workers[self._worker]
+        parts = [Part("prepare", self._worker), *map(Part.of, units), Part("finish", self._worker)]
+        self._gathers = StageGathers(self.data_flow, self._worker, parts, storage)
 
     def _find_output_worker(self, node: fx.Node, described: ProgramOutput) -> int:
         """Return the worker that returns an output first: that of a divided parameter has its gradient."""
@@ -62,14 +76,14 @@ class StepBuilder:
         prepare = self._build_prepare(draws)
         units = [(unit, self._build_unit(unit, draws)) for unit in self._options.schedule.workers[self._worker]]
         finish = self._build_finish(draws)
-        parts = {Part(unit.kind, unit.stage): None for unit, _ in units}
+        parts = {Part.of(unit): None for unit, _ in units}
         sends = {part: tuple(self._list_sends(part)) for part in parts}
-        sent = [
-            [ValueKey(name, unit.microbatch) for name, _ in sends[Part(unit.kind, unit.stage)]] for unit, _ in units
-        ]
+        sent = [[ValueKey(name, unit.microbatch) for name, _ in sends[Part.of(unit)]] for unit, _ in units]
         taken = [prepare.inputs, *[function.inputs for _, function in units], finish.inputs, *sent]
+        uses = count_uses(taken)
         return PipelineStep(
             arguments=tuple(self._list_arguments()),
+            exchanges=self._list_exchanges(uses),
             prepare=prepare,
             units=tuple(units),
             finish=finish,
@@ -78,12 +92,19 @@ class StepBuilder:
             streams={
                 source: tuple(self._list_stream(source)) for source in range(self._workers) if source != self._worker
             },
-            uses=count_uses(taken),
+            uses=uses,
             outputs=tuple(self._describe_outputs()),
+            shared=self._find_shared(),
             draws=draws,
             worker=self._worker,
             workers=self._workers,
         )
+
+    def _find_shared(self) -> tuple[int, ...]:
+        """Return the number of an input in each memory that workers share."""
+        shared = self._storage.shared
+        inputs = enumerate(described.name for _, described in self._partition.graphs[0].inputs)
+        return tuple({shared[name]: number for number, name in inputs if name in shared}.values())
 
     def _list_arguments(self) -> Sequence[tuple[ValueKey, int, tuple[int, int, int] | None]]:
         """Return where the values of inputs come from."""
@@ -94,11 +115,38 @@ class StepBuilder:
                 continue
             placement = self._options.batch_lengths[described.index]
             assert placement is not None
-            found += [
-                (ValueKey(local.name, microbatch), number, (placement.dim, placement.start(microbatch), length))
-                for microbatch, length in enumerate(placement.lengths)
-            ]
+            for microbatch in range(self._options.microbatches):
+                piece = self._find_piece(local.name, described.index, placement, microbatch)
+                found.append((ValueKey(local.name, microbatch), number, piece))
         return found
+
+    def _find_piece(self, name: str, index: int, rows: Shard, microbatch: int) -> tuple[int, int, int]:
+        """Return dim, start and length of this worker's rows of a microbatch of an argument.
+
+        Args:
+            name: The input.
+            index: The number of the argument.
+            rows: How microbatches divide it.
+            microbatch: The number of the microbatch.
+        """
+        start, length = rows.start(microbatch), rows.lengths[microbatch]
+        if index not in self._exchanges:
+            return rows.dim, start, length
+        axis, axes = self._exchanges[index].axis, self._partition.axes
+        own = self._partition.copies[microbatch][name].meta["value"][1][axes.index(axis)]
+        assert isinstance(own, Shard)
+        return rows.dim, start + own.start(axis.rank), own.lengths[axis.rank]
+
+    def _list_exchanges(self, uses: Mapping[ValueKey, int]) -> tuple[tuple[int, ArgumentExchange], ...]:
+        """Return the gathers of arguments that this worker's stages take, with the numbers of their inputs."""
+        used = {key.name for key in uses}
+        found = [
+            (number, self._exchanges[described.index])
+            for number, (local, described) in enumerate(self._partition.graphs[0].inputs)
+            if described.kind == "argument" and described.index in self._exchanges and local.name in used
+        ]
+        self.collectives = [*[exchange.record for _, exchange in found], *self.collectives]
+        return tuple(found)
 
     def _list_sends(self, part: Part) -> Sequence[tuple[str, int]]:
         """Return what a unit sends, and to which worker."""
@@ -111,7 +159,7 @@ class StepBuilder:
         known: set[ValueKey] = set()
         found: dict[Unit | None, tuple[tuple[ValueKey, int], ...]] = {}
         for unit in (*units, None):
-            part = Part("finish", self._worker) if unit is None else Part(unit.kind, unit.stage)
+            part = Part("finish", self._worker) if unit is None else Part.of(unit)
             numbers = range(self._options.microbatches) if unit is None else (unit.microbatch,)
             new = [
                 (ValueKey(need.name, number), self.data_flow.find_worker(need.name))
@@ -153,6 +201,7 @@ class StepBuilder:
                 StepOutput(
                     worker=self._owners[number],
                     is_shared=is_shared,
+                    is_gradient=is_gradient,
                     repeats=None if earlier == number else earlier,
                     described=describe_tensor(described.name, value, shape),
                     check=ValueCheck(described.index, described.expected) if is_late_check else None,
@@ -160,12 +209,7 @@ class StepBuilder:
             )
         return found
 
-    def _generate(self, part: PartGraph, outputs: Sequence[fx.Node]) -> Callable[..., Sequence[Tensor]]:
-        """Generate the function of a part."""
-        part.graph.output(tuple(outputs))
-        return self._generate_function(part.graph)
-
-    def _generate_function(self, graph: fx.Graph) -> Callable[..., Sequence[Tensor]]:
+    def _generate(self, graph: fx.Graph) -> Callable[..., Sequence[Tensor]]:
         function, lines = generate_function(graph)
         self.lines[function.__code__] = lines
         self.collectives += [node.meta["collective"] for node in graph.nodes if "collective" in node.meta]
@@ -200,11 +244,14 @@ class StepBuilder:
             for key in self.data_flow.list_keys(need)
         ]
         outputs = [part.get(key) for key in keys]
-        return PartFunction(function=self._generate(part, outputs), inputs=tuple(part.inputs), outputs=tuple(keys))
+        kept = self._gathers.add(part, outputs)
+        return PartFunction(
+            function=self._generate(part.graph), inputs=tuple(part.inputs), outputs=tuple(keys), gathered=kept
+        )
 
     def _build_unit(self, unit: Unit, draws: RandomDraws) -> PartFunction:
         """Build what a stage computes for a microbatch."""
-        own = Part(unit.kind, unit.stage)
+        own = Part.of(unit)
         part = PartGraph(self.data_flow, self._worker, own, draws)
         for node in self._partition.nodes:
             phase = self._partition.phases[node.name]
@@ -219,11 +266,13 @@ class StepBuilder:
             sums[need.name] = None
         keys = [ValueKey(name, unit.microbatch) for name in values]
         outputs = [part.get(key) for key in [*keys, *[ValueKey(name, unit.microbatch) for name in sums]]]
+        kept = self._gathers.add(part, outputs)
         return PartFunction(
-            function=self._generate(part, outputs),
+            function=self._generate(part.graph),
             inputs=tuple(part.inputs),
             outputs=tuple(keys),
             sums=tuple(sums),
+            gathered=kept,
             owned=frozenset(filter(self._has_own_memory, sums)),
         )
 
@@ -262,7 +311,7 @@ class StepBuilder:
                     part.send(key, target)
         local, program = self._add_outputs(part)
         local = schedule_gradients(local, program, self._storage)
-        return PartFunction(function=self._generate_function(local.graph), inputs=tuple(part.inputs))
+        return PartFunction(function=self._generate(local.graph), inputs=tuple(part.inputs))
 
     def _add_outputs(self, part: PartGraph) -> tuple[LocalGraph, LogicalProgram]:
         """Add the outputs that this worker returns first, and return them as a program of their own."""
@@ -274,8 +323,11 @@ class StepBuilder:
                 continue
             is_unit = self._partition.phases[node.name] in UNIT_KINDS
             is_sum = is_unit and self._partition.is_partial(node)
-            key = ValueKey(node.name, None if is_sum or self.data_flow.is_single(node.name) else 0, is_sum=is_sum)
-            value = part.call(take_sum, part.get(key))
+            if is_unit or self.data_flow.is_single(node.name) or not self._partition.is_partial(node):
+                key = ValueKey(node.name, None if is_sum or self.data_flow.is_single(node.name) else 0, is_sum=is_sum)
+                value = part.call(take_sum, part.get(key))
+            else:  # terms that are known after all units
+                value = part.call(add_terms, [part.get(key) for key in self.data_flow.list_keys(Need(node.name))])
             value.meta.update(node.meta)
             axes = tuple(axis for axis in node.meta.get("summed_along", ()) if axis.name != MICROBATCH)
             value.meta["summed_along"] = axes
@@ -284,6 +336,6 @@ class StepBuilder:
             logical.append(output)
             if axes:
                 pending.append(value)
-        part.graph.output(tuple(node for node, _ in outputs))
+        self._gathers.add(part, [node for node, _ in outputs])
         local = LocalGraph(graph=part.graph, inputs=(), outputs=tuple(outputs), pending_gradients=tuple(pending))
         return local, replace(self._partition.program, outputs=tuple(logical))

@@ -105,6 +105,10 @@ class Pipelines:
         lengths, count = divide_into_microbatches(
             arguments, shardings, BatchDivision.of(mesh), self._plan.count_microbatches(axis.size), mesh.axes
         )
+        exchanged = [
+            None if rows is None or count == 1 else find_exchanged(sharding, rows.dim, mesh.axes)
+            for sharding, rows in zip(shardings, lengths, strict=True)
+        ]
         stages = self.find_stages(program)
         trains = any(output.kind == "gradient" for _, output in program.outputs)
         options = PipelineOptions(
@@ -116,6 +120,7 @@ class Pipelines:
             microbatches=count,
             batch_lengths=lengths,
             transport=GroupTransport(axis),
+            exchanged=tuple(exchanged),
         )
         return build_pipeline_program(program, shardings, mesh, options, storage=storage, probe=probe)
 
@@ -127,7 +132,7 @@ def divide_into_microbatches(
     wanted: int,
     axes: Sequence[MeshAxis],
 ) -> tuple[tuple[Shard | None, ...], int]:
-    """Return how microbatches divide this worker's part of each argument, and their number.
+    """Return how microbatches divide the part of each argument that the axes outside of them leave, and their number.
 
     Every worker chooses the same arguments and number, from the whole batch.
 
@@ -151,7 +156,17 @@ def divide_into_microbatches(
             continue
         local = tensor.shape[dim]
         for axis, placement in zip(axes, sharding, strict=True):
-            if isinstance(placement, Shard) and placement.dim == dim:
+            # The axis `expert` divides each microbatch, if there are several; see Note [arguments of microbatches].
+            is_outside = axis.role != "expert" or count == 1
+            if isinstance(placement, Shard) and placement.dim == dim and is_outside:
                 local = placement.lengths[axis.rank]
         found.append(Shard(dim, split_lengths(local, count)))
     return tuple(found), count
+
+
+def find_exchanged(sharding: Sharding, dim: int, axes: Sequence[MeshAxis]) -> Shard | None:
+    """Return how the axis `expert` divides the rows of an argument; None if it does not."""
+    for axis, placement in zip(axes, sharding, strict=True):
+        if axis.role == "expert" and isinstance(placement, Shard) and placement.dim == dim:
+            return placement
+    return None

@@ -39,6 +39,8 @@ IN_SHARED_MEMORY = "in pieces, read whole in shared memory"
 WHOLE = "whole on every worker"
 OF_STAGE = "on the worker of its stage"
 """The same for parameters of a pipeline."""
+OF_STAGE_IN_PIECES = "in pieces on the workers of its stage"
+"""The same for parameters of a pipeline with zero="parameters"."""
 
 Outputs = Sequence[Tensor]
 
@@ -262,7 +264,8 @@ def describe_storage(given: ProgramInput, placement: str, local: LocalProgram) -
     """Return how workers hold an input that a program takes with this placement."""
     storage = local.storage
     if given.name in storage.owned:
-        return OF_STAGE if placement == WHOLE else f"{placement}, {OF_STAGE}"
+        held = OF_STAGE_IN_PIECES if given.name in storage.values else OF_STAGE
+        return held if placement == WHOLE else f"{placement}, {held}"
     if given.name not in storage.values:
         return placement
     return IN_SHARED_MEMORY if given.name in storage.shared else IN_PIECES
@@ -272,19 +275,27 @@ def describe_placement(sharding: Sharding, local: LocalProgram) -> str:
     """Return a sharding in words. In a pipeline one axis is that of the microbatches."""
     if local.time_axis is None:
         return format_sharding(sharding)
-    microbatches = sharding[local.time_axis]
-    text = format_sharding((*sharding[: local.time_axis], *sharding[local.time_axis + 1 :]))
+    microbatches, inner = sharding[local.time_axis], sharding[local.time_axis + 1 :]
     if not isinstance(microbatches, Shard):
-        return text
-    return f"{text}, in {len(microbatches.lengths)} microbatches along dim {microbatches.dim}"
+        return format_sharding((*sharding[: local.time_axis], *inner))
+    nested = [item for item in inner if isinstance(item, Shard) and item.dim == microbatches.dim]
+    others = tuple(item for item in inner if item not in nested)
+    text = format_sharding((*sharding[: local.time_axis], *others))
+    text = f"{text}, in {len(microbatches.lengths)} microbatches along dim {microbatches.dim}"
+    return ", ".join([text, *[f"the first split {format_lengths(item)}" for item in nested]])
 
 
 def format_sharding(sharding: Sharding) -> str:
     """Return a sharding in words."""
     splits = [
-        f"dim {placement.dim} split {'+'.join(str(size_hint(length)) for length in placement.lengths)}"
+        f"dim {placement.dim} split {format_lengths(placement)}"
         for placement in sharding
         if isinstance(placement, Shard)
     ]
     owners = [f"on worker {placement.rank} along expert" for placement in sharding if isinstance(placement, OnRank)]
     return ", ".join([*splits, *owners]) or WHOLE
+
+
+def format_lengths(placement: Shard) -> str:
+    """Return the rows of each worker in words."""
+    return "+".join(str(size_hint(length)) for length in placement.lengths)
