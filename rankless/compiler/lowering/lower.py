@@ -22,7 +22,7 @@ from rankless.compiler.lowering.local_graph import LocalGraph
 from rankless.compiler.lowering.local_graph_builder import LocalGraphBuilder
 from rankless.compiler.lowering.local_moves import move_locally
 from rankless.compiler.lowering.local_operators import restore_layout
-from rankless.compiler.lowering.phases import Phase, list_phases
+from rankless.compiler.lowering.phases import ProgramPhase, list_phases
 from rankless.compiler.lowering.recomputation import recompute
 from rankless.compiler.lowering.recomputed_regions import choose_regions, count_own_bytes
 from rankless.compiler.lowering.repeated_gathers import gather_again
@@ -102,7 +102,7 @@ class LoweringPass(LocalGraphBuilder):
             pending_gradients=tuple(pending_gradients),
         )
 
-    def add_moves(self, phase: Phase) -> None:
+    def add_moves(self, phase: ProgramPhase) -> None:
         """Add the moves that come before the operators of a phase; experts of all ranks get their samples at once."""
         for joint in join_moves(phase.moves, self.sharded):
             self.add_joint_gather(joint)

@@ -26,7 +26,7 @@ Place = tuple[int, bool]
 
 
 @dataclass(frozen=True)
-class Phase:
+class ProgramPhase:
     """Operators that run one after another, and the moves of their inputs that come before all of them.
 
     Attributes:
@@ -38,17 +38,17 @@ class Phase:
     moves: tuple[Move, ...] = ()
 
 
-def list_phases(sharded: ShardedProgram) -> list[Phase]:
+def list_phases(sharded: ShardedProgram) -> list[ProgramPhase]:
     """Return the operators of a program in the order in which ranks run them; see Note [phases]."""
     logical = sharded.logical
     nodes = [node for node in logical.graph.nodes if node not in logical.inputs and node.op != "output"]
     if not any(is_on_one_rank(sharded.sharding(node)) for node in nodes):
-        return [Phase(tuple(nodes))]
+        return [ProgramPhase(tuple(nodes))]
     places = find_places(sharded, nodes)
     phases = []
     for place, members in itertools.groupby(sorted(nodes, key=places.__getitem__), key=places.__getitem__):
         group = tuple(members)
-        phases.append(Phase(group, tuple(list_moves(sharded, group, places)) if place[1] else ()))
+        phases.append(ProgramPhase(group, tuple(list_moves(sharded, group, places)) if place[1] else ()))
     return phases
 
 

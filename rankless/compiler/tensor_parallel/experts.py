@@ -20,7 +20,7 @@ from rankless.compiler.ir.logical_program import LogicalProgram
 from rankless.compiler.sharding.reordered_values import REORDERINGS
 from rankless.compiler.tensor_parallel.dim_links import DimReach, ValueDim
 from rankless.compiler.tensor_parallel.division import TensorDivider
-from rankless.compiler.tensor_parallel.module_experts import ParameterUse, divide_module_experts
+from rankless.compiler.tensor_parallel.module_experts import WeightUse, divide_module_experts
 from rankless.parallel.tensor_placement import BlockedShard, Shard
 
 BATCHED_PRODUCTS: Mapping[object, tuple[int, int]] = {
@@ -51,7 +51,7 @@ class ExpertDivider(TensorDivider):
             if name in self._requests or not self._computes_all_samples(values[name])
         }
         if fills:
-            use = ParameterUse(self._weights, values)
+            use = WeightUse(self._weights, values)
             found |= divide_module_experts(self._program, use, self._ranks, {*self._requests, *found})
         return found
 

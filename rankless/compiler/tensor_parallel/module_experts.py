@@ -25,7 +25,7 @@ Siblings = dict[int, dict[str, str]]
 
 
 @dataclass(frozen=True)
-class ParameterUse:
+class WeightUse:
     """Where a program uses its parameters.
 
     Attributes:
@@ -37,7 +37,7 @@ class ParameterUse:
     values: Mapping[str, fx.Node]
 
 
-def divide_module_experts(program: LogicalProgram, use: ParameterUse, ranks: int, kept: Set[str]) -> dict[str, Shard]:
+def divide_module_experts(program: LogicalProgram, use: WeightUse, ranks: int, kept: Set[str]) -> dict[str, Shard]:
     """Return the placements of the parameters of experts that are modules: each has all its rows on one rank.
 
     Args:
@@ -78,7 +78,7 @@ def list_siblings(names: Mapping[str, fx.Node]) -> Iterator[Siblings]:
         yield from (same for same in kinds.values() if len(same) > 1)
 
 
-def are_experts(program: LogicalProgram, use: ParameterUse, siblings: Siblings) -> bool:
+def are_experts(program: LogicalProgram, use: WeightUse, siblings: Siblings) -> bool:
     """Return whether modules are experts; see Note [modules as experts]."""
     roots = [{use.values[name] for name in parameters.values()} for parameters in siblings.values()]
     forward = [node for node in program.graph.nodes if node.op == "call_function" and not node.meta.get("backward")]
