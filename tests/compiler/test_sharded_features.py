@@ -50,9 +50,9 @@ def test_a_gradient_of_a_table_is_computed_in_the_pieces_in_which_it_is_kept(mon
     lengths = (0, 12, 29)
     make_call, combines = sharding_propagation.make_call, sharding_propagation.combines
 
-    def make_call_with_wish(node, placements, ranks, wanted=None):
+    def make_call_with_wish(node, placements, ranks, wanted=None, axis=0):
         is_gradient = node.target is aten.embedding_dense_backward.default and ranks == 3
-        return make_call(node, placements, ranks, Shard(0, lengths) if is_gradient else wanted)
+        return make_call(node, placements, ranks, Shard(0, lengths) if is_gradient else wanted, axis)
 
     monkeypatch.setattr(sharding_propagation, "make_call", make_call_with_wish)
     monkeypatch.setattr(

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import fx
 
+from rankless.compiler.tracing.symbolic_sizes import is_same
 from rankless.parallel.tensor_placement import OnRank, Placement
 
 aten = torch.ops.aten
@@ -26,6 +27,8 @@ def join_sums_of_experts(graph: fx.Graph, placements: Mapping[fx.Node, Placement
         placements: The placements of its values along one axis.
     """
     changed = False
+    if not any(isinstance(placement, OnRank) for placement in placements.values()):
+        return changed
     for node in list(graph.nodes):
         if not is_sum(node) or JOINED in node.meta or any(is_within(node, user) for user in node.users):
             continue
@@ -42,7 +45,7 @@ def is_sum(node: fx.Node) -> bool:
         return False
     value = node.meta["val"]
     inputs = [item.meta["val"] for item in node.all_input_nodes]
-    return len(inputs) == 2 and all((item.shape, item.dtype) == (value.shape, value.dtype) for item in inputs)
+    return len(inputs) == 2 and all(item.dtype == value.dtype and is_same(item.shape, value.shape) for item in inputs)
 
 
 def is_within(node: fx.Node, user: fx.Node) -> bool:
@@ -99,7 +102,7 @@ def reorder(
 
 def lies_as(term: fx.Node, node: fx.Node) -> bool:
     """Return whether two values of the same shape lie alike in memory."""
-    return bool(term.meta["val"].strides == node.meta["val"].strides)
+    return is_same(term.meta["val"].strides, node.meta["val"].strides)
 
 
 def remove_unused(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:

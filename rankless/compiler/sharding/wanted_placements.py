@@ -7,6 +7,7 @@ from torch import fx
 
 from rankless.compiler.ir.logical_program import LogicalProgram, is_fresh
 from rankless.compiler.rules.pointwise import is_pointwise
+from rankless.compiler.tracing.symbolic_sizes import is_same
 from rankless.parallel.tensor_placement import OnRank, Placement, Shard
 
 aten = torch.ops.aten
@@ -44,8 +45,8 @@ def is_used_only_for(term: fx.Node, value: fx.Node) -> bool:
         return False
     if len(value.all_input_nodes) == 1 and not is_fresh(value):
         return True
-    shapes = [getattr(node.meta.get("val"), "shape", None) for node in (term, value)]
-    return is_pointwise(value.target) and shapes[0] == shapes[1]
+    shapes = [getattr(node.meta.get("val"), "shape", ()) for node in (term, value)]
+    return is_pointwise(value.target) and is_same(shapes[0], shapes[1])
 
 
 def list_gradients(program: LogicalProgram, given: Mapping[fx.Node, Placement]) -> Iterator[tuple[fx.Node, Placement]]:

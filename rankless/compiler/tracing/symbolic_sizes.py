@@ -143,6 +143,11 @@ def is_static(value: Any) -> bool:
     return not is_symbolic(value) or bool(value.node.expr.is_number)
 
 
+def is_same(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Return whether sizes are the same expressions, without a guard: others may be equal in the present call."""
+    return list(map(str, one)) == list(map(str, other))
+
+
 def size_hint(value: Any) -> Any:
     """Return the number of a size in the present call without a guard, for choices where either way is correct."""
     if not is_symbolic(value):
