@@ -65,4 +65,6 @@ def list_gradients(program: LogicalProgram, given: Mapping[fx.Node, Placement]) 
             found.add(term)
             yield term, placement
             if term.target in (aten.add.Tensor, aten._to_copy.default, aten.clone.default):
-                pending += [item for item in term.all_input_nodes if item.meta["val"].shape == term.meta["val"].shape]
+                pending += [
+                    item for item in term.all_input_nodes if is_same(item.meta["val"].shape, term.meta["val"].shape)
+                ]
