@@ -71,8 +71,8 @@ def test_an_incomplete_value_is_not_stored_and_nothing_is_logged(port: int, capf
 
 def test_it_listens_on_its_address_only_and_ends():
     with rendezvous_server("127.0.0.2") as found:
-        with pytest.raises(ConnectionRefusedError):
-            asked(found, "GET", "/global/0")
+        with pytest.raises(ConnectionRefusedError):  # no other process listens at this address, unlike 127.0.0.1
+            socket.create_connection(("127.0.0.3", found), timeout=20)
         socket.create_connection(("127.0.0.2", found), timeout=20).close()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", found), timeout=20)
