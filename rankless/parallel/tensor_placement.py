@@ -32,6 +32,7 @@ __all__ = [
     "is_absent",
     "is_divided_along",
     "read_stored",
+    "remove_owners",
     "split_lengths",
 ]
 
@@ -157,6 +158,11 @@ def is_absent(sharding: Sharding, ranks: Sequence[int]) -> bool:
 def is_divided_along(placement: Placement, dim: int) -> bool:
     """Return whether an axis divides this dim of a value."""
     return isinstance(placement, Shard | BlockedShard) and placement.dim == dim
+
+
+def remove_owners(sharding: Sharding) -> Sharding:
+    """Return the sharding of what the worker has that has a value, as if all along its axis had it."""
+    return tuple(Replicate() if isinstance(placement, OnRank) else placement for placement in sharding)
 
 
 def compute_local_shape(shape: Sequence[int], sharding: Sharding, ranks: Sequence[int]) -> list[int]:

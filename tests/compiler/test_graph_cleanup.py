@@ -32,3 +32,34 @@ def test_a_fresh_result_is_not_copied_once_more():
     found = run_on_simulated_ranks(lambda x: model(x).relu(), {"model": model}, [torch.randn(6, 4)], 2, trains=False)
     operators = [str(node.target) for node in found.sharded.logical.graph.nodes if node.op == "call_function"]
     assert "aten.clone.default" not in operators
+
+
+def test_dropout_with_probability_zero_copies_nothing():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Dropout(0.0), nn.Linear(4, 4))
+    found = run_on_simulated_ranks(lambda x: model(x).sum(), {"model": model}, [torch.randn(6, 4)], 2, trains=True)
+    operators = [str(node.target) for node in found.sharded.logical.graph.nodes if node.op == "call_function"]
+    assert "aten.clone.default" not in operators
+
+
+COPIES = {
+    "a view of it is returned": lambda h: (h.clone().t(), h),
+    "it and its copy are returned": lambda h: (h.clone(), h),
+    "the copy is changed": lambda h: (h.clone().add_(1), h),
+    "the copied value is changed": lambda h: (h.clone() * 2, h.mul_(3)),
+    "a view of the copy is changed": lambda h: (h.clone().view(-1).zero_(), h),
+    "in another layout": lambda h: (h.t().clone(memory_format=torch.contiguous_format).view(-1) * 2, h),
+    "of a repeated row": lambda h: (h[:1].expand(4, 4).clone().view(-1) * 2, h),
+    "of copies": lambda h: (h.clone().clone().clone() + 1, h),
+}
+
+
+@pytest.mark.parametrize("copies", COPIES.values(), ids=COPIES.keys())
+def test_results_behind_copies_are_right_and_share_no_memory(copies):
+    model = nn.Linear(4, 4)
+    x = torch.randn(6, 4)
+    found = run_on_simulated_ranks(lambda x: copies(model(x).relu()), {"model": model}, [x], 1, trains=False)
+    for one, other in zip(found.results, copies(model(x).relu()), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    before = found.results[1].clone()
+    found.results[0].add_(1)
+    assert torch.equal(found.results[1], before)

@@ -89,3 +89,46 @@ def test_terms_of_a_gradient_that_are_known_after_all_units_are_added(microbatch
     found = run_on_simulated_pipeline(program, {"model": model}, arguments, workers=2, microbatches=microbatches)
     F.cross_entropy(model(arguments[0]), arguments[1]).backward()
     torch.testing.assert_close(found.gradients["model.weight"], model.weight.grad, rtol=1e-12, atol=1e-12)
+
+
+class UsedTwice(nn.Module):
+    """Linear layers, one of which is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.twice, self.last = (nn.Linear(6, 6, dtype=torch.float64) for _ in range(3))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.last(self.twice(self.twice(self.first(inputs)).tanh()))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble"])
+@pytest.mark.parametrize("rows", [(12,), (2, 3), (7,)], ids=["matrices", "more dims", "uneven"])
+def test_products_of_later_microbatches_are_added_in_place(schedule, rows):
+    torch.manual_seed(0)
+    model = UsedTwice()
+    arguments = [torch.randn(*rows, 6, dtype=torch.float64), torch.randint(0, 6, rows)]
+
+    def loss(inputs, labels):
+        return F.cross_entropy(model(inputs).flatten(0, -2), labels.flatten())
+
+    program = capture_job(loss, {"model": model}, arguments, trains=True)
+    microbatches = min(3, rows[0])
+    found = run_on_simulated_pipeline(
+        program, {"model": model}, arguments, workers=2, microbatches=microbatches, schedule=schedule
+    )
+    loss(*arguments).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found.gradients[f"model.{name}"], parameter.grad, rtol=1e-12, atol=1e-12)
+    weights = {ValueKey(name, is_sum=True) for name in list_products(found.programs)}
+    for local in found.programs:
+        taken = [key for _, function in local.function.step.units for key in function.inputs if key in weights]
+        held = set(taken)
+        assert len(taken) == len(held) * (microbatches - 1)
+    assert held, "the last stage has weights"
+
+
+def list_products(programs: list[LocalProgram]) -> set[str]:
+    """Return the names of the sums of matrix products that units return: those of the first microbatches."""
+    returned = [function.sums for local in programs for _, function in local.function.step.units]
+    return {name for sums in returned for name in sums if "mm" in name or "linear_weight" in name}

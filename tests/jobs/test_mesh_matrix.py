@@ -76,6 +76,8 @@ def test_every_model_on_more_meshes(tmp_path, model, setting, mesh, options):
         ("expert=2,data=2", ("--zero", "parameters")),
         ("expert=2,sequence=2", ()),
         ("pipeline=2,data=2", ()),
+        ("pipeline=2,expert=2", ()),
+        ("pipeline=2,data=2,expert=2", ("--zero", "parameters")),
     ],
     ids=str,
 )

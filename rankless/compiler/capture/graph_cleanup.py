@@ -19,6 +19,7 @@ from torch._functorch._aot_autograd.descriptors import (
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
+from rankless.compiler.capture.copies import drop_copies, skip_final_copy
 from rankless.compiler.capture.linear_layers import unmerge_linears
 from rankless.compiler.capture.selections import merge_selections
 from rankless.compiler.ir.logical_program import (
@@ -27,7 +28,6 @@ from rankless.compiler.ir.logical_program import (
     ProgramInput,
     ProgramOutput,
     describe_value,
-    is_fresh,
     is_random_node,
 )
 from rankless.compiler.ir.operator_origin import decode_origin
@@ -245,6 +245,7 @@ def clean_up(program: LogicalProgram, modules: Mapping[str, nn.Module]) -> Logic
     returned = next(node for node in program.graph.nodes if node.op == "output")
     returned.args = (tuple(node for node, _ in outputs),)
     drop_double_transposes(program.graph)
+    drop_copies(program.graph)
     unmerge_linears(program.graph)
     merge_selections(program)
     outputs = [(node, output) for node, (_, output) in zip(returned.args[0], outputs, strict=True)]
@@ -359,11 +360,3 @@ def add_tied_gradients(
         total.meta.update(node.meta)
         added[key] = (total, kept)
     return list(added.values())
-
-
-def skip_final_copy(node: fx.Node) -> fx.Node:
-    """Return the value behind a result's last copy, if that value owns its memory and is no view."""
-    if node.target is not aten.clone.default:
-        return node
-    (source,) = node.all_input_nodes
-    return source if is_fresh(source) else node

@@ -65,6 +65,11 @@ def run_linear_weight(grad: Tensor, x: Tensor, out: Tensor | None = None) -> Ten
     return torch.mm(grad.flatten(0, -2).t(), x.flatten(0, -2), out=out)
 
 
+def add_linear_weight(total: Tensor, grad: Tensor, x: Tensor) -> None:
+    """Add the gradient of the weight of `linear` to a sum of such, in one pass over its memory."""
+    total.addmm_(grad.flatten(0, -2).t(), x.flatten(0, -2))
+
+
 @torch.library.custom_op("rankless::linear_weight", mutates_args=())
 def linear_weight(grad: Tensor, x: Tensor) -> Tensor:
     """Compute the gradient of the weight of `linear` as one node, so that any leading dim can be sharded."""

@@ -73,6 +73,25 @@ def make_empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -
     return torch.empty(shape, dtype=dtype, device=device)
 
 
+def stand_in(
+    _inputs: Sequence[Tensor],
+    shape: Sequence[int],
+    _present: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """Return a tensor of a shape without rows, for a value of another rank, which computes it from such inputs.
+
+    Args:
+        _inputs: What this rank has of them.
+        shape: The shape.
+        _present: The shape of the value where it is.
+        dtype: Its dtype.
+        device: Its device.
+    """
+    return make_empty(shape, dtype, device)
+
+
 def make_zeros(like: Tensor, shape: Sequence[int]) -> Tensor:
     """Return a rank's term of a sum that another rank has: zeros of this shape."""
     return like.new_zeros(shape)

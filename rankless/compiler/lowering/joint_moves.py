@@ -1,6 +1,6 @@
 """Moves to single ranks that one all-to-all makes together: the experts of all ranks get their samples at once."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -28,16 +28,17 @@ class JointMove:
     moves: tuple[Move, ...]
 
 
-def join_moves(moves: Sequence[Move], sharded: ShardedProgram) -> list[JointMove]:
+def join_moves(moves: Sequence[Move], sharded: ShardedProgram, find_stage: Callable[[fx.Node], int]) -> list[JointMove]:
     """Return the moves that can be made together, in groups of at least two.
 
     Args:
         moves: The moves before a phase.
         sharded: The program.
+        find_stage: Returns the stage of an operator in a pipeline. Moves from and to one stage are made together.
     """
     groups: dict[tuple[object, ...], dict[tuple[fx.Node, int], tuple[Move, Shard, OnRank]]] = {}
     for move in moves:
-        _, value, target = move
+        node, value, target = move
         given, logical = sharded.sharding(value), value.meta["val"]
         changed = [number for number, pair in enumerate(zip(given, target, strict=True)) if pair[0] != pair[1]]
         if len(changed) != 1:
@@ -49,7 +50,7 @@ def join_moves(moves: Sequence[Move], sharded: ShardedProgram) -> list[JointMove
         if any(is_divided_along(inner, before.dim) for inner in given[number + 1 :]):
             continue
         owners = tuple(item if isinstance(item, OnRank) else None for item in given)
-        key = number, owners, logical.dtype, logical.device
+        key = number, owners, logical.dtype, logical.device, find_stage(node), find_stage(value)
         groups.setdefault(key, {}).setdefault((value, after.rank), (move, before, after))
     return [
         JointMove(

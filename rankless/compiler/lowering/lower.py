@@ -1,11 +1,13 @@
 """Lower a sharded program to one rank's program on local values, with collectives where placements differ."""
 
+from collections.abc import Sequence
 from functools import partial
 from operator import getitem
 from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from rankless.compiler.ir import local_kernels
 from rankless.compiler.ir.logical_program import (
@@ -104,11 +106,15 @@ class LoweringPass(LocalGraphBuilder):
 
     def add_moves(self, phase: ProgramPhase) -> None:
         """Add the moves that come before the operators of a phase; experts of all ranks get their samples at once."""
-        for joint in join_moves(phase.moves, self.sharded):
+        for joint in join_moves(phase.moves, self.sharded, self.find_stage):
             self.add_joint_gather(joint)
         for node, value, sharding in phase.moves:
             self.current_node = node
             self.redistribute(value, sharding, f"input of {format_operator(node.target)}")
+
+    def find_stage(self, _node: fx.Node) -> int:
+        """Return the stage of an operator in a pipeline: 0 for all of a program without stages."""
+        return 0
 
     def add_joint_gather(self, joint: JointMove) -> None:
         """Add one collective that brings several divided values to single ranks."""
@@ -220,7 +226,7 @@ class LoweringPass(LocalGraphBuilder):
     def apply_strategies(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalValue:
         """Add the operator on local values as its strategies prescribe; see Note [several axes]."""
         if is_absent(self.output_sharding(0), self.ranks) and not runs_everywhere(node):
-            return self.add_absent_results(node)
+            return self.add_absent_results(node, pytree.arg_tree_leaves(*args, **kwargs))
         self.generator = node.meta.get("generator")
         lowerings = {
             number: strategy.lower
@@ -237,13 +243,13 @@ class LoweringPass(LocalGraphBuilder):
         self.generator = None
         return result
 
-    def add_absent_results(self, node: fx.Node) -> LocalValue:
+    def add_absent_results(self, node: fx.Node, inputs: Sequence[Any]) -> LocalValue:
         """Add what this rank holds in place of an operator's results, which another one has."""
         values = node.meta["val"]
         if not isinstance(values, tuple | list):
-            return self.add_absent(values, self.output_sharding(0))
+            return self.add_absent(values, self.output_sharding(0), inputs)
         return tuple(
-            self.add_absent(value, self.output_sharding(index)) if isinstance(value, LogicalValue) else None
+            self.add_absent(value, self.output_sharding(index), inputs) if isinstance(value, LogicalValue) else None
             for index, value in enumerate(values)
         )
 
@@ -295,7 +301,7 @@ class LoweringPass(LocalGraphBuilder):
         local, axis = self.values[node][source], self.axes[number]
         together = replace_placement(source, number, Replicate())
         if is_absent(together, self.ranks):
-            return self.add_absent(node.meta["val"], wanted)
+            return self.add_absent_step(node, source, wanted)
         shape = compute_local_shape(node.meta["val"].shape, together, self.ranks)
         self.counts.prepare_move(shape, before, after, number)
         if isinstance(before, Replicate) and isinstance(after, Shard):
@@ -310,8 +316,12 @@ class LoweringPass(LocalGraphBuilder):
         moved = self.counts.restore_order(moved, source, number)
         return moved if is_absent(wanted, self.ranks) else restore_layout(self, moved, node.meta["val"])
 
-    def add_absent(self, value: LogicalValue, sharding: Sharding) -> fx.Node:
-        """Add what this rank holds in place of a value that another one has."""
+    def add_absent_step(self, node: fx.Node, source: Sharding, wanted: Sharding) -> fx.Node:
+        """Add what this rank holds in place of a value that others move."""
+        return self.add_absent(node.meta["val"], wanted, [self.values[node][source]])
+
+    def add_absent(self, value: LogicalValue, sharding: Sharding, _inputs: Sequence[Any]) -> fx.Node:
+        """Add what this rank holds in place of a value that another one has, which computes it from inputs."""
         shape = compute_local_shape(value.shape, sharding, self.ranks)
         return self.call(local_kernels.make_empty, tuple(shape), value.dtype, value.device)
 

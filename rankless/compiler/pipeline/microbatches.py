@@ -5,6 +5,10 @@ axes `expert`, `sequence` and `tensor`. Its ranks are run one after another by t
 operators hold as they stand: what is a partial sum along the axis is accumulated, and what needs a whole value waits
 for all microbatches. The axis `expert` divides each microbatch, so that its samples can move between the workers along
 that axis; see Note [arguments of microbatches].
+
+Note [absent values of microbatches]: of a value that one rank along the axis `expert` has, the others have a tensor
+without rows. All of them must run collectives in the same units, so an absent value takes what the present one is
+computed from, and microbatches are joined where the others join theirs.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +20,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from rankless.compiler.ir import vocabulary_kernels
+from rankless.compiler.ir import local_kernels, vocabulary_kernels
+from rankless.compiler.ir.logical_program import LogicalValue
 from rankless.compiler.lowering.local_graph import LocalGraph
 from rankless.compiler.lowering.lower import LoweringPass
 from rankless.compiler.lowering.recomputation import Recomputation, Region, recompute
@@ -26,11 +31,11 @@ from rankless.compiler.pipeline.stages import Stages
 from rankless.compiler.rules.half_precision import ACCUMULATED_IN
 from rankless.compiler.rules.losses import find_class_range, finish_losses, lower_loss_terms
 from rankless.compiler.rules.strategy import LocalValue
-from rankless.compiler.sharding.redistribute import Collective, CollectivePurpose
+from rankless.compiler.sharding.redistribute import Collective, CollectivePurpose, Redistribution
 from rankless.compiler.sharding.redistribution_steps import replace_placement
 from rankless.compiler.sharding.sharding_propagation import ShardedProgram
 from rankless.parallel.mesh import Mesh, MeshAxis
-from rankless.parallel.tensor_placement import Partial, Replicate, Sharding
+from rankless.parallel.tensor_placement import Partial, Replicate, Sharding, compute_local_shape, remove_owners
 
 MICROBATCH = "microbatch"
 INNER_ROLES = ("expert", "sequence", "tensor")
@@ -42,8 +47,9 @@ LOSSES = (torch.ops.aten.nll_loss_forward.default, torch.ops.aten.nll_loss2d_for
 class MicrobatchLowering(LoweringPass):
     """Lowers a program for one microbatch. Each node knows which logical operator it belongs to."""
 
-    def __init__(self, sharded: ShardedProgram, mesh: Mesh) -> None:
+    def __init__(self, sharded: ShardedProgram, mesh: Mesh, stages: Stages) -> None:
         super().__init__(sharded, mesh)
+        self._stages = stages
         self._moves = False
         self._time = find_time_number(mesh.axes)
 
@@ -52,6 +58,10 @@ class MicrobatchLowering(LoweringPass):
         node = super().call(target, *args, **kwargs)
         node.meta.update(source=self.current_node, moves=self._moves)
         return node
+
+    def find_stage(self, node: fx.Node) -> int:
+        """Return the stage of an operator, the first one for an input of the program."""
+        return self._stages.of.get(node, 0)
 
     def redistribute(
         self, node: fx.Node, target: Sharding, reason: str, *, purpose: CollectivePurpose = "input"
@@ -93,6 +103,20 @@ class MicrobatchLowering(LoweringPass):
         self._moves = False
         local.meta.setdefault("value", (node, target))
         return local
+
+    def add_absent_step(self, node: fx.Node, source: Sharding, wanted: Sharding) -> fx.Node:
+        """Add what this worker holds in place of a value that others move. All join microbatches at the same place."""
+        before, after = source[self._time], wanted[self._time]
+        if before == after or isinstance(before, Replicate):
+            return super().add_absent_step(node, source, wanted)
+        return self.call(Redistribution(self.axes[self._time], before, after), self.values[node][source])
+
+    def add_absent(self, value: LogicalValue, sharding: Sharding, inputs: Sequence[Any]) -> fx.Node:
+        """Add what this worker holds in place of a value of another one; see Note [absent values of microbatches]."""
+        whole = [item for item in inputs if isinstance(item, fx.Node)]
+        shape = compute_local_shape(value.shape, sharding, self.ranks)
+        present = compute_local_shape(value.shape, remove_owners(sharding), self.ranks)
+        return self.call(local_kernels.stand_in, whole, shape, present, value.dtype, value.device)
 
     def add_counter_draw(self, node: fx.Node, target: Sharding) -> fx.Node:
         """Add the draw of a microbatch's part of a value, and note its sharding."""
@@ -149,7 +173,7 @@ def lower_microbatches(programs: Sequence[ShardedProgram], mesh: Mesh, stages: S
     repeated: dict[str, Region] = {}
     for number, sharded in enumerate(programs):
         inner = add_microbatch_axis(mesh, number, len(programs))
-        lowering = MicrobatchLowering(sharded, inner)
+        lowering = MicrobatchLowering(sharded, inner, stages)
         local = lowering.lower_graph()
         for node, (placeholder, _) in zip(sharded.logical.inputs, local.inputs, strict=True):
             placeholder.meta["value"] = node, sharded.sharding(node)

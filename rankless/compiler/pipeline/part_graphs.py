@@ -8,6 +8,7 @@ from torch import Tensor, fx
 
 from rankless.collectives.mesh_collectives import PendingShift
 from rankless.compiler.ir import local_kernels
+from rankless.compiler.ir.custom_ops import add_linear_weight, run_linear_weight
 from rankless.compiler.pipeline.data_flow import DataFlow, Part, ValueKey
 from rankless.compiler.pipeline.microbatches import is_join
 from rankless.compiler.pipeline.partition import is_drawing
@@ -16,7 +17,13 @@ from rankless.compiler.pipeline.schedules import UNIT_KINDS
 from rankless.compiler.pipeline.transfers import Streams
 from rankless.compiler.rules.pattern import is_partial_sum
 from rankless.compiler.sharding.redistribute import Redistribution, RingShift
-from rankless.parallel.tensor_placement import Partial, Shard
+from rankless.parallel.tensor_placement import Partial, Shard, is_absent
+
+ADDING_VARIANTS: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten.mm.default: Tensor.addmm_,
+    run_linear_weight: add_linear_weight,
+}
+"""Operators that compute most gradients, and their variants that add the result to a sum."""
 
 
 class PartGraph:
@@ -90,6 +97,16 @@ class PartGraph:
         """Add a function."""
         return self._call(function, arguments)
 
+    def add_to_sum(self, name: str, microbatch: int) -> None:
+        """Add a microbatch's term of a value to the sum of those before it, which becomes an input.
+
+        The operator must have a variant that adds; see `ADDING_VARIANTS`.
+        """
+        node = self._partition.by_name[name]
+        arguments, _ = self._list_arguments(node, microbatch)
+        target = ADDING_VARIANTS[self._partition.copies[microbatch][name].target]
+        self._call(target, (self.get(ValueKey(name, is_sum=True)), *arguments))
+
     def _call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> fx.Node:
         node = self.graph.call_function(target)
         node.args, node.kwargs = args, kwargs or {}
@@ -145,12 +162,17 @@ class PartGraph:
                 else [ValueKey(value.name, number) for number in range(count)]
             )
             whole = self._call(Join(target), ([self.get(item) for item in keys],))
-        if isinstance(target, Redistribution) and isinstance(target.target, Shard):
+        if isinstance(target, Redistribution) and isinstance(target.target, Shard) and not self._is_absent(node):
             placement, number = target.target, microbatch or 0
             whole = self._call(
                 local_kernels.slice_dim, (whole, placement.dim, placement.start(number), placement.lengths[number])
             )
         return whole
+
+    def _is_absent(self, node: fx.Node) -> bool:
+        """Return whether another rank along some axis has a value."""
+        ranks = [axis.rank for axis in self._partition.axes]
+        return is_absent(node.meta["value"][1], ranks)
 
 
 class Join:

@@ -20,6 +20,7 @@ from torch import Tensor, fx
 from rankless.compiler.ir import counter_distributions, counter_operators, local_kernels
 from rankless.compiler.ir.logical_program import LogicalProgram, format_operator, is_fresh
 from rankless.compiler.lowering.local_graph import LocalGraph
+from rankless.compiler.lowering.local_operators import LOCAL_OPERATORS
 from rankless.compiler.lowering.value_check import ValueCheck
 from rankless.compiler.pipeline.microbatches import find_time_number, is_join
 from rankless.compiler.pipeline.random_draws import draws_numbers
@@ -38,6 +39,9 @@ KEYS = (counter_distributions.draw_key, counter_operators.draw_mask_key)
 """Functions that draw the key of a random operator: a number, which every worker draws for itself where it needs it."""
 DRAWING = (local_kernels.draw_dropout_mask, local_kernels.draw_and_slice, *KEYS)
 """Functions of local programs that draw from a generator."""
+
+STANDING_FOR_INPUTS = (local_kernels.make_absent, local_kernels.make_zeros)
+"""Functions that the workers without a value call where the one that has it uses it as it is."""
 
 
 class ProgramPartition:
@@ -188,11 +192,20 @@ class ProgramPartition:
                 self.phases[node.name] = "finish"
 
     def _is_linear_in_sums(self, node: fx.Node) -> bool:
-        if not self.is_partial(node) or node.meta["moves"]:
+        if not self.is_partial(node):
             return False
-        if node.target is getitem or not isinstance(node.target, torch._ops.OpOverload):
+        source = node.meta["source"]
+        if node.target in STANDING_FOR_INPUTS:
+            return all(map(self.is_partial, node.all_input_nodes))
+        if node.meta["moves"]:
             return False
-        strategy = self._sharded.axes[self._time].strategies.get(node.meta["source"])
+        target = node.target
+        if target is local_kernels.stand_in:  # see Note [absent values of microbatches]
+            is_tuple = isinstance(source.meta["val"], tuple | list)
+            target = getitem if is_tuple else LOCAL_OPERATORS.get(source.target, source.target)
+        if target is getitem or not isinstance(target, torch._ops.OpOverload):
+            return False
+        strategy = self._sharded.axes[self._time].strategies.get(source)
         if strategy is None or strategy.lower is not None:
             return False
         return all(self.is_partial(item) or self.is_invariant[item.name] for item in node.all_input_nodes)

@@ -1,6 +1,7 @@
 """Compile a program for a pipeline."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from rankless.compiler.capture.trace_errors import offer_whole_batch
 from rankless.compiler.codegen.codegen import LocalProgram
@@ -10,6 +11,7 @@ from rankless.compiler.pipeline.microbatches import add_microbatch_axis, find_ti
 from rankless.compiler.pipeline.options import PipelineOptions
 from rankless.compiler.pipeline.overview import describe_pipeline, list_sent_values
 from rankless.compiler.pipeline.partition import ProgramPartition
+from rankless.compiler.pipeline.stages import place_added
 from rankless.compiler.pipeline.step import PipelineRun
 from rankless.compiler.pipeline.step_builder import StepBuilder
 from rankless.compiler.probing.operator_probe import OperatorProbe
@@ -41,15 +43,15 @@ def build_pipeline_program(
     storage = storage or StateStorage()
     inner = add_microbatch_axis(mesh, 0, options.microbatches)
     # One microbatch is the whole batch. Rules may join values along an axis of size one at no cost.
-    is_divided = options.microbatches > 1
     shardings = [
-        add_time(sharding, lengths if is_divided else None, mesh, inner)
+        add_time(sharding, lengths if options.microbatches > 1 else None, mesh, inner)
         for sharding, lengths in zip(argument_shardings, options.batch_lengths, strict=True)
     ]
     given = [divide_microbatch(shardings, options.exchanged, inner, number) for number in range(options.microbatches)]
     states = {name: add_time(sharding, None, mesh, inner) for name, sharding in storage.shardings.items()}
     with offer_whole_batch():
         programs = propagate_microbatches(program, given, inner, probe, states)
+        options = replace(options, stages=place_added(program, options.stages))
         graphs = lower_microbatches(programs, mesh, options.stages)
         partition = ProgramPartition(graphs, programs[0], options.stages, inner.axes, storage.values)
         if any(unit.kind == "weights" for unit in options.schedule.workers[0]):

@@ -8,7 +8,7 @@ first stage that uses it. All of this decides who computes, never what is comput
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import getitem
 
@@ -91,6 +91,20 @@ def find_stages(
         owners=find_owners(program, of, count, names) | dict(owners or {}),
         borders=tuple(name_border(forward, start) for start in starts),
     )
+
+
+def place_added(program: LogicalProgram, stages: Stages) -> Stages:
+    """Return the stages of a program to which operators have been added: each of these follows what it takes.
+
+    Sums of the results of experts are in another order once the program has shardings.
+    """
+    of, forward = dict(stages.of), set(list_forward(program))
+    for node in program.graph.nodes:
+        if node.op != "call_function" or node in of:
+            continue
+        taken = [of[value] for value in node.all_input_nodes if value in of and (value in forward) == (node in forward)]
+        of[node] = max(taken, default=0) if node in forward else min(taken, default=stages.count - 1)
+    return replace(stages, of=of)
 
 
 def refuse_selected_rows(program: LogicalProgram) -> None:

@@ -16,7 +16,7 @@ from rankless.compiler.pipeline.argument_exchange import ArgumentExchange
 from rankless.compiler.pipeline.data_flow import DataFlow, Need, Part, ValueKey, count_uses, describe_tensor
 from rankless.compiler.pipeline.microbatches import MICROBATCH
 from rankless.compiler.pipeline.options import PipelineOptions
-from rankless.compiler.pipeline.part_graphs import PartGraph, add_terms, take_sum
+from rankless.compiler.pipeline.part_graphs import ADDING_VARIANTS, PartGraph, add_terms, take_sum
 from rankless.compiler.pipeline.partition import ProgramPartition
 from rankless.compiler.pipeline.random_draws import RandomDraws
 from rankless.compiler.pipeline.schedules import UNIT_KINDS, Unit
@@ -253,17 +253,19 @@ class StepBuilder:
         """Build what a stage computes for a microbatch."""
         own = Part.of(unit)
         part = PartGraph(self.data_flow, self._worker, own, draws)
+        sums = [need.name for need in self._list_own_sums(own)]
+        added = set() if self._is_first(unit) else {name for name in sums if self._can_be_added(name, unit.microbatch)}
         for node in self._partition.nodes:
             phase = self._partition.phases[node.name]
-            if phase not in ("input", "free") and self.data_flow.find_part(node.name) == own:
+            if node.name in added:
+                part.add_to_sum(node.name, unit.microbatch)
+            elif phase not in ("input", "free") and self.data_flow.find_part(node.name) == own:
                 part.get(ValueKey(node.name, unit.microbatch))
         values: dict[str, None] = {}
-        sums: dict[str, None] = {}
         for target in range(self._workers):
             for need in self.data_flow.list_needed(target, own):
                 values[need.name] = None
-        for need in self._list_own_sums(own):
-            sums[need.name] = None
+        sums = [name for name in sums if name not in added]
         keys = [ValueKey(name, unit.microbatch) for name in values]
         outputs = [part.get(key) for key in [*keys, *[ValueKey(name, unit.microbatch) for name in sums]]]
         kept = self._gathers.add(part, outputs)
@@ -275,6 +277,16 @@ class StepBuilder:
             gathered=kept,
             owned=frozenset(filter(self._has_own_memory, sums)),
         )
+
+    def _is_first(self, unit: Unit) -> bool:
+        """Return whether this worker runs the unit before those of the same part for other microbatches."""
+        units = self._options.schedule.workers[self._worker]
+        return unit == next(other for other in units if Part.of(other) == Part.of(unit))
+
+    def _can_be_added(self, name: str, microbatch: int) -> bool:
+        """Return whether the operator of a microbatch's value can add it to a sum, and nothing else takes it."""
+        target = self._partition.copies[microbatch][name].target
+        return target in ADDING_VARIANTS and self._has_own_memory(name)
 
     def _has_own_memory(self, name: str) -> bool:
         """Return whether an operator gives a value new memory, and nothing takes the value but sums of it."""

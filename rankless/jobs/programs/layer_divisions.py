@@ -13,7 +13,7 @@ from rankless.context.world import World
 from rankless.errors import ConfigError
 from rankless.jobs.definition import JobDefinition
 from rankless.ownership.optimizer_pieces import READS_WHOLE, list_parameters
-from rankless.parallel.mesh import MeshAxis, find_pipeline_axis
+from rankless.parallel.mesh import MeshAxis
 from rankless.parallel.module_placements import list_placed
 from rankless.parallel.plan import Plan
 from rankless.parallel.tensor_placement import BlockedShard, Shard, find_only_rank
@@ -87,8 +87,6 @@ def find_divisions(
             requests[name] = DimRequest(dim=WHOLE)
     make = ExpertDivider if is_expert else TensorDivider
     found = make(program, axis.size, requests, excluded).divide(fills=given == "auto")
-    if find_pipeline_axis(world.mesh) is not None:  # its stages are cut alike on all workers
-        found = {name: item for name, item in found.items() if find_only_rank(item) is None}
     found |= known
     if is_expert and not found:
         world.notify(
