@@ -57,6 +57,7 @@ def test_the_table_of_help_is_printed_and_written_down(tmp_path: Path):
     assert written["ratio"] > 0
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
@@ -107,6 +108,7 @@ def test_steps_of_pipelines_of_both_sides_are_timed(model: str, tmp_path: Path):
     assert peer > 0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [pytest.param("mlp", marks=pytest.mark.exhaustive), "gpt"])
 def test_steps_of_divided_layers_of_both_sides_are_timed(model: str, tmp_path: Path):
@@ -117,6 +119,7 @@ def test_steps_of_divided_layers_of_both_sides_are_timed(model: str, tmp_path: P
     assert peer > 0
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("workers", "what"), [(2, "stall"), (1, "resume")])
 def test_saves_and_loads_of_both_sides_are_timed(workers: int, what: str, tmp_path: Path):
@@ -127,6 +130,7 @@ def test_saves_and_loads_of_both_sides_are_timed(workers: int, what: str, tmp_pa
     assert peer > 0
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("check", ["digest", "guards"])
 def test_checks_are_timed_as_a_part_of_the_step(check: str, tmp_path: Path):
@@ -136,6 +140,7 @@ def test_checks_are_timed_as_a_part_of_the_step(check: str, tmp_path: Path):
     assert 0 < part < whole
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_captures_of_both_sides_are_timed(tmp_path: Path):
     run(rankless_run(2, "captures.py", "--pairs", "1", "--layers", "1"), folder=tmp_path)

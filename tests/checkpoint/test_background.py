@@ -135,6 +135,7 @@ def save_with_failing_rank(mesh, path, failing, layout):
     return first, sorted(os.listdir(path.parent))
 
 
+@pytest.mark.ci_sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "failing", "layout"), [(2, 0, "whole"), (2, 1, "sharded"), (3, 2, "sharded"), (3, 0, "sharded")]
@@ -183,6 +184,7 @@ def test_the_end_of_the_script_waits_for_the_save(tmp_path, workers, how):
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != "log") == ["c", "train.py"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 3])
 def test_a_background_save_that_fails_at_the_end_of_the_script_is_reported(tmp_path, workers):

@@ -177,6 +177,7 @@ def save_on_a_full_disk(mesh, path, options, failing_rank):
     return error_text, kept
 
 
+@pytest.mark.ci_sample(3)
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize(("layout", "failing_rank"), [("whole", 0), ("sharded", 0), ("sharded", 1)])
 def test_a_full_disk_keeps_the_old_checkpoint_and_no_rank_waits(saved, layout, failing_rank, background):
@@ -194,6 +195,7 @@ def save_new(path, _objects, *, mesh, **options):
     save_model(mesh, path, 2.0, SaveOptions(**options))
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "killed_rank"), [("whole", 0), ("whole", 1), ("sharded", 0), ("sharded", 1)])
 def test_a_kill_during_a_save_of_pieces_leaves_the_old_or_the_new_checkpoint(tmp_path, layout, killed_rank):

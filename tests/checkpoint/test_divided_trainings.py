@@ -56,6 +56,7 @@ def resume(path, workers, name, zero, *arguments):
     return run(workers, continue_training, path, name, zero, torch.float64, *arguments)
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("name", ["perceptron", "adafactor", "odd_shapes"])
 def test_a_training_continues_as_on_one_device(tmp_path, name):
     wanted = train_plainly(name, 4)
@@ -106,6 +107,7 @@ def test_an_optimizer_does_not_keep_its_jobs():
     divide_states_of_jobs([optimizer])
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("operation", ["save", "load"])
 def test_a_checkpoint_within_once_is_refused(tmp_path, operation):
     script = tmp_path / "script.py"

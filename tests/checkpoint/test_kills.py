@@ -34,6 +34,7 @@ def outcomes_of_kills(folder, *, step=1, **how):
     return outcomes
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("background", "step"), [(False, 1), (True, 2)])
 def test_a_save_killed_at_100_points_leaves_the_old_or_the_new_checkpoint(tmp_path, background, step):
@@ -43,6 +44,7 @@ def test_a_save_killed_at_100_points_leaves_the_old_or_the_new_checkpoint(tmp_pa
     assert outcomes == sorted(outcomes)
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "killed_rank", "background"), [(2, 0, False), (2, 1, True), (3, 2, False)])
 def test_a_kill_of_any_rank_of_a_sharded_save_leaves_the_old_or_the_new_checkpoint(

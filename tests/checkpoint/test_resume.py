@@ -71,6 +71,7 @@ CASES = [
 ]
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("workers", "layout", "seeding", "others"), CASES)
 def test_a_run_killed_in_an_epoch_continues_bit_for_bit(

@@ -67,6 +67,7 @@ def test_on_windows_the_import_fails_with_one_sentence(tmp_path: Path) -> None:
     assert "not on Windows" in done.stderr.splitlines()[-1]
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize(
     ("line", "code"),
     [

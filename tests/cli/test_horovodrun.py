@@ -71,6 +71,7 @@ def variables(lines: list[str]) -> dict[str, str]:
     return dict(line.split("=", 1) for line in lines if "=" in line)
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("count", [1, 2])
 def test_the_tutorials_check_prints_the_size_on_each_rank(count: int, tmp_path: Path):
     launch = ("--mpi-launch-flag", "env CUDA_VISIBLE_DEVICES=0")
@@ -79,6 +80,7 @@ def test_the_tutorials_check_prints_the_size_on_each_rank(count: int, tmp_path: 
     assert by_rank(done.stdout) == {rank: [f"size {count} rank {rank}"] for rank in range(count)}
 
 
+@pytest.mark.exhaustive
 def test_code_without_init_gets_the_documented_error_and_does_not_hang(tmp_path: Path):
     code = "import horovod.torch as hvd; print(hvd.size())"
     done = horovodrun("-np", "2", "python", "-c", code, folder=tmp_path)
@@ -96,6 +98,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("words", WAYS)
 def test_a_script_trains_alike_for_every_way_to_run_python(words: tuple[str, ...], tmp_path: Path):
     (tmp_path / "train.py").write_text(TRAIN)
@@ -106,6 +109,7 @@ def test_a_script_trains_alike_for_every_way_to_run_python(words: tuple[str, ...
     assert lines[0] == lines[1]
 
 
+@pytest.mark.exhaustive
 def test_two_names_of_one_machine_count_as_two_hosts(tmp_path: Path):
     places = "hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()"
     code = f"import horovod.torch as hvd; hvd.init(); print({places})"
@@ -265,6 +269,7 @@ def test_one_command_starts_both_hosts_and_shows_all_output(listed: str, hosts: 
     assert {rank: lines[-1] for rank, lines in by_rank(done.stderr).items()} == dict.fromkeys(range(2), "carried along")
 
 
+@pytest.mark.exhaustive
 def test_a_hostfile_with_an_ssh_port_and_key(hosts: Hosts, tmp_path: Path):
     (tmp_path / "hosts").write_text("a slots=1\nb slots=1\n")
     (tmp_path / "print_variables.py").write_text(PRINT_VARIABLES)

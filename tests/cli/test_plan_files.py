@@ -76,6 +76,7 @@ def test_a_saved_plan_runs_and_says_how_everything_is_held(plan: Path) -> None:
     assert run(plan, "--plan", "plan.json") == run(plan)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_plan_that_divides_more_gives_the_same_training(plan: Path) -> None:
     plain = run(plan)
@@ -121,6 +122,7 @@ def test_a_plan_for_another_run_is_refused_before_any_process_starts(plan: Path)
     assert list(plan.parent.glob("log/*")) == runs_before
 
 
+@pytest.mark.ci_sample(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "found"),
@@ -146,6 +148,7 @@ def test_a_division_that_makes_no_sense_is_refused_before_any_process_starts(
     assert found in refused.stderr
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_plan_may_compute_values_again_and_must_say_a_fraction(plan: Path) -> None:
     plain = run(plan)
@@ -163,6 +166,7 @@ def test_a_plan_may_compute_values_again_and_must_say_a_fraction(plan: Path) -> 
     assert "Expected `float` <= 1.0" in refused.stderr
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_plan_for_another_model_is_refused_before_the_first_step(plan: Path) -> None:
     content = json.loads(plan.read_text())

@@ -64,6 +64,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_script_runs(
     assert not (tmp_path / "started").exists()
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("axes", ["data=2", "pipeline=2"])
 def test_the_picture_has_the_plan_of_the_script(axes: str, tmp_path: Path):

@@ -43,6 +43,7 @@ def test_the_table_comes_before_the_output_of_the_workers(tmp_path: Path) -> Non
     ]
 
 
+@pytest.mark.exhaustive
 def test_workers_share_the_cores_as_threads(tmp_path: Path) -> None:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     script = "import os, torch\nprint(torch.get_num_threads(), os.environ['OMP_NUM_THREADS'])"
@@ -66,6 +67,7 @@ def test_every_rank_has_a_file_and_latest_points_to_the_newest_run(tmp_path: Pat
     assert job.stdout == "out of 0\nerr of 0\n"
 
 
+@pytest.mark.exhaustive
 def test_concurrent_runs_do_not_interfere(tmp_path: Path) -> None:
     script = "import os, sys, time\nprint(os.environ['TORCHELASTIC_RUN_ID'], os.environ['MASTER_PORT'])"
     jobs = [start_script(script, "-n", "2", folder=tmp_path) for _ in range(3)]
@@ -105,6 +107,7 @@ def test_long_output_is_complete_before_the_agent_ends(tmp_path: Path) -> None:
     assert job.returncode == 3
 
 
+@pytest.mark.exhaustive
 def test_a_reader_that_closes_its_pipe_does_not_stop_the_job(tmp_path: Path) -> None:
     script = "import os\nfor i in range(20000):\n    print(i)\nopen('done', 'w').close()\n"
     job = start_script(script, "-n", "1", folder=tmp_path)
@@ -136,6 +139,7 @@ assert int(os.environ["MASTER_PORT"]) and os.environ["TORCHELASTIC_RUN_ID"]
     assert "do not tell" not in kept
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "warm", [pytest.param(True, id="warm"), pytest.param(False, id="plain", marks=pytest.mark.exhaustive)]
 )
@@ -164,6 +168,7 @@ def test_ranks_of_a_plain_script_draw_different_random_numbers(tmp_path: Path) -
     assert first.split()[1:] == second.split()[1:]
 
 
+@pytest.mark.exhaustive
 def test_variables_set_before_the_import_of_torch_work_or_give_a_warning(tmp_path: Path) -> None:
     script = """
 import os

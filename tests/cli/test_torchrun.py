@@ -134,6 +134,7 @@ def test_tee_redirects_filters_and_copies(tmp_path: Path):
 SEEDS = "import random, numpy, torch\nprint(random.random(), numpy.random.rand(), torch.rand(1).item())\n"
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("start", [(), ("--start-method", "spawn")], ids=["forked", "plain"])
 def test_ranks_draw_different_random_numbers(start: tuple[str, ...], tmp_path: Path):
     job = torchrun(SEEDS, *TWO, *start, folder=tmp_path)
@@ -292,6 +293,7 @@ while True:
 """
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_signals_are_forwarded_and_workers_have_time_to_save(number: signal.Signals, tmp_path: Path):
     (tmp_path / "script.py").write_text(HANDLER)

@@ -99,6 +99,7 @@ def test_a_training_is_the_same_on_three_workers(tmp_path: Path) -> None:
     assert any("loss 1." in log.read_text() for log in (tmp_path / "log").glob("*/rank0.log"))
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize(
     ("fault", "step", "tensor", "decided_in"),
     [
@@ -136,6 +137,7 @@ def test_float64_decides_if_rounding_flips_a_result_in_float32(tmp_path: Path) -
     assert report["largest_loss_difference"] < 1e-14 < own["largest_loss_difference"] < 1e-6
 
 
+@pytest.mark.exhaustive
 def test_float64_does_not_hide_a_fault_besides_rounding(tmp_path: Path) -> None:
     job, report = verify(tmp_path, FLIPS.format(fault="doubled", weight=None))
     assert job.returncode == 1

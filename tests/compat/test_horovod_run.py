@@ -54,6 +54,7 @@ GIVEN = dict.fromkeys(
 ) | {"num_proc": 1}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_function_of_a_script_runs_on_each_process_and_returns_results_by_rank(tmp_path: Path):
     (tmp_path / "lib").mkdir()

@@ -70,6 +70,7 @@ def results(hosts: Hosts, folder: Path, listed: str, *words: str) -> list[dict[s
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(size)]
 
 
+@pytest.mark.exhaustive
 def test_ranks_of_two_hosts_reduce_within_their_hosts_first(hosts: Hosts, tmp_path: Path):
     by_hosts = results(hosts, tmp_path / "by_hosts", "a:2,b:2")
     assert [found["wrong"] for found in by_hosts] == [[]] * 4

@@ -90,6 +90,7 @@ def assert_every_sample_was_seen(folder: Path, *, epochs: int) -> None:
     assert seen == dict.fromkeys(range(epochs), SAMPLES)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_job_with_repeatedly_killed_workers_ends_as_one_without_failures(folder: Path, tmp_path: Path):
     alone = tmp_path / "alone"

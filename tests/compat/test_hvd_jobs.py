@@ -60,6 +60,7 @@ def test_all_operations_work_in_one_process_without_a_launcher(tmp_path: Path):
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
 
 
+@pytest.mark.exhaustive
 def test_rank_0_warns_about_a_stall_and_ends_the_job_if_configured(tmp_path: Path):
     (tmp_path / "script.py").write_text(STALLING)
     options = ("--stall-check-warning-time-seconds", "1", "--stall-check-shutdown-time-seconds", "2")

@@ -142,6 +142,7 @@ def fail_to_open(mesh: Mesh, hosts: str) -> tuple[str, str] | None:
     return run_on_hosts(mesh, hosts, 600, call)
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("hosts", ["aa", "aab"])
 def test_ranks_that_open_a_group_do_not_wait_for_one_that_has_left(hosts: str):
     *others, last = on_mesh(len(hosts), fail_to_open, hosts)

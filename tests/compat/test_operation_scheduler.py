@@ -186,6 +186,7 @@ open(f"{sys.argv[3]}/error{rank}", "w").write("yes")
 """
 
 
+@pytest.mark.ci_sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 1_000_000])
 @pytest.mark.parametrize("who", [0, 1])

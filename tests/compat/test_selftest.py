@@ -50,6 +50,7 @@ def test_it_passes_on_any_number_of_processes_under_both_launchers(launcher: str
     assert f"7 of 7 checks passed on {count} process" in done.stdout
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize(
     "check",
     [pytest.param(each, marks=[pytest.mark.exhaustive] if index > 1 else []) for index, each in enumerate(BROKEN)],

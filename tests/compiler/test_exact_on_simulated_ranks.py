@@ -68,7 +68,7 @@ def words():
     return loss, {"model": model}, lambda rows: [torch.randint(0, 9, (rows, 4))]
 
 
-@pytest.mark.ci_sample(15)
+@pytest.mark.ci_sample(8)
 @pytest.mark.slow
 @pytest.mark.parametrize("build", [encoder, pictures, words])
 @pytest.mark.parametrize("rows", [2, 3, 5, 8, 13])

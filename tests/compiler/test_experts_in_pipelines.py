@@ -122,7 +122,7 @@ CASES = [
 ]
 
 
-@pytest.mark.ci_sample(3)
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize(("sizes", "rows", "options"), CASES, ids=str)
 def test_a_mixture_in_a_pipeline_is_the_training_of_one_device(sizes, rows, options):
     wanted, _ = train(Mesh.solo(), {}, rows, **options)

@@ -62,6 +62,7 @@ def test_values_can_be_computed_again(recompute):
     assert outcome.local.recomputed > 0
 
 
+@pytest.mark.ci_sample(2)
 @pytest.mark.parametrize("form", ["loop", "loop with five experts", "numbered attributes", "lists of parameters"])
 def test_samples_go_once_to_all_experts_and_results_come_back_as_one_sum(form):
     function, modules, arguments = make_mixture(form)

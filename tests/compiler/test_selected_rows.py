@@ -57,6 +57,7 @@ def list_moves(outcome):
     return [item for item in outcome.local.collectives if item.purpose in ("input", "operator") and item.bytes > 16]
 
 
+@pytest.mark.ci_sample(4)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("form", FORMS)
 def test_a_mixture_is_the_same_training_and_no_token_moves(form, mesh):
@@ -64,6 +65,7 @@ def test_a_mixture_is_the_same_training_and_no_token_moves(form, mesh):
     assert [item for item in list_moves(outcome) if item.bytes >= 12 * WIDTH * 8] == []
 
 
+@pytest.mark.ci_sample(4)
 @pytest.mark.parametrize("form", FORMS)
 def test_few_tokens_so_that_workers_and_experts_have_none(form):
     check(make_mixture_job(form, rows=2), (3,))
@@ -74,6 +76,7 @@ def test_tokens_of_sequences(form):
     check(make_mixture_job(form, rows=5, length=3), (2,))
 
 
+@pytest.mark.ci_sample(3)
 @pytest.mark.parametrize("mesh", [(2,), (2, 2)], ids=str)
 @pytest.mark.parametrize("form", ["by_numbers", "by_mask_of_places", "by_mask"])
 def test_dropout_of_selected_rows_draws_as_one_device(form, mesh):
@@ -82,6 +85,7 @@ def test_dropout_of_selected_rows_draws_as_one_device(form, mesh):
     assert bool([item for item in list_moves(outcome) if "dropout" in item.reason]) == (form == "by_mask_of_places")
 
 
+@pytest.mark.ci_sample(22)
 @pytest.mark.parametrize("mesh", [(2,), (2, 2)], ids=str)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_loss_of_selected_rows_is_the_same_training(loss, mesh):

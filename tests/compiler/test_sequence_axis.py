@@ -38,7 +38,7 @@ def check_sequence_axis(function, modules, arguments, axis_sizes):
     )
 
 
-@pytest.mark.ci_sample(12)
+@pytest.mark.ci_sample(6)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_a_model_with_divided_positions_is_the_same_training(name, mesh):

@@ -40,7 +40,7 @@ def _restore_random_state():
         yield
 
 
-@pytest.mark.ci_sample(6)
+@pytest.mark.ci_sample(2)
 @pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize("build", SUPPORTED, ids=lambda build: build.__name__)
 def test_every_rank_follows_what_the_script_changes(build, workers: int):

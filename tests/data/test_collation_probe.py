@@ -70,6 +70,7 @@ def read_cases(mesh: Mesh, kind: str, names: list[str], options: dict[str, Any])
     return found
 
 
+@pytest.mark.ci_sample(2)
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_row_wise_functions_are_collated_by_each_rank(size, num_workers):
@@ -83,6 +84,7 @@ def test_row_wise_functions_are_collated_by_each_rank(size, num_workers):
             assert num_workers > 0 or read < 2 * 22 - 8, name  # after the first batch, own samples only
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_functions_that_need_the_whole_batch_get_it_with_one_notice(size, num_workers):
@@ -97,6 +99,7 @@ def test_functions_that_need_the_whole_batch_get_it_with_one_notice(size, num_wo
             assert num_workers > 0 or read == 2 * 22, name  # each sample of each pass once
 
 
+@pytest.mark.ci_sample(2)
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_functions_that_draw_random_numbers_draw_a_data_loaders(size, num_workers):
@@ -218,6 +221,7 @@ def read_stream(mesh: Mesh, name: str, lengths: tuple[int, ...], num_workers: in
     return read_twice(loader), notices
 
 
+@pytest.mark.ci_sample(4)
 @pytest.mark.parametrize("name", ["pad_longest", "sort_by_length", "mix_up", "stack_images"])
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_stream_decides_for_each_batch(name, num_workers):

@@ -52,6 +52,7 @@ def test_on_a_mesh_concatenated_batches_equal_a_data_loaders(size, reading):
             assert passes == plain, case
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 def test_on_a_mesh_each_rank_may_use_reader_processes(size):

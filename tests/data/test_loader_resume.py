@@ -73,7 +73,7 @@ def resume_all(mesh: Mesh, cases: list[str], reading: str, saved: list[bytes]) -
     return [resume(mesh, case, reading, state) for case, state in zip(cases, saved, strict=True)]
 
 
-@pytest.mark.ci_sample(2)
+@pytest.mark.ci_sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "later_size"), [(2, 3), (3, 2), (2, 1)])
 @pytest.mark.parametrize("reading", ["split", "first"])

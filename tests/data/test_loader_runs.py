@@ -38,6 +38,7 @@ print("the end")
 )
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("readers", [0, 1])
 def test_an_unreadable_sample_ends_the_run_and_names_its_rank(readers: int, tmp_path: Path) -> None:
     job = run_script(BROKEN.replace("READERS", str(readers)), "-n", "2", folder=tmp_path)
@@ -108,6 +109,7 @@ for epoch in range(first, 3):
 )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("size", "later_size"), [("2", "2"), pytest.param("3", "2", marks=pytest.mark.exhaustive)])
 def test_an_interrupted_run_resumes_with_its_next_batch(size: str, later_size: str, tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"

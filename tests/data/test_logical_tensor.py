@@ -114,6 +114,7 @@ def run_all_operations(mesh: Mesh) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("size", [2, 3])
 def test_every_operation_returns_the_result_of_the_whole_tensor_on_every_rank(size):
     expected = {name: run_operation(operation, whole_tensor()) for name, operation in ALL_OPERATIONS.items()}

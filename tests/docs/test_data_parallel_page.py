@@ -61,6 +61,7 @@ JOINED = (
 )
 
 
+@pytest.mark.exhaustive
 def test_uneven_batches_raise_before_they_hang_and_torchs_join_allows_them(tmp_path: Path):
     done = ran(UNEVEN, "rankless run", tmp_path)
     assert done.returncode == 1

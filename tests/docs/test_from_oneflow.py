@@ -23,6 +23,7 @@ def losses(name: str, folder: Path, devices: int) -> list[float]:
     return [float(line) for line in done.stdout.split()]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "others",

@@ -30,6 +30,7 @@ rankless.spawn(waits, nprocs=2)
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_cells_of_the_page_train_and_bring_the_model_back(tmp_path: Path):
     with Notebook(tmp_path) as notebook:

@@ -33,6 +33,7 @@ def test_the_usual_loop_trains(count: int, tmp_path: Path):
     assert last_number(lines, r"accuracy: ([\d.]+)") > 0.95
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "options",
     [
@@ -47,12 +48,14 @@ def test_a_convolutional_network_trains(options: tuple[str, ...], tmp_path: Path
     assert last_number(lines, r"Accuracy: ([\d.]+)%") > 90.0
 
 
+@pytest.mark.exhaustive
 def test_a_transformer_with_compression_and_several_passes_trains(tmp_path: Path):
     lines = horovodrun(2, "transformer.py", folder=tmp_path)
     assert last_number(lines, r"step 0: loss ([\d.]+)") > 3.0
     assert last_number(lines, r"loss ([\d.]+)") < 1.0
 
 
+@pytest.mark.exhaustive
 def test_process_sets_train_models_of_their_own(tmp_path: Path):
     lines = horovodrun(4, "process_sets.py", folder=tmp_path)
     assert lines == ["ranks [0, 2] learnt +1.00, equal: True", "ranks [1, 3] learnt -1.00, equal: True"]

@@ -18,6 +18,7 @@ def run(folder: Path, mesh: str, *options: str) -> list[float]:
     return [float(number) for number in re.findall(r"loss ([\d.]+), ([\d.]+)%", done.stdout)[-1]]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_example_prints_the_same_on_every_mesh(tmp_path):
     wanted = run(tmp_path, "")

@@ -118,6 +118,7 @@ def test_a_captured_program_casts_exactly_as_the_plain_script(where):
     assert largest_difference(train_with_autocast(Mesh.solo(), where, captured=True), train_plainly(where)) <= 1e-5
 
 
+@pytest.mark.ci_sample(2)
 @pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize("where", ["inside", "around"])
 def test_on_workers_autocast_equals_the_plain_scripts_up_to_rounding(where, workers):

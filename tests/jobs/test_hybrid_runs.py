@@ -30,6 +30,7 @@ def test_combined_axes_continue_a_checkpoint_of_one_device(tmp_path):
         assert resume(tmp_path, options, "continue", zero) == pytest.approx(wanted, rel=1e-12, abs=1e-13)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_saved_plan_has_all_divisions_in_their_order_and_runs(tmp_path):
     write(tmp_path)
@@ -48,6 +49,7 @@ def test_a_saved_plan_has_all_divisions_in_their_order_and_runs(tmp_path):
     assert planned.stdout.startswith("loss ")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_saved_plan_of_stages_in_pieces_runs(tmp_path):
     write(tmp_path, options=", zero='parameters'")
@@ -106,6 +108,7 @@ print(f"loss {{float(loss):.12f}}")
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_sequence_parallelism_scatters_and_gathers_in_place_of_sums(tmp_path):
     printed, kinds = {}, {}

@@ -70,6 +70,7 @@ def run_one_block(blocks, x):
     return x
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("zero", [None, "parameters"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_blocks_of_a_gpt_keep_less_than_a_third(dropout, zero):
@@ -77,6 +78,7 @@ def test_blocks_of_a_gpt_keep_less_than_a_third(dropout, zero):
     assert get_peak(make, "blocks", zero) <= MOST * get_peak(make, None, zero)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("run_blocks", [run_checkpoints, run_one_block])
 def test_checkpoints_of_the_script_and_calls_of_one_block_keep_less_than_a_third(run_blocks):
     recompute = None if run_blocks is run_checkpoints else "blocks"
@@ -84,6 +86,7 @@ def test_checkpoints_of_the_script_and_calls_of_one_block_keep_less_than_a_third
     assert peak <= MOST * get_peak(functools.partial(make_gpt, 0.1))
 
 
+@pytest.mark.exhaustive
 def test_a_fraction_and_a_selective_checkpoint_keep_something_in_between():
     make = functools.partial(make_gpt, 0.0)
     nothing, everything = get_peak(make), get_peak(make, "blocks")

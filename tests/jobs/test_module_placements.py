@@ -45,6 +45,7 @@ def test_a_placed_parameter_is_divided_so_and_the_plan_chooses_for_others(tmp_pa
     assert {name for name in found if name.startswith(("model.2", "model.3"))}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_plan_of_the_job_has_priority(tmp_path):
     script = make_script("Replicate()", options=", plan=rankless.Plan(tensor={'0.bias': Shard(0)})")

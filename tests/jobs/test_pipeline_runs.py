@@ -23,6 +23,7 @@ def test_a_checkpoint_of_a_pipeline_continues_on_other_meshes_and_on_one_device(
         assert resume(tmp_path, options, "continue", zero) == pytest.approx(wanted, rel=1e-12, abs=1e-13)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_checkpoint_of_stages_in_pieces_continues_on_other_meshes_and_on_one_device(tmp_path):
     wanted = resume(tmp_path, ("--mesh", "data=2,pipeline=2"), "save", "parameters")
@@ -31,6 +32,7 @@ def test_a_checkpoint_of_stages_in_pieces_continues_on_other_meshes_and_on_one_d
         assert resume(tmp_path, options, "continue", zero) == pytest.approx(wanted, rel=1e-12, abs=1e-13)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_pipeline_continues_a_checkpoint_of_one_device(tmp_path):
     wanted = resume(tmp_path, (), "save")
@@ -100,6 +102,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.ci_sample(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_a_pipeline_is_refused_by_name(tmp_path, case):

@@ -75,6 +75,7 @@ def numbers(text: str) -> torch.Tensor:
     return torch.tensor([float(word) for word in re.findall(r"-?\d\.?\d*(?:e-?\d+)?", text.splitlines()[-1])])
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("workers", [2, 3])
 def test_workers_train_as_the_plain_script_and_say_what_was_split(workers: int, tmp_path: Path) -> None:
     plain = subprocess.run([sys.executable, "-c", PLAIN], capture_output=True, text=True, timeout=100, check=True)

@@ -63,6 +63,7 @@ def train(mesh: Mesh, captures: bool = True, accumulate: int = 1) -> tuple[list[
     return results, get_random_state(), [item.detach() for item in model.parameters()]
 
 
+@pytest.mark.ci_sample(2)
 @pytest.mark.parametrize(
     ("workers", "captures", "accumulate"), [(2, True, 1), (3, True, 1), (4, True, 1), (2, False, 1), (3, True, 2)]
 )
@@ -163,6 +164,7 @@ def test_verify_finds_the_same_training(tmp_path):
     assert read_verdict(job.stdout).startswith("same training: ")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_verify_names_the_first_value_that_differs(tmp_path):
     """The values of two runs are compared although a draw by counter is there in the placement of its use only."""

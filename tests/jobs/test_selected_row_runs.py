@@ -65,7 +65,7 @@ SETTINGS = {
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample(3)
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_mixture_is_the_same_training(tmp_path, name):
     write(tmp_path, *SETTINGS[name])
@@ -74,6 +74,7 @@ def test_a_mixture_is_the_same_training(tmp_path, name):
     assert "same training" in done.stdout
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["data=2,tensor=2", "data=2,expert=2"])
 def test_a_mixture_is_the_same_training_on_a_mesh(tmp_path, mesh):
@@ -92,6 +93,7 @@ def test_a_pipeline_refuses_selected_rows_with_their_line(tmp_path):
     assert "train.py:" in done.stdout + done.stderr
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_plan_counts_the_sizes_of_selected_rows_as_if_all_were_selected(tmp_path):
     write(tmp_path)

@@ -105,6 +105,7 @@ def run_script(folder: Path, text: str, *options: str) -> list[float]:
     return [float(word) for word in re.findall(r"-?\d+\.?\d*", found.stdout)]
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["sequence=2", pytest.param("data=2,sequence=2", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("form", FORMS)
@@ -114,6 +115,7 @@ def test_a_script_prints_what_one_device_prints(tmp_path, form, mesh):
     assert run_script(tmp_path, HEAD + FORMS[form], "--mesh", mesh) == pytest.approx(wanted, rel=1e-9, abs=1e-10)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_wrong_dim_is_right_and_a_saved_plan_keeps_it(tmp_path):
     wanted = run_script(tmp_path, LANGUAGE.replace("{given}", "'auto'"))
@@ -194,6 +196,7 @@ for length in (9, 9, 6, 13, 3, 8):
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_causal_attention_with_fewer_heads_than_workers_is_the_same_training(tmp_path):
     (tmp_path / "train.py").write_text(RING)
@@ -218,6 +221,7 @@ def test_the_plan_shows_the_hops_of_a_ring_and_no_gather(tmp_path):
     assert not [move for move in job["program"]["moves"] if move["gathered"]]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh", ["sequence=2,tensor=2", pytest.param("data=2,sequence=3", marks=pytest.mark.exhaustive)]

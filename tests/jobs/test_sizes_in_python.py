@@ -151,7 +151,7 @@ def test_a_failed_capture_for_varying_sizes_warns_with_the_line(build, symbolic,
             assert __file__ in warnings[0]
 
 
-@pytest.mark.ci_sample(5)
+@pytest.mark.ci_sample(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("build", BUILDS, ids=lambda build: build.__name__)
 @pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.exhaustive)])

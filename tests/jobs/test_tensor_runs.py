@@ -15,6 +15,7 @@ def write(folder: Path, options: str = "", end: str = "") -> None:
     (folder / "train.py").write_text(SCRIPT.format(model=MODEL, options=options, end=end))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_checkpoint_of_divided_features_continues_on_other_meshes_and_on_one_device(tmp_path):
     wanted = resume(tmp_path, ("--mesh", "data=2,tensor=2"), "save")
@@ -72,6 +73,7 @@ PLANS = {
 }
 
 
+@pytest.mark.ci_sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PLANS)
 def test_a_script_says_what_is_divided(tmp_path, name):
@@ -97,6 +99,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.ci_sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_divided_is_refused_by_name(tmp_path, case):

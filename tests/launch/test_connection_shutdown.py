@@ -134,6 +134,7 @@ def ended_by(number: int, peer: str, folder: Path, *, backend: str, launcher_sta
 BACKENDS = ["gloo", "shared_memory"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("peer", ["deaf", pytest.param("stopped", marks=pytest.mark.exhaustive)])
 def test_ctrl_c_lets_ranks_clean_up_that_wait_for_a_silent_rank(peer: str, backend: str, tmp_path: Path):

@@ -70,6 +70,7 @@ def start_remote_workers(ssh: str, folder: Path) -> Iterator[RemoteWorkers]:
             workers.close()
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("torch_version", ["1.0.0", None])
 def test_a_host_with_another_version_is_refused_with_a_fix(torch_version: str | None, tmp_path: Path):
     versions = installed_versions() | ({} if torch_version is None else {"torch": torch_version})

@@ -57,7 +57,7 @@ def cases() -> Iterator[Any]:
         yield pytest.param(kind, ["--no-warm"], id=f"{kind}-plain", marks=marks)
 
 
-@pytest.mark.ci_sample(6)
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize(("kind", "options"), list(cases()))
 def test_the_root_cause_is_named_although_other_ranks_fail_too(kind: str, options: list[str], tmp_path: Path) -> None:
     action, code, words = ROOT_CAUSES[kind]

@@ -48,6 +48,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
         yield found
 
 
+@pytest.mark.ci_sample(3)
 @pytest.mark.parametrize(("fault", "workers", "host_count"), CASES)
 def test_the_job_ends_names_the_root_cause_and_leaves_no_process(
     fault: Fault, workers: int, host_count: int, tmp_path: Path, request: pytest.FixtureRequest
@@ -64,6 +65,7 @@ def test_the_job_ends_names_the_root_cause_and_leaves_no_process(
     assert found.seconds < fault.limit_seconds + 10
 
 
+@pytest.mark.ci_sample(3)
 def test_the_sample_that_ci_runs_is_of_the_matrix():
     assert {(fault.name, workers, hosts) for fault, workers, hosts in (case.values for case in CASES)} >= SAMPLE
     assert len(FAULTS) >= 30

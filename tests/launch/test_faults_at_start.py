@@ -194,6 +194,7 @@ def _filled(words: tuple[str, ...] | list[str], hosts: Hosts) -> list[str]:
     return [word.replace("{a}", a).replace("{b}", b) for word in words]
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize(
     "fault",
     [pytest.param(each, id=each.name, marks=[] if each.name in IN_CI else [pytest.mark.exhaustive]) for each in FAULTS],

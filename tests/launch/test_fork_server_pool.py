@@ -81,6 +81,7 @@ def test_each_run_has_its_own_fork_server_and_exit_code(tmp_path: Path) -> None:
     assert not is_alive(agents[0]["server"])
 
 
+@pytest.mark.exhaustive
 def test_a_run_with_another_environment_imports_torch_itself(tmp_path: Path) -> None:
     seen, agents = runs(tmp_path, 5, 6)  # another seed is another order of hashes, fixed when Python starts
     assert [run["code"] for run in agents] == [0, 0]
@@ -132,6 +133,7 @@ def start_verify(script: str, folder: Path) -> subprocess.Popen[str]:
     return start_rankless("verify", "-n", "2", "--devices", "cpu", "train.py", folder=folder)
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize(
     "killed",
     [

@@ -52,6 +52,7 @@ IN_CI = {"holding the interpreter lock", "stopped", "ignoring signals", "with a 
 KINDS = [each if each in IN_CI else pytest.param(each, marks=pytest.mark.exhaustive) for each in WORKERS]
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_process_survives_a_killed_agent_by_two_seconds(kind: str, tmp_path: Path) -> None:
     job = start_script(MARK + WORKERS[kind], "-n", "2", folder=tmp_path)
@@ -112,6 +113,7 @@ def test_a_daemon_does_not_outlive_a_job_that_ends_well(tmp_path: Path) -> None:
         kill_job(job)
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_to_the_agent_ends_all_with_its_exit_code(number: int, code: int, tmp_path: Path) -> None:
     job = start_script(MARK + WORKERS["idle"], "-n", "2", folder=tmp_path)

@@ -80,7 +80,7 @@ def make_cases():
             yield pytest.param(name, workers, marks=marks, id=f"{name}, {workers} workers")
 
 
-@pytest.mark.ci_sample(2)
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize(("name", "workers"), list(make_cases()))
 def test_the_missing_rank_and_its_line_are_named(name, workers, tmp_path):
     fault, sign = FAULTS[name]
@@ -258,7 +258,7 @@ HEALTHY = {
 }
 
 
-@pytest.mark.ci_sample(2)
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("name", HEALTHY)
 def test_pauses_of_a_healthy_job_are_not_reported(name, tmp_path):
     fault = f"def pause():\n    if step == 6:\n        {HEALTHY[name]}\n    return False"
@@ -309,6 +309,7 @@ def stuck():
     assert "rank 1 did not arrive: it is in stuck() at script.py" in done.stderr
 
 
+@pytest.mark.exhaustive
 def test_a_timeout_of_zero_turns_the_watchdog_off(tmp_path):
     script = TRAINING.replace("{fault}", "def stuck():\n    time.sleep(4)").replace(
         "import ctypes", "import ctypes, gc"

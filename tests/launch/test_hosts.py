@@ -212,6 +212,7 @@ def agent_of(folder: Path, name: str) -> psutil.Process:
     return worker.parents()[1]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["a", "b"])
 def test_when_an_agent_is_killed_both_hosts_end(name: str, hosts: Hosts, folder: Path):
     words = command("run", "--hosts", listed(hosts), "--no-ssh", "--insecure", "faulty.py", "9", "")
@@ -243,6 +244,7 @@ def test_both_sides_detect_a_host_that_is_cut_off(hosts: Hosts, folder: Path):
     assert f"host 0, {hosts.addresses[0]}, was lost: no heartbeat for" in outcomes["b"][2]
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("name", ["a", "b"])
 def test_ctrl_c_on_one_host_ends_both(name: str, hosts: Hosts, folder: Path):
     words = command("run", "--hosts", listed(hosts), "--no-ssh", "--insecure", "faulty.py", "9", "")

@@ -60,6 +60,7 @@ def test_the_same_script_trains_alike_on_one_device_and_on_those_configured(tmp_
     assert (module.returncode, module.stdout) == (0, f"{wanted} on 2, ['2'], quiet 0\n")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_script_that_changed_its_folder_is_found_and_returns_its_exit_code(tmp_path: Path):
     done = plain(tmp_path, "train.py", "2", "fail", "chdir")
@@ -67,6 +68,7 @@ def test_a_script_that_changed_its_folder_is_found_and_returns_its_exit_code(tmp
     assert "on 2" in done.stdout
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [pytest.param("1", marks=pytest.mark.exhaustive), "2"])
 def test_a_late_configure_is_rejected_with_the_line_that_was_first(devices: str, tmp_path: Path):
@@ -151,6 +153,7 @@ def test_a_session_of_python_is_kept_where_configure_would_end_it(case: str, tmp
     assert "rankless.spawn" in done.stderr
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_script_that_imports_ipython_is_no_session_of_it(tmp_path: Path):
     (tmp_path / "shows.py").write_text(

@@ -139,6 +139,7 @@ def test_a_script_needs_no_guard_and_an_interpreter_no_file(way: str, tmp_path: 
     assert lines[-1] == "[40, 41]", done.stderr
 
 
+@pytest.mark.exhaustive
 def test_workers_end_with_the_process_that_started_them(tmp_path: Path):
     (tmp_path / "script.py").write_text(
         "import signal, rankless\n"
@@ -205,6 +206,7 @@ def where_it_runs(_rank: int) -> tuple[int, int, str, str | None, list[str], boo
     return os.getppid(), threads, os.getcwd(), os.environ.get("OF_THIS_CALL"), sys.argv, "numpy" in sys.modules
 
 
+@pytest.mark.exhaustive
 def test_later_calls_share_a_server_and_see_the_callers_folder_and_environment(tmp_path: Path, monkeypatch: Any):
     first = rankless.spawn(where_it_runs, nprocs=2)
     monkeypatch.chdir(tmp_path)
@@ -241,6 +243,7 @@ def leaves(rank: int) -> None:
     sys.exit(5 if rank == 0 else "a reason")
 
 
+@pytest.mark.exhaustive
 def test_a_worker_that_exits_is_reported_with_its_code():
     with pytest.raises(LaunchError, match=r"exit code (5|1)"):
         rankless.spawn(leaves, nprocs=2)

@@ -136,6 +136,7 @@ def test_a_follower_host_sends_the_status_of_its_ranks(sleeper, tmp_path):
     assert [(record.rank, record.state) for record in records] == [(0, "blocked")]
 
 
+@pytest.mark.exhaustive
 def test_no_report_if_no_rank_waits(sleeper, tmp_path):
     with watch_rank_0(sleeper, tmp_path) as watchdog:
         assert all(isinstance(record, RankStatus) for record in collect_records(watchdog, 400))

@@ -105,6 +105,7 @@ def horovodrun(*words: str, folder: Path, **environment: str) -> dict[int, list[
     return by_rank(rankless("horovodrun", *words, folder=folder, CARD="127.0.0.1", **environment))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("is_ours", [True, False], ids=["script", "another Python"])
 def test_its_ranks_find_each_other_as_often_as_they_init(is_ours: bool, site: str, tmp_path: Path):
     """Another Python is one that has nothing of what Rankless needs."""
@@ -122,6 +123,7 @@ def test_its_ranks_find_each_other_as_often_as_they_init(is_ours: bool, site: st
     }
 
 
+@pytest.mark.exhaustive
 def test_jobs_without_an_installed_horovod_get_no_server(site: str, tmp_path: Path):
     code = "import os; print([name for name in os.environ if 'RENDEZVOUS' in name])"
     outer = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.0.0.1", "HOROVOD_GLOO_RENDEZVOUS_PORT": "1"}
@@ -130,6 +132,7 @@ def test_jobs_without_an_installed_horovod_get_no_server(site: str, tmp_path: Pa
     assert horovodrun(*words, folder=tmp_path, PYTHONPATH=site, RANKLESS_HOROVOD="1") == {0: ["[]"]}
 
 
+@pytest.mark.exhaustive
 def test_another_python_or_the_users_choice_starts_the_server(tmp_path: Path):
     code = "import os; print('HOROVOD_GLOO_RENDEZVOUS_PORT' in os.environ)"
     other = tmp_path / "python3.99"

@@ -92,6 +92,7 @@ def is_launchers(module: str) -> bool:
     )
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [(), ("--no-warm",)], ids=["forked", "plain processes"])
 def test_a_plain_run_executes_no_code_of_another_launcher(words: tuple[str, ...], tmp_path: Path):

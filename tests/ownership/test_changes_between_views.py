@@ -43,6 +43,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.ci_sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", OTHERS)
 def test_changes_in_place_hold_after_a_job_of_each_view(tmp_path: Path, case: str) -> None:

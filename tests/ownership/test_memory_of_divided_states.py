@@ -55,6 +55,7 @@ def parameter_memory(parameter):
     return own if partition is None else own + partition.piece.untyped_storage().nbytes()
 
 
+@pytest.mark.ci_sample(2)
 @pytest.mark.parametrize("zero", [None, "optimizer", "gradients", "parameters"])
 def test_a_worker_holds_its_part_of_what_is_divided(zero):
     whole = LAYERS * BLOCK_BYTES

@@ -195,6 +195,7 @@ def test_pods_of_an_indexed_job_join(script: str, tmp_path: Path):
     assert all(("loss 2" if script is MODEL else " 2 ") in each.stdout for each in done), done
 
 
+@pytest.mark.ci_sample(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "script", [MODEL, *(pytest.param(each, marks=pytest.mark.exhaustive) for each in (LOADER, JOB))]

@@ -25,6 +25,7 @@ SHARED = "shared_memory [2.0, 2.0, 2.0]\n"
 GLOO = "gloo [2.0, 2.0, 2.0]\n"
 
 
+@pytest.mark.ci_sample(3)
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -201,6 +202,7 @@ for joins_with_torch in (True, False):
 """
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize(("environment", "expected"), [({}, SHARED), ({"RANKLESS_BACKEND": "gloo"}, GLOO)])
 def test_spawned_functions_join_in_shared_memory(environment: dict[str, str], expected: str, tmp_path: Path):
     (tmp_path / "script.py").write_text(SPAWNED)

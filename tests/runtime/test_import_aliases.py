@@ -104,6 +104,7 @@ def test_a_command_and_python_below_its_shell_get_the_same_objects(tmp_path: Pat
     assert "same" in output_of(rankless("horovodrun", *words, folder=tmp_path))
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize(
     ("choice", "wins"),
     [
@@ -120,6 +121,7 @@ def test_a_real_horovod_is_imported_unless_the_user_chooses_ours(choice: str, wi
     assert output_of(rankless("run", "-c", f"{code}\n{child}", folder=tmp_path, **environment)) == f"{wins}\n" * 2
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "command",
     [
@@ -145,6 +147,7 @@ def test_a_real_horovod_that_is_alone_in_each_worker_is_warned_about_once(comman
     assert count_warnings(command, "import horovod") == 0
 
 
+@pytest.mark.exhaustive
 def test_a_real_horovod_that_horovodrun_serves_is_not_warned_about(tmp_path: Path):
     path = os.pathsep.join([str(install_real_horovod(tmp_path / "site")), os.environ.get("PYTHONPATH", "")])
     (tmp_path / "train.py").write_text("import horovod.torch")
@@ -155,6 +158,7 @@ def test_a_real_horovod_that_horovodrun_serves_is_not_warned_about(tmp_path: Pat
         assert "alone in each" not in done.stderr
 
 
+@pytest.mark.exhaustive
 def test_workers_get_the_same_objects_with_rankless_horovod_installed(tmp_path: Path):
     """Its `.pth` file runs before all of a worker. So does a `sitecustomize`, which needs no installation."""
     pth = Path(__file__).parents[2] / "packages/rankless-horovod/source/rankless_horovod.pth"

@@ -89,6 +89,7 @@ def test_once_that_fails_raises_everywhere_and_rank_0_is_the_root_cause(tmp_path
     assert sorted(job.stdout.splitlines()) == ["[0] 3", "[0] ZeroDivisionError", "[1] 3", "[1] RanklessError"]
 
 
+@pytest.mark.exhaustive
 def test_once_raises_for_results_that_are_not_plain_data(tmp_path: Path) -> None:
     script = "import rankless\nrankless.once(lambda: object())\n"
     for job in (run_script(script, "-n", "2", folder=tmp_path), run_alone(script, folder=tmp_path)):
@@ -96,6 +97,7 @@ def test_once_raises_for_results_that_are_not_plain_data(tmp_path: Path) -> None
         assert "tensors, arrays, paths, dataclasses or plain data" in job.stderr + job.stdout
 
 
+@pytest.mark.exhaustive
 def test_children_of_a_worker_are_not_the_worker(tmp_path: Path) -> None:
     script = """
 import os, subprocess, sys, rankless
@@ -143,6 +145,7 @@ print(rankless.rank())
 """
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("slow", ["0", "1"])
 def test_no_rank_leaves_while_another_still_joins(slow: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SLOW_TO_JOIN)

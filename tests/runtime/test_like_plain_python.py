@@ -50,6 +50,7 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.ci_sample(4)
 @pytest.mark.parametrize("warm", [True, False], ids=["warm", "plain"])
 @pytest.mark.parametrize(
     "program",
@@ -70,6 +71,7 @@ def test_main_arguments_path_and_streams_are_those_of_plain_python(
     assert found.returncode == 0
 
 
+@pytest.mark.exhaustive
 def test_interpreter_flags_reach_the_workers(project: Path) -> None:
     command = [sys.executable, "-O", "-W", "error", "-X", "dev", "-m", "rankless", "run", "-n", "1", "-c"]
     code = "import sys; print(sys.flags.optimize, sys.warnoptions, sys._xoptions, __debug__)"
@@ -172,6 +174,7 @@ print(torch.ones(2).sum())
     assert (job.stdout, job.returncode) == ("mine mine too\ntensor(2.)\n", 0)
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("warm", [True, False], ids=["warm", "plain"])
 def test_find_spec_of_torch_before_its_import_works_as_in_plain_python(warm: bool, tmp_path: Path) -> None:
     """Libraries call it to see whether torch is installed. A second import of torch would raise a SystemError."""

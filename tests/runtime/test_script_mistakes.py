@@ -51,6 +51,7 @@ def sampler(**options: bool) -> DistributedSampler[int]:
     return DistributedSampler(range(10), num_replicas=2, rank=0, **options)
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("--no-warm",)], ids=["warm", "plain"])
 def test_a_missing_set_epoch_is_warned_about_once_with_its_line(options: tuple[str, ...], tmp_path: Path):
@@ -61,6 +62,7 @@ def test_a_missing_set_epoch_is_warned_about_once_with_its_line(options: tuple[s
     assert "script.py:8: every epoch has the same order, because sampler.set_epoch(epoch) is missing" in warned[0]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_script_that_spawns_under_several_workers_is_warned_about_with_its_line(tmp_path: Path):
     job = run_script(SPAWNING, "-n", "2", folder=tmp_path)

@@ -154,6 +154,7 @@ for _ in range(2):
 """
 
 
+@pytest.mark.exhaustive
 def test_without_an_address_the_launcher_decides_and_a_lone_process_is_a_job_of_one(tmp_path: Path):
     (tmp_path / "script.py").write_text(ALONE)
     alone = WarmProcess(tmp_path / "script.py").wait()

@@ -4,6 +4,7 @@ import pytest
 from support.warm_runs import run_script
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("preload", [(), ("tabnanny",)])
 def test_a_pool_imports_further_modules_before_it_forks(tmp_path, preload):
     script = "import sys, rankless\nprint('tabnanny' in sys.modules)"

@@ -254,6 +254,7 @@ raise SystemExit(0)
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_bars_of_the_script_the_progress_line_and_the_agents_lines_do_not_tear_each_other(tmp_path):
     (tmp_path / "bars.py").write_text(BARS_SCRIPT)

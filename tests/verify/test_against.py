@@ -122,6 +122,7 @@ def replace_arguments(program: Program, options: tuple[str, ...]) -> Program:
     return Program(kind=program.kind, target=program.target, arguments=options)
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("form", ["", "groups", "halves"])
 def test_a_script_is_the_same_training_as_any_form_of_its_reference(baseline: Baseline, form: str) -> None:
     comparison = compare_with_options(baseline, form)
@@ -131,6 +132,7 @@ def test_a_script_is_the_same_training_as_any_form_of_its_reference(baseline: Ba
     assert comparison.rows[-1].compared == (len(baseline.many) + 1) * (9 + 9 + 8 * (1 + 9 + 6))
 
 
+@pytest.mark.ci_sample(3)
 @pytest.mark.parametrize(
     ("fault", "step", "tensor"),
     [
@@ -176,6 +178,7 @@ def test_the_examples_are_the_same_training_as_their_references(
     assert f", as in plain_{name}.py (stopped after 4 steps)" in read_verdict(job.stdout)
 
 
+@pytest.mark.exhaustive
 def test_the_command_compares_with_the_reference_in_own_precision(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "plain.py").write_text(REFERENCE)
@@ -231,6 +234,7 @@ for batch in rankless.loader(Transformed(), int(sys.argv[2]), shuffle=True, seed
 )
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize(
     ("options", "verdict", "cause", "advice"),
     [

@@ -142,11 +142,13 @@ def require_found(baseline: Baseline, fault: str, workers: int) -> None:
     assert FOUND[fault][0] in report.first_difference.tensor
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("kind", "workers"), [("variable", 3), ("resumed", 2)])
 def test_nothing_is_found_without_an_injected_fault(baseline: Baseline, kind: str, workers: int) -> None:
     require_nothing_found(baseline, kind, workers)
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize(("kind", "fault"), SAMPLE)
 def test_an_injected_fault_is_found_and_its_step_named(baseline: Baseline, fault: str) -> None:
     require_found(baseline, fault, workers=2)

@@ -49,6 +49,7 @@ def share(mesh: Mesh, ways: list[Any], closed: str) -> tuple[list[int], bool]:
         shared_region._open_same_file = way_of_opening
 
 
+@pytest.mark.ci_sample(3)
 @pytest.mark.parametrize(
     ("ways", "closed"),
     [(list(WAYS), ""), (["proc"], ""), (["socket"], ""), (list(WAYS), "proc"), (["file"], "")],

@@ -99,6 +99,7 @@ def faults() -> Any:
     return st.tuples(st.sampled_from(sorted(EXPECTED)), st.integers(0, 2), st.integers(0, 7), st.integers(0, 5000))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @settings(max_examples=9, deadline=None, suppress_health_check=list(HealthCheck))
 @given(fault=faults())

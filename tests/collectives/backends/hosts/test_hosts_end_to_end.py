@@ -86,6 +86,7 @@ def command(hosts: Hosts, *words: str) -> list[str]:
     return [sys.executable, "-m", "rankless", "run", "--hosts", listed, "--devices", "cpu", *words]
 
 
+@pytest.mark.exhaustive
 def test_a_foreign_script_trains_hierarchically_as_on_one_device(hosts: Hosts, tmp_path: Path):
     (tmp_path / "train.py").write_text(TRAIN)
     done = hosts.run("a", command(hosts, "train.py"), cwd=tmp_path, env={"OMP_NUM_THREADS": "1"}, seconds=100)
@@ -117,6 +118,7 @@ def test_a_job_trains_hierarchically_as_on_one_device(hosts: Hosts, arguments: l
     assert done.stdout.splitlines()[-1] == plain.stdout.splitlines()[-1]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mesh", ["data=2,pipeline=2", "pipeline=4"])
 def test_a_pipeline_trains_across_hosts_as_on_one_device(hosts: Hosts, mesh: str, tmp_path: Path):
     (tmp_path / "job.py").write_text(JOB)
@@ -126,6 +128,7 @@ def test_a_pipeline_trains_across_hosts_as_on_one_device(hosts: Hosts, mesh: str
     assert done.stdout.splitlines()[-1] == plain.stdout.splitlines()[-1]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("options", [["--backend", "gloo"], []], ids=["option", "variable"])
 def test_a_user_can_keep_gloo_on_several_hosts(hosts: Hosts, options: list[str], tmp_path: Path):
     (tmp_path / "names.py").write_text(
@@ -141,7 +144,7 @@ def test_a_user_can_keep_gloo_on_several_hosts(hosts: Hosts, options: list[str],
     assert done.stdout.splitlines()[-1:] == ["gloo [4.0, 4.0, 4.0]"], done.stdout + done.stderr
 
 
-@pytest.mark.ci_sample(2)
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("rank", [0, 1, 2, 3])
 def test_a_killed_worker_ends_the_run_and_is_named(hosts: Hosts, rank: int, tmp_path: Path):
     (tmp_path / "faulty.py").write_text(FAULTY)
