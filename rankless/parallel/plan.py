@@ -26,7 +26,8 @@ class Plan:
         microbatches: The parts into which the axis `pipeline` divides a batch. A batch with fewer samples has fewer.
             Default: two for each worker along the axis.
         stages: The modules at which the stages after the first begin, by their names in the job, such as
-            `("model.layers.4", "model.layers.8")`. Default: Rankless chooses them for about equal work.
+            `("model.layers.4", "model.layers.8")`; or "measured": rank 0 runs each operator before the first step, and
+            the stages take about equal time. Default: Rankless estimates the work, and makes it about equal.
         tensor: How the axis `tensor` divides parameters: "auto", or a dict from names of parameters to
             `torch.distributed.tensor.Shard(dim)` or `Replicate()`. A name may be a pattern as in a shell, and begin
             anywhere after a dot: `"*.mlp.up.weight"`. What must be divided together with a named parameter follows it,
@@ -53,7 +54,7 @@ class Plan:
 
     schedule: PipelineSchedule = "1f1b"
     microbatches: int | None = None
-    stages: tuple[str, ...] | None = None
+    stages: tuple[str, ...] | Literal["measured"] | None = None
     tensor: Literal["auto"] | Mapping[str, Placement] = "auto"
     sequence_parallel: bool = False
     experts: Literal["auto"] | Mapping[str, Placement] = "auto"
@@ -75,9 +76,9 @@ class Plan:
             )
         stages = self.stages
         is_list = isinstance(stages, list | tuple) and all(isinstance(name, str) for name in stages)
-        if stages is not None and not is_list:
+        if stages is not None and stages != "measured" and not is_list:
             raise ConfigError(
-                expected="stages= as the names of modules, such as ('model.layers.4',)",
+                expected="stages= as the names of modules, such as ('model.layers.4',), or as 'measured'",
                 found=f"stages={stages!r}",
                 fix="omit it, and Rankless chooses the stages",
             )
@@ -93,7 +94,7 @@ class Plan:
                 found=f"sequence_parallel={self.sequence_parallel!r}",
                 fix="use one of them",
             )
-        if stages is not None:
+        if isinstance(stages, list):
             object.__setattr__(self, "stages", tuple(stages))
 
     def count_microbatches(self, workers: int) -> int:

@@ -264,7 +264,6 @@ def test_a_pipeline_trains_as_plain_pytorch_does(make: Callable[[], Case]) -> No
         assert_same_as_plain(make(), options)
 
 
-@pytest.mark.ci_sample(3)
 @pytest.mark.parametrize("options", ALL, ids=str)
 def test_every_schedule_gives_the_same(options: Mapping[str, Any]) -> None:
     assert_same_as_plain(make_results(), options)

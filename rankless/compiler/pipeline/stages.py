@@ -60,6 +60,7 @@ def find_stages(
     names: Mapping[str, str],
     owners: Mapping[str, int] | None = None,
     borders: Sequence[str] | None = None,
+    work: Sequence[float] | None = None,
 ) -> Stages:
     """Return the stages of a program; see Note [stages].
 
@@ -69,6 +70,7 @@ def find_stages(
         names: For each name of a parameter its first name, which differs if it is tied.
         owners: The stages of parameters that have one already.
         borders: The modules at which stages after the first begin. Default: stages get about equal work.
+        work: The work of each operator of the forward pass, in any unit. Default: estimates.
     """
     refuse_selected_rows(program)
     free = find_free(program)
@@ -78,7 +80,7 @@ def find_stages(
     elif borders is not None:
         starts = [find_start(forward, name) for name in borders]
     else:
-        starts = balance(program, forward, free, count)
+        starts = balance(program, forward, free, count, work)
     of: dict[fx.Node, int] = {}
     for position, node in enumerate(forward):
         of[node] = sum(start <= position for start in starts)
@@ -144,13 +146,23 @@ def list_forward(program: LogicalProgram) -> list[fx.Node]:
     return [node for node in operators if node in needed]
 
 
-def balance(program: LogicalProgram, forward: Sequence[fx.Node], free: frozenset[fx.Node], count: int) -> list[int]:
+def balance(
+    program: LogicalProgram,
+    forward: Sequence[fx.Node],
+    free: frozenset[fx.Node],
+    count: int,
+    measured: Sequence[float] | None,
+) -> list[int]:
     """Return the positions at which the stages but the first begin, for about equal work and little to send.
 
     It minimizes the work of the largest stage and the bytes that cross borders, by dynamic programming over borders of
     modules. Each stage has parameters of its own, if that is possible.
     """
-    work = [0.0, *accumulate(0.0 if node in free else estimate_work(node) for node in forward)]
+    estimates = [0.0 if node in free else estimate_work(node) for node in forward]
+    if measured is not None:  # in the unit of the estimates, for which the cost of sending is known
+        own = [0.0 if node in free else amount for node, amount in zip(forward, measured, strict=True)]
+        estimates = [amount * sum(estimates) / max(sum(own), 1e-12) for amount in own]
+    work = [0.0, *accumulate(estimates)]
     owned = [0, *accumulate(count_first_uses(program, forward))]
     candidates = list_borders(forward)
     sent = dict(zip(candidates, count_crossing(forward, free, candidates), strict=True))

@@ -1,12 +1,15 @@
 """Compile the programs of a job for the axis `pipeline` of the mesh."""
 
+from array import array
 from collections.abc import Collection, Sequence
 
 from torch import nn
 
+from rankless.collectives.byte_messages import broadcast_bytes
 from rankless.compiler.capture.graph_cleanup import named_tensors
 from rankless.compiler.codegen.codegen import LocalProgram
 from rankless.compiler.ir.logical_program import LogicalProgram
+from rankless.compiler.pipeline.measured_work import measure_work
 from rankless.compiler.pipeline.options import PipelineOptions
 from rankless.compiler.pipeline.pipeline_program import build_pipeline_program
 from rankless.compiler.pipeline.schedules import INTERLEAVED_STAGES, make_schedule
@@ -45,7 +48,7 @@ class Pipelines:
         return workers * (INTERLEAVED_STAGES if self._plan.schedule == "interleaved" else 1)
 
     def find_stages(self, program: LogicalProgram) -> Stages:
-        """Return the stages of a program of the job.
+        """Return the stages of a program of the job. Collective if the plan has them measured.
 
         Raises:
             ConfigError: The job's plan names other modules, or a stage has no parameters.
@@ -59,10 +62,17 @@ class Pipelines:
         count = self._count_stages(known.values())
         if known:
             return find_stages(program, count, names, known)
-        stages = find_stages(program, count, names, borders=self._read_borders(program, count))
+        work = self._measure(program) if self._plan.stages == "measured" and count > 1 else None
+        stages = find_stages(program, count, names, borders=self._read_borders(program, count), work=work)
         if self._job.trains:
             self._require_parameters(stages)
         return stages
+
+    def _measure(self, program: LogicalProgram) -> Sequence[float]:
+        """Return the seconds of operators on rank 0. The other ranks wait, so that nothing disturbs it. Collective."""
+        mesh = self._world.mesh
+        seconds = array("d", measure_work(program) if mesh.rank == 0 else ())
+        return array("d", broadcast_bytes(seconds.tobytes(), mesh=mesh))
 
     def _require_parameters(self, stages: Stages) -> None:
         """Raise `ConfigError` if a stage has no parameters: its worker would have next to nothing to do."""
@@ -78,7 +88,7 @@ class Pipelines:
     def _read_borders(self, program: LogicalProgram, count: int) -> Sequence[str] | None:
         """Return the modules at which the plan lets stages begin; None if it has none."""
         given = self._plan.stages
-        if given is None:
+        if given is None or given == "measured":
             return None
         used = {node.meta["module"].path for node in program.graph.nodes if node.meta.get("module") is not None}
         unknown = [name for name in given if not any(path == name or path.startswith(f"{name}.") for path in used)]
