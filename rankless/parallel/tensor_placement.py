@@ -161,7 +161,7 @@ def is_divided_along(placement: Placement, dim: int) -> bool:
 
 
 def remove_owners(sharding: Sharding) -> Sharding:
-    """Return the sharding of what the worker has that has a value, as if all along its axis had it."""
+    """Return the sharding of a value where it is: as if all workers along its axis had it."""
     return tuple(Replicate() if isinstance(placement, OnRank) else placement for placement in sharding)
 
 

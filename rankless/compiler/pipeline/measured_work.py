@@ -21,6 +21,9 @@ from rankless.compiler.tracing.symbolic_sizes import size_hint
 RUNS = 5
 """How often an operator is measured. The fastest run counts: others may have waited for other processes."""
 
+ENOUGH_SECONDS = 0.1
+"""A slow operator is measured until its runs have taken so long: other ranks wait."""
+
 
 def measure_work(program: LogicalProgram) -> list[float]:
     """Return the seconds of each operator of the forward pass, in order, with those of its module's backward pass.
@@ -81,7 +84,10 @@ def measure_call(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
         globals={"operator": operator, "values": values, "named": named},
         num_threads=torch.get_num_threads(),
     )
-    return min(float(timer.timeit(1).mean) for _ in range(RUNS))
+    times: list[float] = []
+    while len(times) < RUNS and sum(times) < ENOUGH_SECONDS:
+        times.append(float(timer.timeit(1).mean))
+    return min(times)
 
 
 def make_value(described: Any) -> Any:

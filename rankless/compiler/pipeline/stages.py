@@ -161,7 +161,8 @@ def balance(
     estimates = [0.0 if node in free else estimate_work(node) for node in forward]
     if measured is not None:  # in the unit of the estimates, for which the cost of sending is known
         own = [0.0 if node in free else amount for node, amount in zip(forward, measured, strict=True)]
-        estimates = [amount * sum(estimates) / max(sum(own), 1e-12) for amount in own]
+        unit = sum(estimates) / max(sum(own), 1e-12)
+        estimates = [amount * unit for amount in own]
     work = [0.0, *accumulate(estimates)]
     owned = [0, *accumulate(count_first_uses(program, forward))]
     candidates = list_borders(forward)
