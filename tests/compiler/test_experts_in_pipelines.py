@@ -7,14 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from mixture_models import EXPERTS, HIDDEN, LENGTH, WIDTH, make_mixture
-from support.grids import make_grid
+from support.grid_jobs import check_equal, float64_by_default, make_grid_job
 from support.processes import on_mesh
 from torch import nn
 
-from rankless.context.world import World
 from rankless.errors import CaptureError
-from rankless.jobs.definition import StepOptions
-from rankless.jobs.job import make_job
 from rankless.parallel.mesh import Mesh
 from rankless.parallel.plan import Plan
 
@@ -76,9 +73,7 @@ class Programs:
 
 def train(mesh, sizes, rows, schedule="1f1b", zero=None, clip_norm=None):
     """Return what a training returns on this worker, and the collectives of its program."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
+    with float64_by_default():
         torch.manual_seed(0)
         model, programs = Mixture(), Programs()
         ids, labels = torch.randint(0, WORDS, (2, rows, LENGTH))
@@ -90,25 +85,13 @@ def train(mesh, sizes, rows, schedule="1f1b", zero=None, clip_norm=None):
             losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
             return losses.sum() / (labels >= 0).sum() + 0.1 * balance, losses, logits.argmax(-1)
 
-        world = World(
-            mesh=make_grid(mesh, **sizes) if mesh.size > 1 else mesh,
-            notify=lambda _: None,
-            send_record=lambda _: None,
-            programs=programs,
-        )
-        job = make_job(
-            loss,
-            model=model,
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
-            view=None,
-            world=lambda: world,
-            step_options=StepOptions(zero=zero if mesh.size > 1 else None, clip_norm=clip_norm),
-        ).configure({}, plan=Plan(schedule=schedule, microbatches=MICROBATCHES))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        plan = Plan(schedule=schedule, microbatches=MICROBATCHES)
+        options = {"zero": zero, "clip_norm": clip_norm, "programs": programs}
+        job, _ = make_grid_job(loss, model, optimizer, mesh, sizes, plan, **options)
         found = [item.detach() for _ in range(3) for item in job(ids, labels)]
         values = [*found, *[item.detach().clone() for item in model.parameters()], torch.get_rng_state()]
         return values, programs.collectives
-    finally:
-        torch.set_default_dtype(before)
 
 
 EXPERTS_IN_STAGES = {"pipeline": 2, "expert": 2}
@@ -127,9 +110,7 @@ CASES = [
 def test_a_mixture_in_a_pipeline_is_the_training_of_one_device(sizes, rows, options):
     wanted, _ = train(Mesh.solo(), {}, rows, **options)
     for found, _ in on_mesh(math.prod(sizes.values()), train, sizes, rows, *astuple(options)):
-        assert len(found) == len(wanted)
-        for ours, plain in zip(found, wanted, strict=True):
-            torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)
+        check_equal(found, wanted)
 
 
 def astuple(options):
@@ -148,9 +129,9 @@ def test_samples_move_in_each_microbatch_and_stages_gather_only_their_arguments(
 
 def train_with_slots_of_the_batch(mesh):
     function, modules, arguments = make_mixture("switch")
-    world = World(mesh=make_grid(mesh, **EXPERTS_IN_STAGES), notify=lambda _: None, send_record=lambda _: None)
     optimizer = torch.optim.SGD(modules["model"].parameters(), lr=0.1)
-    make_job(function, model=modules["model"], optimizer=optimizer, view=None, world=lambda: world)(*arguments)
+    job, _ = make_grid_job(function, modules["model"], optimizer, mesh, EXPERTS_IN_STAGES)
+    job(*arguments)
 
 
 def test_slots_of_the_whole_batch_are_refused_by_name():

@@ -4,15 +4,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from simulated_pipelines import capture_job
-from support.grids import make_grid
+from support.grid_jobs import check_equal, make_grid_job
 from support.processes import on_mesh
 from torch import nn
 
 from rankless.compiler.pipeline import measured_work
 from rankless.compiler.pipeline.measured_work import make_value, measure_call, measure_work
 from rankless.compiler.pipeline.stages import find_stages, list_forward
-from rankless.context.world import World
-from rankless.jobs.job import make_job
 from rankless.parallel.mesh import Mesh
 from rankless.parallel.plan import Plan
 
@@ -117,16 +115,9 @@ def train(mesh, sizes):
     torch.manual_seed(0)
     model = make_blocks(torch.abs, torch.tanh, torch.sin, torch.abs).double()
     x, y = torch.randn(32, WIDTH, dtype=torch.float64), torch.randint(0, 4, (32,))
-    world = World(
-        mesh=make_grid(mesh, **sizes) if mesh.size > 1 else mesh, notify=lambda _: None, send_record=lambda _: None
-    )
-    job = make_job(
-        lambda x, y: F.cross_entropy(model(x), y),
-        model=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
-        view=None,
-        world=lambda: world,
-    ).configure({}, plan=Plan(stages="measured"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    plan = Plan(stages="measured")
+    job, world = make_grid_job(lambda x, y: F.cross_entropy(model(x), y), model, optimizer, mesh, sizes, plan)
     found = [job(x, y).detach() for _ in range(3)]
     return [*found, *(item.detach().clone() for item in model.parameters())], [
         world.stages.get(item) for item in model.parameters()
@@ -141,5 +132,4 @@ def test_all_workers_have_the_stages_that_rank_0_has_measured(sizes):
     for found, stages in outcomes:
         assert stages == outcomes[0][1]
         assert set(stages) == set(range(sizes["pipeline"]))
-        for ours, plain in zip(found, wanted, strict=True):
-            torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)
+        check_equal(found, wanted)

@@ -6,13 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from mixture_models import LENGTH, LOOPS, WIDTH
-from support.grids import make_grid
+from support.grid_jobs import check_equal, float64_by_default, make_grid_job
 from support.processes import on_mesh
 from torch import nn
 
-from rankless.context.world import World
-from rankless.jobs.definition import StepOptions
-from rankless.jobs.job import make_job
 from rankless.parallel.mesh import Mesh
 from rankless.parallel.plan import Plan
 from rankless.parallel.tensor_placement import find_only_rank
@@ -42,9 +39,7 @@ class Mixture(nn.Module):
 
 def train(mesh, form, sizes, rows, schedule="1f1b", zero=None, clip_norm=None, stages=None):
     """Return the values of three steps and the trained model, and the rank along `expert` of each divided parameter."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
+    with float64_by_default():
         torch.manual_seed(0)
         model = Mixture(form)
         ids, labels = torch.randint(0, WORDS, (2, rows, LENGTH))
@@ -55,17 +50,9 @@ def train(mesh, form, sizes, rows, schedule="1f1b", zero=None, clip_norm=None, s
             losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
             return losses.sum() / (labels >= 0).sum() + 0.1 * balance, losses
 
-        world = World(
-            mesh=make_grid(mesh, **sizes) if mesh.size > 1 else mesh, notify=lambda _: None, send_record=lambda _: None
-        )
-        job = make_job(
-            loss,
-            model=model,
-            optimizer=torch.optim.AdamW(model.parameters(), lr=0.05),
-            view=None,
-            world=lambda: world,
-            step_options=StepOptions(zero=zero if mesh.size > 1 else None, clip_norm=clip_norm),
-        ).configure({}, plan=Plan(schedule=schedule, microbatches=3, stages=stages if mesh.size > 1 else None))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        plan = Plan(schedule=schedule, microbatches=3, stages=stages if mesh.size > 1 else None)
+        job, world = make_grid_job(loss, model, optimizer, mesh, sizes, plan, zero=zero, clip_norm=clip_norm)
         found = [item.detach() for _ in range(3) for item in job(ids, labels)]
         placements = {
             name: find_only_rank(placed["expert"])
@@ -73,8 +60,6 @@ def train(mesh, form, sizes, rows, schedule="1f1b", zero=None, clip_norm=None, s
             if "expert" in (placed := world.owner.find_value_placements(item))
         }
         return [*found, *[item.detach().clone() for item in model.parameters()], torch.get_rng_state()], placements
-    finally:
-        torch.set_default_dtype(before)
 
 
 def check(form, sizes, rows, *options):
@@ -82,10 +67,8 @@ def check(form, sizes, rows, *options):
     wanted, _ = train(Mesh.solo(), form, {}, rows, *options)
     outcomes = on_mesh(math.prod(sizes.values()), train, form, sizes, rows, *options)
     for found, ranks in outcomes:
-        assert len(found) == len(wanted)
         assert ranks == outcomes[0][1]
-        for ours, plain in zip(found, wanted, strict=True):
-            torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)
+        check_equal(found, wanted)
     return outcomes[0][1]
 
 

@@ -26,7 +26,8 @@ RUN_ELSEWHERE = {
 }
 
 
-# Commands that only `make soak` runs: in CI other tests run the same script, or another of the same kind.
+# Commands that only `make soak` runs: in CI the tests named here run the same script or another of the same kind, or a
+# sample of such scripts.
 IN_SOAK = {
     "python examples/plain_lenet.py --epochs 1": "tests/examples/test_plain_scripts.py",
     "rankless run -n 2 examples/lenet.py --epochs 1": "tests/examples/test_plain_scripts.py, and the demo",

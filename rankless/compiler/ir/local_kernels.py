@@ -73,7 +73,7 @@ def make_empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -
     return torch.empty(shape, dtype=dtype, device=device)
 
 
-def stand_in(
+def make_empty_from(
     _inputs: Sequence[Tensor],
     shape: Sequence[int],
     _present: Sequence[int],

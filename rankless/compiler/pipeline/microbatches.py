@@ -116,7 +116,7 @@ class MicrobatchLowering(LoweringPass):
         whole = [item for item in inputs if isinstance(item, fx.Node)]
         shape = compute_local_shape(value.shape, sharding, self.ranks)
         present = compute_local_shape(value.shape, remove_owners(sharding), self.ranks)
-        return self.call(local_kernels.stand_in, whole, shape, present, value.dtype, value.device)
+        return self.call(local_kernels.make_empty_from, whole, shape, present, value.dtype, value.device)
 
     def add_counter_draw(self, node: fx.Node, target: Sharding) -> fx.Node:
         """Add the draw of a microbatch's part of a value, and note its sharding."""

@@ -40,7 +40,7 @@ KEYS = (counter_distributions.draw_key, counter_operators.draw_mask_key)
 DRAWING = (local_kernels.draw_dropout_mask, local_kernels.draw_and_slice, *KEYS)
 """Functions of local programs that draw from a generator."""
 
-STANDING_FOR_INPUTS = (local_kernels.make_absent, local_kernels.make_zeros)
+ABSENT_INPUTS = (local_kernels.make_absent, local_kernels.make_zeros)
 """Functions that the workers without a value call where the one that has it uses it as it is."""
 
 
@@ -195,12 +195,12 @@ class ProgramPartition:
         if not self.is_partial(node):
             return False
         source = node.meta["source"]
-        if node.target in STANDING_FOR_INPUTS:
+        if node.target in ABSENT_INPUTS:
             return all(map(self.is_partial, node.all_input_nodes))
         if node.meta["moves"]:
             return False
         target = node.target
-        if target is local_kernels.stand_in:  # see Note [absent values of microbatches]
+        if target is local_kernels.make_empty_from:  # see Note [absent values of microbatches]
             is_tuple = isinstance(source.meta["val"], tuple | list)
             target = getitem if is_tuple else LOCAL_OPERATORS.get(source.target, source.target)
         if target is getitem or not isinstance(target, torch._ops.OpOverload):

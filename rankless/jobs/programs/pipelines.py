@@ -71,6 +71,8 @@ class Pipelines:
     def _measure(self, program: LogicalProgram) -> Sequence[float]:
         """Return the seconds of operators on rank 0. The other ranks wait, so that nothing disturbs it. Collective."""
         mesh = self._world.mesh
+        if mesh.rank == 0:
+            self._world.notify(f"job {self._job.name!r}: the operators are measured, to balance the stages; ranks wait")
         seconds = array("d", measure_work(program) if mesh.rank == 0 else ())
         return array("d", broadcast_bytes(seconds.tobytes(), mesh=mesh))
 
