@@ -1,9 +1,7 @@
-"""A worker's status for the watchdog: it counts its training steps, and dumps the stacks of all threads on a signal.
+"""A worker's status for the watchdog: it counts its training steps, and writes its stacks on request.
 
-Note [stacks by signal]: the interpreter's own fault handler writes the stacks, in C and without the interpreter's lock.
-So it works while the main thread waits in a collective, or holds the lock in a library that never returns. It replaces
-nothing in PyTorch, and costs nothing until an agent sends the signal. The signal cuts short a sleep in C that ignores
-EINTR, so the agent sends it only if a rank has been idle for long.
+See Note [stacks of running threads] in `stack_writer`. The signal cuts short a sleep in C that ignores EINTR, so the agent
+sends it only if a rank has been idle for long and does not answer otherwise.
 """
 
 import faulthandler
@@ -19,11 +17,14 @@ from rankless.records.worker_status import (
     LAST_STEP,
     MAIN_THREAD,
     PAGE_BYTES,
+    REQUEST_PIPE,
+    REQUESTS,
     STEPS,
     TIMED_NANOSECONDS,
     TIMED_SAMPLES,
     stack_dump_signal,
 )
+from rankless.runtime.stack_writer import start_stack_writer
 
 
 def publish_totals(descriptor: int) -> Callable[[int, int, int], None]:
@@ -43,7 +44,7 @@ def publish_totals(descriptor: int) -> Callable[[int, int, int], None]:
 def publish_status(descriptor: int, *, main_thread: int) -> Callable[..., None]:
     """Publish this worker's status in the page at `descriptor` from now on.
 
-    A DataLoader's workers, which this process forks, dump their stacks on the signal as well.
+    A DataLoader's workers, which this process forks, write the stack of their main thread on the signal.
 
     Returns:
         The function to call after each training step.
@@ -51,9 +52,11 @@ def publish_status(descriptor: int, *, main_thread: int) -> Callable[..., None]:
     os.set_inheritable(descriptor, False)
     fields = memoryview(mmap.mmap(descriptor, PAGE_BYTES)).cast("Q")
     fields[MAIN_THREAD], fields[DESCRIPTOR] = main_thread, descriptor
+    fields[REQUESTS] = requests = start_stack_writer(descriptor)
+    fields[REQUEST_PIPE] = os.fstat(requests).st_ino
     number, clock = stack_dump_signal(), time.monotonic_ns
     if number is not None:
-        faulthandler.register(number, file=descriptor, all_threads=True)
+        faulthandler.register(number, file=descriptor, all_threads=False)
 
     def count_step(*_arguments: Any) -> None:
         fields[LAST_STEP] = clock()

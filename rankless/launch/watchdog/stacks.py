@@ -1,10 +1,13 @@
-"""Collect Python stacks of workers and their child processes. A signal requests them, shared memory returns them."""
+"""Collect Python stacks of workers and their child processes. Shared memory returns them.
+
+A thread of the worker writes them. A worker whose thread does not answer gets a signal, and so does a child process. See
+Note [stacks of running threads] in `runtime.stack_writer`.
+"""
 
 import os
 import re
 from collections import deque
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rankless.launch.watchdog.process_stats import read_process_stats
@@ -12,6 +15,7 @@ from rankless.records.worker_status import NAME, PAGE_BYTES, read_page, stack_du
 
 RESPONSE_TIMEOUT_SECONDS = 1.0
 """For the stacks of one process."""
+_PROCESS = re.compile(r"Process (\d+)\n")
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+) ")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
 
@@ -26,7 +30,7 @@ class Frame:
 
 
 def parse_main_stack(text: str, main_thread: int) -> list[Frame]:
-    """Return the frames of the main thread, innermost first, from the output of `faulthandler`."""
+    """Return the frames of the main thread, innermost first, from the stacks of all threads, or from its own."""
     stacks: dict[int, list[Frame]] = {}
     frames: list[Frame] = []
     for line in text.splitlines():
@@ -42,17 +46,18 @@ class StackRequest:
 
     def __init__(self, process_id: int, descriptor: int, now: float) -> None:
         self._descriptor = descriptor
-        self._queue: deque[int] = deque()
+        self._queue: deque[tuple[int, Callable[[int], bool]]] = deque()
         self._current: int | None = None
         self._requested_at = now
         self._length = 0
         self.stacks: dict[int, str] = {}
         """Stacks by process ID, without the processes that cannot respond or did not respond in time."""
+        self._queue.append((process_id, self._ask_thread))
         self.add([process_id], now)
 
     def add(self, process_ids: Sequence[int], now: float) -> None:
-        """Request the stacks of further processes."""
-        self._queue.extend(process_ids)
+        """Request the stacks of further processes, by the signal."""
+        self._queue.extend((process_id, self._send_signal) for process_id in process_ids)
         if self._current is None:
             self._request_next(now)
 
@@ -60,26 +65,60 @@ class StackRequest:
         """Return True once every process has responded or timed out."""
         if self._current is None:
             return True
-        text = os.pread(self._descriptor, 1 << 20, PAGE_BYTES)
+        text = self._read_stacks(self._current)
         # faulthandler writes many small pieces: the stack is complete once it has not grown since the last check.
-        if text and len(text) == self._length and text.endswith(b"\n"):
-            self.stacks[self._current] = text.decode(errors="replace")
+        if text and len(text) == self._length and text.endswith("\n"):
+            self.stacks[self._current] = text
             self._request_next(now)
         elif now - self._requested_at > RESPONSE_TIMEOUT_SECONDS:
             self._request_next(now)
         self._length = len(text) if self._current is not None else 0
         return self._current is None
 
+    def _read_stacks(self, process_id: int) -> str:
+        """Return what a process has written; "" for a late answer of another one."""
+        text = os.pread(self._descriptor, 1 << 20, PAGE_BYTES).decode(errors="replace")
+        writer = _PROCESS.match(text)
+        return text if writer is None or int(writer[1]) == process_id else ""
+
     def _request_next(self, now: float) -> None:
         self._current, self._length = None, 0
         while self._queue and self._current is None:
-            process_id = self._queue.popleft()
+            process_id, ask = self._queue.popleft()
+            if process_id in self.stacks:
+                continue
             os.ftruncate(self._descriptor, PAGE_BYTES)
             os.lseek(self._descriptor, PAGE_BYTES, os.SEEK_SET)
-            if _can_respond(process_id, read_page(self._descriptor).descriptor):
-                with suppress(ProcessLookupError, PermissionError):
-                    os.kill(process_id, stack_dump_signal() or 0)
-                    self._current, self._requested_at = process_id, now
+            if ask(process_id):
+                self._current, self._requested_at = process_id, now
+
+    def _ask_thread(self, process_id: int) -> bool:
+        """Ask the thread of a worker that writes stacks. Return whether that was possible."""
+        page = read_page(self._descriptor)
+        pipe = f"/proc/{process_id}/fd/{page.requests}"
+        try:
+            if not page.request_pipe or os.stat(pipe).st_ino != page.request_pipe:
+                return False
+            requests = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+        except OSError:
+            return False
+        try:
+            os.write(requests, b"?")
+        except OSError:  # it is full: the thread has not answered for long
+            return False
+        finally:
+            os.close(requests)
+        return True
+
+    def _send_signal(self, process_id: int) -> bool:
+        """Send a process the signal for its stack. Return whether that was possible."""
+        if not _can_respond(process_id, read_page(self._descriptor).descriptor):
+            return False
+        try:
+            os.kill(process_id, stack_dump_signal() or 0)
+        except (ProcessLookupError, PermissionError):
+            return False
+        return True
 
 
 def _can_respond(process_id: int, descriptor: int) -> bool:
