@@ -64,12 +64,11 @@ def open_page() -> int:
 
 def read_page(descriptor: int) -> WorkerStatus:
     """Read the present status of a worker."""
-    main_thread, count, last, own, job_steps, samples, timed, *requests = _FIELDS.unpack(
+    main_thread, count, last, own, job_steps, samples, timed, requests, pipe = _FIELDS.unpack(
         os.pread(descriptor, _FIELDS.size, 0)
     )
-    return WorkerStatus(
-        main_thread, count, last / 1e9 if count else None, own, job_steps, samples, timed / 1e9, *requests
-    )
+    last_step = last / 1e9 if count else None
+    return WorkerStatus(main_thread, count, last_step, own, job_steps, samples, timed / 1e9, requests, pipe)
 
 
 def stack_dump_signal() -> int | None:

@@ -1,10 +1,10 @@
 """Write the Python stacks of all threads when the agent asks for them.
 
-Note [stacks of running threads]: the interpreter's fault handler reads stacks in C, without the interpreter's lock. Where
-another thread runs, its frames end meanwhile, and the process is killed for reading memory that is gone. So a thread
-takes the lock to write the stacks of all threads. It waits for requests in a pipe, which costs nothing. A thread that
-holds the lock in a library that never returns keeps it from answering. Then the agent sends a signal, on which the
-fault handler writes the stack of the main thread only, which the signal has interrupted.
+Note [stacks of running threads]: the interpreter's fault handler reads stacks in C, without the interpreter's lock.
+Where another thread runs, its frames end meanwhile, and the process is killed for reading memory that is gone. So a
+thread takes the lock to write the stacks of all threads. It waits for requests in a pipe, which costs nothing. A
+library that keeps the lock and never returns keeps it from answering. Then the agent sends a signal, on which the fault
+handler writes the stack of the thread that the signal has interrupted only: the main thread's.
 """
 
 import _thread

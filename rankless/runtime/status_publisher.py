@@ -1,7 +1,7 @@
 """A worker's status for the watchdog: it counts its training steps, and writes its stacks on request.
 
-See Note [stacks of running threads] in `stack_writer`. The signal cuts short a sleep in C that ignores EINTR, so the agent
-sends it only if a rank has been idle for long and does not answer otherwise.
+See Note [stacks of running threads] in `stack_writer`. The signal cuts short a sleep in C that ignores EINTR, so the
+agent sends it only if a rank has been idle for long and does not answer otherwise.
 """
 
 import faulthandler

@@ -1,7 +1,7 @@
 """Collect Python stacks of workers and their child processes. Shared memory returns them.
 
-A thread of the worker writes them. A worker whose thread does not answer gets a signal, and so does a child process. See
-Note [stacks of running threads] in `runtime.stack_writer`.
+A thread of the worker writes them. A worker whose thread does not answer gets a signal, and so does a child process.
+See Note [stacks of running threads] in `runtime.stack_writer`.
 """
 
 import os
@@ -97,7 +97,7 @@ class StackRequest:
         page = read_page(self._descriptor)
         pipe = f"/proc/{process_id}/fd/{page.requests}"
         try:
-            if not page.request_pipe or os.stat(pipe).st_ino != page.request_pipe:
+            if not _has_page(process_id, page.descriptor) or os.stat(pipe).st_ino != page.request_pipe:
                 return False
             requests = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
         except OSError:
@@ -126,6 +126,11 @@ def _can_respond(process_id: int, descriptor: int) -> bool:
     number, stats = stack_dump_signal(), read_process_stats(process_id)
     if number is None or stats is None or stats.state in "tTZX" or not stats.caught_signals >> (number - 1) & 1:
         return False
+    return _has_page(process_id, descriptor)
+
+
+def _has_page(process_id: int, descriptor: int) -> bool:
+    """Return whether a process still has Rankless's shared memory: its script may have closed it."""
     try:
         return NAME in os.readlink(f"/proc/{process_id}/fd/{descriptor}")
     except OSError:
