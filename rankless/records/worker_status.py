@@ -1,6 +1,6 @@
 """The status that a worker publishes in memory that it shares with its agent: its main thread, its training steps.
 
-The stacks of all its threads follow in the same memory. The worker writes them on request (`runtime.stack_writer`).
+The stacks of all its threads follow in the same memory. The worker writes them on request (`runtime.status_publisher`).
 """
 
 import os

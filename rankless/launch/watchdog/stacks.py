@@ -1,7 +1,7 @@
 """Collect Python stacks of workers and their child processes. Shared memory returns them.
 
 A thread of the worker writes them. A worker whose thread does not answer gets a signal, and so does a child process.
-See Note [stacks of running threads] in `runtime.stack_writer`.
+See Note [stacks of running threads] in `runtime.status_publisher`.
 """
 
 import os
