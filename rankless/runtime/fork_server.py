@@ -65,6 +65,9 @@ JOB_MODULES = (
 )
 """The further modules that the first job call needs. The fork server imports them for programs that use Rankless."""
 
+OPTIMIZER_MODULES = ("torch._dynamo",)
+"""What the first optimizer of a process imports, which takes longer than PyTorch itself."""
+
 GROUP_MODULES = ("rankless.runtime.hooks.default_group", "rankless.runtime.rendezvous.process_group")
 
 Cores = set[int] | None
@@ -76,7 +79,8 @@ def main(fast_exit: FastExit) -> Callable[[], None] | None:
     process_title.show_fork_server(config.program)
     cores = prepare_process()
     warm = config.warm and preload_modules(
-        with_jobs=names_rankless(config.program), more=(*_alias_modules(config.program), *_group_modules(config))
+        with_jobs=names_rankless(config.program),
+        more=(*_alias_modules(config.program), *_optimizer_modules(config.program), *_group_modules(config)),
     )
     if config.warm and not warm:
         _notify(config, "the workers start as plain processes, because torch is not installed or has started threads")
@@ -115,6 +119,11 @@ def _group_modules(config: HostConfig) -> tuple[str, ...]:
     own = ("shared_memory", "hierarchical")
     wants = any(each.config.backend in own and each.config.world_size > 1 for each in config.workers)
     return GROUP_MODULES if wants else ()
+
+
+def _optimizer_modules(program: Program) -> tuple[str, ...]:
+    """Return what to preload for programs that make an optimizer: a second of each worker."""
+    return OPTIMIZER_MODULES if names_word(program, "optim") else ()
 
 
 def _alias_modules(program: Program) -> tuple[str, ...]:

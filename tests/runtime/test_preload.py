@@ -95,3 +95,11 @@ def test_what_the_fork_server_cannot_import_is_refused_before_the_start(
     assert (done.returncode, done.stdout) == (2, "")
     assert found in done.stderr
     assert os.listdir(tmp_path) == ["script.py"]
+
+
+@pytest.mark.parametrize("imports", ["from torch import optim", "import torch"])
+def test_what_optimizers_import_is_imported_once_for_programs_that_name_them(imports: str, tmp_path: Path):
+    line = "print('torch._dynamo' in sys.modules, 'torch' in before)"
+    (tmp_path / "script.py").write_text(f"import sys\nbefore = set(sys.modules)\n{imports}\n{line}\n")
+    done = rankless("run", "-n", "2", "script.py", folder=tmp_path)
+    assert (done.returncode, done.stdout) == (0, f"{'optim' in imports} False\n"), done.stderr
