@@ -37,7 +37,7 @@ def count_kept(local: LocalProgram) -> int:
     assert isinstance(run, PipelineRun)
     remaining, made, most = dict(run.step.uses), {}, 0
     for unit, function in run.step.units:
-        sent = [ValueKey(name, unit.microbatch) for name, _ in run.step.sends[Part(unit.kind, unit.stage)]]
+        sent = [ValueKey(name, unit.microbatch) for name, *_ in run.step.sends[Part(unit.kind, unit.stage)]]
         for key in (*function.inputs, *sent):
             remaining[key] -= 1
         if unit.kind == "forward":

@@ -2,16 +2,20 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import getitem
 from typing import NamedTuple
 
-from torch import fx
+import torch
+from torch import Tensor, fx
 
 from rankless.compiler.ir.logical_program import LogicalValue
 from rankless.compiler.ir.memory_order import find_memory_order, find_repeated_dims
+from rankless.compiler.lowering.count_expressions import SizeFromCounts
 from rankless.compiler.pipeline.microbatches import is_join
-from rankless.compiler.pipeline.partition import Phase, ProgramPartition
+from rankless.compiler.pipeline.partition import Phase, ProgramPartition, list_ancestors
 from rankless.compiler.pipeline.schedules import UNIT_KINDS, Unit
 from rankless.compiler.pipeline.transfers import TransferredValue
+from rankless.compiler.tracing.row_counts import list_traced_counts
 from rankless.compiler.tracing.symbolic_sizes import size_hint
 
 
@@ -179,8 +183,27 @@ class DataFlow:
     def describe(self, key: ValueKey) -> TransferredValue:
         """Return the shape and memory of a value, for a worker that receives it."""
         value = self.partition.by_name[key.name]
+        if "value" not in value.meta:
+            assert gives_number(value), f"{value} has no sharding"
+            shape = (None,) if value.target is Tensor.tolist else ()
+            return TransferredValue(key, shape, torch.int64, find_device(value), is_number=True)
         logical: LogicalValue = value.meta["value"][0].meta["val"]
         return describe_tensor(key, logical, self.partition.compute_shape(value, key.microbatch or 0))
+
+
+def gives_number(node: fx.Node) -> bool:
+    """Return whether a local node gives a number of selected rows, a size that depends on such, or a list of them."""
+    target = node.target
+    if target is getitem:
+        return gives_number(node.all_input_nodes[0])
+    return target in (torch.ops.aten.sym_size.int, Tensor.tolist, sum) or isinstance(target, SizeFromCounts)
+
+
+def find_device(node: fx.Node) -> torch.device:
+    """Return the device of the nearest tensor from which a number is computed."""
+    tensor = next(item for item in reversed(list_ancestors(node)) if "value" in item.meta)
+    device: torch.device = tensor.meta["value"][0].meta["val"].device
+    return device
 
 
 def describe_tensor(key: object, logical: LogicalValue, shape: Sequence[int]) -> TransferredValue:
@@ -188,7 +211,8 @@ def describe_tensor(key: object, logical: LogicalValue, shape: Sequence[int]) ->
     sizes, strides = ([int(size_hint(item)) for item in items] for items in (logical.shape, logical.strides))
     repeated = find_repeated_dims(sizes, strides)
     order = find_memory_order([1 if dim in repeated else size for dim, size in enumerate(sizes)], strides)
-    return TransferredValue(key, tuple(map(int, shape)), logical.dtype, logical.device, order, repeated)
+    known = tuple(None if list_traced_counts(size) else int(size) for size in shape)
+    return TransferredValue(key, known, logical.dtype, logical.device, order, repeated)
 
 
 def count_uses(inputs: Iterable[Sequence[ValueKey]]) -> Mapping[ValueKey, int]:

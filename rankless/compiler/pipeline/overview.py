@@ -3,6 +3,9 @@
 from collections.abc import Iterator, Sequence
 from operator import getitem
 
+import torch
+from torch import fx
+
 from rankless.compiler.ir.logical_program import format_operator, format_value
 from rankless.compiler.pipeline.data_flow import DataFlow, Need, Part
 from rankless.compiler.pipeline.microbatches import find_time_number
@@ -67,6 +70,8 @@ def describe_sent_value(
 ) -> CollectiveRecord:
     """Return a value that a worker sends to another, for all microbatches, as the record of a plan."""
     node = partition.by_name[need.name]
+    if "value" not in node.meta:
+        return describe_sent_number(node, source, target, pipeline)
     logical, sharding = node.meta["value"]
     # The pieces of a value that microbatches divide are all sent; what they have together is sent once.
     is_divided = isinstance(sharding[find_time_number(partition.axes)], Shard)
@@ -78,6 +83,27 @@ def describe_sent_value(
         else f"{format_value(logical)} of {format_operator(logical.target)}"
     )
     size = sum(count_bytes(logical, partition.compute_shape(node, number)) for number in numbers)
+    return make_record(logical, text, size, source, target, pipeline)
+
+
+def describe_sent_number(node: fx.Node, source: int, target: int, pipeline: MeshAxis) -> CollectiveRecord:
+    """Return a number of selected rows that a worker sends to another, as the record of a plan."""
+    return make_record(node.meta["source"], "number of selected rows", torch.int64.itemsize, source, target, pipeline)
+
+
+def make_record(
+    logical: fx.Node, text: str, size: int, source: int, target: int, pipeline: MeshAxis
+) -> CollectiveRecord:
+    """Return the record of what a worker sends to another.
+
+    Args:
+        logical: The operator that computes it.
+        text: Its name.
+        size: Its bytes.
+        source: The worker that sends it.
+        target: The worker that receives it.
+        pipeline: The axis of the workers.
+    """
     return CollectiveRecord(
         kind="send",
         purpose="input",

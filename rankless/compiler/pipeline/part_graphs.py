@@ -89,8 +89,9 @@ class PartGraph:
 
     def send(self, key: ValueKey, target: int) -> None:
         """Send a value to another worker."""
-        sent = self._call(Streams.send, (self.streams, self.get(key), target))
-        logical = self._partition.by_name[key.name].meta["value"][0]
+        sent = self._call(Streams.send, (self.streams, self.get(key), target, self._data_flow.describe(key)))
+        meta = self._partition.by_name[key.name].meta
+        logical = meta["value"][0] if "value" in meta else meta["source"]
         sent.meta.update(line=logical.meta.get("line", ""), module=logical.meta.get("module"))
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> fx.Node:

@@ -17,9 +17,7 @@ from torch import fx
 
 from rankless.compiler.ir.logical_program import LogicalProgram, LogicalValue
 from rankless.compiler.pipeline.random_draws import draws_numbers
-from rankless.compiler.tracing.row_counts import list_traced_counts
 from rankless.compiler.tracing.symbolic_sizes import size_hint
-from rankless.errors import CaptureError
 
 aten = torch.ops.aten
 rankless_ops = torch.ops.rankless
@@ -72,7 +70,6 @@ def find_stages(
         borders: The modules at which stages after the first begin. Default: stages get about equal work.
         work: The work of each operator of the forward pass, in any unit. Default: estimates.
     """
-    refuse_selected_rows(program)
     free = find_free(program)
     forward = list_forward(program)
     if owners:
@@ -107,19 +104,6 @@ def place_added(program: LogicalProgram, stages: Stages) -> Stages:
         taken = [of[value] for value in node.all_input_nodes if value in of and (value in forward) == (node in forward)]
         of[node] = max(taken, default=0) if node in forward else min(taken, default=stages.count - 1)
     return replace(stages, of=of)
-
-
-def refuse_selected_rows(program: LogicalProgram) -> None:
-    """Raise `CaptureError` for a program whose sizes depend on values: stages exchange values of known sizes."""
-    for node in program.graph.nodes:
-        value = node.meta.get("val")
-        if isinstance(value, LogicalValue) and any(map(list_traced_counts, value.shape)):
-            raise CaptureError(
-                expected="a job without shapes that depend on values, on a mesh with the axis pipeline",
-                found="rows that values select, as x[mask] does",
-                fix="use another axis (data, expert, tensor), or compute with torch.where(mask, values, other)",
-                where=node.meta.get("line") or None,
-            )
 
 
 def find_free(program: LogicalProgram) -> frozenset[fx.Node]:

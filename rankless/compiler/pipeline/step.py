@@ -47,8 +47,8 @@ class PipelineStep:
     prepare: PartFunction
     units: tuple[tuple[Unit, PartFunction], ...]
     finish: PartFunction
-    sends: Mapping[Part, tuple[tuple[str, int], ...]]
-    """The values that each unit sends, and to which worker."""
+    sends: Mapping[Part, tuple[tuple[str, int, TransferredValue], ...]]
+    """The values that each unit sends, to which worker, and what it must know of them."""
     receives: Mapping[Unit | None, tuple[tuple[ValueKey, int], ...]]
     """The values that a unit needs first of other workers' units, and from which worker; None for the end."""
     streams: Mapping[int, tuple[TransferredValue, ...]]
@@ -113,8 +113,8 @@ class PipelineRun:
         for unit, function in step.units:
             values.update((key, streams.receive(key, source)) for key, source in step.receives[unit])
             self._run(function, values, remaining)
-            for name, target in step.sends[Part.of(unit)]:
-                streams.send(take(ValueKey(name, unit.microbatch), values, remaining), target)
+            for name, target, described in step.sends[Part.of(unit)]:
+                streams.send(take(ValueKey(name, unit.microbatch), values, remaining), target, described)
         values.update((key, streams.receive(key, source)) for key, source in step.receives[None])
         found = self._run(step.finish, values, remaining, streams)
         step.draws.end()
@@ -178,7 +178,7 @@ class PipelineRun:
             if is_own and output.is_shared and output.repeats is None:
                 for target in range(step.workers):
                     if target != step.worker:
-                        streams.send(value, target)
+                        streams.send(value, target, output.described)
             outputs.append(value)
         return outputs
 

@@ -78,7 +78,7 @@ class StepBuilder:
         finish = self._build_finish(draws)
         parts = {Part.of(unit): None for unit, _ in units}
         sends = {part: tuple(self._list_sends(part)) for part in parts}
-        sent = [[ValueKey(name, unit.microbatch) for name, _ in sends[Part.of(unit)]] for unit, _ in units]
+        sent = [[ValueKey(name, unit.microbatch) for name, *_ in sends[Part.of(unit)]] for unit, _ in units]
         taken = [prepare.inputs, *[function.inputs for _, function in units], finish.inputs, *sent]
         uses = count_uses(taken)
         return PipelineStep(
@@ -148,10 +148,12 @@ class StepBuilder:
         self.collectives = [*[exchange.record for _, exchange in found], *self.collectives]
         return tuple(found)
 
-    def _list_sends(self, part: Part) -> Sequence[tuple[str, int]]:
-        """Return what a unit sends, and to which worker."""
+    def _list_sends(self, part: Part) -> Sequence[tuple[str, int, TransferredValue]]:
+        """Return what a unit sends, to which worker, and its description."""
         return [
-            (need.name, target) for target in range(self._workers) for need in self.data_flow.list_sent(part, target)
+            (need.name, target, self.data_flow.describe(ValueKey(need.name, 0)))
+            for target in range(self._workers)
+            for need in self.data_flow.list_sent(part, target)
         ]
 
     def _list_receives(self, units: Sequence[Unit]) -> Mapping[Unit | None, tuple[tuple[ValueKey, int], ...]]:

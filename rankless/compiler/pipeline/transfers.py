@@ -2,7 +2,7 @@
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,19 +22,21 @@ class TransferredValue:
 
     Attributes:
         key (Key): Its name.
-        shape (tuple[int, ...]): Its shape.
+        shape (tuple[int | None, ...]): Its shape, with None for a number of selected rows, which the sender knows.
         dtype (torch.dtype): Its dtype.
         device (torch.device): Where the receiver needs it.
         order (tuple[int, ...] | None): The order of its dims in memory; None if it is contiguous.
         repeated (tuple[int, ...]): Dims along which it repeats one row without memory for each.
+        is_number (bool): Whether it is a number of Python, or a list of numbers, and is sent as a tensor of integers.
     """
 
     key: Key
-    shape: tuple[int, ...]
+    shape: tuple[int | None, ...]
     dtype: torch.dtype
     device: torch.device
     order: tuple[int, ...] | None = None
     repeated: tuple[int, ...] = ()
+    is_number: bool = False
 
 
 class Transport(Protocol):
@@ -89,25 +91,34 @@ class Streams:
     def __init__(self, transport: Transport, expected: Mapping[int, Sequence[TransferredValue]]) -> None:
         self._transport = transport
         self._expected = {source: list(reversed(values)) for source, values in expected.items()}
-        self._received: dict[tuple[int, Key], Tensor] = {}
+        self._received: dict[tuple[int, Key], Any] = {}
 
-    def send(self, value: Tensor, target: int) -> None:
-        """Send a value."""
+    def send(self, value: Any, target: int, described: TransferredValue) -> None:
+        """Send a value, after its shape if the receiver does not know it."""
+        if described.is_number:
+            value = torch.tensor(value, dtype=described.dtype, device=described.device)
+        if None in described.shape:
+            self._transport.send(torch.tensor(value.shape, device=described.device), target)
         if value.numel():
             self._transport.send(value.contiguous(), target)
 
-    def receive(self, key: Key, source: int) -> Tensor:
+    def receive(self, key: Key, source: int) -> Any:
         """Return a value that another worker sends. What it sends before is kept for later."""
         while (source, key) not in self._received:
             described = self._expected[source].pop()
-            value = torch.empty(described.shape, dtype=described.dtype, device=described.device)
+            shape: Sequence[Any] = described.shape
+            if None in shape:
+                sizes = torch.empty(len(shape), dtype=torch.int64, device=described.device)
+                self._transport.receive(sizes, source)
+                shape = sizes.tolist()
+            value: Any = torch.empty(shape, dtype=described.dtype, device=described.device)
             if value.numel():
                 self._transport.receive(value, source)
             if described.repeated:
                 value = repeat_memory(value, described.repeated, described.order)
             elif described.order is not None:
                 value = order_memory(value, described.order)
-            self._received[source, described.key] = value
+            self._received[source, described.key] = value.tolist() if described.is_number else value
         return self._received.pop((source, key))
 
     def finish(self) -> None:
