@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from selected_row_models import FORMS, LABELS, LOSSES, WIDTH, Mixture, compute_next_value
-from simulated_pipelines import capture_job, run_on_simulated_pipeline
+from selected_row_models import FORMS, LABELS, LOSSES, WIDTH, Mixture
+from simulated_pipelines import DEVICE, capture_job, run_on_simulated_pipeline
 from simulated_ranks import assert_runs_as_plain
 from torch import nn
 
-from rankless.compiler.capture.value_reads import ValueNeeded
+from rankless.compiler.capture.capture import ArgumentShape, JobSource, capture
+from rankless.compiler.capture.value_reads import ValueNeeded, ValueReads
 from rankless.compiler.lowering.value_check import OtherValueRead
-from rankless.errors import CaptureError
 
 
 class Stack(nn.Module):
@@ -75,7 +75,10 @@ def check(job, workers=2, microbatches=3, schedule="1f1b", **settings):
 def find_value(job, known, cutting):
     """Return the value that a job reads after the known ones, by a program that ends there."""
     function, modules, arguments = job
-    program = capture_up_to_read(function, modules, arguments, known)
+    source = JobSource(name="job", function=function, modules=modules, trains=True)
+    shapes = [ArgumentShape(shape=tuple(item.shape), dtype=item.dtype) for item in arguments]
+    reads = ValueReads(known, ends_at_unknown=True)
+    program = capture(source, lambda tensors: (tuple(tensors), {}), shapes, DEVICE, reads=reads).program
     return run_on_simulated_pipeline(program, modules, arguments, **cutting).results[-1].item()
 
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, fx
 
+from rankless.compiler.ir import local_kernels
 from rankless.compiler.ir.logical_program import LogicalValue
 from rankless.compiler.ir.memory_order import find_memory_order, find_repeated_dims
 from rankless.compiler.lowering.count_expressions import SizeFromCounts
@@ -17,6 +18,9 @@ from rankless.compiler.pipeline.schedules import UNIT_KINDS, Unit
 from rankless.compiler.pipeline.transfers import TransferredValue
 from rankless.compiler.tracing.row_counts import list_traced_counts
 from rankless.compiler.tracing.symbolic_sizes import size_hint
+
+NUMBERS = (torch.ops.aten.sym_size.int, local_kernels.count_places, Tensor.tolist, sum)
+"""Functions of local programs that give numbers of selected rows."""
 
 
 class ValueKey(NamedTuple):
@@ -196,7 +200,7 @@ def gives_number(node: fx.Node) -> bool:
     target = node.target
     if target is getitem:
         return gives_number(node.all_input_nodes[0])
-    return target in (torch.ops.aten.sym_size.int, Tensor.tolist, sum) or isinstance(target, SizeFromCounts)
+    return target in NUMBERS or isinstance(target, SizeFromCounts)
 
 
 def find_device(node: fx.Node) -> torch.device:
