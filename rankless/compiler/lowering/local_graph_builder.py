@@ -110,6 +110,11 @@ class LocalGraphBuilder:
         """Return this rank's part of a value, as ranges of dims."""
         return self.counts.list_parts(sharding)
 
+    @property
+    def early_masks(self) -> frozenset[fx.Node]:
+        """Masks that are known before what they select: selected rows are counted in them."""
+        return frozenset()
+
     def all_reduce(self, value: fx.Node, reason: str, size: int) -> fx.Node:
         """Add a sum of a value of `size` bytes over the ranks along the current axes."""
         for number in self.current_axes:

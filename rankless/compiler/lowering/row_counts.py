@@ -53,6 +53,11 @@ class LocalBuilder(Protocol):
         """The device of this rank."""
         ...
 
+    @property
+    def early_masks(self) -> frozenset[fx.Node]:
+        """Masks that are known before what they select: selected rows are counted in them."""
+        ...
+
     def all_gather(self, value: fx.Node, reason: str, size: int, number: int | None = None) -> fx.Node:
         """Add an all-gather of equal pieces, of `size` bytes each, along a new dim 0 and an axis."""
         ...
@@ -103,7 +108,10 @@ class RowCounts:
             self.note_divisions(sharding)
             own = self._find_own(division)
             if own is not None and own not in self._counts:
-                self._counts[own] = self._builder.call(aten.sym_size.int, local, dim)
+                if find_mask(division) in self._builder.early_masks:
+                    self._count_in_mask(division)
+                else:
+                    self._counts[own] = self._builder.call(aten.sym_size.int, local, dim)
             if symbol is None or symbol in self._lines:
                 continue
             if own is None and is_divided(division):
@@ -242,10 +250,9 @@ class RowCounts:
         """Count the rows that a mask selects on this rank, if no value has their number."""
         masks = [find_selection(placement) for placement in division]
         sharding = tuple(Replicate() if item is None else Shard(item.dim, item.lengths) for item in masks)
-        mask = next(item.mask for item in masks if item is not None)
         own = self._find_own(division)
         assert own is not None
-        found = self._builder.redistribute(mask, sharding, "number of selected rows")
+        found = self._builder.redistribute(find_mask(division), sharding, "number of selected rows")
         self._counts[own] = self._builder.call(local_kernels.count_places, found)
 
     def _find_own(self, division: Sharding) -> sympy.Symbol | None:
@@ -337,6 +344,11 @@ class RowCounts:
         whole: Sharding = (*known, *[Replicate()] * (len(sharding) - number))
         mask = self._builder.redistribute(selection.mask, whole, "order of selected rows")
         return self._builder.call(local_kernels.find_owners, mask, selection.dim, selection.lengths)
+
+
+def find_mask(division: Sharding) -> fx.Node:
+    """Return the mask that selects rows which axes divide."""
+    return next(item.mask for item in map(find_selection, division) if item is not None)
 
 
 def keep_dim(sharding: Sharding, dim: int) -> Sharding:

@@ -27,7 +27,7 @@ from rankless.compiler.lowering.lower import LoweringPass
 from rankless.compiler.lowering.recomputation import Recomputation, Region, recompute
 from rankless.compiler.lowering.recomputed_regions import choose_regions, count_own_bytes
 from rankless.compiler.lowering.repeated_gathers import gather_again
-from rankless.compiler.pipeline.stages import Stages
+from rankless.compiler.pipeline.stages import Stages, find_free
 from rankless.compiler.rules.half_precision import ACCUMULATED_IN
 from rankless.compiler.rules.losses import find_class_range, finish_losses, lower_loss_terms
 from rankless.compiler.rules.strategy import LocalValue
@@ -50,6 +50,7 @@ class MicrobatchLowering(LoweringPass):
     def __init__(self, sharded: ShardedProgram, mesh: Mesh, stages: Stages) -> None:
         super().__init__(sharded, mesh)
         self._stages = stages
+        self._free = find_free(sharded.logical)
         self._moves = False
         self._time = find_time_number(mesh.axes)
 
@@ -58,6 +59,11 @@ class MicrobatchLowering(LoweringPass):
         node = super().call(target, *args, **kwargs)
         node.meta.update(source=self.current_node, moves=self._moves)
         return node
+
+    @property
+    def early_masks(self) -> frozenset[fx.Node]:
+        """Masks that all workers have before the units, and so the numbers of rows of all microbatches."""
+        return self._free
 
     def find_stage(self, node: fx.Node) -> int:
         """Return the stage of an operator, the first one for an input of the program."""
