@@ -164,7 +164,7 @@ class TraceableJobModule(nn.Module):
                     result = UNKNOWN
         if result is UNKNOWN and self.reads is not None:
             self.result_spec, self.result_leaves = pytree.tree_structure(None), (TENSOR_LEAF,)
-            return (self.reads.tensors[-1].clone(),)
+            return tuple(item.clone() for item in (self.reads.tensors[-1], *self.reads.tensors[:-1]))
         leaves, self.result_spec = pytree.tree_flatten(result)
         self.result_leaves = tuple(TENSOR_LEAF if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         # A result may be an argument, or a view of one. A clone makes it a value of the program.
@@ -262,9 +262,9 @@ def capture(
                 shape_env.is_traced = True
             tensors = job.module_tensors
             program = name_inputs_and_outputs(source.name, source.line, traced, tensors, job.generators.found)
-            if reads is not None and not reads.ends_at_unknown:
+            if reads is not None:
                 program = name_checks(program, reads.values)
-            program = clean_up(program, source.modules)
+            program = clean_up(program, source.modules, compares=reads is None or not reads.ends_at_unknown)
             require_own_data(program, tensors)
             program = replace(program, recompute=source.recompute, sequence_parallel=source.sequence_parallel)
             if source.draws_by_counter:

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from rankless.compiler.capture.copies import drop_copies, skip_final_copy
 from rankless.compiler.capture.linear_layers import unmerge_linears
+from rankless.compiler.capture.read_constants import use_read_values
 from rankless.compiler.capture.selections import merge_selections
 from rankless.compiler.ir.logical_program import (
     LogicalProgram,
@@ -229,8 +230,14 @@ def find_line(node: fx.Node) -> str:
     return decode_origin(node.meta.get("stack_trace")).line or str(node.meta.get("line", ""))
 
 
-def clean_up(program: LogicalProgram, modules: Mapping[str, nn.Module]) -> LogicalProgram:
-    """Return the same program with tied parameters as one input, and without aliases, final copies or unused nodes."""
+def clean_up(program: LogicalProgram, modules: Mapping[str, nn.Module], *, compares: bool = True) -> LogicalProgram:
+    """Return the same program with tied parameters as one input, and without aliases, final copies or unused nodes.
+
+    Args:
+        program: The program.
+        modules: The job's modules.
+        compares: Whether the program compares the values that Python has read.
+    """
     replacements: dict[fx.Node, fx.Node] = {}
     inputs = tie_inputs(program, modules, replacements)
     for node in program.graph.nodes:
@@ -243,6 +250,9 @@ def clean_up(program: LogicalProgram, modules: Mapping[str, nn.Module]) -> Logic
         (skip_final_copy(node) if output.kind in ("result", "check") else node, output) for node, output in outputs
     ]
     returned = next(node for node in program.graph.nodes if node.op == "output")
+    returned.args = (tuple(node for node, _ in outputs),)
+    use_read_values(program.graph, outputs, returned)
+    outputs = [(node, output) for node, output in outputs if compares or output.kind != "check"]
     returned.args = (tuple(node for node, _ in outputs),)
     drop_double_transposes(program.graph)
     drop_copies(program.graph)

@@ -174,7 +174,7 @@ class PipelineRun:
                 value = streams.receive(("output", number), output.worker)
             else:
                 described = output.described
-                value = torch.empty(described.shape, dtype=described.dtype, device=described.device)
+                value = torch.empty(described.require_shape(), dtype=described.dtype, device=described.device)
             if is_own and output.is_shared and output.repeats is None:
                 for target in range(step.workers):
                     if target != step.worker:

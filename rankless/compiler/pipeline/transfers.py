@@ -38,6 +38,12 @@ class TransferredValue:
     repeated: tuple[int, ...] = ()
     is_number: bool = False
 
+    def require_shape(self) -> list[int]:
+        """Return the shape of a value that has no number of selected rows as a size."""
+        known = [size for size in self.shape if size is not None]
+        assert len(known) == len(self.shape), self
+        return known
+
 
 class Transport(Protocol):
     """Moves tensors between the workers of a pipeline."""
