@@ -24,7 +24,8 @@ def use_read_values(graph: fx.Graph, outputs: Sequence[tuple[fx.Node, ProgramOut
     """
     for node, output in outputs:
         value, known = node.meta["val"], output.expected
-        users = [user for user in node.users if user is not returned]
+        read = node.all_input_nodes[0] if node.target is aten.clone.default else node  # a copy of a view is returned
+        users = [user for user in read.users if user is not returned and user is not node]
         if output.kind != "check" or not users or not isinstance(known, int) or not is_single_number(value):
             continue
         with graph.inserting_before(min(users)):
@@ -33,7 +34,7 @@ def use_read_values(graph: fx.Graph, outputs: Sequence[tuple[fx.Node, ProgramOut
             )
         constant.meta.update(node.meta, backward=False)
         for user in users:
-            user.replace_input_with(node, constant)
+            user.replace_input_with(read, constant)
 
 
 def is_single_number(value: LogicalValue) -> bool:
