@@ -3,7 +3,7 @@
 import pytest
 import torch
 from selected_row_models import EXPERTS, FORMS, LABELS, LOSSES, WIDTH, make_loss_job, make_mixture_job
-from simulated_pipelines import DEVICE, capture_job, cut
+from simulated_pipelines import DEVICE, capture_job
 from simulated_ranks import assert_runs_as_plain, assert_same_as_plain, divide_evenly, run_program_on_axes
 from torch import nn
 
@@ -205,13 +205,6 @@ def test_accumulation_knows_by_how_many_selected_rows_a_loss_divides(loss):
 def test_accumulation_refuses_a_loss_whose_number_of_rows_it_does_not_know(loss):
     with pytest.raises(CaptureError, match=r"rows that values select|numbers of selected rows"):
         analyze(loss)
-
-
-def test_a_pipeline_refuses_selected_rows_with_their_line():
-    function, modules, arguments = make_mixture_job("by_mask")
-    with pytest.raises(CaptureError, match="rows that values select") as error:
-        cut(capture_job(function, modules, arguments, True), modules, 2)
-    assert "selected_row_models.py" in str(error.value)
 
 
 def test_what_the_backward_pass_asks_of_a_number_of_rows_is_read_at_the_end_of_the_function():
