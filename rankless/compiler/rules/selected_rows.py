@@ -31,6 +31,8 @@ aten = torch.ops.aten
 RANGES = (aten.arange.default, aten.arange.start, aten.arange.start_step)
 COPIES = (aten._to_copy.default, aten.clone.default, aten.alias.default, aten.lift_fresh_copy.default)
 VIEWS = (aten.view.default, aten._unsafe_view.default)
+EQUAL_ROWS = {aten.expand.default: 1, aten.full.default: 0, aten.ones.default: 0, aten.zeros.default: 0}
+"""Operators that make equal rows, and the place of the size among their arguments."""
 SIZE_ONE_VIEWS = (*VIEWS, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default)
 
 
@@ -201,6 +203,29 @@ def put_strategies(call: OperatorCall, mask: fx.Node, first: int) -> Iterator[St
         yield Strategy((rows, part, given), (rows,))
     if len(values) == len(selected) and all(size != 1 for size in values):
         yield from split_strategies(call, f"{source},{whole},{selected}->{source}")
+
+
+def equal_rows_strategies(call: OperatorCall) -> Iterator[Strategy]:
+    """Yield strategies of making equal rows, as many as a mask selects: each rank makes as many as it has selected."""
+    if call.operator not in EQUAL_ROWS:
+        return
+    (shape,) = call.output_shapes
+    given = logical_shape(call.inputs[0]) if call.inputs else ()
+    added = len(shape) - len(given)
+    for dim, size in enumerate(shape):
+        is_repeated = dim < added or (isinstance(given[dim - added], int) and given[dim - added] == 1)
+        if is_repeated and find_traced_count(size) is not None:
+            for selection in get_selections(size).list_divided(size, call.axis):
+                yield Strategy((Replicate(),) * len(call.inputs), (Shard(dim, selection.counts),), lower_equal_rows)
+
+
+def lower_equal_rows(
+    builder: GraphBuilder, call: OperatorCall, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> LocalValue:
+    """Make this rank's rows."""
+    local = list(args)
+    local[EQUAL_ROWS[call.operator]] = builder.output_size(0)
+    return builder.call(call.operator, *local, **kwargs)
 
 
 def masked_select_strategies(call: OperatorCall) -> Iterator[Strategy]:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from torch.utils import _pytree as pytree
 
 from rankless.compiler.ir.logical_program import LogicalValue, is_random_node
+from rankless.compiler.rules.selected_rows import equal_rows_strategies
 from rankless.compiler.rules.strategy import OperatorCall, ShardingRule, Strategy
 from rankless.compiler.sharding.owner_strategies import list_strategies, no_strategies
 from rankless.compiler.sharding.strategy_costs import list_outputs
@@ -22,7 +23,7 @@ def list_for_counts(call: OperatorCall, rule: ShardingRule | None) -> Iterator[S
     What is not in the order of one device is neither drawn in parts, nor regrouped by a view.
     """
     try:
-        found = list_strategies(call, no_strategies if rule is None else rule)
+        found = [*equal_rows_strategies(call), *list_strategies(call, no_strategies if rule is None else rule)]
     except CaptureError:
         return
     for strategy in sorted(found, key=lambda item: any(isinstance(output, OnRank) for output in item.outputs)):

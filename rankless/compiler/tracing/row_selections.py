@@ -51,6 +51,7 @@ class RowSelections:
         self._environment = environment
         self._known: dict[tuple[Any, ...], RowSelection] = {}
         self._by_count: dict[Any, RowSelection] = {}
+        self._by_whole: dict[tuple[Any, int], list[RowSelection]] = {}
 
     def divide(self, count: SymInt, mask: fx.Node, placement: Shard, axis: int) -> RowSelection:
         """Return a divided selection.
@@ -67,11 +68,16 @@ class RowSelections:
             counts = tuple(self._create_count(limit) for _ in placement.lengths)
             self._known[key] = RowSelection(mask, placement.dim, placement.lengths, counts)
             self._by_count |= {find_traced_count(item): self._known[key] for item in counts}
+            self._by_whole.setdefault((find_traced_count(count), axis), []).append(self._known[key])
         return self._known[key]
 
     def find(self, count: Any) -> RowSelection | None:
         """Return the selection of which a count of one rank's rows is; None if it is no such count."""
         return self._by_count.get(find_traced_count(count))
+
+    def list_divided(self, count: Any, axis: int) -> Sequence[RowSelection]:
+        """Return the known selections of a number of rows that an axis divides."""
+        return self._by_whole.get((find_traced_count(count), axis), ())
 
     def _create_count(self, limit: int) -> SymInt:
         with self._environment.ignore_fresh_unbacked_symbols():
