@@ -189,9 +189,7 @@ def test_stages_receive_the_numbers_of_rows_that_they_need():
 def test_draws_for_selected_rows_of_the_model_are_refused():
     job = make_stack_job("by_numbers")
     job[1]["model"].layers[0].dropout.p = 0.5
-    with pytest.raises(
-        CaptureError, match=r"dropout of model.layers.0.dropout \(Dropout\), which needs the whole batch"
-    ):
+    with pytest.raises(CaptureError, match=r"dropout of model.layers.0.dropout .*whole batch"):
         check(job)
 
 

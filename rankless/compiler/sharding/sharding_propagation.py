@@ -22,6 +22,7 @@ from torch import fx
 
 from rankless.compiler.ir.logical_program import LogicalProgram, LogicalValue
 from rankless.compiler.probing.operator_probe import OperatorProbe
+from rankless.compiler.rules.selected_rows import lower_equal_rows
 from rankless.compiler.rules.strategy import OperatorCall, Strategy, make_call, make_replicated_strategy
 from rankless.compiler.rules.table import REFUSED_OPERATORS, find_rule
 from rankless.compiler.sharding.counted_rows import list_for_counts, takes_counts
@@ -316,7 +317,8 @@ def combines(strategy: Strategy, call: OperatorCall, outer: Sequence[AxisShardin
     shared = {tuple(is_within(own, item) for item in others) for own, *others in divided}
     if len(shared) > 1 or any(is_within_blocks(own, item) for own, *others in divided for item in others):
         return False
-    if (strategy.returned or call.wanted in strategy.outputs) and not any(map(any, shared)):
+    holds_for_whole = strategy.returned or call.wanted in strategy.outputs or strategy.lower is lower_equal_rows
+    if holds_for_whole and not any(map(any, shared)):
         return True  # these lengths hold for whole values
     for node, current, (required, *around) in zip(call.inputs, call.current_placements, inputs, strict=True):
         if isinstance(required, BlockedShard) and current == required:
