@@ -32,6 +32,7 @@ from rankless.compiler.sharding.sequence_parallelism import find_divided_weights
 from rankless.compiler.sharding.strategy_costs import find_cheapest, list_outputs
 from rankless.compiler.sharding.sums_of_experts import join_sums_of_experts
 from rankless.compiler.sharding.wanted_placements import find_wanted_placements
+from rankless.compiler.tracing.row_selections import find_selection
 from rankless.errors import CaptureError
 from rankless.parallel.tensor_placement import (
     BlockedShard,
@@ -317,8 +318,9 @@ def combines(strategy: Strategy, call: OperatorCall, outer: Sequence[AxisShardin
     shared = {tuple(is_within(own, item) for item in others) for own, *others in divided}
     if len(shared) > 1 or any(is_within_blocks(own, item) for own, *others in divided for item in others):
         return False
-    holds_for_whole = strategy.returned or call.wanted in strategy.outputs or strategy.lower is lower_equal_rows
-    if holds_for_whole and not any(map(any, shared)):
+    if strategy.lower is lower_equal_rows:
+        return is_of_whole_mask(strategy.outputs[0], outer)
+    if (strategy.returned or call.wanted in strategy.outputs) and not any(map(any, shared)):
         return True  # these lengths hold for whole values
     for node, current, (required, *around) in zip(call.inputs, call.current_placements, inputs, strict=True):
         if isinstance(required, BlockedShard) and current == required:
@@ -332,6 +334,12 @@ def combines(strategy: Strategy, call: OperatorCall, outer: Sequence[AxisShardin
             ):
                 return True
     return not divided
+
+
+def is_of_whole_mask(placement: Placement, outer: Sequence[AxisSharding]) -> bool:
+    """Return whether selected rows are divided by a mask that no outer axis divides: their numbers are of the whole."""
+    selection = find_selection(placement)
+    return selection is not None and all(isinstance(axis.placements[selection.mask], Replicate) for axis in outer)
 
 
 def is_within(inner: Placement, outer: Placement) -> bool:
