@@ -66,7 +66,7 @@ JOB_MODULES = (
 """The further modules that the first job call needs. The fork server imports them for programs that use Rankless."""
 
 OPTIMIZER_MODULES = ("torch._dynamo",)
-"""What the first optimizer of a process imports, which takes longer than PyTorch itself."""
+"""What the first optimizer of a process imports, which takes about as long as PyTorch itself."""
 
 GROUP_MODULES = ("rankless.runtime.hooks.default_group", "rankless.runtime.rendezvous.process_group")
 

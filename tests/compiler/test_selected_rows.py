@@ -2,15 +2,13 @@
 
 import pytest
 import torch
+from programs_with_reads import run_with_reads
 from selected_row_models import EXPERTS, FORMS, LABELS, LOSSES, WIDTH, make_loss_job, make_mixture_job
-from simulated_pipelines import DEVICE, capture_job
+from simulated_pipelines import capture_job
 from simulated_ranks import assert_runs_as_plain, assert_same_as_plain, divide_evenly, run_program_on_axes
 from torch import nn
 
 from rankless.compiler.analysis.loss_normalizers import add_loss_normalizers
-from rankless.compiler.capture.capture import ArgumentShape, JobSource, capture
-from rankless.compiler.capture.value_reads import ValueNeeded, ValueReads
-from rankless.compiler.lowering.value_check import OtherValueRead
 from rankless.errors import CaptureError
 
 MESHES = ((2,), (3,), (2, 2))
@@ -26,30 +24,13 @@ def check(job, mesh, dims=0, **settings):
     shardings = [divide_evenly(item.shape, mesh, each) for item, each in zip(arguments, given, strict=True)]
     known = []
 
+    def run_program(program):
+        return run_program_on_axes(program, arguments, modules, mesh, shardings)
+
     def run():
-        while True:
-            state = torch.get_rng_state()
-            try:
-                program = capture_job(function, modules, arguments, True, reads=known, **settings)
-                return run_program_on_axes(program, arguments, modules, mesh, shardings)
-            except OtherValueRead as other:
-                expected = [output.expected for _, output in program.outputs if output.kind == "check"]
-                known[:] = [*expected[: other.position], other.value]
-            except ValueNeeded:
-                known.append(compute_next_value(job, known, mesh, shardings))
-            torch.set_rng_state(state)
+        return run_with_reads(job, run_program, known, **settings)
 
     return assert_runs_as_plain(run, function, modules, arguments), known
-
-
-def compute_next_value(job, known, mesh, shardings):
-    """Return the value that a job reads after the known ones, by a program that ends there."""
-    function, modules, arguments = job
-    source = JobSource(name="job", function=function, modules=modules, trains=True)
-    shapes = [ArgumentShape(shape=tuple(item.shape), dtype=item.dtype) for item in arguments]
-    reads = ValueReads(known, ends_at_unknown=True)
-    program = capture(source, lambda tensors: (tuple(tensors), {}), shapes, DEVICE, reads=reads).program
-    return run_program_on_axes(program, arguments, modules, mesh, shardings).results[-1].item()
 
 
 def list_moves(outcome):

@@ -2,14 +2,12 @@
 
 import pytest
 import torch
+from programs_with_reads import run_with_reads
 from selected_row_models import EXPERTS, FORMS, LABELS, LOSSES, WIDTH, Mixture
-from simulated_pipelines import DEVICE, capture_job, run_on_simulated_pipeline
+from simulated_pipelines import run_on_simulated_pipeline
 from simulated_ranks import assert_runs_as_plain
 from torch import nn
 
-from rankless.compiler.capture.capture import ArgumentShape, JobSource, capture
-from rankless.compiler.capture.value_reads import ValueNeeded, ValueReads
-from rankless.compiler.lowering.value_check import OtherValueRead
 from rankless.errors import CaptureError
 
 OF_THE_WHOLE_BATCH = (
@@ -69,30 +67,13 @@ def check(job, workers=2, microbatches=3, schedule="1f1b", **settings):
     known = []
     cutting = {"workers": workers, "microbatches": microbatches, "schedule": schedule}
 
+    def run_program(program):
+        return run_on_simulated_pipeline(program, modules, arguments, **cutting)
+
     def run():
-        while True:
-            state = torch.get_rng_state()
-            try:
-                program = capture_job(function, modules, arguments, True, reads=known, **settings)
-                return run_on_simulated_pipeline(program, modules, arguments, **cutting)
-            except OtherValueRead as other:
-                expected = [output.expected for _, output in program.outputs if output.kind == "check"]
-                known[:] = [*expected[: other.position], other.value]
-            except ValueNeeded:
-                known.append(find_value(job, known, cutting))
-            torch.set_rng_state(state)
+        return run_with_reads(job, run_program, known, **settings)
 
     return assert_runs_as_plain(run, function, modules, arguments), known
-
-
-def find_value(job, known, cutting):
-    """Return the value that a job reads after the known ones, by a program that ends there."""
-    function, modules, arguments = job
-    source = JobSource(name="job", function=function, modules=modules, trains=True)
-    shapes = [ArgumentShape(shape=tuple(item.shape), dtype=item.dtype) for item in arguments]
-    reads = ValueReads(known, ends_at_unknown=True)
-    program = capture(source, lambda tensors: (tuple(tensors), {}), shapes, DEVICE, reads=reads).program
-    return run_on_simulated_pipeline(program, modules, arguments, **cutting).results[-1].item()
 
 
 @pytest.mark.ci_sample(3)
@@ -183,7 +164,9 @@ def test_stages_receive_the_numbers_of_rows_that_they_need():
         ones = torch.ones(rows.shape[0], 1, dtype=x.dtype)
         return (found * ones).square().sum() + (rows * found).sum()
 
-    check((train, {"first": first, "second": second}, [torch.randn(12, WIDTH, dtype=torch.float64)]))
+    outcome, _ = check((train, {"first": first, "second": second}, [torch.randn(12, WIDTH, dtype=torch.float64)]))
+    moves = [(item.value, item.bytes) for item in outcome.programs[0].collectives]
+    assert ("number of selected rows", 8) in moves
 
 
 def test_draws_for_selected_rows_of_the_model_are_refused():

@@ -19,9 +19,9 @@ from torch._functorch._aot_autograd.descriptors import (
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
+from rankless.compiler.capture.constants_for_reads import use_read_values
 from rankless.compiler.capture.copies import drop_copies, skip_final_copy
 from rankless.compiler.capture.linear_layers import unmerge_linears
-from rankless.compiler.capture.read_constants import use_read_values
 from rankless.compiler.capture.selections import merge_selections
 from rankless.compiler.ir.logical_program import (
     LogicalProgram,
@@ -250,7 +250,6 @@ def clean_up(program: LogicalProgram, modules: Mapping[str, nn.Module], *, compa
         (skip_final_copy(node) if output.kind in ("result", "check") else node, output) for node, output in outputs
     ]
     returned = next(node for node in program.graph.nodes if node.op == "output")
-    returned.args = (tuple(node for node, _ in outputs),)
     use_read_values(program.graph, outputs, returned)
     outputs = [(node, output) for node, output in outputs if compares or output.kind != "check"]
     returned.args = (tuple(node for node, _ in outputs),)
