@@ -6,17 +6,15 @@ from collections import Counter
 import pytest
 import torch
 import torch.nn.functional as F
-from support.grids import make_grid
+from support.grid_jobs import float64_by_default, make_grid_job
 from support.processes import on_mesh
 from torch import nn
 
 from rankless.compiler.scheduling.parameter_gathers import GatherOfParameters
-from rankless.context.world import World
-from rankless.jobs.definition import StepOptions
-from rankless.jobs.job import make_job
 from rankless.parallel.mesh import Mesh
 from rankless.parallel.plan import Plan
 
+GRID = {"pipeline": 2, "data": 2}
 WIDTH = 512
 """A matrix has 1 MiB, the smallest group."""
 LAYERS = 8
@@ -50,23 +48,14 @@ def train_in_stages(mesh, schedule, microbatches, autocast=False, tied=False):
     """Return the moves of the program of this worker, and how many gathered matrices lived at once at most."""
     torch.manual_seed(0)
     model, programs = make_model(tied), Programs()
-    grid = make_grid(mesh, pipeline=2, data=2)
-    world = World(mesh=grid, notify=lambda _: None, send_record=lambda _: None, programs=programs)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def loss(x):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             return model(x).square().mean()
 
-    train = make_job(
-        loss,
-        model=model,
-        optimizer=optimizer,
-        view=None,
-        world=lambda: world,
-        step_options=StepOptions(zero="parameters"),
-    )
-    train.configure({}, plan=Plan(schedule=schedule, microbatches=microbatches))
+    plan = Plan(schedule=schedule, microbatches=microbatches)
+    train, _ = make_grid_job(loss, model, optimizer, mesh, GRID, plan, zero="parameters", programs=programs)
     made, most, finish = [], 0, GatherOfParameters.finish
 
     def note(gather, started):
@@ -126,25 +115,13 @@ class Viewed(nn.Module):
 
 
 def train_viewed(mesh, zero):
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
+    with float64_by_default():
         torch.manual_seed(0)
         model, inputs, labels = Viewed(), torch.randn(9, 6), torch.arange(9) % 6
-        grid = make_grid(mesh, pipeline=2, data=2) if mesh.size > 1 else mesh
-        world = World(mesh=grid, notify=lambda _: None, send_record=lambda _: None)
-        train = make_job(
-            lambda x, y: F.cross_entropy(model(x), y),
-            model=model,
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-            view=None,
-            world=lambda: world,
-            step_options=StepOptions(zero=zero),
-        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        train, _ = make_grid_job(lambda x, y: F.cross_entropy(model(x), y), model, optimizer, mesh, GRID, zero=zero)
         losses = [train(inputs, labels) for _ in range(3)]
         return torch.cat([torch.stack(losses), *[item.detach().flatten() for item in model.parameters()]])
-    finally:
-        torch.set_default_dtype(before)
 
 
 def test_views_and_copies_of_gathered_parameters_are_those_of_one_device():
