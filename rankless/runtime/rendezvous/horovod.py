@@ -99,7 +99,10 @@ class KeyValueClient:
                 why = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
             if time.monotonic() - start > min(SERVER_TIMEOUT_SECONDS, self._worker.timeout_seconds):
                 raise self._make_unreachable_error(why)
-            self._deadline.wait(self._describe_no_answer(why), self._fix())
+            try:
+                self._deadline.wait(self._describe_no_answer(why), self._fix())
+            except JoinError:  # the time for joining has passed: the server is the cause, not a rank
+                raise self._make_unreachable_error(why) from None
 
     def _request_once(self, method: str, body: bytes | None) -> bytes:
         connection = HTTPConnection(self._worker.address, self._worker.port, timeout=REQUEST_TIMEOUT_SECONDS)
