@@ -17,6 +17,8 @@ from torch.distributed.tensor import DTensor
 def perturb_gradients(gradients: Iterable[Tensor], generator: torch.Generator) -> None:
     """Change gradients in place in their last bits: elements by up to eps(dtype) x the tensor's largest."""
     for gradient in map(get_local, gradients):
+        if gradient.layout == torch.sparse_coo:
+            gradient = gradient._values()  # the same memory
         if gradient.is_floating_point() and gradient.numel() > 0:
             scale = gradient.abs().amax() * torch.finfo(gradient.dtype).eps
             gradient.add_(_draw_uniform(gradient, generator) * scale)

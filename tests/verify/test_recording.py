@@ -111,6 +111,22 @@ def test_gradients_are_perturbed_by_the_seed_in_their_last_bits(dtype):
     perturb_gradients([torch.tensor([1, 2]), torch.empty(0)], torch.Generator())
 
 
+def test_sparse_gradients_are_perturbed_and_recorded_like_dense_ones(tmp_path):
+    def gradient_of(sparse: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        embedding = nn.Embedding(6, 3, sparse=sparse)
+        (embedding(torch.tensor([4, 1, 4])) * torch.arange(9.0).reshape(3, 3)).sum().backward()
+        return embedding.weight.grad
+
+    sparse, dense = gradient_of(True), gradient_of(False)
+    assert sparse.layout == torch.sparse_coo
+    assert sketch_of(sparse, tmp_path / "a") == sketch_of(dense, tmp_path / "b")
+    perturb_gradients([sparse], torch.Generator().manual_seed(1))
+    difference = (sparse.to_dense() - dense).abs()
+    assert 0 < difference.max() <= 2 * dense.abs().max() * torch.finfo(torch.float32).eps
+    assert (difference[[0, 2, 3, 5]] == 0).all()
+
+
 def test_parameters_are_perturbed_inside_and_restored_after():
     model = nn.Linear(50, 20)
     before = model.weight.detach().clone()

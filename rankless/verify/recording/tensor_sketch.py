@@ -41,6 +41,8 @@ def widen(tensor: Tensor) -> Tensor:
     plain = tensor.detach()
     if isinstance(plain, DTensor):
         plain = plain.full_tensor()
+    if plain.layout != torch.strided:  # a sparse gradient, of `nn.Embedding(sparse=True)`
+        plain = plain.to_dense()
     if plain.is_complex():
         plain = torch.view_as_real(plain.resolve_conj())
     return plain.to(torch.float64 if plain.is_floating_point() else torch.int64).contiguous()
