@@ -121,8 +121,8 @@ def _make_context(preload: tuple[str, ...], **given: object) -> agent.AgentConte
 
 @contextlib.contextmanager
 def _time_limit() -> Iterator[None]:
-    """End a command that hangs, by SIGTERM. The limit is long because `verify` makes several runs."""
-    timer = threading.Timer(2 * DEADLINE_SECONDS, os.kill, (os.getpid(), signal.SIGTERM))
+    """End a command that hangs, by SIGTERM. The limit is long because `verify` makes up to four runs."""
+    timer = threading.Timer(6 * DEADLINE_SECONDS, os.kill, (os.getpid(), signal.SIGTERM))
     timer.start()
     try:
         yield
