@@ -76,6 +76,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in __all__:
         return getattr(_import_api(), name)
+    if name == "parameter_server":
+        return importlib.import_module("rankless.parameter_server")
     raise AttributeError(f"module 'rankless' has no attribute {name!r}")
 
 

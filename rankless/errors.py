@@ -11,6 +11,7 @@ RanklessError            base of all errors below
 ├── DataError            a data set, a batch or an argument that a loader or a job cannot take
 ├── DeferredError        a use of a model that was built in `rankless.deferred()` and has no values yet
 ├── StepError            a training step that cannot be made, or must not be made
+├── TableError           a table of rows by ids that cannot be used so
 └── CheckpointError      a checkpoint that cannot be written or read
 
 StepsDone (SystemExit)   the normal end of a run that was limited to a number of steps
@@ -146,6 +147,21 @@ class StepError(RanklessError):
 
     Examples: with `check_finite=True`, a loss or a gradient that is not finite; with `accumulate=k`, loss terms that
     cannot be combined exactly. It has the attributes of `RanklessError`.
+    """
+
+
+class TableError(RanklessError):
+    """Raised if a table of rows by ids cannot use settings, ids or an optimizer, or has no memory for more rows.
+
+    It has the attributes of `RanklessError`.
+
+    Example:
+        >>> rankless.parameter_server.Embedding(16, max_rows=0)
+        Traceback (most recent call last):
+        rankless.errors.TableError:
+        expected: max_rows of at least 1
+        found:    0
+        fix:      change the settings of the table
     """
 
 

@@ -1,0 +1,160 @@
+"""An embedding of 64-bit ids without a largest one: `nn.Embedding` whose rows are made when training needs them."""
+
+import dataclasses
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from rankless.errors import TableError
+from rankless.parameter_server.table_training import TableTraining
+from rankless.parameter_server.tables.contents import TableContents, TableStatistics
+from rankless.parameter_server.tables.settings import Admission, Initial, Normal, TableSettings
+from rankless.parameter_server.tables.table import Table
+
+INDEX_TYPES = (torch.int32, torch.int64)
+
+
+class Embedding(nn.Module):
+    """Looks up rows of 64-bit ids. An id gets its row in the first training step that has it.
+
+    It trains as `nn.Embedding(sparse=True)` does, with `torch.optim.SGD`, `Adagrad` or `SparseAdam` on its parameters:
+    equal ids give equal results, to rounding. An id without a row reads as its initial values.
+
+    Args:
+        embedding_dim: Elements of a row.
+        padding_idx: An id that reads as zeros and has no gradient.
+        initial: Distribution of the values of new rows: `Normal`, `Uniform` or `Constant`.
+        seed: Initial values depend on the id and on this number alone. None: a number drawn from PyTorch's generator.
+        admission: Which ids get a row: None for all, `ByCount` or `ByHash`. Gradients of others are left out.
+        expire_after_steps: Rows that no step has used for more than this number of steps are removed, at the latest
+            after as many steps again. None: never.
+        max_rows: Most rows. Beyond it, those unused for longest are removed. None: as many as the host's memory holds.
+        device: Device of the results. Rows are in the host's memory.
+        dtype: torch.float32 or torch.float64. None: PyTorch's default.
+
+    Raises:
+        TableError: An argument is out of range, or memory cannot be reserved.
+
+    A call takes ids, int32 or int64, of any shape, and returns rows of the shape `(*ids.shape, embedding_dim)`.
+
+    Example:
+        >>> embedding = rankless.parameter_server.Embedding(16)
+        >>> optimizer = torch.optim.Adagrad(embedding.parameters(), lr=0.1)
+        >>> embedding(torch.tensor([3, -(2**62), 3])).sum().backward()
+        >>> optimizer.step()
+        >>> embedding.statistics().rows
+        2
+    """
+
+    def __init__(
+        self,
+        embedding_dim: int,
+        *,
+        padding_idx: int | None = None,
+        initial: Initial | None = None,
+        seed: int | None = None,
+        admission: Admission | None = None,
+        expire_after_steps: int | None = None,
+        max_rows: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.embedding_dim = embedding_dim
+        self.padding_idx = padding_idx
+        dtype = dtype or torch.get_default_dtype()
+        settings = TableSettings(
+            dim=embedding_dim,
+            dtype=_table_dtype(dtype),
+            seed=int(torch.randint(2**63 - 1, (), device="cpu")) if seed is None else seed,
+            initial=Normal() if initial is None else initial,
+            admission=admission,
+            expire_after_steps=expire_after_steps,
+            max_rows=max_rows,
+        )
+        self.weight = nn.Parameter(torch.zeros(1, 2, device=device, dtype=dtype))
+        self._table = Table(settings)
+        self._training: TableTraining | None = None
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # untyped in PyTorch
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return the rows of ids. Raises TableError if they are no integers, or the call is captured."""
+        workers = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        if workers > 1 or isinstance(ids, FakeTensor):
+            raise TableError(
+                expected="a table on one device: its rows are in this process alone",
+                found=f"a run on {workers} workers" if workers > 1 else "a call that is captured for several workers",
+                fix="run the script on one device, or use torch.nn.Embedding",
+            )
+        if ids.dtype not in INDEX_TYPES:
+            raise TableError(expected="ids of int32 or int64", found=ids.dtype, fix="pass ids.to(torch.int64)")
+        return self._current_training().look_up(ids)
+
+    def statistics(self) -> TableStatistics:
+        """Return numbers of rows and of what has happened to them."""
+        return self._table.statistics()
+
+    def extra_repr(self) -> str:
+        """Return what `print(model)` shows."""
+        return f"{self.embedding_dim}, rows={self.statistics().rows}, dtype={self._table.settings.dtype}"
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Return the table as tensors and numbers, for `state_dict`."""
+        contents = vars(self._table.contents())
+        values = {
+            name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+            for name, value in contents.items()
+        }
+        return {**values, "seed": self._table.settings.seed}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Take a table from `state_dict`. Raises TableError if it does not fit."""
+        values: dict[str, Any] = {
+            name: value.numpy() if isinstance(value, Tensor) else value for name, value in state.items()
+        }
+        settings = dataclasses.replace(self._table.settings, seed=values.pop("seed"))
+        table = Table(settings)
+        table.restore(TableContents(**values))
+        self._close_training()
+        self._table = table
+
+    def _current_training(self) -> TableTraining:
+        training = self._training
+        if training is None or training.weight is not self.weight or training.dtype != self.weight.dtype:
+            self._close_training()
+            training = TableTraining(self._table_of_weight(), self.weight, self.padding_idx)
+            self._training = training
+        return training
+
+    def _close_training(self) -> None:
+        if self._training is not None:
+            self._training.close()
+        self._training = None
+
+    def _table_of_weight(self) -> Table:
+        """Return the table in the type of the weight, which `model.double()` changes."""
+        dtype = _table_dtype(self.weight.dtype)
+        if dtype != self._table.settings.dtype:
+            if self._table.step > 0:
+                raise TableError(
+                    expected=f"a table in {self._table.settings.dtype}, which has trained",
+                    found=f"its model in {dtype}",
+                    fix="convert the model before its first training step",
+                )
+            self._table = Table(dataclasses.replace(self._table.settings, dtype=dtype))
+        return self._table
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_training": None}
+
+
+def _table_dtype(dtype: torch.dtype) -> Literal["float32", "float64"]:
+    if dtype == torch.float32:
+        return "float32"
+    if dtype == torch.float64:
+        return "float64"
+    raise TableError(expected="a table in torch.float32 or torch.float64", found=dtype, fix="pass dtype=torch.float32")

@@ -1,0 +1,52 @@
+"""Settings of tables' steps, read from the script's own optimizers."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
+
+from rankless.errors import TableError
+from rankless.parameter_server.tables.optimizers import (
+    AdagradSettings,
+    OptimizerSettings,
+    SgdSettings,
+    SparseAdamSettings,
+)
+
+
+def settings_of(optimizer: Optimizer, group: Mapping[str, Any]) -> OptimizerSettings:
+    """Return the settings of one step for a parameter group. Raises TableError for other optimizers.
+
+    PyTorch's optimizer has made its step before, so it has refused what it cannot do with sparse gradients.
+    """
+    maximize = bool(group.get("maximize", False))
+    rate = float(group["lr"])
+    if type(optimizer) is SGD:
+        momentum, dampening = float(group["momentum"]), float(group["dampening"])
+        return SgdSettings(
+            lr=rate, momentum=momentum, dampening=dampening, nesterov=group["nesterov"], maximize=maximize
+        )
+    if type(optimizer) is Adagrad:
+        return AdagradSettings(
+            lr=rate,
+            lr_decay=group["lr_decay"],
+            eps=group["eps"],
+            initial_accumulator_value=optimizer.defaults["initial_accumulator_value"],
+            maximize=maximize,
+        )
+    if type(optimizer) is SparseAdam:
+        return SparseAdamSettings(
+            lr=rate, betas=(float(group["betas"][0]), float(group["betas"][1])), eps=group["eps"], maximize=maximize
+        )
+    raise TableError(
+        expected="torch.optim.SGD, Adagrad or SparseAdam for a table's weight",
+        found=type(optimizer).__qualname__,
+        fix="give the tables' weights an optimizer of their own",
+    )
+
+
+def has_stepped(optimizer: Optimizer, weight: nn.Parameter) -> bool:
+    """Return whether an optimizer has states of earlier steps for a weight, for example from a checkpoint."""
+    state = optimizer.state.get(weight, {})
+    return float(state.get("step", 0)) > 0 or state.get("momentum_buffer") is not None

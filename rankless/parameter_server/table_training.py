@@ -1,0 +1,123 @@
+"""A table in training on one device: lookups that autograd knows, and steps together with the script's optimizers."""
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from rankless.errors import TableError
+from rankless.parameter_server.optimizer_steps import has_stepped, settings_of
+from rankless.parameter_server.tables.table import Table
+from rankless.parameter_server.waiting_gradients import RowGradients, WaitingGradients
+
+
+class TableTraining:
+    """The table of one weight, a parameter that stands for all rows; see Note [the gradient of a table]."""
+
+    def __init__(self, table: Table, weight: nn.Parameter, padding_id: int | None) -> None:
+        """Step the table whenever an optimizer steps the weight, as long as this object lives."""
+        self.table = table
+        self.weight = weight
+        self.dtype = weight.dtype
+        self._padding_id = padding_id
+        self._waiting = WaitingGradients(weight)
+        self._optimizer: weakref.ref[Optimizer] | None = None
+        self._earlier_optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        own = weakref.ref(self)
+
+        def before_step(optimizer: Optimizer, *_: Any) -> None:
+            if (training := own()) is not None and training._group_of(optimizer) is not None:
+                training._use_optimizer(optimizer)
+
+        def after_step(optimizer: Optimizer, *_: Any) -> None:
+            if (training := own()) is not None:
+                training._step(optimizer)
+
+        handles = (register_optimizer_step_pre_hook(before_step), register_optimizer_step_post_hook(after_step))
+        self._remove_hooks = [weakref.finalize(self, handle.remove) for handle in handles]
+
+    def close(self) -> None:
+        """Step the table no longer: something else steps it."""
+        self._waiting.close()
+        for remove in self._remove_hooks:
+            remove()
+
+    def look_up(self, ids: Tensor) -> Tensor:
+        """Return the rows of ids, of shape (*ids.shape, dim). Ids are int32 or int64, on any device."""
+        rows: Tensor = _Lookup.apply(self.weight, ids, self)  # type: ignore[no-untyped-call]  # untyped in PyTorch
+        return rows
+
+    def read(self, ids: Tensor) -> Tensor:
+        """Return the rows of different ids, int64, of shape (n,), on a CPU."""
+        rows = torch.from_numpy(self.table.pull(ids.numpy()))
+        if self._padding_id is not None:
+            rows[ids == self._padding_id] = 0
+        return rows
+
+    def add_gradients(self, added: RowGradients) -> Tensor:
+        """Add gradients within a backward pass. Return the gradient of the weight."""
+        if self._padding_id is not None:
+            kept = added.ids != self._padding_id
+            added = RowGradients(added.ids[kept], added.occurrences[kept], added.gradients[kept])
+        return self._waiting.add(added)
+
+    def _use_optimizer(self, optimizer: Optimizer) -> None:
+        """Let the table begin with new states if another optimizer steps the weight than before."""
+        current = None if self._optimizer is None else self._optimizer()
+        if optimizer is current:
+            return
+        if optimizer in self._earlier_optimizers:
+            raise TableError(
+                expected="one optimizer at a time for a table's weight, because its states are with the rows",
+                found="an optimizer that has stepped it before another one did",
+                fix="step the weight with one optimizer",
+            )
+        if current is not None:
+            self._earlier_optimizers.add(current)
+        if not has_stepped(optimizer, self.weight):
+            self.table.reset_states()
+        self._optimizer = weakref.ref(optimizer)
+
+    def _step(self, optimizer: Optimizer) -> None:
+        group = self._group_of(optimizer)
+        if group is None or self.weight.grad is None:
+            return
+        self.weight.detach().zero_()  # what the optimizer did to it means nothing
+        gradients = self._waiting.take()
+        if gradients is not None:
+            self.table.push(
+                gradients.ids.numpy(),
+                gradients.occurrences.numpy(),
+                gradients.gradients.numpy(),
+                settings_of(optimizer, group),
+            )
+
+    def _group_of(self, optimizer: Optimizer) -> dict[str, Any] | None:
+        for group in optimizer.param_groups:
+            if any(parameter is self.weight for parameter in group["params"]):
+                return group
+        return None
+
+
+class _Lookup(torch.autograd.Function):
+    """Rows of ids, whose gradients go to the table."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, ids: Tensor, training: TableTraining) -> Tensor:
+        found, ctx.places, ctx.occurrences = torch.unique(
+            ids.detach().reshape(-1).to("cpu", torch.int64), return_inverse=True, return_counts=True
+        )
+        ctx.ids, ctx.training, ctx.dim = found, training, training.table.settings.dim
+        return training.read(found)[ctx.places].reshape(*ids.shape, ctx.dim).to(weight.device)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        rows = gradient.detach().reshape(-1, ctx.dim).cpu()
+        sums = rows.new_zeros(len(ctx.ids), ctx.dim).index_add_(0, ctx.places, rows)
+        weight_gradient = ctx.training.add_gradients(RowGradients(ctx.ids, ctx.occurrences, sums))
+        return weight_gradient, None, None

@@ -1,0 +1,208 @@
+"""Optimizers of rows: how many states a row has, and how a step changes rows."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankless.errors import TableError
+from rankless.parameter_server.tables.contents import TableContents
+from rankless.parameter_server.tables.id_map import IdMap
+from rankless.parameter_server.tables.momentum import MomentumHistory
+from rankless.parameter_server.tables.optimizers import (
+    AdagradSettings,
+    OptimizerSettings,
+    SgdSettings,
+    SparseAdamSettings,
+)
+from rankless.parameter_server.tables.rows import Rows
+from rankless.parameter_server.tables.updates import (
+    MomentumScalars,
+    catch_up_states,
+    subtract_movements,
+    update_adagrad,
+    update_momentum,
+    update_sgd,
+    update_sparse_adam,
+)
+
+Floats = NDArray[np.floating]
+Numbers = NDArray[np.int64]
+
+
+class RowOptimizer(Protocol):
+    """Steps the rows of one table.
+
+    Attributes:
+        name: Name in stored tables.
+        states: Number of states of a row, each with as many elements as the row has values.
+        initial_state: What the states of a new row hold.
+        steps: Number of steps so far.
+    """
+
+    name: str
+    states: int
+    initial_state: float
+    steps: int
+
+    def accepts(self, settings: OptimizerSettings) -> bool:
+        """Return whether settings are of this optimizer."""
+
+    def step(self, rows: Rows, row_numbers: Numbers, gradients: Floats, settings: OptimizerSettings) -> None:
+        """Step rows with gradients of shape (rows, dim). Rows with a negative number are left out."""
+
+    def catch_up(self, ids: Numbers, id_map: IdMap, rows: Rows, copies: Floats) -> None:
+        """Let copies of rows, (ids, dim), or with their states, (ids, width), hold what all steps made of them."""
+
+
+class SgdRows:
+    """SGD without momentum."""
+
+    name = "SGD"
+    states = 0
+    initial_state = 0.0
+
+    def __init__(self, steps: int = 0) -> None:
+        self.steps = steps
+
+    def accepts(self, settings: OptimizerSettings) -> bool:
+        """Return whether settings are SGD's without momentum."""
+        return isinstance(settings, SgdSettings) and settings.momentum == 0
+
+    def step(self, rows: Rows, row_numbers: Numbers, gradients: Floats, settings: OptimizerSettings) -> None:
+        """Step rows."""
+        self.steps += 1
+        update_sgd(rows, row_numbers, gradients, settings.lr)
+
+    def catch_up(self, ids: Numbers, id_map: IdMap, rows: Rows, copies: Floats) -> None:
+        """Do nothing: rows without gradients stay."""
+
+
+class MomentumRows:
+    """SGD with momentum. Where a step has momentum 0, buffers stay, as in PyTorch."""
+
+    name = "SGD with momentum"
+    states = 1
+    initial_state = 0.0
+
+    def __init__(self, caught_up: Numbers, steps: int = 0) -> None:
+        self.steps = steps
+        self._history = MomentumHistory(caught_up)
+
+    def accepts(self, settings: OptimizerSettings) -> bool:
+        """Return whether settings are SGD's."""
+        return isinstance(settings, SgdSettings)
+
+    def step(self, rows: Rows, row_numbers: Numbers, gradients: Floats, settings: OptimizerSettings) -> None:
+        """Step rows with gradients, and note how far the others move."""
+        assert isinstance(settings, SgdSettings)
+        if settings.momentum == 0:
+            update_sgd(rows, row_numbers, gradients, settings.lr)
+            return
+        self.steps += 1  # PyTorch does not dampen the gradient of the first step
+        factor = 1.0 if self.steps == 1 else 1 - settings.dampening
+        scalars = MomentumScalars(settings.lr, settings.momentum, factor, settings.nesterov)
+        update_momentum(rows, row_numbers, gradients, self._history.state(), scalars)
+        self._history.add_step(settings.lr, settings.momentum, nesterov=settings.nesterov)
+
+    def catch_up(self, ids: Numbers, id_map: IdMap, rows: Rows, copies: Floats) -> None:
+        """Move copies by what their rows have not moved yet."""
+        subtract_movements(ids, id_map, rows, self._history.state(), copies)
+        if copies.shape[1] > rows.dim:
+            catch_up_states(ids, id_map, self._history.state(), copies[:, rows.dim :])
+
+    def mark_caught_up(self, row_numbers: Numbers) -> None:
+        """Take rows whose values and buffers hold all steps so far."""
+        self._history.mark_caught_up(row_numbers)
+
+
+class AdagradRows:
+    """Adagrad. The state is the sum of squared gradients."""
+
+    name = "Adagrad"
+    states = 1
+
+    def __init__(self, initial_state: float, steps: int = 0) -> None:
+        self.initial_state = initial_state
+        self.steps = steps
+
+    def accepts(self, settings: OptimizerSettings) -> bool:
+        """Return whether settings are Adagrad's."""
+        return isinstance(settings, AdagradSettings)
+
+    def step(self, rows: Rows, row_numbers: Numbers, gradients: Floats, settings: OptimizerSettings) -> None:
+        """Step rows."""
+        assert isinstance(settings, AdagradSettings)
+        rate = settings.lr / (1 + self.steps * settings.lr_decay)
+        self.steps += 1
+        update_adagrad(rows, row_numbers, gradients, (rate, settings.eps))
+
+    def catch_up(self, ids: Numbers, id_map: IdMap, rows: Rows, copies: Floats) -> None:
+        """Do nothing: rows without gradients stay."""
+
+
+class SparseAdamRows:
+    """SparseAdam. The states are the means of gradients and of their squares."""
+
+    name = "SparseAdam"
+    states = 2
+    initial_state = 0.0
+
+    def __init__(self, steps: int = 0) -> None:
+        self.steps = steps
+
+    def accepts(self, settings: OptimizerSettings) -> bool:
+        """Return whether settings are SparseAdam's."""
+        return isinstance(settings, SparseAdamSettings)
+
+    def step(self, rows: Rows, row_numbers: Numbers, gradients: Floats, settings: OptimizerSettings) -> None:
+        """Step rows. The bias corrections are those of all steps, not of the row's."""
+        assert isinstance(settings, SparseAdamSettings)
+        self.steps += 1
+        beta1, beta2 = settings.betas
+        rate = settings.lr * (1 - beta2**self.steps) ** 0.5 / (1 - beta1**self.steps)
+        update_sparse_adam(rows, row_numbers, gradients, (rate, beta1, beta2, settings.eps))
+
+    def catch_up(self, ids: Numbers, id_map: IdMap, rows: Rows, copies: Floats) -> None:
+        """Do nothing: rows without gradients stay."""
+
+
+def make_row_optimizer(settings: OptimizerSettings, reserve_numbers: Callable[[], Numbers]) -> RowOptimizer:
+    """Return the optimizer of settings, before its first step.
+
+    Args:
+        settings: Settings of a step.
+        reserve_numbers: Returns zeros, int64, one for each possible row.
+    """
+    match settings:
+        case SgdSettings(momentum=0):
+            return SgdRows()
+        case SgdSettings():
+            return MomentumRows(reserve_numbers())
+        case AdagradSettings():
+            return AdagradRows(settings.initial_accumulator_value)
+        case SparseAdamSettings():
+            return SparseAdamRows()
+
+
+def restore_row_optimizer(contents: TableContents, reserve_numbers: Callable[[], Numbers]) -> RowOptimizer | None:
+    """Return the optimizer that stored rows have the states of, if they have been stepped. Raises TableError."""
+    match contents.optimizer:
+        case "":
+            return None
+        case SgdRows.name:
+            return SgdRows(contents.optimizer_steps)
+        case MomentumRows.name:
+            return MomentumRows(reserve_numbers(), contents.optimizer_steps)
+        case AdagradRows.name:
+            return AdagradRows(contents.initial_state, contents.optimizer_steps)
+        case SparseAdamRows.name:
+            return SparseAdamRows(contents.optimizer_steps)
+        case name:
+            names = ", ".join(kind.name for kind in (SgdRows, MomentumRows, AdagradRows, SparseAdamRows))
+            raise TableError(
+                expected=f"rows with states of one of {names}",
+                found=name,
+                fix="restore the table with the version of Rankless that stored it",
+            )

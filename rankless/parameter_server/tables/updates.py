@@ -1,0 +1,136 @@
+"""Updates of rows by an optimizer, in one pass over each row: the sparse updates of PyTorch's optimizers.
+
+Each function takes the row numbers of one step, without duplicates, and their gradients. Rows with the number `NO_ROW`
+are left out. Scalars take the type of the rows, as in PyTorch.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankless.parameter_server.tables.compiled_functions import compiled
+from rankless.parameter_server.tables.id_map import IdMap, find_entry
+from rankless.parameter_server.tables.momentum import MomentumState
+from rankless.parameter_server.tables.rows import Rows
+
+
+class MomentumScalars(NamedTuple):
+    """Numbers of one step of SGD with momentum, float64."""
+
+    learning_rate: float
+    momentum: float
+    gradient_factor: float
+    nesterov: bool
+
+
+@compiled
+def update_sgd(
+    rows: Rows, row_numbers: NDArray[np.int64], gradients: NDArray[np.floating], learning_rate: float
+) -> None:
+    """Subtract gradients times the learning rate."""
+    rate = rows.values.dtype.type(learning_rate)
+    for number in range(row_numbers.shape[0]):
+        if row_numbers[number] >= 0:
+            row, gradient = rows.values[row_numbers[number]], gradients[number]
+            for column in range(rows.dim):
+                row[column] -= rate * gradient[column]
+
+
+@compiled
+def update_momentum(
+    rows: Rows,
+    row_numbers: NDArray[np.int64],
+    gradients: NDArray[np.floating],
+    state: MomentumState,
+    scalars: MomentumScalars,
+) -> None:
+    """Let rows catch up with the steps so far, and make one more: the state is one momentum buffer."""
+    number_type = rows.values.dtype.type
+    rate, momentum = number_type(scalars.learning_rate), number_type(scalars.momentum)
+    gradient_factor = number_type(scalars.gradient_factor)
+    for number in range(row_numbers.shape[0]):
+        row_number = row_numbers[number]
+        if row_number < 0:
+            continue
+        row, gradient = rows.values[row_number], gradients[number]
+        since = state.caught_up[row_number]
+        moved, decay = number_type(0), number_type(1)
+        if since > 0:
+            moved, decay = number_type(state.movements[since]), number_type(state.decays[since])
+        state.caught_up[row_number] = state.steps + 1
+        for column in range(rows.dim):
+            buffer = row[rows.dim + column]
+            value = row[column] - moved * buffer
+            buffer = momentum * (decay * buffer) + gradient_factor * gradient[column]
+            row[rows.dim + column] = buffer
+            direction = gradient[column] + momentum * buffer if scalars.nesterov else buffer
+            row[column] = value - rate * direction
+
+
+@compiled
+def subtract_movements(
+    ids: NDArray[np.int64], id_map: IdMap, rows: Rows, state: MomentumState, values: NDArray[np.floating]
+) -> None:
+    """Let copies of values, of shape (ids, dim), catch up with all steps. The rows stay as they are."""
+    for number in range(ids.shape[0]):
+        row_number = find_entry(id_map, ids[number]) - 1
+        if row_number >= 0 and state.caught_up[row_number] > 0:
+            moved = rows.values.dtype.type(state.movements[state.caught_up[row_number]])
+            for column in range(rows.dim):
+                values[number, column] -= moved * rows.values[row_number, rows.dim + column]
+
+
+@compiled
+def update_adagrad(
+    rows: Rows, row_numbers: NDArray[np.int64], gradients: NDArray[np.floating], scalars: tuple[float, float]
+) -> None:
+    """Make a step of Adagrad (Duchi, Hazan and Singer, JMLR 2011): the state is the sum of squared gradients.
+
+    `scalars` are the learning rate of this step and epsilon.
+    """
+    rate, epsilon = rows.values.dtype.type(scalars[0]), rows.values.dtype.type(scalars[1])
+    for number in range(row_numbers.shape[0]):
+        if row_numbers[number] >= 0:
+            row, gradient = rows.values[row_numbers[number]], gradients[number]
+            for column in range(rows.dim):
+                square_sum = row[rows.dim + column] + gradient[column] * gradient[column]
+                row[rows.dim + column] = square_sum
+                row[column] -= rate * gradient[column] / (np.sqrt(square_sum) + epsilon)
+
+
+@compiled
+def update_sparse_adam(
+    rows: Rows,
+    row_numbers: NDArray[np.int64],
+    gradients: NDArray[np.floating],
+    scalars: tuple[float, float, float, float],
+) -> None:
+    """Make a step of SparseAdam, which leaves the means of other rows: the states are the mean and the squares' mean.
+
+    `scalars` are the learning rate with both bias corrections, beta 1, beta 2 and epsilon.
+    """
+    number_type = rows.values.dtype.type
+    rate, rest1, rest2 = number_type(scalars[0]), number_type(1 - scalars[1]), number_type(1 - scalars[2])
+    epsilon = number_type(scalars[3])
+    dim = rows.dim
+    for number in range(row_numbers.shape[0]):
+        if row_numbers[number] >= 0:
+            row, gradient = rows.values[row_numbers[number]], gradients[number]
+            for column in range(dim):
+                mean, square = row[dim + column], row[2 * dim + column]
+                mean += (gradient[column] - mean) * rest1
+                square += (gradient[column] * gradient[column] - square) * rest2
+                row[dim + column], row[2 * dim + column] = mean, square
+                row[column] -= rate * mean / (np.sqrt(square) + epsilon)
+
+
+@compiled
+def catch_up_states(ids: NDArray[np.int64], id_map: IdMap, state: MomentumState, buffers: NDArray[np.floating]) -> None:
+    """Let copies of momentum buffers, of shape (ids, dim), catch up with all steps."""
+    for number in range(ids.shape[0]):
+        row_number = find_entry(id_map, ids[number]) - 1
+        if row_number >= 0 and state.caught_up[row_number] > 0:
+            decay = state.decays[state.caught_up[row_number]]
+            for column in range(buffers.shape[1]):
+                buffers[number, column] *= decay

@@ -1,0 +1,108 @@
+"""Gradients of a table's rows between the backward pass and the optimizer's step.
+
+Note [the gradient of a table]: rows are not parameters: they come and go, and PyTorch's optimizers would need memory
+for all possible ones. A parameter of one row, the table's weight, stands for them in optimizers, parameter groups and
+schedules. Each lookup adds ones to its sparse gradient, and the rows' gradients wait here. PyTorch then refuses what
+it refuses for all sparse gradients. Where `zero_grad()` removes the weight's gradient, the waiting ones are forgotten.
+Where the script or a `GradScaler` scales it, its first number changes, and the waiting ones are scaled as much. The
+second number is not finite if a gradient of the rows is not, so that a `GradScaler` sees it and skips the step.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class RowGradients:
+    """Gradients of different ids.
+
+    Args:
+        ids: Ids in rising order, int64, of shape (n,).
+        occurrences: How often each occurred, int64, of shape (n,).
+        gradients: The sum of each id's gradients, of shape (n, dim).
+    """
+
+    ids: Tensor
+    occurrences: Tensor
+    gradients: Tensor
+
+
+class WaitingGradients:
+    """Gradients of one table's rows that wait for the optimizer's step; see Note [the gradient of a table]."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        """Wait for the gradients of a weight, of shape (1, 2)."""
+        self._weight = weight
+        self._in_backward: dict[int, list[RowGradients]] = {}
+        self._accumulated: list[RowGradients] = []
+        self._scale: float | None = None
+        self._hook = weight.register_post_accumulate_grad_hook(self._accumulate)
+
+    def add(self, added: RowGradients) -> Tensor:
+        """Add gradients within a backward pass. They count once the pass accumulates the weight's gradient.
+
+        Returns:
+            The gradient of the weight that the pass must accumulate.
+        """
+        self._follow_weight()
+        # Passes can be nested (reentrant activation checkpoints), and one that failed never accumulates.
+        self._in_backward.setdefault(torch._C._current_graph_task_id(), []).append(added)
+        sign = -1 if self._scale is not None and self._scale < 0 else 1  # so that the numbers never cancel out
+        entry = torch.full_like(self._weight, sign, requires_grad=False)
+        entry[:, 1] += (added.gradients * 0).sum()
+        return torch.sparse_coo_tensor(
+            torch.zeros(1, 1, dtype=torch.int64, device=entry.device), entry, entry.shape, check_invariants=False
+        )
+
+    def take(self) -> RowGradients | None:
+        """Return the sum of gradients for a step, None if there are none. They stay, as PyTorch's do."""
+        self._in_backward.clear()
+        self._follow_weight()
+        if not self._accumulated:
+            return None
+        total = _sum_rows(self._accumulated)
+        # The same gradients may be used in another step, in which the ids do not occur once more.
+        self._accumulated = [replace(total, occurrences=torch.zeros_like(total.occurrences))]
+        return total
+
+    def close(self) -> None:
+        """Wait no longer."""
+        self._hook.remove()
+
+    def _accumulate(self, _: Tensor) -> None:
+        self._accumulated += self._in_backward.pop(torch._C._current_graph_task_id(), [])
+        self._scale = self._weight_scale()
+
+    def _follow_weight(self) -> None:
+        """Forget or scale the waiting gradients as the script has done with the weight's."""
+        scale = self._weight_scale()
+        if scale is None:
+            self._accumulated = []
+        elif scale != self._scale and self._accumulated:
+            factor = scale / self._scale if self._scale else 0.0
+            self._accumulated = [replace(part, gradients=part.gradients * factor) for part in self._accumulated]
+        self._scale = scale
+
+    def _weight_scale(self) -> float | None:
+        """Return the first number of the weight's gradient, None if the gradient has been cleared."""
+        gradient = self._weight.grad
+        if gradient is None:
+            return None
+        numbers = gradient._values()[:, 0] if gradient.is_sparse else gradient[:, 0]
+        return float(numbers.sum()) if len(numbers) else None
+
+
+def _sum_rows(parts: list[RowGradients]) -> RowGradients:
+    """Return the sum of gradients by ids, added in the order of the parts."""
+    if len(parts) == 1:
+        return parts[0]
+    ids, places = torch.unique(torch.cat([part.ids for part in parts]), return_inverse=True)
+    gradients = torch.cat([part.gradients for part in parts])
+    occurrences = torch.cat([part.occurrences for part in parts])
+    return RowGradients(
+        ids,
+        torch.zeros_like(ids).index_add_(0, places, occurrences),
+        gradients.new_zeros(len(ids), gradients.shape[1]).index_add_(0, places, gradients),
+    )
