@@ -29,6 +29,7 @@ MODULES = {
     "collectives": "collectives",
     "host_collectives": "host_collectives",
     "hang_watch": "hang_watch",
+    "tables": "tables",
     "horovod": "horovod",
     "horovod_hosts": "horovod_hosts",
 }

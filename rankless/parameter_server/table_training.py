@@ -3,7 +3,9 @@
 import weakref
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.optim import Optimizer
@@ -11,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from rankless.errors import TableError
 from rankless.parameter_server.optimizer_steps import has_stepped, settings_of
+from rankless.parameter_server.tables.distinct_ids import find_distinct, sum_rows
 from rankless.parameter_server.tables.table import Table
 from rankless.parameter_server.waiting_gradients import RowGradients, WaitingGradients
 
@@ -48,15 +51,18 @@ class TableTraining:
 
     def look_up(self, ids: Tensor) -> Tensor:
         """Return the rows of ids, of shape (*ids.shape, dim). Ids are int32 or int64, on any device."""
-        rows: Tensor = _Lookup.apply(self.weight, ids, self)  # type: ignore[no-untyped-call]  # untyped in PyTorch
-        return rows
+        if not (torch.is_grad_enabled() and self.weight.requires_grad):
+            rows = self.read(ids.detach().reshape(-1).to("cpu", torch.int64).numpy())
+            return rows.reshape(*ids.shape, rows.shape[1]).to(self.weight.device)
+        looked_up: Tensor = _Lookup.apply(self.weight, ids, self)  # type: ignore[no-untyped-call]  # untyped in PyTorch
+        return looked_up
 
-    def read(self, ids: Tensor) -> Tensor:
-        """Return the rows of different ids, int64, of shape (n,), on a CPU."""
-        rows = torch.from_numpy(self.table.pull(ids.numpy()))
+    def read(self, ids: NDArray[np.int64]) -> Tensor:
+        """Return the rows of ids, int64, of shape (n,), on a CPU."""
+        rows = self.table.pull(ids)
         if self._padding_id is not None:
             rows[ids == self._padding_id] = 0
-        return rows
+        return torch.from_numpy(rows)
 
     def add_gradients(self, added: RowGradients) -> Tensor:
         """Add gradients within a backward pass. Return the gradient of the weight."""
@@ -90,9 +96,9 @@ class TableTraining:
         gradients = self._waiting.take()
         if gradients is not None:
             self.table.push(
-                gradients.ids.numpy(),
-                gradients.occurrences.numpy(),
-                gradients.gradients.numpy(),
+                gradients.ids,
+                gradients.occurrences,
+                gradients.gradients,
                 settings_of(optimizer, group),
             )
 
@@ -108,16 +114,17 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, ids: Tensor, training: TableTraining) -> Tensor:
-        found, ctx.places, ctx.occurrences = torch.unique(
-            ids.detach().reshape(-1).to("cpu", torch.int64), return_inverse=True, return_counts=True
-        )
-        ctx.ids, ctx.training, ctx.dim = found, training, training.table.settings.dim
-        return training.read(found)[ctx.places].reshape(*ids.shape, ctx.dim).to(weight.device)
+        all_ids = ids.detach().reshape(-1).to("cpu", torch.int64).numpy()
+        ctx.training = training
+        # Equal ids read one row, so that their gradients are summed without looking the row up again.
+        ctx.ids, ctx.places, ctx.occurrences = find_distinct(all_ids)
+        rows = training.read(ctx.ids)[torch.from_numpy(ctx.places)]
+        return rows.reshape(*ids.shape, rows.shape[1]).to(weight.device)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        rows = gradient.detach().reshape(-1, ctx.dim).cpu()
-        sums = rows.new_zeros(len(ctx.ids), ctx.dim).index_add_(0, ctx.places, rows)
+        rows = gradient.detach().reshape(-1, gradient.shape[-1]).cpu().contiguous().numpy()
+        sums = sum_rows(rows, ctx.places, len(ctx.ids))
         weight_gradient = ctx.training.add_gradients(RowGradients(ctx.ids, ctx.occurrences, sums))
         return weight_gradient, None, None

@@ -10,8 +10,12 @@ second number is not finite if a gradient of the rows is not, so that a `GradSca
 
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
+
+from rankless.parameter_server.tables.distinct_ids import find_distinct, sum_rows
 
 
 @dataclass(frozen=True)
@@ -19,14 +23,14 @@ class RowGradients:
     """Gradients of different ids.
 
     Args:
-        ids: Ids in rising order, int64, of shape (n,).
+        ids: The ids, int64, of shape (n,).
         occurrences: How often each occurred, int64, of shape (n,).
         gradients: The sum of each id's gradients, of shape (n, dim).
     """
 
-    ids: Tensor
-    occurrences: Tensor
-    gradients: Tensor
+    ids: NDArray[np.int64]
+    occurrences: NDArray[np.int64]
+    gradients: NDArray[np.floating]
 
 
 class WaitingGradients:
@@ -51,7 +55,7 @@ class WaitingGradients:
         self._in_backward.setdefault(torch._C._current_graph_task_id(), []).append(added)
         sign = -1 if self._scale is not None and self._scale < 0 else 1  # so that the numbers never cancel out
         entry = torch.full_like(self._weight, sign, requires_grad=False)
-        entry[:, 1] += (added.gradients * 0).sum()
+        entry[:, 1] += float((added.gradients * 0).sum())
         return torch.sparse_coo_tensor(
             torch.zeros(1, 1, dtype=torch.int64, device=entry.device), entry, entry.shape, check_invariants=False
         )
@@ -62,9 +66,9 @@ class WaitingGradients:
         self._follow_weight()
         if not self._accumulated:
             return None
-        total = _sum_rows(self._accumulated)
+        total = _sum_parts(self._accumulated)
         # The same gradients may be used in another step, in which the ids do not occur once more.
-        self._accumulated = [replace(total, occurrences=torch.zeros_like(total.occurrences))]
+        self._accumulated = [replace(total, occurrences=np.zeros_like(total.occurrences))]
         return total
 
     def close(self) -> None:
@@ -82,7 +86,10 @@ class WaitingGradients:
             self._accumulated = []
         elif scale != self._scale and self._accumulated:
             factor = scale / self._scale if self._scale else 0.0
-            self._accumulated = [replace(part, gradients=part.gradients * factor) for part in self._accumulated]
+            self._accumulated = [
+                replace(part, gradients=part.gradients * part.gradients.dtype.type(factor))
+                for part in self._accumulated
+            ]
         self._scale = scale
 
     def _weight_scale(self) -> float | None:
@@ -94,15 +101,13 @@ class WaitingGradients:
         return float(numbers.sum()) if len(numbers) else None
 
 
-def _sum_rows(parts: list[RowGradients]) -> RowGradients:
+def _sum_parts(parts: list[RowGradients]) -> RowGradients:
     """Return the sum of gradients by ids, added in the order of the parts."""
     if len(parts) == 1:
         return parts[0]
-    ids, places = torch.unique(torch.cat([part.ids for part in parts]), return_inverse=True)
-    gradients = torch.cat([part.gradients for part in parts])
-    occurrences = torch.cat([part.occurrences for part in parts])
+    ids, places, _ = find_distinct(np.concatenate([part.ids for part in parts]))
+    occurrences = np.zeros(len(ids), np.int64)
+    np.add.at(occurrences, places, np.concatenate([part.occurrences for part in parts]))
     return RowGradients(
-        ids,
-        torch.zeros_like(ids).index_add_(0, places, occurrences),
-        gradients.new_zeros(len(ids), gradients.shape[1]).index_add_(0, places, gradients),
+        ids, occurrences, sum_rows(np.concatenate([part.gradients for part in parts]), places, len(ids))
     )

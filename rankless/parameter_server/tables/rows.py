@@ -114,7 +114,8 @@ def admit(
 ) -> Integer:
     """Count the occurrences of a step's ids, give rows to those that are admitted, and find all rows.
 
-    Rows of this step's ids are marked as used before any row is evicted for another one.
+    Rows of this step's ids are marked as used before any row is evicted for another one. Ids without rows are looked at
+    in rising order, so that their order in the step decides nothing.
 
     Args:
         ids: Different ids, int64, of shape (n,).
@@ -131,9 +132,8 @@ def admit(
     for number in range(ids.shape[0]):
         if row_numbers[number] != NO_ROW:
             rows.used_steps[row_numbers[number]] = step
-    for number in range(ids.shape[0]):
-        if row_numbers[number] != NO_ROW:
-            continue
+    without_row = np.flatnonzero(row_numbers == NO_ROW)
+    for number in without_row[np.argsort(ids[without_row])]:
         row_id = ids[number]
         entry = find_entry(id_map, row_id)
         seen = min(occurrences[number] + (unpack_occurrences(entry)[0] if entry < 0 else 0), MOST_OCCURRENCES)

@@ -80,7 +80,7 @@ class Table:
         """Make one optimizer step.
 
         Args:
-            ids: The ids that have gradients, each once, in rising order, int64, of shape (n,).
+            ids: The ids that have gradients, each once, int64, of shape (n,).
             occurrences: How often each occurred, at least 1, int64, of shape (n,).
             gradients: The sum of each id's gradients, in the table's type, of shape (n, dim).
             settings: The optimizer's settings for this step. A different optimizer than before begins with new states.
