@@ -34,10 +34,10 @@ demo: $(READY)
 	$(BIN)/rankless verify -n 4 examples/lenet.py --epochs 2
 
 # Two test processes for each core, up to four, each with worker pools of its own: most of a test's time is one process
-# waiting for another.
+# waiting for another. All of them have more threads than there are cores, so threads that wait for work must not spin.
 TEST_PROCESSES := $(shell $(PYTHON) -c 'import os; print(min(4, 2 * len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 3))')
 test: $(READY)
-	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist worksteal $(PYTEST)
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist worksteal $(PYTEST)
 
 lint: $(READY)
 	$(BIN)/ruff format --check $(SOURCES)

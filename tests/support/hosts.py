@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.jobs import restore_interrupts
+from support.jobs import DEADLINE_SECONDS, restore_interrupts
 
 ROOT = Path(__file__).parents[2]
 NAMES = ("a", "b")
@@ -53,7 +53,7 @@ class Hosts:
         *,
         cwd: Path | None = None,
         env: Mapping[str, str] | None = None,
-        seconds: float = 60.0,
+        seconds: float = DEADLINE_SECONDS,
     ) -> subprocess.CompletedProcess[str]:
         """Run a command on a host and return its output and exit code. `env` extends the environment of the test."""
         return subprocess.run(

@@ -97,5 +97,9 @@ def kill_job(process: subprocess.Popen[str]) -> None:
 
 def job_environment(changes: dict[str, str]) -> dict[str, str]:
     """Return this process's environment with these variables, and without those that change how jobs run."""
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("OMP_", "RANKLESS_"))}
+    environment = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(("OMP_", "RANKLESS_")) or key == "OMP_WAIT_POLICY"
+    }
     return environment | changes
