@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from support.warm_runs import rankless
 
+from bench import commands
 from bench.__main__ import MODULES
 from bench.commands import SCRIPTS, rankless_run, seconds_to_report, torchrun
 from bench.pairs import make_row, measure
@@ -143,7 +144,8 @@ def test_checks_are_timed_as_a_part_of_the_step(check: str, tmp_path: Path):
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["step_adagrad", pytest.param("read", marks=pytest.mark.exhaustive)])
 def test_lookups_and_steps_of_tables_and_of_embeddings_are_timed(part: str, tmp_path: Path):
-    run([sys.executable, str(SCRIPTS / "tables.py"), part, "64", "4"], folder=tmp_path)
+    command = [sys.executable, str(SCRIPTS / "tables.py"), part, "64", "4"]
+    commands.run(command, threads=1, folder=str(tmp_path))
     times = json.loads((tmp_path / "times.json").read_text())
     assert len(times) == 9
     assert all(ours > 0 and peer > 0 for ours, peer in times)
@@ -152,7 +154,7 @@ def test_lookups_and_steps_of_tables_and_of_embeddings_are_timed(part: str, tmp_
 @pytest.mark.slow
 def test_the_growth_of_a_table_is_measured(tmp_path: Path):
     command = [sys.executable, str(SCRIPTS / "table_growth.py"), "--ids", "200000", "--dim", "16"]
-    run([*command, "--json", "growth.json"], folder=tmp_path)
+    commands.run([*command, "--json", "growth.json"], threads=1, folder=str(tmp_path))
     growth = json.loads((tmp_path / "growth.json").read_text())
     assert growth["rows"] == 200_000 // 4096 * 4096
     assert 128 + 8 < growth["bytes_per_row"] < 1000
