@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from bench.pairs import measure
 from rankless.parameter_server import Embedding
 
 ROWS = 400_000
 PAIRS = 9
-WARMUP_CALLS = 5
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "step_sgd": lambda parameters: torch.optim.SGD(parameters, 0.1),
     "step_adagrad": lambda parameters: torch.optim.Adagrad(parameters, 0.1),
@@ -65,15 +65,7 @@ def main() -> None:
     batches = [torch.randint(ROWS, (arguments.ids,)) for _ in range(16)]
     ours, peer = (make_call(module, arguments.part, batches) for module in (table, plain))
     calls = max(3, 100_000 // arguments.ids)
-    seconds_per_call(ours, WARMUP_CALLS), seconds_per_call(peer, WARMUP_CALLS)
-    times = []
-    for number in range(PAIRS):
-        if number % 2 == 0:
-            first = seconds_per_call(ours, calls)
-            times.append((first, seconds_per_call(peer, calls)))
-        else:
-            first = seconds_per_call(peer, calls)
-            times.append((seconds_per_call(ours, calls), first))
+    times = measure(lambda: seconds_per_call(ours, calls), lambda: seconds_per_call(peer, calls), pairs=PAIRS)
     Path("times.json").write_text(json.dumps(times))
 
 
