@@ -57,11 +57,11 @@ def main() -> None:
     torch.manual_seed(0)
     table, plain = Embedding(arguments.dim), nn.Embedding(ROWS, arguments.dim, sparse=True)
     # So that all rows exist, and are in the same order in memory as the peer's.
-    settings = torch.optim.SGD(table.parameters(), 0.0)
+    optimizer = torch.optim.SGD(table.parameters(), 0.0)
     for ids in torch.arange(ROWS).split(ROWS // 4):
         table(ids).sum().backward()
-        settings.step()
-        settings.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
     batches = [torch.randint(ROWS, (arguments.ids,)) for _ in range(16)]
     ours, peer = (make_call(module, arguments.part, batches) for module in (table, plain))
     calls = max(3, 100_000 // arguments.ids)

@@ -39,14 +39,24 @@ def settings_of(optimizer: Optimizer, group: Mapping[str, Any]) -> OptimizerSett
         return SparseAdamSettings(
             lr=rate, betas=(float(group["betas"][0]), float(group["betas"][1])), eps=group["eps"], maximize=maximize
         )
-    raise TableError(
-        expected="torch.optim.SGD, Adagrad or SparseAdam for a table's weight",
-        found=type(optimizer).__qualname__,
-        fix="give the tables' weights an optimizer of their own",
-    )
+    raise _unknown_error(optimizer)
+
+
+def require_known(optimizer: Optimizer) -> None:
+    """Raise TableError unless a table can make the steps of an optimizer."""
+    if type(optimizer) not in (SGD, Adagrad, SparseAdam):
+        raise _unknown_error(optimizer)
 
 
 def has_stepped(optimizer: Optimizer, weight: nn.Parameter) -> bool:
     """Return whether an optimizer has states of earlier steps for a weight, for example from a checkpoint."""
     state = optimizer.state.get(weight, {})
     return float(state.get("step", 0)) > 0 or state.get("momentum_buffer") is not None
+
+
+def _unknown_error(optimizer: Optimizer) -> TableError:
+    return TableError(
+        expected="torch.optim.SGD, Adagrad or SparseAdam for a table's weight",
+        found=type(optimizer).__qualname__,
+        fix="give the tables' weights an optimizer of their own",
+    )

@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from rankless.errors import TableError
-from rankless.parameter_server.optimizer_steps import has_stepped, settings_of
+from rankless.parameter_server.optimizer_steps import has_stepped, require_known, settings_of
 from rankless.parameter_server.tables.distinct_ids import find_distinct, sum_rows
 from rankless.parameter_server.tables.table import Table
-from rankless.parameter_server.waiting_gradients import RowGradients, WaitingGradients
+from rankless.parameter_server.waiting_gradients import RowGradients, WaitingGradients, no_gradients
 
 
 class TableTraining:
@@ -30,11 +30,12 @@ class TableTraining:
         self._waiting = WaitingGradients(weight)
         self._optimizer: weakref.ref[Optimizer] | None = None
         self._earlier_optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._had_stepped = False
         own = weakref.ref(self)
 
         def before_step(optimizer: Optimizer, *_: Any) -> None:
             if (training := own()) is not None and training._group_of(optimizer) is not None:
-                training._use_optimizer(optimizer)
+                training._prepare(optimizer)
 
         def after_step(optimizer: Optimizer, *_: Any) -> None:
             if (training := own()) is not None:
@@ -71,6 +72,13 @@ class TableTraining:
             added = RowGradients(added.ids[kept], added.occurrences[kept], added.gradients[kept])
         return self._waiting.add(added)
 
+    def _prepare(self, optimizer: Optimizer) -> None:
+        """Refuse an optimizer before it steps other parameters, and remember what its step will change."""
+        self._had_stepped = has_stepped(optimizer, self.weight)
+        if self.weight.grad is not None:
+            require_known(optimizer)
+            self._use_optimizer(optimizer)
+
     def _use_optimizer(self, optimizer: Optimizer) -> None:
         """Let the table begin with new states if another optimizer steps the weight than before."""
         current = None if self._optimizer is None else self._optimizer()
@@ -84,7 +92,7 @@ class TableTraining:
             )
         if current is not None:
             self._earlier_optimizers.add(current)
-        if not has_stepped(optimizer, self.weight):
+        if not self._had_stepped:
             self.table.reset_states()
         self._optimizer = weakref.ref(optimizer)
 
@@ -92,15 +100,12 @@ class TableTraining:
         group = self._group_of(optimizer)
         if group is None or self.weight.grad is None:
             return
+        self._use_optimizer(optimizer)  # a closure may have made the first gradient within the step
         self.weight.detach().zero_()  # what the optimizer did to it means nothing
-        gradients = self._waiting.take()
-        if gradients is not None:
-            self.table.push(
-                gradients.ids,
-                gradients.occurrences,
-                gradients.gradients,
-                settings_of(optimizer, group),
-            )
+        settings = settings_of(optimizer, group)
+        # A gradient that was zeroed in place is one without rows: the step counts, and rows with momentum move.
+        gradients = self._waiting.take() or no_gradients(self.table.settings)
+        self.table.push(gradients.ids, gradients.occurrences, gradients.gradients, settings)
 
     def _group_of(self, optimizer: Optimizer) -> dict[str, Any] | None:
         for group in optimizer.param_groups:

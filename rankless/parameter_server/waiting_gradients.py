@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from rankless.parameter_server.tables.distinct_ids import find_distinct, sum_rows
+from rankless.parameter_server.tables.settings import TableSettings
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,12 @@ class RowGradients:
     ids: NDArray[np.int64]
     occurrences: NDArray[np.int64]
     gradients: NDArray[np.floating]
+
+
+def no_gradients(settings: TableSettings) -> RowGradients:
+    """Return gradients of no ids of a table."""
+    none = np.empty(0, np.int64)
+    return RowGradients(none, none, np.empty((0, settings.dim), settings.dtype))
 
 
 class WaitingGradients:

@@ -46,7 +46,7 @@ class TableStatistics:
         expired: Rows removed because no step used them.
         evicted: Rows removed because the table was full.
         rejected: Gradients left out, because their id had no row.
-        memory_bytes: Memory of rows and slots that has been written.
+        memory_bytes: Bytes of all rows that have ever been used, and of all slots of the maps.
         largest_shard_rows: Rows of the virtual shard that has most.
     """
 

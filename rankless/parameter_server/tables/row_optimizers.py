@@ -52,9 +52,6 @@ class RowOptimizer(Protocol):
     def step(self, rows: Rows, row_numbers: Numbers, gradients: Floats, settings: OptimizerSettings) -> None:
         """Step rows with gradients of shape (rows, dim). Rows with a negative number are left out."""
 
-    def catch_up(self, ids: Numbers, id_map: IdMap, rows: Rows, copies: Floats) -> None:
-        """Let copies of rows, (ids, dim), or with their states, (ids, width), hold what all steps made of them."""
-
 
 class SgdRows:
     """SGD without momentum."""
@@ -74,9 +71,6 @@ class SgdRows:
         """Step rows."""
         self.steps += 1
         update_sgd(rows, row_numbers, gradients, settings.lr)
-
-    def catch_up(self, ids: Numbers, id_map: IdMap, rows: Rows, copies: Floats) -> None:
-        """Do nothing: rows without gradients stay."""
 
 
 class MomentumRows:
@@ -107,7 +101,7 @@ class MomentumRows:
         self._history.add_step(settings.lr, settings.momentum, nesterov=settings.nesterov)
 
     def catch_up(self, ids: Numbers, id_map: IdMap, rows: Rows, copies: Floats) -> None:
-        """Move copies by what their rows have not moved yet."""
+        """Let copies of rows, (ids, dim), or with their states, (ids, width), hold what all steps made of them."""
         subtract_movements(ids, id_map, rows, self._history.state(), copies)
         if copies.shape[1] > rows.dim:
             catch_up_states(ids, id_map, self._history.state(), copies[:, rows.dim :])
@@ -138,9 +132,6 @@ class AdagradRows:
         self.steps += 1
         update_adagrad(rows, row_numbers, gradients, (rate, settings.eps))
 
-    def catch_up(self, ids: Numbers, id_map: IdMap, rows: Rows, copies: Floats) -> None:
-        """Do nothing: rows without gradients stay."""
-
 
 class SparseAdamRows:
     """SparseAdam. The states are the means of gradients and of their squares."""
@@ -163,9 +154,6 @@ class SparseAdamRows:
         beta1, beta2 = settings.betas
         rate = settings.lr * (1 - beta2**self.steps) ** 0.5 / (1 - beta1**self.steps)
         update_sparse_adam(rows, row_numbers, gradients, (rate, beta1, beta2, settings.eps))
-
-    def catch_up(self, ids: Numbers, id_map: IdMap, rows: Rows, copies: Floats) -> None:
-        """Do nothing: rows without gradients stay."""
 
 
 def make_row_optimizer(settings: OptimizerSettings, reserve_numbers: Callable[[], Numbers]) -> RowOptimizer:

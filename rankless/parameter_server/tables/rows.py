@@ -119,7 +119,7 @@ def admit(
 
     Args:
         ids: Different ids, int64, of shape (n,).
-        occurrences: How often the step has each, at least 1, int64, of shape (n,).
+        occurrences: How often the step has each, int64, of shape (n,). 0: an earlier step has counted it.
         step: The step's number.
         tables: The table.
         row_numbers: Where to write the row number of each id, int64, of shape (n,). Ids without one get `NO_ROW`.
@@ -218,7 +218,8 @@ def _remove_row(shard: Integer, slot: Integer, id_map: IdMap, rows: Rows) -> Non
 def expire(step: Integer, tables: tuple[IdMap, Rows, RowPolicy]) -> None:
     """Remove expired rows and occurrence counts from the shards that are looked at in this step.
 
-    A shard is looked at every `expire_after_steps` steps, or in each step with the number of shards as its period.
+    Each shard is looked at once in `expire_after_steps` steps, or once in as many steps as there are shards if that is
+    less.
     """
     id_map, rows, policy = tables
     if policy.expire_after_steps == 0:

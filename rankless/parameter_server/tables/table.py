@@ -3,7 +3,6 @@
 from collections.abc import Callable
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rankless.errors import TableError
 from rankless.parameter_server.tables import initial_values
@@ -11,7 +10,9 @@ from rankless.parameter_server.tables.contents import TableContents, TableStatis
 from rankless.parameter_server.tables.id_map import FULL, list_entries, pack_occurrences, unpack_occurrences
 from rankless.parameter_server.tables.optimizers import OptimizerSettings, SgdSettings
 from rankless.parameter_server.tables.row_optimizers import (
+    Floats,
     MomentumRows,
+    Numbers,
     RowOptimizer,
     SgdRows,
     make_row_optimizer,
@@ -33,9 +34,6 @@ from rankless.parameter_server.tables.rows import (
 )
 from rankless.parameter_server.tables.settings import ByCount, ByHash, Constant, Normal, TableSettings, Uniform
 from rankless.parameter_server.tables.table_memory import TableMemory
-
-Numbers = NDArray[np.int64]
-Floats = NDArray[np.floating]
 
 
 class Table:
@@ -72,7 +70,7 @@ class Table:
         """
         values = np.empty((len(ids), self.settings.dim), self.settings.dtype)
         read_rows(ids, self._memory.id_map, self._memory.rows, self._policy, values)
-        if self._optimizer is not None:
+        if isinstance(self._optimizer, MomentumRows):
             self._optimizer.catch_up(ids, self._memory.id_map, self._memory.rows, values)
         return values
 
@@ -81,7 +79,7 @@ class Table:
 
         Args:
             ids: The ids that have gradients, each once, int64, of shape (n,).
-            occurrences: How often each occurred, at least 1, int64, of shape (n,).
+            occurrences: How often each occurred, int64, of shape (n,). 0: an earlier step has counted it.
             gradients: The sum of each id's gradients, in the table's type, of shape (n, dim).
             settings: The optimizer's settings for this step. A different optimizer than before begins with new states.
 
@@ -193,7 +191,7 @@ class Table:
     def _caught_up_rows(self, ids: Numbers, row_numbers: Numbers) -> Floats:
         rows = self._memory.rows
         copies = rows.values[row_numbers]
-        if self._optimizer is not None:
+        if isinstance(self._optimizer, MomentumRows):
             self._optimizer.catch_up(ids, self._memory.id_map, rows, copies)
         return copies
 

@@ -7,10 +7,10 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from rankless.errors import TableError
-from rankless.parameter_server.tables.id_map import FIRST_CAPACITY, MOST_LOAD, IdMap
+from rankless.parameter_server.tables.id_map import FIRST_CAPACITY, LEAST_LOAD, IdMap
 from rankless.parameter_server.tables.memory import ReservedMemory
 from rankless.parameter_server.tables.rows import COUNTERS, USED, Rows
-from rankless.parameter_server.tables.settings import TableSettings
+from rankless.parameter_server.tables.settings import ByCount, TableSettings
 
 SLOT_BYTES = 16
 
@@ -23,13 +23,15 @@ class TableMemory:
         self._dtype = np.dtype(settings.dtype)
         self._dim = settings.dim
         row_bytes = settings.dim * self._dtype.itemsize + 2 * SLOT_BYTES
-        most_rows = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // row_bytes
+        memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        most_rows = memory_bytes // row_bytes
         if settings.max_rows is not None:
             most_rows = min(most_rows, settings.shard_rows << settings.shard_bits)
         self._most_rows = most_rows
         shards = 1 << settings.shard_bits
-        # An even number of ids per shard, as hashing gives it, with room for ids without rows.
-        capacity = max(2 * FIRST_CAPACITY, 1 << int(2 * most_rows / shards / MOST_LOAD).bit_length())
+        # Ids whose occurrences are counted have slots and no rows. Hashing gives shards about as many ids each.
+        most_ids = memory_bytes // SLOT_BYTES if isinstance(settings.admission, ByCount) else most_rows
+        capacity = max(2 * FIRST_CAPACITY, 1 << int(2 * most_ids / shards / LEAST_LOAD).bit_length())
         self._slots = _reserve((shards, 2 * capacity, 2), np.int64, sparse=True)
         self._values = _reserve((most_rows, settings.dim), self._dtype, sparse=False)
         self._used_steps = _reserve((most_rows,), np.int64, sparse=False)
@@ -54,7 +56,7 @@ class TableMemory:
 
     @property
     def written_bytes(self) -> int:
-        """Bytes of rows and slots that have been written."""
+        """Bytes of all rows that have ever been used, and of all slots of the maps."""
         row_bytes = self.rows.values.shape[1] * self._dtype.itemsize + self.rows.used_steps.itemsize
         return int(self.used_rows * row_bytes + self.id_map.capacities.sum() * SLOT_BYTES)
 

@@ -154,6 +154,14 @@ def test_reading_makes_no_rows():
     assert table.step == 0
 
 
+def test_many_ids_may_wait_beside_few_rows():
+    table = Table(TableSettings(dim=1, max_rows=32, admission=ByCount(occurrences=2)))
+    push(table, dict.fromkeys(range(100_000), 1))
+    assert table.statistics().waiting == 100_000
+    push(table, dict.fromkeys(range(10), 1))
+    assert table.statistics().rows == 10
+
+
 def test_row_numbers_are_used_again():
     table = Table(TableSettings(dim=4, expire_after_steps=2))
     for step in range(50):
