@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 
 import torch
+from support.devices import DEVICE
 from torch import Tensor, nn
 
 from rankless.parameter_server import Embedding
@@ -28,7 +29,7 @@ class EmbeddingPair:
         self.plain.weight.data.copy_(self.table(IDS).detach())
         self.make = make
         self.optimizers = [make(self.table.parameters()), make(self.plain.parameters())]
-        self._generator = torch.Generator().manual_seed(0)
+        self._generator = torch.Generator(DEVICE).manual_seed(0)
 
     def losses(self, shape: tuple[int, ...] = (3, 4)) -> tuple[Tensor, Tensor]:
         places = torch.randint(0, len(IDS), shape, generator=self._generator)

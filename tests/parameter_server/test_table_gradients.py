@@ -3,6 +3,7 @@
 import pytest
 import torch
 from embedding_pair import IDS, OPTIMIZERS, EmbeddingPair
+from support.devices import DEVICE
 from torch import nn
 
 from rankless.errors import TableError
@@ -58,7 +59,7 @@ def test_scaled_gradients_step_with_their_factors(pair):
 
 
 def test_a_gradient_scaler_scales_back_and_skips_what_is_not_finite(pair):
-    scalers = [torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3) for _ in range(2)]
+    scalers = [torch.amp.GradScaler(DEVICE.type, init_scale=1024.0, growth_interval=3) for _ in range(2)]
     for step in range(12):
         pair.zero_grad()
         for scaler, loss, optimizer in zip(scalers, pair.losses(), pair.optimizers, strict=True):
