@@ -33,9 +33,11 @@ class TableTraining:
         self._had_stepped = False
         own = weakref.ref(self)
 
-        def before_step(optimizer: Optimizer, *_: Any) -> None:
-            if (training := own()) is not None and training._group_of(optimizer) is not None:
-                training._prepare(optimizer)
+        def before_step(optimizer: Optimizer, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+            if (training := own()) is None or training._group_of(optimizer) is None:
+                return None
+            training._prepare(optimizer)
+            return training._follow_until_step(arguments, keywords)
 
         def after_step(optimizer: Optimizer, *_: Any) -> None:
             if (training := own()) is not None:
@@ -78,6 +80,26 @@ class TableTraining:
         if self.weight.grad is not None:
             require_known(optimizer)
             self._use_optimizer(optimizer)
+
+    def _follow_until_step(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        """Let the waiting gradients see what the script has done to them, before the optimizer changes them itself.
+
+        Returns:
+            None, or the arguments of the step with another closure.
+        """
+        closure = arguments[1] if len(arguments) > 1 else keywords.get("closure")
+        if closure is None:
+            self._waiting.follow_weight()
+            return None
+
+        def followed() -> Any:
+            loss = closure()
+            self._waiting.follow_weight()
+            return loss
+
+        if len(arguments) > 1:
+            return (arguments[0], followed, *arguments[2:]), keywords
+        return arguments, {**keywords, "closure": followed}
 
     def _use_optimizer(self, optimizer: Optimizer) -> None:
         """Let the table begin with new states if another optimizer steps the weight than before."""

@@ -6,6 +6,8 @@ schedules. Each lookup adds ones to its sparse gradient, and the rows' gradients
 it refuses for all sparse gradients. Where `zero_grad()` removes the weight's gradient, the waiting ones are forgotten.
 Where the script or a `GradScaler` scales it, its first number changes, and the waiting ones are scaled as much. The
 second number is not finite if a gradient of the rows is not, so that a `GradScaler` sees it and skips the step.
+An optimizer may change the gradient too, in place: `SGD(nesterov=True, foreach=True)` does, which is the default on a
+GPU. So the scale is read before the step, and a second step with a gradient that a first one changed is refused.
 """
 
 from dataclasses import dataclass, replace
@@ -15,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from rankless.errors import TableError
 from rankless.parameter_server.tables.distinct_ids import find_distinct, sum_rows
 from rankless.parameter_server.tables.settings import TableSettings
 
@@ -49,6 +52,7 @@ class WaitingGradients:
         self._in_backward: dict[int, list[RowGradients]] = {}
         self._accumulated: list[RowGradients] = []
         self._scale: float | None = None
+        self._changed_by_step = False
         self._hook = weight.register_post_accumulate_grad_hook(self._accumulate)
 
     def add(self, added: RowGradients) -> Tensor:
@@ -57,7 +61,7 @@ class WaitingGradients:
         Returns:
             The gradient of the weight that the pass must accumulate.
         """
-        self._follow_weight()
+        self.follow_weight()
         # Passes can be nested (reentrant activation checkpoints), and one that failed never accumulates.
         self._in_backward.setdefault(torch._C._current_graph_task_id(), []).append(added)
         sign = -1 if self._scale is not None and self._scale < 0 else 1  # so that the numbers never cancel out
@@ -69,9 +73,13 @@ class WaitingGradients:
         )
 
     def take(self) -> RowGradients | None:
-        """Return the sum of gradients for a step, None if there are none. They stay, as PyTorch's do."""
+        """Return the sum of gradients for a step that PyTorch's optimizer has made, None if there are none.
+
+        They stay, as PyTorch's do. Call `follow_weight` before the optimizer's step.
+        """
         self._in_backward.clear()
-        self._follow_weight()
+        scale = self._weight_scale()
+        self._changed_by_step, self._scale = scale != self._scale, scale
         if not self._accumulated:
             return None
         total = _sum_parts(self._accumulated)
@@ -83,12 +91,11 @@ class WaitingGradients:
         """Wait no longer."""
         self._hook.remove()
 
-    def _accumulate(self, _: Tensor) -> None:
-        self._accumulated += self._in_backward.pop(torch._C._current_graph_task_id(), [])
-        self._scale = self._weight_scale()
+    def follow_weight(self) -> None:
+        """Forget or scale the waiting gradients as the script has done with the weight's.
 
-    def _follow_weight(self) -> None:
-        """Forget or scale the waiting gradients as the script has done with the weight's."""
+        Raises TableError if the optimizer has changed them in its last step, and the script has not cleared them.
+        """
         scale = self._weight_scale()
         if scale is None:
             self._accumulated = []
@@ -98,7 +105,19 @@ class WaitingGradients:
                 replace(part, gradients=part.gradients * part.gradients.dtype.type(factor))
                 for part in self._accumulated
             ]
+        if not scale:
+            self._changed_by_step = False
+        if self._changed_by_step:
+            raise TableError(
+                expected="gradients of a table that are cleared after a step with nesterov=True and foreach=True",
+                found="gradients that the optimizer has changed in place, which the next step or pass would use",
+                fix="call zero_grad() after the step, or pass foreach=False to the optimizer",
+            )
         self._scale = scale
+
+    def _accumulate(self, _: Tensor) -> None:
+        self._accumulated += self._in_backward.pop(torch._C._current_graph_task_id(), [])
+        self._scale = self._weight_scale()
 
     def _weight_scale(self) -> float | None:
         """Return the first number of the weight's gradient, None if the gradient has been cleared."""

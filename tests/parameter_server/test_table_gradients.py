@@ -144,3 +144,45 @@ def test_an_optimizer_of_the_script_is_refused_by_name():
     with pytest.raises(TableError, match="Halving"):
         pair.optimizers[0].step()
     assert torch.equal(layer.weight, before), "no other parameter has been stepped"
+
+
+def nesterov(parameters):
+    return torch.optim.SGD(parameters, 0.05, momentum=0.9, nesterov=True, foreach=True)
+
+
+@pytest.mark.parametrize("way", ["step", "closure", "keyword"])
+def test_an_optimizer_that_changes_gradients_in_place_steps_as_with_a_plain_embedding(way):
+    pair = EmbeddingPair(nesterov)
+    for _ in range(6):
+        for loss, optimizer in zip(pair.losses(), pair.optimizers, strict=True):
+
+            def closure(loss=loss, optimizer=optimizer):
+                optimizer.zero_grad()
+                loss.backward()
+                for parameter in optimizer.param_groups[0]["params"]:
+                    parameter.grad.mul_(0.5)
+                return loss
+
+            if way == "step":
+                closure()
+                optimizer.step()
+            elif way == "closure":
+                optimizer.step(closure)
+            else:
+                optimizer.step(closure=closure)
+        pair.check()
+
+
+def test_gradients_that_an_optimizer_changed_in_place_are_not_used_again():
+    pair = EmbeddingPair(nesterov)
+    for _ in range(3):
+        pair.zero_grad()
+        pair.backward()
+        pair.step()
+    with pytest.raises(TableError, match=r"zero_grad\(\)"):
+        pair.step()
+    with pytest.raises(TableError, match="foreach=False"):
+        pair.losses()[0].backward()
+    pair.zero_grad()
+    pair.backward()
+    pair.step()

@@ -60,11 +60,13 @@ class Comparison:
         count = self._generator.integers(1, most_rows)
         places = torch.from_numpy(self._generator.integers(0, len(VOCABULARY), count))
         gradients = torch.from_numpy(self._generator.normal(size=(count, 5)).astype(self.table.settings.dtype))
-        self.weight.grad = torch.sparse_coo_tensor(places[None], gradients, self.weight.shape, check_invariants=True)
+        self.weight.grad = torch.sparse_coo_tensor(
+            places[None], gradients, self.weight.shape, device="cpu", check_invariants=True
+        )
         self.optimizer.param_groups[0].update(lr=self._lr(step), **self.options)
         self.optimizer.step()
         found, inverse, counts = torch.unique(places, return_inverse=True, return_counts=True)
-        sums = torch.zeros(len(found), 5, dtype=gradients.dtype).index_add_(0, inverse, gradients)
+        sums = torch.zeros_like(gradients[: len(found)]).index_add_(0, inverse, gradients)
         self.table.push(VOCABULARY[found.numpy()], counts.numpy(), sums.numpy(), self.settings(step))
 
     def difference(self) -> float:
