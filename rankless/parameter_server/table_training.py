@@ -89,12 +89,12 @@ class TableTraining:
         """
         closure = arguments[1] if len(arguments) > 1 else keywords.get("closure")
         if closure is None:
-            self._waiting.follow_weight()
+            self._waiting.prepare_step()
             return None
 
         def followed() -> Any:
             loss = closure()
-            self._waiting.follow_weight()
+            self._waiting.prepare_step()
             return loss
 
         if len(arguments) > 1:

@@ -75,7 +75,7 @@ class WaitingGradients:
     def take(self) -> RowGradients | None:
         """Return the sum of gradients for a step that PyTorch's optimizer has made, None if there are none.
 
-        They stay, as PyTorch's do. Call `follow_weight` before the optimizer's step.
+        They stay, as PyTorch's do. Call `prepare_step` before the optimizer's step.
         """
         self._in_backward.clear()
         scale = self._weight_scale()
@@ -92,10 +92,7 @@ class WaitingGradients:
         self._hook.remove()
 
     def follow_weight(self) -> None:
-        """Forget or scale the waiting gradients as the script has done with the weight's.
-
-        Raises TableError if the optimizer has changed them in its last step, and the script has not cleared them.
-        """
+        """Forget or scale the waiting gradients as the script has done with the weight's."""
         scale = self._weight_scale()
         if scale is None:
             self._accumulated = []
@@ -107,13 +104,20 @@ class WaitingGradients:
             ]
         if not scale:
             self._changed_by_step = False
+        self._scale = scale
+
+    def prepare_step(self) -> None:
+        """Follow the weight before an optimizer's step.
+
+        Raises TableError if the optimizer has changed the gradients in its last step, and they have not been cleared.
+        """
+        self.follow_weight()
         if self._changed_by_step:
             raise TableError(
                 expected="gradients of a table that are cleared after a step with nesterov=True and foreach=True",
-                found="gradients that the optimizer has changed in place, which the next step or pass would use",
+                found="gradients that the optimizer has changed in place, and that another step would use",
                 fix="call zero_grad() after the step, or pass foreach=False to the optimizer",
             )
-        self._scale = scale
 
     def _accumulate(self, _: Tensor) -> None:
         self._accumulated += self._in_backward.pop(torch._C._current_graph_task_id(), [])

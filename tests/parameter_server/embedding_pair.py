@@ -14,7 +14,9 @@ DIM = 6
 Optimizers = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Optimizers] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, 0.05),
-    "momentum": lambda parameters: torch.optim.SGD(parameters, torch.tensor(0.05), momentum=0.9, nesterov=True),
+    "momentum": lambda parameters: torch.optim.SGD(
+        parameters, torch.tensor(0.05), momentum=0.9, nesterov=True, foreach=False
+    ),
     "adagrad": lambda parameters: torch.optim.Adagrad(parameters, 0.1, lr_decay=0.01),
     "sparse_adam": lambda parameters: torch.optim.SparseAdam(list(parameters), 0.02),
 }
