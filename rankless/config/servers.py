@@ -1,0 +1,32 @@
+"""The parameter servers of a run: what one server needs, and what workers need to reach all of them."""
+
+from typing import Literal
+
+import msgspec
+
+ServerMode = Literal["sync"]
+"""When steps reach the tables. `sync`: one step per global batch, as on one device."""
+
+
+class ServersConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The servers of a run, as a worker sees them."""
+
+    addresses: tuple[str, ...]
+    """ZeroMQ's address of each server, in their order: `ipc:///path` on one host, `tcp://host:port` otherwise."""
+    token: str
+    """The run's secret, with which processes of the run prove that they belong to it."""
+    mode: ServerMode = "sync"
+
+
+class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """All that one server process needs. It travels as JSON in one environment variable."""
+
+    index: int
+    server_count: int
+    worker_count: int
+    address: str
+    """The address on which it serves."""
+    token: str
+    run_id: str
+    ready_descriptor: int | None = None
+    """An inherited pipe to which it writes one line, `ready ADDRESS`, once it serves."""
