@@ -279,10 +279,6 @@ REFUSED_OPTIMIZERS: Mapping[type[Optimizer], tuple[str, str]] = {
         "LBFGS, which computes the loss several times per step, while a job has one call and one gradient",
         "use another optimizer",
     ),
-    torch.optim.SparseAdam: (
-        "SparseAdam, which needs sparse gradients, while the gradients of a job are dense",
-        "use torch.optim.Adam, and sparse=False in the embedding",
-    ),
 }
 """Optimizers that a job cannot run exactly: what error texts call them, and the fix."""
 

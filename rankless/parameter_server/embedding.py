@@ -7,11 +7,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 
 from rankless.errors import TableError
+from rankless.parameter_server.captured_lookups import CapturedLookups
+from rankless.parameter_server.replicated_table import Gather, ReplicatedTable
 from rankless.parameter_server.table_training import TableTraining
 from rankless.parameter_server.tables.contents import TableContents, TableStatistics
+from rankless.parameter_server.tables.row_store import RowStore
 from rankless.parameter_server.tables.settings import Admission, Initial, Normal, TableSettings
 from rankless.parameter_server.tables.table import Table
 
@@ -77,22 +81,44 @@ class Embedding(nn.Module):
             max_rows=max_rows,
         )
         self.weight = nn.Parameter(torch.zeros(1, 2, device=device, dtype=dtype))
-        self._table = Table(settings)
+        self._table: RowStore = Table(settings)
         self._training: TableTraining | None = None
+        self._lookups: CapturedLookups | None = None
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # untyped in PyTorch
     def forward(self, ids: Tensor) -> Tensor:
-        """Return the rows of ids. Raises TableError if they are no integers, or the call is captured."""
-        workers = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-        if workers > 1 or isinstance(ids, FakeTensor):
-            raise TableError(
-                expected="a table on one device: its rows are in this process alone",
-                found=f"a run on {workers} workers" if workers > 1 else "a call that is captured for several workers",
-                fix="run the script on one device, or use torch.nn.Embedding",
-            )
+        """Return the rows of ids. Raises TableError if they are no integers, or nobody would sum gradients."""
+        is_captured = isinstance(ids, FakeTensor) or detect_fake_mode() is not None
         if ids.dtype not in INDEX_TYPES:
             raise TableError(expected="ids of int32 or int64", found=ids.dtype, fix="pass ids.to(torch.int64)")
+        if is_captured:
+            return self._require_lookups().look_up(self.weight, ids, self.embedding_dim)
+        self._require_summed_gradients()
         return self._current_training().look_up(ids)
+
+    def share(self, gather: Gather) -> None:
+        """Hold the rows together with other workers, unless that has been done. Collective. Jobs call it.
+
+        Args:
+            gather: Exchanges bytes with the other workers.
+        """
+        if isinstance(self._table, Table):
+            self._close_training()
+            self._convert_table()
+            self._table = ReplicatedTable(self._table, gather)
+            self._lookups = self._lookups or CapturedLookups(self._current_training)
+
+    def begin_program(self) -> None:
+        """Forget the gradients of earlier calls: a job runs a captured program. Jobs call it."""
+        self._current_training().begin_program()
+
+    def end_program(self) -> None:
+        """Note the gradient that a program has given the weight. Jobs call it."""
+        self._current_training().end_program()
+
+    def commit(self) -> None:
+        """Let all workers read what the steps of a job's call have changed. Jobs call it."""
+        self._table.commit()
 
     def statistics(self) -> TableStatistics:
         """Return numbers of rows and of what has happened to them."""
@@ -126,30 +152,51 @@ class Embedding(nn.Module):
         training = self._training
         if training is None or training.weight is not self.weight or training.dtype != self.weight.dtype:
             self._close_training()
-            training = TableTraining(self._table_of_weight(), self.weight, self.padding_idx)
-            self._training = training
+            self._convert_table()
+            training = self._training = TableTraining(self._table, self.weight, self.padding_idx)
         return training
+
+    def _require_lookups(self) -> CapturedLookups:
+        """Return the lookups of captured programs. Raises TableError if no job shares the table."""
+        if self._lookups is None or isinstance(self._table, Table):
+            raise TableError(
+                expected="the module of each table that a job looks up among the models of the job",
+                found="a captured call with a table that is no part of them",
+                fix="pass the module in model=, alone or in a list or dict",
+            )
+        return self._lookups
+
+    def _require_summed_gradients(self) -> None:
+        """Raise TableError for a lookup on several workers whose gradients nobody would sum."""
+        workers = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        if workers > 1 and torch.is_grad_enabled() and self.weight.requires_grad:
+            raise TableError(
+                expected=f"a lookup with gradients inside a captured job, because {workers} workers share the table",
+                found="a lookup outside of one",
+                fix="call the model in a function with @rankless.job(model=…), without capture=False and mirrored=, or "
+                "read it under torch.no_grad()",
+            )
 
     def _close_training(self) -> None:
         if self._training is not None:
             self._training.close()
         self._training = None
 
-    def _table_of_weight(self) -> Table:
-        """Return the table in the type of the weight, which `model.double()` changes."""
-        dtype = _table_dtype(self.weight.dtype)
-        if dtype != self._table.settings.dtype:
-            if self._table.step > 0:
-                raise TableError(
-                    expected=f"a table in {self._table.settings.dtype}, which has trained",
-                    found=f"its model in {dtype}",
-                    fix="convert the model before its first training step",
-                )
-            self._table = Table(dataclasses.replace(self._table.settings, dtype=dtype))
-        return self._table
+    def _convert_table(self) -> None:
+        """Use the type of the weight, which `model.double()` changes."""
+        dtype, settings = _table_dtype(self.weight.dtype), self._table.settings
+        if dtype == settings.dtype:
+            return
+        if self._table.step > 0 or not isinstance(self._table, Table):
+            raise TableError(
+                expected=f"a table in {settings.dtype}, which has trained",
+                found=f"its model in {dtype}",
+                fix="convert the model before its first training step",
+            )
+        self._table = Table(dataclasses.replace(settings, dtype=dtype))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_training": None}
+        return {**self.__dict__, "_training": None, "_lookups": None}
 
 
 def _table_dtype(dtype: torch.dtype) -> Literal["float32", "float64"]:

@@ -1,5 +1,6 @@
 """A table in training on one device: lookups that autograd knows, and steps together with the script's optimizers."""
 
+import functools
 import weakref
 from typing import Any
 
@@ -14,14 +15,37 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from rankless.errors import TableError
 from rankless.parameter_server.optimizer_steps import has_stepped, require_known, settings_of
 from rankless.parameter_server.tables.distinct_ids import find_distinct, sum_rows
-from rankless.parameter_server.tables.table import Table
-from rankless.parameter_server.waiting_gradients import RowGradients, WaitingGradients, no_gradients
+from rankless.parameter_server.tables.row_gradients import RowGradients, no_gradients
+from rankless.parameter_server.tables.row_store import RowStore
+from rankless.parameter_server.waiting_gradients import WaitingGradients
+
+
+_TRAININGS: "weakref.WeakSet[TableTraining]" = weakref.WeakSet()
+"""The tables that optimizers may step. Their hooks are never removed: PyTorch may be going through them."""
+
+
+@functools.cache
+def _register_hooks() -> None:
+    """Let every optimizer's step reach all tables, once per process."""
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
+
+
+def _before_step(optimizer: Optimizer, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    for training in list(_TRAININGS):
+        arguments, keywords = training.prepare_step(optimizer, arguments, keywords)
+    return arguments, keywords
+
+
+def _after_step(optimizer: Optimizer, *_: Any) -> None:
+    for training in list(_TRAININGS):
+        training.step(optimizer)
 
 
 class TableTraining:
     """The table of one weight, a parameter that stands for all rows; see Note [the gradient of a table]."""
 
-    def __init__(self, table: Table, weight: nn.Parameter, padding_id: int | None) -> None:
+    def __init__(self, table: RowStore, weight: nn.Parameter, padding_id: int | None) -> None:
         """Step the table whenever an optimizer steps the weight, as long as this object lives."""
         self.table = table
         self.weight = weight
@@ -31,32 +55,18 @@ class TableTraining:
         self._optimizer: weakref.ref[Optimizer] | None = None
         self._earlier_optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._had_stepped = False
-        own = weakref.ref(self)
-
-        def before_step(optimizer: Optimizer, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-            if (training := own()) is None or training._group_of(optimizer) is None:
-                return None
-            training._prepare(optimizer)
-            return training._follow_until_step(arguments, keywords)
-
-        def after_step(optimizer: Optimizer, *_: Any) -> None:
-            if (training := own()) is not None:
-                training._step(optimizer)
-
-        handles = (register_optimizer_step_pre_hook(before_step), register_optimizer_step_post_hook(after_step))
-        self._remove_hooks = [weakref.finalize(self, handle.remove) for handle in handles]
+        _register_hooks()
+        _TRAININGS.add(self)
 
     def close(self) -> None:
         """Step the table no longer: something else steps it."""
         self._waiting.close()
-        for remove in self._remove_hooks:
-            remove()
+        _TRAININGS.discard(self)
 
     def look_up(self, ids: Tensor) -> Tensor:
         """Return the rows of ids, of shape (*ids.shape, dim). Ids are int32 or int64, on any device."""
         if not (torch.is_grad_enabled() and self.weight.requires_grad):
-            rows = self.read(ids.detach().reshape(-1).to("cpu", torch.int64).numpy())
-            return rows.reshape(*ids.shape, rows.shape[1]).to(self.weight.device)
+            return self.look_up_now(ids).to(self.weight.device)
         looked_up: Tensor = _Lookup.apply(self.weight, ids, self)  # type: ignore[no-untyped-call]  # untyped in PyTorch
         return looked_up
 
@@ -67,30 +77,69 @@ class TableTraining:
             rows[ids == self._padding_id] = 0
         return torch.from_numpy(rows)
 
+    def look_up_now(self, ids: Tensor) -> Tensor:
+        """Return the rows of ids without a graph, for a captured program."""
+        distinct, places, _ = find_distinct(to_array(ids))
+        return self.read(distinct)[torch.from_numpy(places)].reshape(*ids.shape, self.table.settings.dim)
+
+    def add_of_program(self, ids: Tensor, gradients: Tensor) -> Tensor:
+        """Add gradients of a captured program. Return the dense gradient of the weight."""
+        return self._waiting.add_of_program(self.sum_gradients(*find_distinct(to_array(ids)), gradients))
+
+    def nothing_of_program(self) -> Tensor:
+        """Return the dense gradient of the weight where another worker adds the gradients."""
+        return self._waiting.make_entry()
+
+    def begin_program(self) -> None:
+        """Forget gradients: the weight has none, and a captured program makes new ones."""
+        self._waiting.begin_program()
+
+    def end_program(self) -> None:
+        """Note the weight's gradient, which the program has set."""
+        self._waiting.end_program()
+
     def add_gradients(self, added: RowGradients) -> Tensor:
         """Add gradients within a backward pass. Return the gradient of the weight."""
-        if self._padding_id is not None:
-            kept = added.ids != self._padding_id
-            added = RowGradients(added.ids[kept], added.occurrences[kept], added.gradients[kept])
         return self._waiting.add(added)
 
-    def _prepare(self, optimizer: Optimizer) -> None:
-        """Refuse an optimizer before it steps other parameters, and remember what its step will change."""
+    def sum_gradients(
+        self, ids: NDArray[np.int64], places: NDArray[np.int64], occurrences: NDArray[np.int64], gradients: Tensor
+    ) -> RowGradients:
+        """Return the sums of a lookup's gradients by its different ids, without those of padding.
+
+        Args:
+            ids: The different ids, of shape (m,), as of `find_distinct`.
+            places: The number of each row's id among them, of shape (n,).
+            occurrences: How often each occurs, of shape (m,).
+            gradients: The gradients of the rows, whose last dim is the table's, n rows in all.
+        """
+        rows = gradients.detach().reshape(-1, gradients.shape[-1]).cpu().contiguous().numpy()
+        added = RowGradients(ids, occurrences, sum_rows(rows, places, len(ids)))
+        if self._padding_id is None:
+            return added
+        kept = added.ids != self._padding_id
+        return RowGradients(added.ids[kept], added.occurrences[kept], added.gradients[kept])
+
+    def prepare_step(
+        self, optimizer: Optimizer, arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Refuse an optimizer before it steps other parameters, and remember what its step will change.
+
+        The waiting gradients see what the script has done to them, before the optimizer changes them itself.
+
+        Returns:
+            The arguments of the step, perhaps with another closure.
+        """
+        if self._group_of(optimizer) is None:
+            return arguments, keywords
         self._had_stepped = has_stepped(optimizer, self.weight)
         if self.weight.grad is not None:
             require_known(optimizer)
             self._use_optimizer(optimizer)
-
-    def _follow_until_step(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        """Let the waiting gradients see what the script has done to them, before the optimizer changes them itself.
-
-        Returns:
-            None, or the arguments of the step with another closure.
-        """
         closure = arguments[1] if len(arguments) > 1 else keywords.get("closure")
         if closure is None:
             self._waiting.prepare_step()
-            return None
+            return arguments, keywords
 
         def followed() -> Any:
             loss = closure()
@@ -118,7 +167,8 @@ class TableTraining:
             self.table.reset_states()
         self._optimizer = weakref.ref(optimizer)
 
-    def _step(self, optimizer: Optimizer) -> None:
+    def step(self, optimizer: Optimizer) -> None:
+        """Step the table as an optimizer has stepped its weight."""
         group = self._group_of(optimizer)
         if group is None or self.weight.grad is None:
             return
@@ -141,17 +191,21 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, ids: Tensor, training: TableTraining) -> Tensor:
-        all_ids = ids.detach().reshape(-1).to("cpu", torch.int64).numpy()
         ctx.training = training
         # Equal ids read one row, so that their gradients are summed without looking the row up again.
-        ctx.ids, ctx.places, ctx.occurrences = find_distinct(all_ids)
+        ctx.ids, ctx.places, ctx.occurrences = find_distinct(to_array(ids))
         rows = training.read(ctx.ids)[torch.from_numpy(ctx.places)]
         return rows.reshape(*ids.shape, rows.shape[1]).to(weight.device)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        rows = gradient.detach().reshape(-1, gradient.shape[-1]).cpu().contiguous().numpy()
-        sums = sum_rows(rows, ctx.places, len(ctx.ids))
-        weight_gradient = ctx.training.add_gradients(RowGradients(ctx.ids, ctx.occurrences, sums))
+        added = ctx.training.sum_gradients(ctx.ids, ctx.places, ctx.occurrences, gradient)
+        weight_gradient = ctx.training.add_gradients(added)
         return weight_gradient, None, None
+
+
+def to_array(ids: Tensor) -> NDArray[np.int64]:
+    """Return ids of any shape, type and device as one array, of shape (n,)."""
+    array: NDArray[np.int64] = ids.detach().reshape(-1).to("cpu", torch.int64).numpy()
+    return array

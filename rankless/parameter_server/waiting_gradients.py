@@ -10,37 +10,15 @@ An optimizer may change the gradient too, in place: `SGD(nesterov=True, foreach=
 GPU. So the scale is read before the step, and a second step with a gradient that a first one changed is refused.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from rankless.errors import TableError
-from rankless.parameter_server.tables.distinct_ids import find_distinct, sum_rows
-from rankless.parameter_server.tables.settings import TableSettings
-
-
-@dataclass(frozen=True)
-class RowGradients:
-    """Gradients of different ids.
-
-    Args:
-        ids: The ids, int64, of shape (n,).
-        occurrences: How often each occurred, int64, of shape (n,).
-        gradients: The sum of each id's gradients, of shape (n, dim).
-    """
-
-    ids: NDArray[np.int64]
-    occurrences: NDArray[np.int64]
-    gradients: NDArray[np.floating]
-
-
-def no_gradients(settings: TableSettings) -> RowGradients:
-    """Return gradients of no ids of a table."""
-    none = np.empty(0, np.int64)
-    return RowGradients(none, none, np.empty((0, settings.dim), settings.dtype))
+from rankless.parameter_server.tables.row_gradients import RowGradients, sum_gradients
 
 
 class WaitingGradients:
@@ -53,7 +31,7 @@ class WaitingGradients:
         self._accumulated: list[RowGradients] = []
         self._scale: float | None = None
         self._changed_by_step = False
-        self._hook = weight.register_post_accumulate_grad_hook(self._accumulate)
+        self._hook: RemovableHandle | None = None
 
     def add(self, added: RowGradients) -> Tensor:
         """Add gradients within a backward pass. They count once the pass accumulates the weight's gradient.
@@ -62,15 +40,38 @@ class WaitingGradients:
             The gradient of the weight that the pass must accumulate.
         """
         self.follow_weight()
+        if self._hook is None:
+            self._hook = self._weight.register_post_accumulate_grad_hook(self._accumulate)
         # Passes can be nested (reentrant activation checkpoints), and one that failed never accumulates.
         self._in_backward.setdefault(torch._C._current_graph_task_id(), []).append(added)
         sign = -1 if self._scale is not None and self._scale < 0 else 1  # so that the numbers never cancel out
-        entry = torch.full_like(self._weight, sign, requires_grad=False)
-        if not np.isfinite(added.gradients).all():
-            entry[:, 1] = torch.nan
+        entry = self.make_entry(sign=sign, is_finite=bool(np.isfinite(added.gradients).all()))
         return torch.sparse_coo_tensor(
             torch.zeros(1, 1, dtype=torch.int64, device=entry.device), entry, entry.shape, check_invariants=False
         )
+
+    def begin_program(self) -> None:
+        """Forget all gradients: a captured program begins, whose gradients `add_of_program` adds."""
+        self.close()  # a captured program calls no hooks
+        self._in_backward.clear()
+        self._accumulated = []
+        self._scale, self._changed_by_step = None, False
+
+    def add_of_program(self, added: RowGradients) -> Tensor:
+        """Add gradients of a captured program. Return the dense gradient of the weight that the program gives."""
+        self._accumulated.append(added)
+        return self.make_entry(is_finite=bool(np.isfinite(added.gradients).all()))
+
+    def end_program(self) -> None:
+        """Note the gradient that a captured program has given the weight: the sum over lookups and workers."""
+        self._scale = self._weight_scale()
+
+    def make_entry(self, *, sign: int = 1, is_finite: bool = True) -> Tensor:
+        """Return the gradient of the weight for gradients of rows, of shape (1, 2)."""
+        entry = torch.full_like(self._weight, sign, requires_grad=False)
+        if not is_finite:
+            entry[:, 1] = torch.nan
+        return entry
 
     def take(self) -> RowGradients | None:
         """Return the sum of gradients for a step that PyTorch's optimizer has made, None if there are none.
@@ -82,14 +83,16 @@ class WaitingGradients:
         self._changed_by_step, self._scale = scale != self._scale, scale
         if not self._accumulated:
             return None
-        total = _sum_parts(self._accumulated)
+        total = sum_gradients(self._accumulated)
         # The same gradients may be used in another step, in which the ids do not occur once more.
         self._accumulated = [replace(total, occurrences=np.zeros_like(total.occurrences))]
         return total
 
     def close(self) -> None:
-        """Wait no longer."""
-        self._hook.remove()
+        """Wait no longer for backward passes, until the next gradient."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
 
     def follow_weight(self) -> None:
         """Forget or scale the waiting gradients as the script has done with the weight's."""
@@ -130,15 +133,3 @@ class WaitingGradients:
             return None
         numbers = gradient._values()[:, 0] if gradient.is_sparse else gradient[:, 0]
         return float(numbers.sum()) if len(numbers) else None
-
-
-def _sum_parts(parts: list[RowGradients]) -> RowGradients:
-    """Return the sum of gradients by ids, added in the order of the parts."""
-    if len(parts) == 1:
-        return parts[0]
-    ids, places, _ = find_distinct(np.concatenate([part.ids for part in parts]))
-    occurrences = np.zeros(len(ids), np.int64)
-    np.add.at(occurrences, places, np.concatenate([part.occurrences for part in parts]))
-    return RowGradients(
-        ids, occurrences, sum_rows(np.concatenate([part.gradients for part in parts]), places, len(ids))
-    )

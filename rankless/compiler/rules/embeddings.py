@@ -1,11 +1,13 @@
 """Rules for embeddings: indices and columns can be divided, and so can the rows of the table."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import fx
 
-from rankless.compiler.ir import vocabulary_kernels
+from rankless.compiler.ir import table_operators, vocabulary_kernels
 from rankless.compiler.rules.pattern import make_letters, partial_sum_strategies, split_strategies
 from rankless.compiler.rules.strategy import (
     GraphBuilder,
@@ -15,11 +17,16 @@ from rankless.compiler.rules.strategy import (
     Strategy,
     find_local_range,
     logical_shape,
+    make_replicated_strategy,
 )
 from rankless.compiler.tracing.symbolic_sizes import size_hint
 from rankless.parallel.tensor_placement import Replicate, Shard
 
 aten = torch.ops.aten
+rankless_ops = torch.ops.rankless
+
+WEIGHT_ELEMENTS = 2
+"""Elements of the parameter that stands for a table of rows."""
 
 
 def embedding_strategies(call: OperatorCall) -> Iterator[Strategy]:
@@ -70,7 +77,51 @@ def lower_gradient_of_rows(
     return builder.call(vocabulary_kernels.add_to_own_rows, args[0], args[1], rows, *options)
 
 
+def table_rows_strategies(call: OperatorCall) -> Iterator[Strategy]:
+    """Yield strategies of a lookup in a table of rows: every dim of the ids can be sharded."""
+    text = make_letters(len(logical_shape(call.inputs[1])))
+    yield from split_strategies(call, f"..,{text}->{text}.")
+
+
+def table_gradients_strategies(call: OperatorCall) -> Iterator[Strategy]:
+    """Yield strategies of the gradients of a lookup, each of which one worker gives its source.
+
+    The gradient of the weight is a sum over the workers. Where all have all gradients, the first one gives them.
+    """
+    text = make_letters(len(logical_shape(call.inputs[1])))
+    for strategy in split_strategies(call, f"{text}.,{text}->.."):
+        yield replace(strategy, outputs=(Replicate(),), lower=lower_gradients, joins_pieces=True)
+    yield replace(make_replicated_strategy(call), lower=lower_gradients_of_first_rank, joins_pieces=True)
+
+
+def lower_gradients(
+    builder: GraphBuilder, call: OperatorCall, args: tuple[Any, ...], _kwargs: dict[str, Any]
+) -> LocalValue:
+    """Let each rank give the source the gradients of its ids."""
+    return sum_weight_gradients(builder, call, builder.call(table_operators.run_table_gradients, *args))
+
+
+def lower_gradients_of_first_rank(
+    builder: GraphBuilder, call: OperatorCall, args: tuple[Any, ...], _kwargs: dict[str, Any]
+) -> LocalValue:
+    """Let the first rank alone give the source gradients that all ranks have."""
+    if builder.rank == 0:
+        return sum_weight_gradients(builder, call, builder.call(table_operators.run_table_gradients, *args))
+    nothing = builder.call(table_operators.skip_table_gradients, args[0], args[2])
+    return sum_weight_gradients(builder, call, nothing)
+
+
+def sum_weight_gradients(builder: GraphBuilder, call: OperatorCall, own: fx.Node) -> LocalValue:
+    """Add what all ranks have for the gradient of a table's weight, so that a number that is not finite reaches all."""
+    size = call.node.meta["val"].dtype.itemsize * WEIGHT_ELEMENTS
+    return builder.all_reduce(own, "the gradient of a table's weight", size)
+
+
 RULES: dict[Any, ShardingRule] = {
     aten.embedding.default: embedding_strategies,
     aten.embedding_dense_backward.default: embedding_backward_strategies,
+    rankless_ops.table_rows.default: table_rows_strategies,
+    rankless_ops.table_gradients.default: table_gradients_strategies,
 }
+OPERATORS_WITH_EFFECTS = {rankless_ops.table_gradients.default}
+"""Operators of which each element must be computed by one worker only, so that they cannot just be replicated."""

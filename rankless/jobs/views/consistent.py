@@ -23,6 +23,7 @@ from rankless.jobs.call_fingerprint import RandomStates, format_call
 from rankless.jobs.call_loss_weights import LossWeightReader
 from rankless.jobs.call_sync import CallSync
 from rankless.jobs.definition import CallResult, JobDefinition
+from rankless.jobs.job_tables import JobTables
 from rankless.jobs.model_sync import require_usable_models, sync_models, sync_tensors
 from rankless.jobs.planned_division import PlannedDivision, apply_plan
 from rankless.jobs.programs.bound_program import BoundProgram, collect_inputs
@@ -40,6 +41,7 @@ class ConsistentView:
         self._loss_weights = LossWeightReader(job, world, weights_only=False) if job.accumulates else None
         self._programs = ProgramCache(job, world) if self._loss_weights is None else self._loss_weights.programs
         self._sync = CallSync(job, world)
+        self.tables = JobTables(job, world)
         self.division = PlannedDivision(job, world)
         self._draws = False
         self._generators: list[torch.Generator] = []
@@ -74,6 +76,7 @@ class ConsistentView:
         call = self._programs.look_up(arguments, shardings)
         self._sync_call(call)
         self._world.owner.begin_call()
+        self.tables.begin_call()
         self._decide_division(call)
         if self.division.update():
             call = self._programs.look_up(arguments, shardings)
@@ -102,6 +105,7 @@ class ConsistentView:
         self._sync.record_states(states, changed)
         if not self._job.trains:
             return CallResult(unflatten_result(bound.captured, results, sizes))
+        self.tables.end_call()
         # Order of the outputs: the minimized loss, the script's own results, the loss weights.
         loss, *results = results
         weights = () if self._loss_weights is None else self._loss_weights.read(bound, results)

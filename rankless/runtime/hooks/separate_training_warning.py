@@ -25,9 +25,8 @@ def warn_on_separate_training(notify: Callable[[str], None], *, world_size: int)
     def on_step(*_arguments: Any) -> None:
         nonlocal steps
         steps += 1
-        if steps == 1:
+        if steps != 2:  # the hook stays: PyTorch is going through all hooks, of which none may be removed now
             return
-        handle.remove()
         frame = sys._getframe(1)
         if is_alone_with_accelerate(frame):
             reason = "Accelerate uses one process here; to train on CPUs together pass Accelerator(cpu=True)"
@@ -43,7 +42,7 @@ def warn_on_separate_training(notify: Callable[[str], None], *, world_size: int)
             "training start it with -n 1"
         )
 
-    handle = register_optimizer_step_post_hook(on_step)
+    register_optimizer_step_post_hook(on_step)
 
 
 def is_connected() -> bool:

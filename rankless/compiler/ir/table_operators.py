@@ -1,0 +1,96 @@
+"""Lookups in tables of rows (`rankless.parameter_server`) as operators of a captured program.
+
+Note [lookups in a program]: rows are no tensors of the program. An operator has the number of a `RowSource`, and asks it
+for the rows of this worker's ids. The gradient operator gives the source the gradients of these rows, for the next
+step. It returns the gradient of the table's weight, which tells optimizers that there are gradients
+(`parameter_server.waiting_gradients`). This must happen once: no pass may merge or repeat a gradient operator, and where
+all workers have all gradients of a lookup, the first of them alone gives them.
+"""
+
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+
+class RowSource(Protocol):
+    """Reads rows, and takes their gradients."""
+
+    def read_rows(self, ids: Tensor) -> Tensor:
+        """Return the rows of ids, int32 or int64, with one more dim than they have."""
+        ...
+
+    def add_gradients(self, ids: Tensor, gradients: Tensor) -> Tensor:
+        """Take the gradients of rows. Return the gradient of the weight, of shape (1, 2)."""
+        ...
+
+    def no_gradients(self) -> Tensor:
+        """Return the gradient of the weight if there are none, of shape (1, 2)."""
+        ...
+
+
+_SOURCES: WeakValueDictionary[int, RowSource] = WeakValueDictionary()
+
+
+def register_source(source: RowSource) -> int:
+    """Return the number by which operators know a source, for as long as it lives.
+
+    Workers that register their sources in the same order get the same numbers.
+    """
+    number = max(_SOURCES, default=-1) + 1
+    _SOURCES[number] = source
+    return number
+
+
+@torch.library.custom_op("rankless::table_rows", mutates_args=())
+def table_rows(weight: Tensor, ids: Tensor, source: int, dim: int) -> Tensor:
+    """Return the rows of ids, of shape (*ids.shape, dim), like the weight in dtype and device."""
+    return run_table_rows(weight, ids, source, dim)
+
+
+@table_rows.register_fake
+def _(weight: Tensor, ids: Tensor, _source: int, dim: int) -> Tensor:
+    return weight.new_empty((*ids.shape, dim))
+
+
+def run_table_rows(weight: Tensor, ids: Tensor, source: int, _dim: int) -> Tensor:
+    """Look rows up."""
+    return _SOURCES[source].read_rows(ids).to(weight.device)
+
+
+@torch.library.custom_op("rankless::table_gradients", mutates_args=())
+def table_gradients(gradients: Tensor, ids: Tensor, source: int) -> Tensor:
+    """Give a source the gradients of one lookup. Return the dense gradient of its weight, of shape (1, 2)."""
+    return run_table_gradients(gradients, ids, source)
+
+
+@table_gradients.register_fake
+def _(gradients: Tensor, _ids: Tensor, _source: int) -> Tensor:
+    return gradients.new_empty((1, 2))
+
+
+def run_table_gradients(gradients: Tensor, ids: Tensor, source: int) -> Tensor:
+    """Give a source the gradients of this worker's ids."""
+    return _SOURCES[source].add_gradients(ids, gradients).to(gradients.device)
+
+
+def skip_table_gradients(gradients: Tensor, source: int) -> Tensor:
+    """Return the gradient of a weight, where another worker gives the source these gradients."""
+    return _SOURCES[source].no_gradients().to(gradients.device)
+
+
+def _save_ids(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, ids, ctx.source, _ = inputs
+    ctx.save_for_backward(ids)
+
+
+def _backward(ctx: Any, gradients: Tensor) -> tuple[Any, ...]:
+    (ids,) = ctx.saved_tensors
+    values = table_gradients(gradients, ids, ctx.source)
+    places = torch.zeros(1, 1, dtype=torch.int64, device=values.device)
+    weight = torch.sparse_coo_tensor(places, values, values.shape, check_invariants=False)
+    return weight, None, None, None
+
+
+table_rows.register_autograd(_backward, setup_context=_save_ids)

@@ -1,0 +1,61 @@
+"""The tables of rows among a job's models, which all workers share."""
+
+import functools
+import sys
+from typing import Any
+
+from rankless.collectives.byte_messages import all_gather_bytes
+from rankless.context.world import World
+from rankless.errors import TableError
+from rankless.jobs.definition import JobDefinition
+
+EMBEDDING_MODULE = "rankless.parameter_server.embedding"
+
+
+class JobTables:
+    """Shares the tables of one job, and tells them when a call and a step begin and end."""
+
+    def __init__(self, job: JobDefinition, world: World) -> None:
+        self._job = job
+        self._world = world
+        self._tables: list[Any] | None = None
+
+    def begin_call(self) -> None:
+        """Share tables that are not shared yet, and let all forget earlier gradients. Collective."""
+        for table in self._find_tables():
+            self._require_usable()
+            table.share(functools.partial(all_gather_bytes, mesh=self._world.mesh))
+            if self._job.trains:
+                table.begin_program()
+
+    def end_call(self) -> None:
+        """Let tables see the gradients that a call has set."""
+        for table in self._find_tables():
+            table.end_program()
+
+    def commit(self) -> None:
+        """Let all workers read what the optimizers of one call have changed."""
+        for table in self._find_tables():
+            table.commit()
+
+    def _find_tables(self) -> list[Any]:
+        """Return the tables in the order of the job's models. Without any, their modules are not imported."""
+        if self._tables is None:
+            known = sys.modules.get(EMBEDDING_MODULE)
+            modules = [module for model in self._job.modules.values() for module in model.modules()]
+            self._tables = [] if known is None else [item for item in modules if isinstance(item, known.Embedding)]
+        return self._tables
+
+    def _require_usable(self) -> None:
+        mesh, options = self._world.mesh, self._job.step_options
+        if len(mesh.axes) > 1:
+            found = "the axes " + ", ".join(axis.name for axis in mesh.axes)
+            raise self._error("a mesh with the axis data alone, where a job has tables", found, "omit --mesh and plan=")
+        if options.zero is not None:
+            raise self._error("a job with tables without zero=", f"zero={options.zero!r}", "omit zero=")
+        if options.accumulate > 1:
+            found = f"accumulate={options.accumulate}"
+            raise self._error("one step per call, where a job has tables", found, "omit accumulate=")
+
+    def _error(self, expected: str, found: str, fix: str) -> TableError:
+        return TableError(expected=expected, found=found, fix=fix, where=self._job.line)

@@ -1,0 +1,55 @@
+"""The interface to rows, wherever they are: in this process, in every worker, or on servers."""
+
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankless.parameter_server.tables.contents import TableContents, TableStatistics
+from rankless.parameter_server.tables.optimizers import OptimizerSettings
+from rankless.parameter_server.tables.settings import TableSettings
+
+
+class RowStore(Protocol):
+    """Holds and steps rows. `Table` has them in this process, and its methods describe these."""
+
+    settings: TableSettings
+
+    @property
+    def step(self) -> int:
+        """How many steps there have been."""
+        ...
+
+    def pull(self, ids: NDArray[np.int64]) -> NDArray[np.floating]:
+        """Return the values of ids, of shape (n, dim)."""
+        ...
+
+    def push(
+        self,
+        ids: NDArray[np.int64],
+        occurrences: NDArray[np.int64],
+        gradients: NDArray[np.floating],
+        settings: OptimizerSettings,
+    ) -> None:
+        """Make one step with this worker's part of the gradients. All workers of a store call it, each with its part."""
+        ...
+
+    def commit(self) -> None:
+        """End a step of the job: from here on all workers read what it has changed."""
+        ...
+
+    def reset_states(self) -> None:
+        """Forget the optimizer. All workers call it."""
+        ...
+
+    def contents(self) -> TableContents:
+        """Return everything that the store holds."""
+        ...
+
+    def restore(self, contents: TableContents) -> None:
+        """Take contents instead of what the store holds."""
+        ...
+
+    def statistics(self) -> TableStatistics:
+        """Return numbers of rows and of what has happened to them."""
+        ...
