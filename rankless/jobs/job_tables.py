@@ -48,8 +48,8 @@ class JobTables:
 
     def _require_usable(self) -> None:
         mesh, options = self._world.mesh, self._job.step_options
-        if len(mesh.axes) > 1:
-            found = "the axes " + ", ".join(axis.name for axis in mesh.axes)
+        if len(mesh.axes) > 1 or mesh.axes[0].role != "data":
+            found = "the axes " + ", ".join(f"{axis.name}={axis.size}" for axis in mesh.axes)
             raise self._error("a mesh with the axis data alone, where a job has tables", found, "omit --mesh and plan=")
         if options.zero is not None:
             raise self._error("a job with tables without zero=", f"zero={options.zero!r}", "omit zero=")

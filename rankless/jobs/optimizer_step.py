@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_value_
 
@@ -177,6 +178,8 @@ class OptimizerStepper:
         """Measure and clip the whole gradient, then let the optimizers step."""
         options, owner = self._job.step_options, self._owner
         holders = owner.get_holders(optimized)
+        if options.measures_norm or options.clip_value is not None:
+            self._require_dense(optimized, holders)
         if options.clip_norm is not None:
             self.gradient_norm = owner.clip_norm(holders, options.clip_norm)
         elif options.gradient_norm:
@@ -187,6 +190,17 @@ class OptimizerStepper:
             owner.step(optimizer)
             if self._world.mesh.desync_detector is not None:
                 self._world.optimizer_changes.record(optimizer)
+
+    def _require_dense(self, optimized: Sequence[Tensor], holders: Sequence[Tensor]) -> None:
+        """Raise `StepError` for sparse gradients, which PyTorch does not clip either."""
+        for parameter, holder in zip(optimized, holders, strict=True):
+            if holder.grad is not None and holder.grad.layout != torch.strided:
+                raise StepError(
+                    expected="dense gradients with clip_norm=, clip_value= or gradient_norm=, as in PyTorch",
+                    found=f"a sparse gradient of {self._job.parameter_name(parameter)}",
+                    fix="omit these options, or use sparse=False in the embedding",
+                    where=self._job.line,
+                )
 
     def _require_finite(self, loss: Tensor, parameters: Sequence[Tensor], holders: Sequence[Tensor]) -> None:
         """Raise `StepError` on every rank if the loss or a gradient is not finite; make no step."""

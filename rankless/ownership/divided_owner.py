@@ -33,7 +33,7 @@ from rankless.ownership.partitioned_tensor import (
 from rankless.ownership.piece_layout import PieceLayout, fit_placement
 from rankless.ownership.replica import Replica
 from rankless.ownership.shared_pieces import SharedPieces, SharedValue
-from rankless.ownership.state_owner import StateOwner, WholeOwner
+from rankless.ownership.state_owner import StateOwner, WholeOwner, get_elements
 from rankless.ownership.unread_tensor import UnreadTensor
 from rankless.parallel.mesh import MeshAxis, WorkerGroup
 from rankless.parallel.tensor_placement import BlockedShard, Shard
@@ -306,7 +306,7 @@ class DividedOwner:
         bad = [
             torch.zeros((), dtype=torch.uint8, device="cpu")
             if item.grad is None
-            else (~item.grad.isfinite().all()).to(torch.uint8)
+            else (~get_elements(item.grad).isfinite().all()).to(torch.uint8)
             for item in holders
         ]
         if not bad:

@@ -192,7 +192,7 @@ class WholeOwner:
 
     def find_not_finite(self, holders: Sequence[Tensor]) -> int | None:
         """Return the number of the first holder whose gradient is not finite."""
-        numbered = [(number, item.grad) for number, item in enumerate(holders) if item.grad is not None]
+        numbered = [(number, get_elements(item.grad)) for number, item in enumerate(holders) if item.grad is not None]
         largest = torch._foreach_norm([gradient for _, gradient in numbered], float("inf")) if numbered else ()
         pairs = zip(numbered, largest, strict=True)
         if not numbered or bool(torch.stack([item.isfinite() for item in largest]).all()):
@@ -202,3 +202,8 @@ class WholeOwner:
     def step(self, optimizer: Optimizer) -> None:
         """Step."""
         optimizer.step()
+
+
+def get_elements(gradient: Tensor) -> Tensor:
+    """Return the elements that a gradient has in memory: all of a dense one, the terms of a sparse one's sums."""
+    return gradient._values() if gradient.layout == torch.sparse_coo else gradient

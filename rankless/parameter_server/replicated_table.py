@@ -42,7 +42,7 @@ class ReplicatedTable:
             raise TableError(
                 expected=f"the same table on all workers; on the first one it is {described[0]}",
                 found=f"{different[0]} on worker {described.index(different[0])}",
-                fix="make the table with the same arguments on all workers, and with seed=, or the same torch.manual_seed",
+                fix="make the table with the same arguments on all workers, and with seed=",
             )
 
     def __reduce__(self) -> Any:

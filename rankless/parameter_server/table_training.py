@@ -19,7 +19,6 @@ from rankless.parameter_server.tables.row_gradients import RowGradients, no_grad
 from rankless.parameter_server.tables.row_store import RowStore
 from rankless.parameter_server.waiting_gradients import WaitingGradients
 
-
 _TRAININGS: "weakref.WeakSet[TableTraining]" = weakref.WeakSet()
 """The tables that optimizers may step. Their hooks are never removed: PyTorch may be going through them."""
 
@@ -32,14 +31,21 @@ def _register_hooks() -> None:
 
 
 def _before_step(optimizer: Optimizer, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    for training in list(_TRAININGS):
+    for training, _ in _list_stepped(optimizer):
         arguments, keywords = training.prepare_step(optimizer, arguments, keywords)
     return arguments, keywords
 
 
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
-    for training in list(_TRAININGS):
-        training.step(optimizer)
+    for training, group in _list_stepped(optimizer):
+        training.step(optimizer, group)
+
+
+def _list_stepped(optimizer: Optimizer) -> list[tuple["TableTraining", dict[str, Any]]]:
+    """Return the tables that an optimizer steps and their parameter groups, in an order that all workers have."""
+    known = {id(training.weight): training for training in _TRAININGS}
+    steps = ((known.get(id(parameter)), group) for group in optimizer.param_groups for parameter in group["params"])
+    return [(training, group) for training, group in steps if training is not None]
 
 
 class TableTraining:
@@ -130,8 +136,6 @@ class TableTraining:
         Returns:
             The arguments of the step, perhaps with another closure.
         """
-        if self._group_of(optimizer) is None:
-            return arguments, keywords
         self._had_stepped = has_stepped(optimizer, self.weight)
         if self.weight.grad is not None:
             require_known(optimizer)
@@ -167,10 +171,9 @@ class TableTraining:
             self.table.reset_states()
         self._optimizer = weakref.ref(optimizer)
 
-    def step(self, optimizer: Optimizer) -> None:
-        """Step the table as an optimizer has stepped its weight."""
-        group = self._group_of(optimizer)
-        if group is None or self.weight.grad is None:
+    def step(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
+        """Step the table as an optimizer has stepped its weight, with the settings of the weight's group."""
+        if self.weight.grad is None:
             return
         self._use_optimizer(optimizer)  # a closure may have made the first gradient within the step
         self.weight.detach().zero_()  # what the optimizer did to it means nothing
@@ -178,12 +181,6 @@ class TableTraining:
         # A gradient that was zeroed in place is one without rows: the step counts, and rows with momentum move.
         gradients = self._waiting.take() or no_gradients(self.table.settings)
         self.table.push(gradients.ids, gradients.occurrences, gradients.gradients, settings)
-
-    def _group_of(self, optimizer: Optimizer) -> dict[str, Any] | None:
-        for group in optimizer.param_groups:
-            if any(parameter is self.weight for parameter in group["params"]):
-                return group
-        return None
 
 
 class _Lookup(torch.autograd.Function):

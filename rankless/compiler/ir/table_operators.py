@@ -1,10 +1,10 @@
 """Lookups in tables of rows (`rankless.parameter_server`) as operators of a captured program.
 
-Note [lookups in a program]: rows are no tensors of the program. An operator has the number of a `RowSource`, and asks it
-for the rows of this worker's ids. The gradient operator gives the source the gradients of these rows, for the next
+Note [lookups in a program]: rows are no tensors of the program. An operator has the number of a `RowSource`, and asks
+it for the rows of this worker's ids. The gradient operator gives the source the gradients of these rows, for the next
 step. It returns the gradient of the table's weight, which tells optimizers that there are gradients
-(`parameter_server.waiting_gradients`). This must happen once: no pass may merge or repeat a gradient operator, and where
-all workers have all gradients of a lookup, the first of them alone gives them.
+(`parameter_server.waiting_gradients`). This must happen once: no pass may merge or repeat a gradient operator, and
+where all workers have all gradients of a lookup, the first of them alone gives them.
 """
 
 from typing import Any, Protocol
@@ -80,7 +80,7 @@ def skip_table_gradients(gradients: Tensor, source: int) -> Tensor:
     return _SOURCES[source].no_gradients().to(gradients.device)
 
 
-def _save_ids(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save_ids(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001  # PyTorch passes it by name
     _, ids, ctx.source, _ = inputs
     ctx.save_for_backward(ids)
 

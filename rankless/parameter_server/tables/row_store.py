@@ -31,7 +31,7 @@ class RowStore(Protocol):
         gradients: NDArray[np.floating],
         settings: OptimizerSettings,
     ) -> None:
-        """Make one step with this worker's part of the gradients. All workers of a store call it, each with its part."""
+        """Make one step with this worker's part of the gradients. All workers call it, each with its part."""
         ...
 
     def commit(self) -> None:

@@ -1,0 +1,146 @@
+"""Jobs with tables of rows, on several workers: the same training as plain PyTorch with `nn.Embedding(sparse=True)`."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.warm_runs import rankless, run_script
+
+SCRIPT = Path(__file__).parent / "scripts/train_tables.py"
+
+
+def read_forms(output: str) -> dict[str, list[float]]:
+    lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    return {line["form"]: [*line["losses"], *line["rows"]] for line in lines}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [
+        ("adagrad", ("-n", "2")),
+        *(
+            pytest.param(optimizer, ("-n", str(workers)), marks=pytest.mark.exhaustive)
+            for optimizer in ("sgd", "momentum", "adagrad", "sparse_adam")
+            for workers in (1, 2, 3, 4)
+            if (optimizer, workers) != ("adagrad", 2)
+        ),
+    ],
+)
+def test_every_form_of_a_lookup_trains_as_a_plain_embedding(tmp_path, optimizer, options):
+    command = (sys.executable, str(SCRIPT), "--plain", "--optimizer", optimizer)
+    plain = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = rankless("run", *options, "--no-progress", str(SCRIPT), "--optimizer", optimizer, folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    wanted, found = read_forms(plain.stdout), read_forms(done.stdout)
+    assert len(wanted) > 25
+    assert list(found) == list(wanted)
+    for form, numbers in wanted.items():
+        assert found[form] == pytest.approx(numbers, rel=0, abs=1e-11), form
+
+
+TRAINING = """
+import copy, sys
+import torch, torch.nn.functional as F
+import rankless
+
+torch.manual_seed(0)
+torch.set_default_dtype(torch.float64)
+table = rankless.parameter_server.Embedding(4{table})
+layer = torch.nn.Linear(4, 1)
+model = torch.nn.ModuleList([table, layer])
+optimizers = [torch.optim.Adagrad(table.parameters(), 0.1), torch.optim.AdamW(layer.parameters(), 1e-2)]
+
+{before}
+
+@rankless.job(model={model}, optimizer=optimizers{job})
+def train(ids, targets):
+    return F.mse_loss(layer(table(ids)).flatten(), targets)
+
+@rankless.job(model=model)
+def predict(ids):
+    return layer(table(ids))
+
+def epoch(count=6):
+    for step in range(count):
+        ids = torch.arange(7) * (step + 3) % 11 * 10**15
+        loss = train(ids, torch.arange(7.0))
+    return loss
+
+{body}
+with torch.no_grad():
+    rows = table(torch.arange(11) * 10**15)
+print("RESULT", *rows.flatten().tolist())
+"""
+
+
+def train(folder, *options, table="", before="", model="model", job="", body="epoch()"):
+    text = TRAINING.format(table=table, before=before, model=model, job=job, body=body)
+    return run_script(text, *options, "--seed", "3", "--no-progress", folder=folder)
+
+
+def read_rows(done) -> list[float]:
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [float(word) for word in re.search("RESULT (.*)", done.stdout).group(1).split()]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"table": ", admission=rankless.parameter_server.ByCount(occurrences=3)"},
+        {"table": ", admission=rankless.parameter_server.ByHash(fraction=0.5)"},
+        {"table": ", expire_after_steps=2"},
+        {"table": ", max_rows=5"},
+        {"table": ", padding_idx=3 * 10**15"},
+        {
+            "body": "epoch(); before = predict(torch.arange(5)); epoch()\n"
+            "assert not torch.equal(before, predict(torch.arange(5)))"
+        },
+        {"body": "epoch(); other = copy.deepcopy(model); epoch(); model = other; table = model[0]"},
+        {"body": "epoch(); state = copy.deepcopy(model.state_dict()); epoch(); model.load_state_dict(state); epoch()"},
+        {
+            "body": "epoch(); rankless.save('saved', model=model, optimizer=optimizers[0]); epoch()\n"
+            "rankless.load('saved', model=model, optimizer=optimizers[0]); epoch()"
+        },
+        {"job": ", check_finite=True"},
+        {"body": "epoch(); optimizers[0].param_groups[0]['lr'] = 0.01; epoch()"},
+        {"before": "model.train(); layer.requires_grad_(False)", "body": "epoch()"},
+        {"body": "epoch(); table.weight.requires_grad_(False); epoch(1)"},
+        {"job": ', random="counter"'},
+    ],
+    ids=lambda case: " ".join(f"{key}{value}" for key, value in case.items())[:40],
+)
+def test_what_scripts_do_with_tables_gives_the_same_rows_on_several_workers(tmp_path, case):
+    wanted = read_rows(train(tmp_path, "-n", "1", **case))
+    assert read_rows(train(tmp_path, "-n", "3", **case)) == pytest.approx(wanted, rel=0, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("case", "text"),
+    [
+        ({"job": ", accumulate=2"}, "accumulate"),
+        ({"job": ', zero="optimizer"'}, "zero="),
+        ({"job": ", capture=False"}, "inside a captured job"),
+        ({"job": ', view="mirrored"'}, "inside a captured job"),
+        ({"model": "layer", "before": "del optimizers[0]"}, "among the models"),
+        ({"body": "epoch(1); table(torch.arange(3)).sum().backward()"}, "inside a captured job"),
+        ({"job": ", clip_norm=1.0"}, "dense gradients"),
+        ({"job": ", clip_value=1.0"}, "dense gradients"),
+        ({"job": ", gradient_norm=True"}, "dense gradients"),
+        ({"table": ", seed=rankless.rank()"}, "same table on all workers"),
+    ],
+)
+def test_what_several_workers_cannot_share_is_refused(tmp_path, case, text):
+    done = train(tmp_path, "-n", "2", **case)
+    assert done.returncode != 0
+    assert text in done.stdout + done.stderr, done.stdout + done.stderr
+    assert "fix" in done.stdout + done.stderr
+
+
+def test_a_mesh_of_several_axes_is_refused_for_tables(tmp_path):
+    done = train(tmp_path, "--mesh", "data=1,tensor=2")
+    assert done.returncode != 0
+    assert "axis data alone" in done.stdout + done.stderr, done.stdout + done.stderr
