@@ -1,11 +1,21 @@
 """The parameter servers of a run: what one server needs, and what workers need to reach all of them."""
 
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
 ServerMode = Literal["sync"]
 """When steps reach the tables. `sync`: one step per global batch, as on one device."""
+SERVER_MODES: tuple[str, ...] = get_args(ServerMode)
+
+
+class RequestedServers(msgspec.Struct, frozen=True, kw_only=True):
+    """The servers that a user requests."""
+
+    count: int
+    endpoints: tuple[str, ...] = ()
+    """HOST:PORT of each server, or HOST for a free port; none for sockets in a private folder of the run."""
+    mode: ServerMode = "sync"
 
 
 class ServersConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -54,7 +54,7 @@ class FleetrunProfile(LauncherProfile):
         """Return the path of a worker's log file, under Paddle's name."""
         return WorkerLogFiles(os.path.join(folder, LOG_NAME.format(rank)))
 
-    def link_logs(self, folder: str, ranks: Sequence[int], world_size: int) -> None:
+    def link_logs(self, folder: str, ranks: Sequence[int], world_size: int, *, server_count: int = 0) -> None:
         """Link `workerlog.N` beside the run's folder to this run's, and remove links of an earlier, larger run."""
         log_folder, run = os.path.split(folder)
         for rank in ranks:
