@@ -31,13 +31,13 @@ signal.pause()
 def run(folder: Path, script: str, *options: str, server: str = SERVE, **environment: str):
     (folder / "script.py").write_text(script)
     variables = install_server(folder, server) | environment
-    return rankless("run", *options, "script.py", folder=folder, **variables)
+    return rankless("run", "--no-warm", *options, "script.py", folder=folder, **variables)
 
 
 def start(folder: Path, *options: str, script: str = WAITING, server: str = SERVE) -> subprocess.Popen[str]:
     """Start a job, and wait until its two servers and its two workers are there."""
     (folder / "script.py").write_text(script)
-    command = ("run", "--servers", "2", "--workers", "2", *options, "script.py")
+    command = ("run", "--no-warm", "--servers", "2", "--workers", "2", *options, "script.py")
     job = start_rankless(*command, folder=folder, **install_server(folder, server))
     wait_until(lambda: len(read_process_ids(folder)) == 4 or job.poll() is not None)
     return job
@@ -90,7 +90,7 @@ def test_servers_serve_before_workers_start_and_end_after_them(tmp_path: Path):
 def test_the_table_shows_servers_with_process_address_and_log_file(tmp_path: Path):
     job = run(tmp_path, "", "--servers", "2", "-n", "1")
     lines = job.stderr.splitlines()
-    assert re.fullmatch(r"rankless: 1 worker, \d+ threads? each, 2 servers, logs in log/\S+", lines[0])
+    assert re.fullmatch(r"rankless: 1 worker, \d+ threads? each, 2 servers, plain processes, logs in log/\S+", lines[0])
     assert lines[1].split() == ["server", "pid", "address", "log", "file"]
     for index, line in enumerate(lines[2:4]):
         shown, process_id, address, log_file = line.split()
@@ -186,10 +186,8 @@ def test_a_worker_that_fails_after_its_server_is_no_root_cause(tmp_path: Path):
 
 @pytest.mark.parametrize(("code", "shown", "exit_code"), [(3, "3", 3), (0, "0", 1)])
 def test_a_server_that_leaves_is_the_root_cause(code: int, shown: str, exit_code: int, tmp_path: Path):
-    server = (
-        SERVER + f"listener = serve()\nsignal.signal(signal.SIGUSR1, lambda *_: sys.exit({code}))\nsignal.pause()\n"
-    )
-    job = start(tmp_path, server=server)
+    leaves = f"listener = serve()\nsignal.signal(signal.SIGUSR1, lambda *_: sys.exit({code}))\nsignal.pause()\n"
+    job = start(tmp_path, server=SERVER + leaves)
     os.kill(read_process_ids(tmp_path)["server0"], signal.SIGUSR1)
     messages = finish(job, tmp_path)
     assert job.returncode == exit_code
@@ -212,7 +210,7 @@ def test_a_server_that_cannot_start_ends_the_run_before_any_worker(tmp_path: Pat
 def test_an_interrupt_ends_servers_that_never_become_ready(tmp_path: Path):
     (tmp_path / "script.py").write_text("")
     variables = install_server(tmp_path, SERVER + "while True:\n    signal.pause()\n")
-    job = start_rankless("run", "--servers", "2", "script.py", folder=tmp_path, **variables)
+    job = start_rankless("run", "--no-warm", "--servers", "2", "script.py", folder=tmp_path, **variables)
     wait_until(lambda: len(read_process_ids(tmp_path)) == 2)
     os.killpg(job.pid, signal.SIGINT)
     assert "rankless: ended by SIGINT\n" in finish(job, tmp_path)
