@@ -237,7 +237,7 @@ class TableServer:
 
     def _send(self, identity: bytes, header: MessageHeader, payload: Sequence[object] = ()) -> None:
         """Send an answer. Nobody waits for one that cannot be sent: its connection is gone, or reads nothing."""
-        frames = make_message(header, payload)  # type: ignore[arg-type]
+        frames = make_message(header, payload)
         try:
             self._socket.send_multipart([identity, *frames], zmq.DONTWAIT, copy=False)
         except zmq.ZMQError:

@@ -27,7 +27,7 @@ class ServerProcess:
                 **{**{f: getattr(config, f) for f in config.__struct_fields__}, "ready_descriptor": writing}
             )
             environment = server_environment(config) | {"PYTHONPATH": str(ROOT)}
-            self.log = tempfile.TemporaryFile("w+")
+            self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115  # it lives as long as the process
             self.process = subprocess.Popen(
                 [sys.executable, "-m", PROGRAM], env=environment, pass_fds=[writing], stderr=self.log
             )
