@@ -14,16 +14,13 @@ import msgspec
 
 from rankless.config.distributed_variables import TorchrunWorker
 from rankless.config.run_config import RunConfig
-from rankless.config.servers import ServerConfig
 from rankless.config.worker_config import WorkerConfig
-from rankless.errors import ConfigError
 
 if TYPE_CHECKING:
     from rankless.config.cluster_variables import ClusterWorker
     from rankless.config.horovod_variables import HorovodWorker
 
 WORKER_PLAN = "RANKLESS_WORKER_PLAN"
-SERVER = "RANKLESS_SERVER"
 LOG_FOLDER = "RANKLESS_LOG_DIR"
 TOKEN_FILE = "RANKLESS_TOKEN_FILE"
 HANG_TIMEOUT = "RANKLESS_HANG_TIMEOUT"
@@ -286,25 +283,6 @@ def read_worker_config() -> WorkerConfig | None:
 def forget_worker_config() -> None:
     """Remove the worker's config, so that the command that replaces this process sees torchrun's variables only."""
     os.environ.pop(WORKER_PLAN, None)
-
-
-def server_environment(config: ServerConfig) -> dict[str, str]:
-    """Return the environment of a parameter server's process, whose functions use one thread."""
-    one_thread = dict.fromkeys((*_THREAD_VARIABLES, "NUMBA_NUM_THREADS"), "1")
-    variables = {name: value for name, value in os.environ.items() if name != WORKER_PLAN}
-    return variables | one_thread | {SERVER: msgspec.json.encode(config).decode()}
-
-
-def read_server_config() -> ServerConfig:
-    """Return the configuration of this parameter server. Raises ConfigError if there is none."""
-    try:
-        return msgspec.json.decode(os.environ.get(SERVER, ""), type=ServerConfig)
-    except msgspec.DecodeError as error:
-        raise ConfigError(
-            expected=f"the configuration of a parameter server in {SERVER}",
-            found=str(error),
-            fix="let the launcher start servers",
-        ) from None
 
 
 def is_child_of_worker() -> bool:

@@ -64,6 +64,7 @@ BROAD_EXCEPTS = {
 
 # Files beside config/environment.py that mention the process's environment.
 ENVIRONMENT_READERS = {
+    "rankless/config/servers.py": "reads and writes the configuration of server processes, which no worker has",
     "rankless/cli/__init__.py": "looks for a completing shell's variable before it imports anything",
     "rankless/compat/horovod/common/util.py": "Horovod's util changes the environment for the caller, as its own does",
     "rankless/compiler/guards/guard_discovery.py": "recognizes os.environ among the objects that a job reads",

@@ -9,8 +9,7 @@ import sys
 
 import zmq
 
-from rankless.config.environment import read_server_config
-from rankless.config.servers import ServerConfig
+from rankless.config.servers import ServerConfig, read_server_config
 from rankless.errors import RanklessError
 from rankless.parameter_server.servers.addresses import bound
 from rankless.parameter_server.servers.table_server import TableServer, configure, log_line

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 import zmq
 
 from rankless.config.servers import ServersConfig
-from rankless.errors import ServerError
+from rankless.errors import RanklessError, ServerError
 from rankless.parameter_server.servers.authentication import WorkerHello, draw_number
 from rankless.parameter_server.servers.messages import Frame, MessageHeader
 from rankless.parameter_server.servers.server_connection import ServerAnswer, ServerConnection
@@ -82,7 +82,7 @@ class ServerRequests:
         for server, sequence in requests:
             try:
                 taken.append(self.connections[server].take_answer(sequence))
-            except Exception as error:
+            except RanklessError as error:
                 errors.append(error)
         if errors:
             raise errors[0]

@@ -9,8 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from rankless.config.environment import server_environment
-from rankless.config.servers import ServerConfig, ServersConfig
+from rankless.config.servers import ServerConfig, ServersConfig, server_environment
 from rankless.parameter_server.servers.client import ServerClient
 
 ROOT = Path(__file__).parents[3]
