@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from rankless.config.environment import SERVER, WORKER_PLAN, snapshot
-from rankless.config.servers import ServerConfig
+from rankless.config.environment import WORKER_PLAN
+from rankless.config.servers import ServerConfig, server_environment
 from rankless.errors import LaunchError
 from rankless.launch.rendezvous.leader import RendezvousInterrupted
 from rankless.launch.servers.server_configs import ServerLaunch
@@ -159,7 +159,7 @@ def _start_process(launch: ServerLaunch) -> _ServerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=_server_environment(config, launch.variables),
+                env=_make_environment(config, launch.variables),
                 pass_fds=(ready_end,),
                 start_new_session=True,
             )
@@ -168,10 +168,9 @@ def _start_process(launch: ServerLaunch) -> _ServerProcess:
     return _ServerProcess(launch=launch, process=process, ready=ready)
 
 
-def _server_environment(config: ServerConfig, variables: Mapping[str, str | None]) -> dict[str, str]:
-    """Return the environment of a server's process, which computes on one core and uses no GPU."""
-    own = {"CUDA_VISIBLE_DEVICES": "", SERVER: msgspec.json.encode(config).decode(), WORKER_PLAN: None}
-    merged = {"OMP_NUM_THREADS": "1", **snapshot(), **variables, **own}
+def _make_environment(config: ServerConfig, variables: Mapping[str, str | None]) -> dict[str, str]:
+    """Return the environment of a server's process, which uses no GPU and is no worker."""
+    merged = {**server_environment(config), **variables, "CUDA_VISIBLE_DEVICES": "", WORKER_PLAN: None}
     return {name: value for name, value in merged.items() if value is not None}
 
 
