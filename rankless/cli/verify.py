@@ -16,7 +16,7 @@ from rankless.config.environment import default_log_folder
 from rankless.config.mesh_option import MESH_HELP, parse_mesh
 from rankless.config.plan_file import count_default_workers, find_plan
 from rankless.config.run_config import Cluster, Precision, Program
-from rankless.config.validation import check_program, choose_mesh
+from rankless.config.validation import check_program, choose_mesh, require_one_host
 from rankless.errors import ConfigError
 from rankless.launch.agent import make_job_runner
 from rankless.launch.supervisor.fork_server_pool_client import ForkServerPoolClient
@@ -93,6 +93,8 @@ def run(arguments: argparse.Namespace) -> int:
     seed = secrets.randbelow(2**32) if arguments.seed is None else arguments.seed
     servers, arguments.workers = read_servers(arguments), read_worker_count(arguments)
     cluster, workers = _read_cluster(arguments)
+    if servers is not None and cluster is not None:
+        require_one_host(servers, len(cluster.hosts))
     plan = None if arguments.plan is None else find_plan(arguments.plan, program, workers=workers)
     choose_mesh(arguments.mesh, plan, workers)
     with_servers = "" if servers is None else f" with {format_count(servers.count, 'server')}"

@@ -16,7 +16,7 @@ DEFAULT_PORT = 9988
 _ITEM = re.compile(r"^(?:(?P<user>[^@\[\]:]+)@)?(?P<address>\[[0-9A-Fa-f:.%\w]+\]|[^@\[\]:]+)(?::(?P<workers>[^:]*))?$")
 
 _ENDPOINT = re.compile(
-    r"(?:\[(?P<bracketed>[0-9A-Fa-f:.]+)\]|(?P<name>[^\s/@:\[\]]+))(?::(?P<port>\d+))?|(?P<bare>[0-9A-Fa-f]*:[0-9A-Fa-f:.]+)"
+    r"(?:\[(?P<bracketed>[0-9A-Fa-f:.]+)\]|(?P<name>[^\s/@:\[\]]+))(?::(?P<port>\d+))?|(?P<bare>[0-9A-Fa-f]*:[0-9A-Fa-f]*:[0-9A-Fa-f:.]*)"
 )
 
 

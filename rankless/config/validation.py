@@ -97,6 +97,11 @@ def check_servers(request: RunRequest, *, host_count: int) -> None:
             found=f"{servers.count} servers, and workers that may join and leave",
             fix="omit the options of elastic jobs, or the servers",
         )
+    require_one_host(servers, host_count)
+
+
+def require_one_host(servers: RequestedServers, host_count: int) -> None:
+    """Raise `ConfigError` if the workers beside servers are on several hosts."""
     if host_count > 1:
         raise ConfigError(
             expected="servers and workers on one host, because servers on several hosts: not yet",

@@ -58,9 +58,12 @@ _LOST_CONNECTION = re.compile(
     r"|rank \d+ (raised|failed)\b|Horovod has been shut down"
     r"|the process of rank \d+ has ended|rank \d+ (aborted|has closed) the group|the launcher ends the run"
     r"|the connection to (rank \d+|a rank of another host) is lost|cannot go on with the ranks of other hosts"
-    r"|(the connection to |the process of )?server \d+ (has ended|is lost|does not answer|closed the connection)"
     r"|rank \d+ left a collective because of an exception|rank \d+ found that the calls of the ranks do not match"
 )
+_LOST_SERVER = re.compile(
+    r"server \d+ at \S+ to answer worker \d+\n.*the connection has broken|server \d+ has received SIGTERM"
+)
+"""The errors of a worker whose parameter server has ended."""
 
 MAX_SHOWN_CHARS = 400
 """Limit for the names that a rank has not submitted. Its error has all of them."""
@@ -124,7 +127,12 @@ def attribute_failure(records: Sequence[AnyRecord], host_of: Callable[[int], int
 
 def is_secondary_failure(record: Raised | GroupTeardown) -> bool:
     """Whether an exception, or one of its causes, is a lost connection."""
-    return _LOST_CONNECTION.search(record.traceback + record.message) is not None
+    return _LOST_CONNECTION.search(record.traceback + record.message) is not None or has_lost_server(record)
+
+
+def has_lost_server(record: Raised | GroupTeardown) -> bool:
+    """Whether an exception, or one of its causes, is the lost connection to a parameter server."""
+    return _LOST_SERVER.search(f"{record.traceback}\n{record.message}") is not None
 
 
 def _find_own_failure(records: Sequence[AnyRecord], index: int) -> Verdict | None:
