@@ -12,6 +12,7 @@ RanklessError            base of all errors below
 ├── DeferredError        a use of a model that was built in `rankless.deferred()` and has no values yet
 ├── StepError            a training step that cannot be made, or must not be made
 ├── TableError           a table of rows by ids that cannot be used so
+├── ServerError          a parameter server that cannot be reached or used
 └── CheckpointError      a checkpoint that cannot be written or read
 
 StepsDone (SystemExit)   the normal end of a run that was limited to a number of steps
@@ -162,6 +163,13 @@ class TableError(RanklessError):
         expected: max_rows of at least 1
         found:    0
         fix:      change the settings of the table
+    """
+
+
+class ServerError(RanklessError):
+    """Raised if a parameter server cannot be reached, has died, or does not belong to this run.
+
+    The error names the server and its address. It has the attributes of `RanklessError`.
     """
 
 

@@ -6,6 +6,7 @@ import sys
 from rankless.cli.host_options import LOG_FOLDER_HELP, add_host_options, make_cluster
 from rankless.cli.json_output import add_json_option, make_json_header, read_json_destination
 from rankless.cli.program_options import PLAN_HELP, add_program_options, find_misplaced_count, read_program
+from rankless.cli.server_options import add_server_options, read_servers, read_worker_count
 from rankless.config.backends import BACKENDS
 from rankless.config.environment import default_log_folder
 from rankless.config.mesh_option import MESH_HELP, parse_mesh
@@ -55,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Workers whose output to show: the first or all. Default: first.",
     )
     _add_start_options(parser)
+    add_server_options(parser)
     add_host_options(parser)
     add_program_options(parser)
 
@@ -122,6 +124,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _make_config(arguments: argparse.Namespace) -> RunConfig:
     program = read_program(arguments)
+    servers, arguments.workers = read_servers(arguments), read_worker_count(arguments)
     hint = find_misplaced_count(program) if arguments.workers is None else None
     if hint is not None:
         print(f"rankless: {hint}", file=sys.stderr)
@@ -149,5 +152,6 @@ def _make_config(arguments: argparse.Namespace) -> RunConfig:
             command=("rankless", NAME, *arguments.command_line),
             cluster=cluster,
             hang_timeout_seconds=arguments.hang_timeout,
+            servers=servers,
         ),
     )

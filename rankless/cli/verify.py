@@ -11,14 +11,16 @@ from typing import get_args
 from rankless.cli.host_options import LOG_FOLDER_HELP, add_host_options, make_cluster
 from rankless.cli.json_output import add_json_option, make_json_header, read_json_destination
 from rankless.cli.program_options import PLAN_HELP, add_program_options, read_program
+from rankless.cli.server_options import add_server_options, read_servers, read_worker_count
 from rankless.config.environment import default_log_folder
 from rankless.config.mesh_option import MESH_HELP, parse_mesh
 from rankless.config.plan_file import count_default_workers, find_plan
 from rankless.config.run_config import Cluster, Precision, Program
-from rankless.config.validation import check_program, choose_mesh
+from rankless.config.validation import check_program, choose_mesh, require_one_host
 from rankless.errors import ConfigError
 from rankless.launch.agent import make_job_runner
 from rankless.launch.supervisor.fork_server_pool_client import ForkServerPoolClient
+from rankless.launch.supervisor.terminal_text import format_count
 from rankless.terminal.styled_text import print_colored
 from rankless.verify.decision import ComparisonOptions, Outcome, decide
 from rankless.verify.runs import RunFailed, VerifyRuns
@@ -78,6 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--keep", metavar="FOLDER", help="Keep the recordings of all runs in this folder.")
     parser.add_argument("--log-dir", default=default_log_folder(), metavar="DIR", help=LOG_FOLDER_HELP)
     parser.add_argument("--show", action="store_true", help="Show the output of the script too.")
+    add_server_options(parser)
     add_host_options(parser)
     add_program_options(parser)
 
@@ -88,10 +91,14 @@ def run(arguments: argparse.Namespace) -> int:
     _check_options(arguments)
     destination = read_json_destination(arguments)
     seed = secrets.randbelow(2**32) if arguments.seed is None else arguments.seed
+    servers, arguments.workers = read_servers(arguments), read_worker_count(arguments)
     cluster, workers = _read_cluster(arguments)
+    if servers is not None and cluster is not None:
+        require_one_host(servers, len(cluster.hosts))
     plan = None if arguments.plan is None else find_plan(arguments.plan, program, workers=workers)
     choose_mesh(arguments.mesh, plan, workers)
-    _tell(f"rankless verify: {_describe_program(program)}, on 1 and on {workers} workers, seed {seed}")
+    with_servers = "" if servers is None else f" with {format_count(servers.count, 'server')}"
+    _tell(f"rankless verify: {_describe_program(program)}, on 1 and on {workers} workers{with_servers}, seed {seed}")
     with ExitStack() as stack:
         folder = arguments.keep or stack.enter_context(tempfile.TemporaryDirectory(prefix="rankless-verify-"))
         runs = VerifyRuns(
@@ -100,6 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
             seed=seed,
             devices=arguments.devices,
             cluster=cluster,
+            servers=servers,
             log_folder=arguments.log_dir,
             show=arguments.show,
             plan=plan,

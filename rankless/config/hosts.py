@@ -1,4 +1,4 @@
-"""The hosts of a job: parsed from a list, a file or code; and which of them is this one."""
+"""The hosts of a job: parsed from a list, a file or code; which of them is this one; and endpoints on hosts."""
 
 import re
 import socket
@@ -15,6 +15,10 @@ DEFAULT_PORT = 9988
 
 _ITEM = re.compile(r"^(?:(?P<user>[^@\[\]:]+)@)?(?P<address>\[[0-9A-Fa-f:.%\w]+\]|[^@\[\]:]+)(?::(?P<workers>[^:]*))?$")
 
+_ENDPOINT = re.compile(
+    r"(?:\[(?P<bracketed>[0-9A-Fa-f:.]+)\]|(?P<name>[^\s/@:\[\]]+))(?::(?P<port>\d+))?|(?P<bare>[0-9A-Fa-f]*:[0-9A-Fa-f]*:[0-9A-Fa-f:.]*)"
+)
+
 
 class Host(msgspec.Struct, frozen=True, kw_only=True):
     """A machine of the job, under the name or address by which the others reach it."""
@@ -26,6 +30,17 @@ class Host(msgspec.Struct, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         return self.address
+
+
+class Endpoint(msgspec.Struct, frozen=True):
+    """A host and, if it is given, a port."""
+
+    host: str
+    port: int | None = None
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return host if self.port is None else f"{host}:{self.port}"
 
 
 def parse_hosts(text: str, *, workers_per_host: int | None) -> tuple[Host, ...]:
@@ -172,6 +187,51 @@ def interface_of(address: str) -> str:
         if any(item.address.partition("%")[0] == address for item in items):
             return str(name)
     raise OSError(f"no interface has the address {address}")
+
+
+def parse_endpoint(text: str) -> Endpoint:
+    """Return the endpoint that HOST:PORT, HOST, [::1]:PORT or ::1 names. Raises `ValueError` for other texts."""
+    found = _ENDPOINT.fullmatch(text.strip())
+    if found is None or (found["port"] is not None and not 0 < int(found["port"]) < 2**16):
+        raise ValueError(text)
+    host = found["bracketed"] or found["bare"] or found["name"]
+    return Endpoint(host, None if found["port"] is None else int(found["port"]))
+
+
+def read_endpoints(option: str, text: str, *, example: str, may_repeat: bool = False) -> list[Endpoint]:
+    """Return the endpoints of a list separated by commas.
+
+    Raises `ConfigError` for a text that is no such list, and for an endpoint with a port that stands there twice.
+    Without a port an endpoint may stand there several times, and `may_repeat` allows it with a port too.
+    """
+    try:
+        found = [parse_endpoint(item) for item in text.split(",")]
+    except ValueError:
+        raise ConfigError(
+            expected=f"{option} as a number, or as a list of addresses like {example}",
+            found=text,
+            fix=f"correct {option}: ports are numbers from 1 to 65535",
+        ) from None
+    repeated = next((each for each in found if each.port is not None and found.count(each) > 1), None)
+    if repeated is not None and not may_repeat:
+        raise ConfigError(
+            expected=f"each address of {option} once",
+            found=f"{repeated} {found.count(repeated)} times",
+            fix="give each another port, or omit the ports to get free ones",
+        )
+    return found
+
+
+def require_this_host(option: str, endpoints: Sequence[Endpoint]) -> None:
+    """Raise `ConfigError` if an endpoint is on another host."""
+    others = sorted({each.host for each in endpoints if not is_here(each.host)})
+    if others:
+        raise ConfigError(
+            expected=f"addresses of this host in {option}, because servers and workers on several hosts: not yet",
+            found=f"{', '.join(others)}, which {'is' if len(others) == 1 else 'are'} not this host",
+            fix="give addresses of this host, as 127.0.0.1; or omit --servers, and run workers on several hosts with "
+            "rankless run --hosts",
+        )
 
 
 def _host(address: str, workers: str | None, user: str | None, workers_per_host: int | None, item: str) -> Host:

@@ -8,6 +8,7 @@ import msgspec
 from rankless.config.elastic import Elastic
 from rankless.config.hosts import DEFAULT_PORT, Host
 from rankless.config.launcher_spec import LauncherSpec
+from rankless.config.servers import RequestedServers
 from rankless.records.parallel_plan import PlannedAxis
 
 ProgramKind = Literal["script", "module", "code", "command"]
@@ -180,6 +181,8 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Workers and hosts may join and leave; None fixes them, and the first failure ends the job."""
     hang_timeout_seconds: float | None = None
     """Seconds without progress after which the job ends; None learns them, 0 never ends it."""
+    servers: RequestedServers | None = None
+    """The parameter servers of the run; None for a run without."""
 
 
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -226,5 +229,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Workers and hosts may join and leave; None fixes them, and the first failure ends the job."""
     hang_timeout_seconds: float | None = None
     """Seconds without progress after which the job ends; None learns them, 0 never ends it."""
+    servers: RequestedServers | None = None
+    """The parameter servers of the run; None for a run without."""
     request: RunRequest
     """The request. Each host makes its own `RunConfig` from it."""

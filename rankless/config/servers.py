@@ -1,11 +1,30 @@
-"""The parameter servers of a run: what one server needs, and what workers need to reach all of them."""
+"""The parameter servers of a run: what one server needs, and what workers need to reach all of them.
 
-from typing import Literal
+A server process has its configuration in one environment variable, which only this file reads and writes.
+"""
+
+import os
+from typing import Literal, get_args
 
 import msgspec
 
+from rankless.errors import ConfigError
+
+SERVER = "RANKLESS_SERVER"
+_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
+
 ServerMode = Literal["sync"]
 """When steps reach the tables. `sync`: one step per global batch, as on one device."""
+SERVER_MODES: tuple[str, ...] = get_args(ServerMode)
+
+
+class RequestedServers(msgspec.Struct, frozen=True, kw_only=True):
+    """The servers that a user requests."""
+
+    count: int
+    endpoints: tuple[str, ...] = ()
+    """HOST:PORT of each server, or HOST for a free port; none for sockets in a private folder of the run."""
+    mode: ServerMode = "sync"
 
 
 class ServersConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,3 +49,20 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     run_id: str
     ready_descriptor: int | None = None
     """An inherited pipe to which it writes one line, `ready ADDRESS`, once it serves."""
+
+
+def server_environment(config: ServerConfig) -> dict[str, str]:
+    """Return the environment of a server process, whose functions use one thread."""
+    return os.environ | dict.fromkeys(_THREADS, "1") | {SERVER: msgspec.json.encode(config).decode()}
+
+
+def read_server_config() -> ServerConfig:
+    """Return the configuration of this server process. Raises ConfigError if there is none."""
+    try:
+        return msgspec.json.decode(os.environ.get(SERVER, ""), type=ServerConfig)
+    except msgspec.DecodeError as error:
+        raise ConfigError(
+            expected=f"the configuration of a parameter server in {SERVER}",
+            found=str(error),
+            fix="let the launcher start servers",
+        ) from None

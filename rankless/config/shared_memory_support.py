@@ -7,7 +7,7 @@ import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
 
-from rankless.config.control_groups import measure_memory
+from rankless.config.resource_limits import measure_memory
 
 GROUP_BYTES_PER_RANK = 4 << 20
 """A group of up to 64 ranks takes at most so much memory for each of them."""

@@ -7,12 +7,13 @@ import secrets
 import shutil
 
 from rankless.config.backends import read_requested_backend, require_usable_backend
-from rankless.config.cores import core_count
 from rankless.config.elastic import check_elastic
 from rankless.config.environment import user_hang_timeout, user_preload, user_threads, user_visible_devices
 from rankless.config.mesh_option import format_mesh, require_workers
+from rankless.config.resource_limits import core_count
 from rankless.config.run_config import PlanFile, Program, RunConfig, RunRequest
 from rankless.config.script_source import names_rankless
+from rankless.config.servers import SERVER_MODES, RequestedServers
 from rankless.errors import ConfigError
 from rankless.records.parallel_plan import PlannedAxis
 
@@ -30,6 +31,7 @@ def make_run_config(program: Program, request: RunRequest) -> RunConfig:
     if count < 1:
         raise ConfigError(expected="at least 1 worker", found=count, fix="give -n a number from 1 up")
     check_numbers(request)
+    check_servers(request, host_count=1 if cluster is None else len(cluster.hosts))
     check_program(program)
     devices, backend = choose_devices(request.devices, worker_count=count), read_requested_backend(request.backend)
     require_usable_backend(backend, devices, host_count=1 if cluster is None else len(cluster.hosts))
@@ -40,7 +42,7 @@ def make_run_config(program: Program, request: RunRequest) -> RunConfig:
         worker_count=count,
         devices=devices,
         backend=backend,
-        threads_per_worker=threads or user_threads() or max(1, core_count() // count),
+        threads_per_worker=threads or user_threads() or share_cores(count, request.servers),
         log_folder=request.log_folder,
         show=request.show,
         warm=request.warm,
@@ -60,6 +62,7 @@ def make_run_config(program: Program, request: RunRequest) -> RunConfig:
         cluster=cluster,
         elastic=request.elastic,
         hang_timeout_seconds=hang_timeout(request),
+        servers=request.servers,
         request=request,
     )
 
@@ -73,6 +76,45 @@ def check_numbers(request: RunRequest) -> None:
         raise ConfigError(expected="at least 1 training step", found=steps, fix="give --steps a number from 1 up")
     if seed is not None and not 0 <= seed < 2**63:
         raise ConfigError(expected="a seed from 0 to 2**63 - 1", found=seed, fix="choose another --seed")
+
+
+def check_servers(request: RunRequest, *, host_count: int) -> None:
+    """Raise `ConfigError` for parameter servers that no run can have."""
+    servers = request.servers
+    if servers is None:
+        return
+    if servers.count < 1:
+        raise ConfigError(expected="at least 1 server", found=servers.count, fix="give --servers a number from 1 up")
+    if servers.mode not in SERVER_MODES:
+        raise ConfigError(
+            expected=f"--server-mode {', '.join(SERVER_MODES)}",
+            found=servers.mode,
+            fix="omit it; async, geo and bounded: not yet",
+        )
+    if request.elastic is not None:
+        raise ConfigError(
+            expected="a fixed set of workers, because servers count the steps of every worker",
+            found=f"{servers.count} servers, and workers that may join and leave",
+            fix="omit the options of elastic jobs, or the servers",
+        )
+    require_one_host(servers, host_count)
+
+
+def require_one_host(servers: RequestedServers, host_count: int) -> None:
+    """Raise `ConfigError` if the workers beside servers are on several hosts."""
+    if host_count > 1:
+        raise ConfigError(
+            expected="servers and workers on one host, because servers on several hosts: not yet",
+            found=f"{servers.count} servers, and workers on {host_count} hosts",
+            fix="omit the other hosts, or the servers",
+        )
+
+
+def share_cores(worker_count: int, servers: RequestedServers | None) -> int:
+    """Return the threads of each worker: its share of the cores, one of which each server keeps if all have one."""
+    cores = core_count()
+    left = cores - (0 if servers is None else servers.count)
+    return max(1, (left if left >= worker_count else cores) // worker_count)
 
 
 def choose_mesh(mesh: tuple[PlannedAxis, ...], plan: PlanFile | None, workers: int) -> tuple[PlannedAxis, ...]:

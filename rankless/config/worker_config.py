@@ -3,6 +3,7 @@
 import msgspec
 
 from rankless.config.run_config import Backend, PlanFile, Precision, Program, RunObservation
+from rankless.config.servers import ServersConfig
 from rankless.records.parallel_plan import PlannedAxis
 
 
@@ -47,6 +48,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The inherited memory to which it writes its steps and, on request, its stacks; None without a watchdog."""
     rounds_descriptor: int | None = None
     """The inherited socket to the driver of an elastic job."""
+    servers: ServersConfig | None = None
+    """The parameter servers of the run; None for a run without."""
     process_id: int | None = None
     """The worker's process id. A child inherits the environment but is not the worker."""
 

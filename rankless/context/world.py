@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from rankless.config.servers import ServersConfig
 from rankless.context.accumulation_passes import LoaderPasses
 from rankless.context.hidden_gradients import HiddenGradients
 from rankless.context.model_change_detector import ModelChangeDetector
@@ -71,6 +72,8 @@ class World:
     """The stage of a pipeline to which a parameter belongs, by the parameter."""
     once: OnceState = field(default_factory=OnceState)
     """Whether rank 0 is inside `rankless.once`."""
+    servers: ServersConfig | None = None
+    """The parameter servers of the run, which hold its tables. None: the worker holds them."""
 
     @cached_property
     def owner(self) -> StateOwner:

@@ -5,7 +5,7 @@ import functools
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TextIO
@@ -18,6 +18,8 @@ from rankless.launch.ports import require_own_address
 from rankless.launch.profile import load_profile
 from rankless.launch.rendezvous.leader import RendezvousInterrupted
 from rankless.launch.rendezvous.peers import FollowerPeers, LeaderPeer
+from rankless.launch.servers.processes import ServerProcesses
+from rankless.launch.servers.server_configs import make_server_launches
 from rankless.launch.signals import Interrupts
 from rankless.launch.startup_table import WorkerTable
 from rankless.launch.supervisor.failure_attribution import Verdict, name_signal
@@ -189,6 +191,7 @@ class HostRun:
         folder = make_run_folder(config, job.start, job.host_index)
         self._pages = pages = open_status_pages(config.worker_count)
         self._workers = make_worker_configs(config, job, folder=folder, pages=pages)
+        self._servers = ServerProcesses(make_server_launches(config, job.start, job.servers, folder=folder))
         self.report = RunReport(config, job, folder)
         self._watchdog = Watchdog(
             WatchdogConfig(
@@ -204,7 +207,7 @@ class HostRun:
         if not is_quiet:
             streams.write_error(self.report.format_opening(lead))
         self._table = WorkerTable(
-            lambda process_ids: "" if is_quiet else self.report.format_workers(lead, process_ids),
+            lambda process_ids: "" if is_quiet else self.report.format_processes(lead, process_ids, self._servers),
             streams.write_table,
             world_size=job.start.world_size,
         )
@@ -225,11 +228,21 @@ class HostRun:
     def run_to_end(
         self, on_record: Callable[[AnyRecord], None], *, fork_server: ForkServerPoolClient | None = None
     ) -> tuple[RunOutcome, bool]:
-        """Start the workers, supervise them, and end those that are left.
+        """Start the servers and the workers, supervise them, and end those that are left.
 
         Returns:
             The outcome, and whether the output of the workers had the traceback of the rank that failed first.
         """
+        with self.report.recorded_start():
+            self._servers.start(self._interrupts)
+        try:
+            return self._run_workers(on_record, fork_server)
+        finally:
+            self._servers.close()
+
+    def _run_workers(
+        self, on_record: Callable[[AnyRecord], None], fork_server: ForkServerPoolClient | None
+    ) -> tuple[RunOutcome, bool]:
         job = self._job
         self._parent = parent = self._start(fork_server)
         if job.store is not None:
@@ -256,10 +269,11 @@ class HostRun:
             for page in self._pages:
                 os.close(page)
 
-    def before_records(self) -> None:
+    def before_records(self) -> Sequence[AnyRecord]:
         """See `RunObserver`."""
         self._has_parent_ended = self._parent.poll() is not None
         self._terminal.measure()
+        return [] if self._has_parent_ended else self._servers.take_ended()
 
     def receive(self, record: AnyRecord) -> None:
         """See `RunObserver`."""

@@ -13,6 +13,7 @@ from rankless.config import environment
 from rankless.config.backends import choose_backend
 from rankless.config.hosts import addresses_of, interface_of, interface_towards, is_loopback, own_addresses
 from rankless.config.run_config import AgreedJobConfig, Cluster, RunConfig
+from rankless.config.servers import ServersConfig
 from rankless.errors import ConfigError, JoinError
 from rankless.launch.doctor.preflight import run_preflight
 from rankless.launch.log_files import make_run_id
@@ -31,6 +32,7 @@ from rankless.launch.rendezvous.leader import start_hosts, wait_for_hosts
 from rankless.launch.rendezvous.peers import FollowerPeers, LeaderPeer, NoPeers
 from rankless.launch.rendezvous.port_test import PortTest, run_port_test
 from rankless.launch.rendezvous.ssh import RemoteTask, SshAgent, SshTokenDelivery
+from rankless.launch.servers.addresses import reserve_server_addresses
 from rankless.launch.signals import Interrupts
 
 
@@ -49,6 +51,8 @@ class ReadyJob:
     """The network interface that leads to the other hosts."""
     store: socket.socket | None = None
     """The socket on which rank 0 will serve the store; on host 0 only."""
+    servers: ServersConfig | None = None
+    """The parameter servers of the run. No host sends their token over the control channel."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +80,8 @@ def set_up_job(
             start = _make_start(config, [config.devices], store=store, reserved=reserved)
             variables = stack.enter_context(_open_services(config, start, [config.master_address]))
             start = msgspec.structs.replace(start, launcher_variables=variables)
-            yield ReadyJob(peers=NoPeers(), start=start, devices=(config.devices,), store=store)
+            servers = stack.enter_context(reserve_server_addresses(config.servers))
+            yield ReadyJob(peers=NoPeers(), start=start, devices=(config.devices,), store=store, servers=servers)
         return
     run_preflight(config, notify)
     request = _SetupRequest(cluster=config.cluster, interrupts=interrupts, notify=notify, token=token)

@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple, Protocol
 from rankless.config.environment import python_path_from, user_visible_devices
 from rankless.config.launcher_spec import LauncherSpec
 from rankless.config.run_config import AgreedJobConfig, RunConfig
+from rankless.config.servers import ServerConfig, ServersConfig
 from rankless.config.worker_config import WorkerConfig, WorkerLaunch
 from rankless.errors import LaunchError
 from rankless.launch.worker_output import FollowedFile, Source
@@ -100,8 +101,15 @@ class LauncherProfile(Protocol):
         """Return the paths of a worker's log files, with those in the run's folder under `folder`."""
         return WorkerLogFiles(os.path.join(folder, f"rank{rank}.log"))
 
-    def link_logs(self, folder: str, ranks: Sequence[int], world_size: int) -> None:
-        """Link the log files of this host's `ranks` to where the launcher's users look for those of the latest run."""
+    def server_log_file(self, folder: str, index: int) -> str:
+        """Return the path of the log file of a parameter server."""
+        return os.path.join(folder, f"server{index}.log")
+
+    def link_logs(self, folder: str, ranks: Sequence[int], world_size: int, *, server_count: int = 0) -> None:
+        """Link the log files of this host's `ranks` to where the launcher's users look for those of the latest run.
+
+        So it does with those of `server_count` servers.
+        """
         return
 
     def shown_streams(self, config: RunConfig, folder: str, workers: Sequence[WorkerConfig]) -> list[FollowedFile]:
@@ -127,6 +135,12 @@ class LauncherProfile(Protocol):
         In an elastic job `elastic_host` is the name of the worker's host, and the worker's rank is not known yet.
         """
         return {"PYTHONPATH": python_path_from(AT_START)}
+
+    def server_environment(
+        self, server: ServerConfig, servers: ServersConfig, start: AgreedJobConfig
+    ) -> Mapping[str, str | None]:
+        """Return the variables to set (or, where None, to remove) for a parameter server."""
+        return {}
 
     @contextlib.contextmanager
     def open_services(

@@ -82,9 +82,11 @@ class SummaryFile:
         self._write()
 
     def _describe(self, failure: Verdict) -> RunFailure:
-        rank = failure.root_cause_rank
+        rank, server = failure.root_cause_rank, failure.root_cause_server
         host, line = self._host_name.get(rank, ""), find_script_line(failure.traceback)
-        return RunFailure(rank=rank, host=host, error=failure.headline, line=line)
+        return RunFailure(
+            rank=rank if server is None else None, server=server, host=host, error=failure.headline, line=line
+        )
 
     def _write(self) -> None:
         new = f"{self._path}.new"

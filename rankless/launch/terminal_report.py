@@ -1,8 +1,8 @@
 """What the terminal shows of a run: the table at its start and, at its end, the rank that failed and its log file."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 
 from rankless.config.run_config import RunConfig
 from rankless.config.worker_config import WorkerLaunch
@@ -10,7 +10,9 @@ from rankless.errors import LaunchError
 from rankless.launch.job_setup import ReadyJob
 from rankless.launch.log_files import run_folder
 from rankless.launch.profile import WorkerLogFiles, load_profile
+from rankless.launch.rendezvous.leader import RendezvousInterrupted
 from rankless.launch.rendezvous.peers import FollowerPeers, LeaderPeer
+from rankless.launch.servers.processes import ServerProcesses
 from rankless.launch.summary_file import SummaryFile
 from rankless.launch.supervisor.failure_attribution import Verdict, name_signal
 from rankless.launch.supervisor.secondary_failure_lines import SecondaryFailure
@@ -21,6 +23,7 @@ from rankless.launch.supervisor.terminal_text import (
     format_failure,
     format_hosts_line,
     format_secondary_failures,
+    format_server_table,
     format_shared_gpus,
     format_start_line,
     format_summary,
@@ -63,8 +66,10 @@ class RunReport:
             return format_start_line(config, folder=self._folder)
         return format_hosts_line(config, folder=self._folder, worker_count=job.start.world_size, host_count=count)
 
-    def format_workers(self, lead: WorkerLaunch, process_ids: Mapping[int, int]) -> str:
-        """Return the table of all workers, to follow `format_opening`; "" if this host shows none."""
+    def format_processes(
+        self, lead: WorkerLaunch, process_ids: Mapping[int, int], servers: ServerProcesses | None = None
+    ) -> str:
+        """Return the tables of all servers and workers, to follow `format_opening`; "" if this host shows none."""
         config, job = self._config, self.job
         if job.host_index > 0 or self._profile.opening_text(config, lead, self._folder, job.names[0]) is not None:
             return ""
@@ -81,7 +86,8 @@ class RunReport:
             for rank, (host, device) in enumerate(places)
         ]
         shared = format_shared_gpus(config.devices) if len(job.names) == 1 and not has_error_files else ""
-        return format_worker_table(rows, has_error_files=has_error_files) + shared
+        server_table = format_server_table([] if servers is None else servers.list_rows())
+        return server_table + format_worker_table(rows, has_error_files=has_error_files) + shared
 
     @property
     def plain_process_advice(self) -> str:
@@ -98,18 +104,23 @@ class RunReport:
         files = self._log_files(rank)
         return os.path.relpath(files.error or files.output)
 
+    def server_log_file(self, index: int) -> str:
+        """Return the log file of a server."""
+        folder = run_folder(self._config, self.job.start.run_id, 0)
+        return os.path.relpath(self._profile.server_log_file(folder, index))
+
     def format_failure(self, verdict: Verdict, *, with_traceback: bool = True) -> str:
         """Return at most 15 lines about the rank that failed, and the launcher's own note after them."""
-        rank = verdict.root_cause_rank
+        rank, server = verdict.root_cause_rank, verdict.root_cause_server
         host = self.job.start.host_of(rank)
         text = format_failure(
             verdict,
-            log_file=self.log_file(rank),
+            log_file=self.log_file(rank) if server is None else self.server_log_file(server),
             host=self.host_name(rank),
             report=self.report_file(host) if host > 0 else "",
             with_traceback=with_traceback,
         )
-        has_ended_itself = verdict.cause not in ("host", "interrupted", "hang")
+        has_ended_itself = verdict.cause not in ("host", "interrupted", "hang") and server is None
         return text + self._profile.failure_note(rank, verdict.exit_code) if has_ended_itself else text
 
     def format_secondary_failures(self, failures: Sequence[SecondaryFailure]) -> str:
@@ -117,6 +128,21 @@ class RunReport:
         if not self._profile.withholds_tracebacks:
             return ""
         return format_secondary_failures([(self.log_file(failure.rank), failure) for failure in failures])
+
+    @contextmanager
+    def recorded_start(self) -> Iterator[None]:
+        """Record in the summary that the servers do not start, if so."""
+        try:
+            yield
+        except LaunchError as error:
+            if self.summary_file is not None:
+                self.summary_file.finish("failed", 2, verdict=f"expected {error.expected}, found {error.found}")
+            raise
+        except RendezvousInterrupted as error:
+            if self.summary_file is not None:
+                code, verdict = 128 + error.number, f"ended by {name_signal(error.number)}"
+                self.summary_file.finish("interrupted", code, verdict=verdict)
+            raise
 
     def format_summary(self) -> str:
         """Return the last line of a run, or "" if it shall have none."""
@@ -200,7 +226,7 @@ def _record_end(report: RunReport, outcome: RunOutcome, code: int) -> None:
     if outcome.interrupted_by is not None:
         report.summary_file.finish("interrupted", code, verdict=f"ended by {name_signal(outcome.interrupted_by)}")
     elif outcome.verdict is not None:
-        headline = f"rank {outcome.verdict.root_cause_rank} {outcome.verdict.headline}"
+        headline = f"{outcome.verdict.root_cause} {outcome.verdict.headline}"
         report.summary_file.finish("failed", code, verdict=headline, failure=outcome.verdict)
     elif code != 0:
         report.summary_file.finish("failed", code, verdict="the process that starts the workers ended before them")

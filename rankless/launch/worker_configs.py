@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from rankless.config.environment import worker_environment
 from rankless.config.run_config import AgreedJobConfig, RunConfig
+from rankless.config.servers import ServersConfig
 from rankless.config.worker_config import WorkerConfig, WorkerLaunch
 from rankless.launch.job_setup import ReadyJob
 from rankless.launch.log_files import make_log_files
@@ -24,7 +25,7 @@ class ElasticSlot:
 
 @dataclass(frozen=True, kw_only=True)
 class _Position:
-    """What distinguishes a worker from the others of its job."""
+    """Where a worker is, and what else the agreed configuration of its job does not have."""
 
     rank: int
     world_size: int
@@ -35,6 +36,7 @@ class _Position:
     interface: str | None = None
     store_descriptor: int | None = None
     status_descriptor: int | None = None
+    servers: ServersConfig | None = None
 
 
 def make_worker_configs(
@@ -60,6 +62,7 @@ def make_worker_configs(
                 interface=job.interface,
                 store_descriptor=job.store.fileno() if first + local_rank == 0 and job.store is not None else None,
                 status_descriptor=pages[local_rank] if pages else None,
+                servers=job.servers,
             ),
             folder=folder,
             cuda_devices=visible.cuda_variable,
@@ -126,6 +129,7 @@ def _make_launch(
         status_descriptor=position.status_descriptor,
         store_address=start.store_address,
         store_port=start.store_port or None,
+        servers=position.servers,
     )
     environment = worker_environment(worker, cuda_devices=cuda_devices)
     environment |= start.launcher_variables

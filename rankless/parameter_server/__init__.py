@@ -1,11 +1,23 @@
 """Tables of rows by ids: embeddings that grow with the data.
 
 `Embedding` (in `embedding`) looks up rows. `tables` holds and steps them, without PyTorch. Between the two,
-`table_training` connects a table with autograd and with the script's optimizers. It needs the extra `ps`.
+`table_training` connects a table with autograd and with the script's optimizers. `servers` hold tables for the workers
+of a run, also without PyTorch: so `Embedding` is loaded on first use. It needs the extra `ps`.
 """
 
-from rankless.parameter_server.embedding import Embedding
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from rankless.parameter_server.tables.contents import TableStatistics
 from rankless.parameter_server.tables.settings import ByCount, ByHash, Constant, Normal, Uniform
 
+if TYPE_CHECKING:
+    from rankless.parameter_server.embedding import Embedding
+
 __all__ = ["ByCount", "ByHash", "Constant", "Embedding", "Normal", "TableStatistics", "Uniform"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Embedding":
+        return importlib.import_module("rankless.parameter_server.embedding").Embedding
+    raise AttributeError(f"module 'rankless.parameter_server' has no attribute {name!r}")

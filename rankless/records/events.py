@@ -7,6 +7,9 @@ from typing import Literal
 
 import msgspec
 
+NO_RANK = -1
+"""The rank of records that are about no rank."""
+
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
     """The fields of every record: the rank that it is about, and the time of the event."""
@@ -59,6 +62,14 @@ class Exited(Record, frozen=True, tag="exited"):
     exit_code: int
     peak_memory_bytes: int | None = None
     """The largest resident set of the process, or of one of its children."""
+
+
+class ServerExited(Record, frozen=True, tag="server_exited"):
+    """A parameter server has ended while workers ran. The agent makes it; its rank is NO_RANK."""
+
+    server: int
+    exit_code: int
+    """Negative for a signal, as in `subprocess`."""
 
 
 class Progress(Record, frozen=True, tag="progress"):
@@ -151,6 +162,7 @@ AnyRecord = (
     | GroupTeardown
     | ScriptFinished
     | Exited
+    | ServerExited
     | Progress
     | Notice
     | FileOpened

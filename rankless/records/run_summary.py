@@ -10,7 +10,10 @@ Outcome = Literal["running", "succeeded", "failed", "interrupted"]
 class RunFailure(msgspec.Struct, frozen=True, kw_only=True):
     """The root cause of a failure."""
 
-    rank: int
+    rank: int | None
+    """None if a parameter server is the root cause."""
+    server: int | None = None
+    """The parameter server that is the root cause; None if a rank is."""
     host: str
     """The name of the rank's host; "" if the job has one host."""
     error: str

@@ -82,6 +82,7 @@ class ProcessContext:
             send_record=observer,
             **({} if config is None else self._make_recorders(config)),
             meter=_make_meter(mesh, observer if progress else None, config) if mesh.rank == 0 else None,
+            servers=None if config is None else config.servers,
         )
         self.saver = Saver(mesh=self.world.mesh, owner=self.world.owner)
         atexit.register(self.leave)

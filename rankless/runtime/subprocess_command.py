@@ -15,6 +15,13 @@ _START = (
     "work = main(fast_exit)\n"
     "if work is not None: work()\n"
 )
+_MODULE = (
+    "import sys; root = sys.argv.pop(1)\n"
+    "if not sys.flags.safe_path: del sys.path[0]\n"
+    "if root not in sys.path: sys.path.append(root)\n"
+    "from runpy import run_module\n"
+    "run_module({module!r}, run_name='__main__', alter_sys=True)\n"
+)
 _COMMAND_LINE = (
     "import sys; root = sys.argv.pop(1)\n"
     "if not sys.flags.safe_path: del sys.path[0]\n"
@@ -28,6 +35,11 @@ _ROOT = os.path.abspath(os.path.join(os.path.dirname(__file__), os.pardir, os.pa
 def python_command(module: str) -> list[str]:
     """Return the command that imports `module` in a new interpreter, and calls its `main` and what that returns."""
     return [sys.executable, *interpreter_flags(), "-c", _START.format(module=module), _ROOT]
+
+
+def module_command(module: str) -> list[str]:
+    """Return the command that runs `module` in a new interpreter, as `python -m` would."""
+    return [sys.executable, *interpreter_flags(), "-c", _MODULE.format(module=module), _ROOT]
 
 
 def rankless_command(*arguments: str) -> list[str]:

@@ -20,6 +20,7 @@ from rankless.config.run_config import (
     RunObservation,
     RunRequest,
 )
+from rankless.config.servers import RequestedServers
 from rankless.config.validation import make_run_config
 from rankless.records.call_values import ComputedValue, read_values
 from rankless.records.job_programs import ProgramRecord, read_program_records
@@ -57,6 +58,8 @@ class VerifyRuns:
     devices: str | None = None
     cluster: Cluster | None = None
     """The hosts of the runs on several workers; None for this host alone."""
+    servers: RequestedServers | None = None
+    """The parameter servers of the runs on several workers; the run on one worker has none."""
     log_folder: str = "log"
     show: bool = False
     plan: PlanFile | None = None
@@ -162,6 +165,7 @@ class VerifyRuns:
                 mesh=() if workers == 1 else self.mesh,
                 observation=observation,
                 cluster=self.cluster if workers > 1 else None,
+                servers=self.servers if name == "many" else None,
             ),
         )
         what = _describe_run(config)

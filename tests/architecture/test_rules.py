@@ -20,6 +20,7 @@ IMPORTED_LATE = {
     "rankless/config/environment.py": "reads the variables of foreign launchers only if they exist",
     "rankless/launch/profile.py": "loads a launcher's profile by name, so that a plain run loads none",
     "rankless/launchers/horovodrun/profile.py": "the HTTP server costs 20 ms, and most jobs need none",
+    "rankless/parameter_server/__init__.py": "servers are processes that import it, and must not import torch",
     "rankless/runtime/fork_server.py": "preloads what the workers will import",
     "rankless/runtime/hooks/at_start/sitecustomize.py": "runs in every Python below a worker, and must cost nothing",
     "rankless/runtime/hooks/import_aliases.py": "imports the module behind an alias when a script asks for it",
@@ -55,6 +56,7 @@ BROAD_EXCEPTS = {
     "rankless/jobs/programs/program_cache.py": "capture with symbolic sizes may fail in the script's code",
     "rankless/launch/rendezvous/follower.py": "the connection is closed, and the error is raised again",
     "rankless/launch/spawn_function.py": "the workers are ended, and the error is raised again",
+    "rankless/parameter_server/servers/table_requests.py": "a step that fails half-way is refused to all workers",
     "rankless/runtime/preload.py": "a preloaded module is foreign code; the workers import it themselves",
     "rankless/runtime/spawned_function.py": "the function's error travels to the process that called spawn",
     "rankless/runtime/worker.py": "every end of a script is reported, and the error is raised again",
@@ -62,6 +64,7 @@ BROAD_EXCEPTS = {
 
 # Files beside config/environment.py that mention the process's environment.
 ENVIRONMENT_READERS = {
+    "rankless/config/servers.py": "reads and writes the configuration of server processes, which no worker has",
     "rankless/cli/__init__.py": "looks for a completing shell's variable before it imports anything",
     "rankless/compat/horovod/common/util.py": "Horovod's util changes the environment for the caller, as its own does",
     "rankless/compiler/guards/guard_discovery.py": "recognizes os.environ among the objects that a job reads",

@@ -3,7 +3,18 @@
 import pytest
 
 from rankless.launch.supervisor.failure_attribution import Verdict, attribute_failure, is_secondary_failure
-from rankless.records.events import AnyRecord, Exited, GroupTeardown, HangDetected, Raised, ScriptFinished, Started
+from rankless.launch.supervisor.secondary_failure_lines import describe_secondary_failure
+from rankless.records.events import (
+    NO_RANK,
+    AnyRecord,
+    Exited,
+    GroupTeardown,
+    HangDetected,
+    Raised,
+    ScriptFinished,
+    ServerExited,
+    Started,
+)
 
 LOST = "RuntimeError: [gloo/transport/tcp/pair.cc] Connection closed by peer [127.0.0.1]:4411"
 
@@ -174,3 +185,30 @@ def test_a_stall_names_the_rank_that_submitted_nothing() -> None:
         "did not submit [allreduce.b], for which others waited more than 5 s; rank 2 not [allreduce.a]"
     )
     assert verdict_on(raised(1, text), exited(2, -9)).root_cause_rank == 2
+
+
+LOST_SERVER = """
+expected: server 1 at ipc:///tmp/run/1 to answer worker 0
+found:    the connection has broken: the server has ended, or cannot be reached any more"""
+
+
+def server_exited(server: int, code: int) -> ServerExited:
+    return ServerExited(rank=NO_RANK, time_ns=0, server=server, exit_code=code)
+
+
+def test_a_server_that_ends_is_the_root_cause_and_its_workers_are_not() -> None:
+    for records in ([server_exited(1, -9), raised(0)], [raised(0, LOST_SERVER), server_exited(1, -9), exited(0, 1)]):
+        verdict = verdict_on(*records)
+        assert (verdict.root_cause, verdict.exit_code, verdict.cause) == ("server 1", 137, "signal")
+        assert verdict.headline == "was killed by signal 9 (SIGKILL)"
+    assert verdict_on(left(0, 1), server_exited(0, 3)).exit_code == 3
+    assert verdict_on(server_exited(0, 0)).exit_code == 1
+
+
+def test_a_rank_that_failed_before_a_server_is_the_root_cause() -> None:
+    assert verdict_on(raised(1), server_exited(0, -9)).root_cause == "rank 1"
+
+
+def test_a_worker_without_its_server_gets_a_line_that_says_so() -> None:
+    failure = describe_secondary_failure(raised(0, LOST_SERVER))
+    assert failure.text == "lost its connection to a server"

@@ -15,7 +15,6 @@ from rankless.launch.job_setup import ReadyJob
 from rankless.launch.rendezvous.peers import NoPeers
 from rankless.launch.worker_configs import make_worker_configs
 from rankless.launchers.fleetrun import hosts
-from rankless.launchers.fleetrun.parameter_server_options import SERVER_FLAGS
 from rankless.launchers.fleetrun.parsed_options import FleetrunFlags
 from rankless.launchers.fleetrun.parser import FLAGS, list_arguments, read_flags
 from rankless.launchers.fleetrun.profile import ENDPOINTS
@@ -157,24 +156,6 @@ def test_the_error_for_a_misspelt_option_names_the_right_one(
         main(["fleetrun", given, "2", "train.py"])
     assert leaving.value.code == 2
     assert f"did you mean {meant}?" in capsys.readouterr().err
-
-
-SERVER_LINES = [
-    "--server_num=1 --worker_num=4",
-    "--servers=xx:6170,yy:6171 --workers=xx,xx,xx,xx,yy,yy,yy,yy",
-    "--server_num=2 --worker_num=2 --heter_worker_num=2",
-    "--servers=xx:6170,yy:6171 --workers=xx:6172,yy:6173",
-    "--run_mode=ps",
-    "--trainer_num 2 --server_num 2",
-]
-
-
-@pytest.mark.parametrize("line", [*SERVER_LINES, *(f"--{name}=2" for name in SERVER_FLAGS)])
-def test_options_for_parameter_servers_are_rejected_with_alternatives(line: str, capsys: pytest.CaptureFixture[str]):
-    assert main(["fleetrun", *line.split(), __file__]) == 2
-    notes = capsys.readouterr().err
-    assert "Rankless has no parameter servers" in notes
-    assert "--nproc_per_node=2" in notes
 
 
 def test_the_hosts_of_ips_are_numbered_in_their_order(monkeypatch: pytest.MonkeyPatch):

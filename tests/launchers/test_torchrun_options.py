@@ -10,8 +10,8 @@ from torch.distributed.run import get_args_parser
 
 from rankless.cli import CommandParser, launch, main, torchrun
 from rankless.config import validation
-from rankless.config.cores import core_count
 from rankless.config.launcher_spec import decode_settings
+from rankless.config.resource_limits import core_count
 from rankless.config.run_config import UNKNOWN_HOST, Program
 from rankless.errors import ConfigError
 from rankless.launchers.torchrun import run_config as torchrun_run_config

@@ -21,7 +21,7 @@ from rankless.collectives.backends.group_failure import Membership, make_error
 from rankless.collectives.backends.memory.control_layout import CHANNELS, ControlLayout
 from rankless.collectives.backends.memory.futex import Futex
 from rankless.collectives.backends.memory.peer_liveness import PeerProcesses
-from rankless.config.cores import core_count
+from rankless.config.resource_limits import core_count
 from rankless.errors import CollectiveError
 from rankless.records.group_failures import (
     FAILURE_OFFSET,

@@ -10,8 +10,7 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]  # it has no stubs
 
 from rankless.config.backends import choose_backend, read_requested_backend, require_usable_backend
-from rankless.config.control_groups import list_control_group_folders, measure_memory, read_limit
-from rankless.config.cores import core_count
+from rankless.config.resource_limits import core_count, list_control_group_folders, measure_memory, read_limit
 from rankless.config.shared_memory_support import GROUP_BYTES_PER_RANK, can_reserve
 from rankless.config.validation import choose_devices
 from rankless.errors import ConfigError

@@ -4,7 +4,8 @@ Note [root cause and secondary failures]: a rank that loses its connection to a 
 reports itself. So is a rank whose wait for its peers has timed out. The order of exits misleads: the root cause may
 destroy its groups and clean up for a long time, while the secondary failures exit at once. The root cause is therefore
 the first rank that reported a failure of its own: an exception other than a lost connection, an exit code, death by a
-signal, or the destruction of its process groups before other ranks lost it.
+signal, or the destruction of its process groups before other ranks lost it. A parameter server that ends while workers
+run is a root cause too: the agent notices its end itself, before it reads what the workers report.
 """
 
 import re
@@ -24,11 +25,20 @@ from rankless.records.events import (
     HostLost,
     Raised,
     ScriptFinished,
+    ServerExited,
     Started,
 )
 
 ATTRIBUTED_RECORDS = (
-    Started | Raised | GroupTeardown | ScriptFinished | Exited | HostLost | HostInterrupted | HangDetected
+    Started
+    | Raised
+    | GroupTeardown
+    | ScriptFinished
+    | Exited
+    | ServerExited
+    | HostLost
+    | HostInterrupted
+    | HangDetected
 )
 """The records that affect a verdict. A long job has too many others to keep them."""
 
@@ -50,6 +60,10 @@ _LOST_CONNECTION = re.compile(
     r"|the connection to (rank \d+|a rank of another host) is lost|cannot go on with the ranks of other hosts"
     r"|rank \d+ left a collective because of an exception|rank \d+ found that the calls of the ranks do not match"
 )
+_LOST_SERVER = re.compile(
+    r"server \d+ at \S+ to answer worker \d+\n.*the connection has broken|server \d+ has received SIGTERM"
+)
+"""The errors of a worker whose parameter server has ended."""
 
 MAX_SHOWN_CHARS = 400
 """Limit for the names that a rank has not submitted. Its error has all of them."""
@@ -60,16 +74,24 @@ Cause = Literal["raised", "left", "signal", "exit", "lost", "timeout", "host", "
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """The rank that caused the end of the job, what happened to it, and the job's exit code."""
+    """The rank or server that caused the end of the job, what happened to it, and the job's exit code."""
 
     root_cause_rank: int
-    """If a whole host is the root cause, its first rank."""
+    """If a whole host is the root cause, its first rank; NO_RANK if a server is."""
+    root_cause_server: int | None = None
+    """The server that is the root cause, if one is."""
     cause: Cause
     exit_code: int
     headline: str
     traceback: str = ""
     settling_seconds: float = EXPLAINED_SETTLING_SECONDS
     """How long to wait for a record that changes the verdict."""
+
+    @property
+    def root_cause(self) -> str:
+        """The root cause's name, as "rank 1" or "server 0"."""
+        server = self.root_cause_server
+        return f"rank {self.root_cause_rank}" if server is None else f"server {server}"
 
 
 def attribute_failure(records: Sequence[AnyRecord], host_of: Callable[[int], int] = lambda _rank: 0) -> Verdict | None:
@@ -81,7 +103,8 @@ def attribute_failure(records: Sequence[AnyRecord], host_of: Callable[[int], int
     if own and own[0].cause == "left":
         # The rank may have caught a lost connection and exited in order. A death by signal is then the root cause:
         # another process reports it, a little later than it happens.
-        return next((verdict for verdict in own if verdict.cause == "signal"), own[0])
+        is_cause = (each for each in own if each.cause == "signal" or each.root_cause_server is not None)
+        return next(is_cause, own[0])
     if own:
         return own[0]
     secondary = [record for record in records if isinstance(record, Raised)]
@@ -104,7 +127,12 @@ def attribute_failure(records: Sequence[AnyRecord], host_of: Callable[[int], int
 
 def is_secondary_failure(record: Raised | GroupTeardown) -> bool:
     """Whether an exception, or one of its causes, is a lost connection."""
-    return _LOST_CONNECTION.search(record.traceback + record.message) is not None
+    return _LOST_CONNECTION.search(record.traceback + record.message) is not None or has_lost_server(record)
+
+
+def has_lost_server(record: Raised | GroupTeardown) -> bool:
+    """Whether an exception, or one of its causes, is the lost connection to a parameter server."""
+    return _LOST_SERVER.search(f"{record.traceback}\n{record.message}") is not None
 
 
 def _find_own_failure(records: Sequence[AnyRecord], index: int) -> Verdict | None:
@@ -125,6 +153,8 @@ def _find_own_failure(records: Sequence[AnyRecord], index: int) -> Verdict | Non
     if isinstance(record, ScriptFinished | Exited):
         earlier = [each for each in records[:index] if each.rank == record.rank]
         return None if any(map(_reports_failure, earlier)) else _attribute_exit(record)
+    if isinstance(record, ServerExited):
+        return _attribute_server_exit(record)
     if isinstance(record, HangDetected):
         return Verdict(
             root_cause_rank=record.rank,
@@ -167,6 +197,21 @@ def _attribute_exit(record: ScriptFinished | Exited) -> Verdict | None:
         return Verdict(root_cause_rank=record.rank, cause="signal", exit_code=128 + number, headline=headline)
     headline = f"ended with exit code {record.exit_code}, and its script reported no error"
     return Verdict(root_cause_rank=record.rank, cause="exit", exit_code=record.exit_code, headline=headline)
+
+
+def _attribute_server_exit(record: ServerExited) -> Verdict:
+    """Return the verdict for a server that has ended before the workers."""
+    headline, code = f"ended with exit code {record.exit_code} while workers ran", record.exit_code
+    if record.exit_code < 0:
+        number = -record.exit_code
+        headline, code = f"was killed by signal {number} ({name_signal(number)})", 128 + number
+    return Verdict(
+        root_cause_rank=record.rank,
+        root_cause_server=record.server,
+        cause="signal" if record.exit_code < 0 else "exit",
+        exit_code=code or 1,
+        headline=headline,
+    )
 
 
 def _find_early_exit(records: Sequence[AnyRecord], secondary: Raised, host_of: Callable[[int], int]) -> Verdict | None:

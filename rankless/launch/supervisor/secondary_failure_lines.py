@@ -4,7 +4,7 @@ import re
 
 import msgspec
 
-from rankless.launch.supervisor.failure_attribution import first_line, is_secondary_failure
+from rankless.launch.supervisor.failure_attribution import first_line, has_lost_server, is_secondary_failure
 from rankless.launch.watchdog.stack_classifier import format_line
 from rankless.launch.watchdog.stacks import Frame
 from rankless.launch.watchdog.timed_out_collectives import parse_timeout
@@ -28,6 +28,8 @@ def describe_secondary_failure(record: Raised) -> SecondaryFailure:
     timeout = parse_timeout(record)
     if timeout is not None:
         text = f"waited in {timeout.doing}{at} until its timeout of {timeout.idle_seconds:g} s"
+    elif has_lost_server(record):
+        text = f"lost its connection to a server{at}"
     elif is_secondary_failure(record):
         text = f"lost its connection to another rank{at}"
     else:

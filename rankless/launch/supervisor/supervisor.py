@@ -51,8 +51,11 @@ _STOP_SIGNALS: dict[StopMode, int] = {"interrupt": signal.SIGINT, "stop": signal
 class RunObserver(Protocol):
     """What the agent does while the supervisor runs."""
 
-    def before_records(self) -> None:
-        """Called before records are read. What workers write after a record, they have not written yet."""
+    def before_records(self) -> Sequence[AnyRecord]:
+        """Called before records are read. What workers write after a record, they have not written yet.
+
+        Returns records of what has ended on this host besides workers, which may explain the records of workers.
+        """
         ...
 
     def receive(self, record: AnyRecord) -> None:
@@ -108,7 +111,7 @@ class Supervisor:
             self._register_sources(selector, stack)
             while True:
                 exit_code = self._fork_server.poll()  # before reading: its last records have arrived by then
-                self._observer.before_records()
+                self._process_records(self._observer.before_records())
                 self._read_records()
                 self._process_local_records(self._observer.tick())
                 now = time.monotonic()

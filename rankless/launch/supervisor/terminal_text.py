@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rankless.config.run_config import RunConfig
+from rankless.launch.servers.processes import ServerRow
 from rankless.launch.supervisor.failure_attribution import Verdict
 from rankless.launch.supervisor.secondary_failure_lines import SecondaryFailure
 from rankless.records.quantities import format_bytes, format_seconds
@@ -32,7 +33,8 @@ def format_start_line(config: RunConfig, *, folder: str) -> str:
     count, threads = config.worker_count, format_count(config.threads_per_worker, "thread")
     start = "" if config.warm else ", plain processes"
     seed = "" if config.seed is None else f", seed {config.seed}"
-    return f"rankless: {format_count(count, 'worker')}, {threads} each{seed}{start}, logs in {folder}\n"
+    servers = "" if config.servers is None else f", {format_count(config.servers.count, 'server')}"
+    return f"rankless: {format_count(count, 'worker')}, {threads} each{servers}{seed}{start}, logs in {folder}\n"
 
 
 def format_hosts_line(config: RunConfig, *, folder: str, worker_count: int, host_count: int) -> str:
@@ -62,6 +64,20 @@ def format_worker_table(rows: Sequence[WorkerRow], *, has_error_files: bool = Fa
     return "\n".join(lines) + "\n"
 
 
+def format_server_table(rows: Sequence[ServerRow]) -> str:
+    """Return a table of all servers of a job; "" without servers."""
+    if not rows:
+        return ""
+    id_width = max(3, *(len(str(row.process_id)) for row in rows))
+    address_width = max(len(row.address) for row in rows)
+    lines = [f"  {'server':>6}  {'pid':>{id_width}}  {'address':<{address_width}}  log file"]
+    lines += [
+        f"  {row.index:>6}  {row.process_id:>{id_width}}  {row.address:<{address_width}}  {row.log_file}"
+        for row in rows
+    ]
+    return "\n".join(lines) + "\n"
+
+
 def format_shared_gpus(devices: Sequence[str]) -> str:
     """Return a line if workers of one host share GPUs, else ""."""
     gpus = {device for device in devices if device != "cpu"}
@@ -79,14 +95,14 @@ def format_failure(
 ) -> str:
     """Return at most 15 lines about the root cause of a failure.
 
-    They name the rank, its host, what happened, the last lines of the traceback, and the log file. `report` is the file
-    on that host which holds the same text.
+    They name the rank or server, its host, what happened, the last lines of the traceback, and the log file.
+    `report` is the file on that host which holds the same text.
     """
     there = f", this report {report} there" if report else ""
     if verdict.cause in ("host", "interrupted"):
         return f"rankless: {verdict.headline}\nrankless: the job was ended, exit code {verdict.exit_code}\n"
     on_host = f" on {host}" if host else ""
-    lines = [f"rankless: rank {verdict.root_cause_rank}{on_host} {verdict.headline}"]
+    lines = [f"rankless: {verdict.root_cause}{on_host} {verdict.headline}"]
     trace = verdict.traceback.rstrip().splitlines() if with_traceback else []
     if len(trace) > _TRACEBACK_LINES:
         lines.append("    ...")

@@ -1,43 +1,106 @@
-"""fleetrun's options for parameter servers, which Rankless recognizes and rejects."""
+"""fleetrun's options for parameter servers: numbers or addresses of servers and workers, on one host."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
+from rankless.config.hosts import Endpoint, read_endpoints, require_this_host
+from rankless.config.servers import RequestedServers
 from rankless.errors import ConfigError
 from rankless.launchers.fleetrun.parsed_options import FleetrunFlags
 
-SERVER_FLAGS = (
-    "server_num",
-    "servers",
-    "worker_num",
-    "workers",
-    "heter_worker_num",
-    "heter_workers",
-    "heter_devices",
-    "coordinator_num",
-    "coordinators",
-    "http_port",
-    "gloo_port",
-)
+SERVER_FLAGS = ("server_num", "servers", "worker_num", "workers", "http_port", "gloo_port")
 """As in Paddle, any one of them requests servers."""
-SERVER_MODES = ("ps", "ps-heter", "ps-cpu", "ps-gpu")
+HETEROGENEOUS_FLAGS = ("heter_worker_num", "heter_workers", "heter_devices", "coordinator_num", "coordinators")
+_SERVER_RUN_MODES = ("ps", "ps-cpu")
+_HETEROGENEOUS_RUN_MODES = ("ps-heter", "ps-gpu")
+_ADDRESS = "127.0.0.1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterServerJob:
+    """The servers and the workers that a command line names."""
+
+    servers: RequestedServers
+    workers: tuple[Endpoint, ...]
+    """The endpoint of each worker; without a port it gets a free one."""
+
+
+def read_parameter_server_job(flags: FleetrunFlags) -> ParameterServerJob | None:
+    """Return the servers and workers of a command line, or None if it requests no servers.
+
+    Raises `ConfigError` for options that contradict each other, and for features that Rankless does not have yet.
+    """
+    _require_supported(flags)
+    given = given_server_flags(flags)
+    if not given:
+        return None
+    servers = _read_endpoints("server", flags.server_num, flags.servers)
+    workers = _read_endpoints("worker", flags.worker_num, flags.workers, may_repeat=True)
+    if not servers or not workers:
+        raise ConfigError(
+            expected="servers and workers, as --server_num=1 --worker_num=4, or lists of addresses by --servers and "
+            "--workers",
+            found=" ".join(f"{name}={value}" for name, value in given.items()),
+            fix="give both; for a run without servers omit these options: one process per GPU (--gpus=0,1), or "
+            "processes on the CPU (--nproc_per_node=2)",
+        )
+    _require_one_way(flags, len(workers))
+    return ParameterServerJob(
+        servers=RequestedServers(count=len(servers), endpoints=tuple(map(str, servers))), workers=tuple(workers)
+    )
 
 
 def given_server_flags(flags: FleetrunFlags) -> Mapping[str, object]:
     """Return the given options for parameter servers under Paddle's names, with their values."""
-    values = {name: getattr(flags, name) for name in SERVER_FLAGS}
-    found = {f"--{name}": value for name, value in values.items() if value not in (None, "")}
-    if flags.run_mode in SERVER_MODES:
+    found = _given(flags, SERVER_FLAGS)
+    return found | {"--run_mode": flags.run_mode} if flags.run_mode in _SERVER_RUN_MODES else found
+
+
+def _given(flags: FleetrunFlags, names: tuple[str, ...]) -> dict[str, object]:
+    values = {name: getattr(flags, name) for name in names}
+    return {f"--{name}": value for name, value in values.items() if value not in (None, "")}
+
+
+def _read_endpoints(role: str, count: int | None, text: str | None, *, may_repeat: bool = False) -> list[Endpoint]:
+    """Return the endpoints of one role. Without a list they are on this host."""
+    if not text:
+        if count is not None and count < 1:
+            raise ConfigError(expected=f"--{role}_num from 1 up", found=count, fix=f"correct --{role}_num")
+        return [Endpoint(_ADDRESS)] * (count or 0)
+    option = f"--{role}s"
+    endpoints = read_endpoints(option, text, example=f"{_ADDRESS}:6170,{_ADDRESS}:6171", may_repeat=may_repeat)
+    if count is not None and count != len(endpoints):
+        raise ConfigError(
+            expected=f"--{role}_num {len(endpoints)}, the number of addresses of {option}",
+            found=count,
+            fix=f"omit --{role}_num",
+        )
+    require_this_host(option, endpoints)
+    return endpoints
+
+
+def _require_supported(flags: FleetrunFlags) -> None:
+    found = _given(flags, HETEROGENEOUS_FLAGS)
+    if flags.run_mode in _HETEROGENEOUS_RUN_MODES:
         found["--run_mode"] = flags.run_mode
-    return found
-
-
-def require_no_servers(flags: FleetrunFlags) -> None:
-    """Raise `ConfigError` if an option requests parameter servers."""
-    found = given_server_flags(flags)
     if found:
         raise ConfigError(
-            expected="collective training, because Rankless has no parameter servers",
+            expected="servers, and workers that all run the same program; heterogeneous workers and coordinators: not "
+            "yet",
             found=" ".join(f"{name}={value}" for name, value in found.items()),
-            fix="omit these options; Rankless runs one process per GPU (--gpus=0,1), or processes on the CPU "
-            "(--nproc_per_node=2), on one host or several (--ips=a,b)",
+            fix="omit these options: --server_num and --worker_num, or --servers and --workers, suffice",
+        )
+
+
+def _require_one_way(flags: FleetrunFlags, worker_count: int) -> None:
+    """Raise `ConfigError` if options for collective training name other workers."""
+    if flags.nproc_per_node not in (None, worker_count):
+        raise ConfigError(
+            expected="one number of workers",
+            found=f"--nproc_per_node={flags.nproc_per_node} and {worker_count} workers by --worker_num or --workers",
+            fix="omit --nproc_per_node",
+        )
+    if flags.run_mode not in (None, "", *_SERVER_RUN_MODES):
+        raise ConfigError(
+            expected="--run_mode=ps with options for parameter servers", found=flags.run_mode, fix="omit --run_mode"
         )

@@ -8,7 +8,7 @@ from rankless.config.environment import snapshot, whole_number
 from rankless.launchers.fleetrun.parsed_options import FleetrunFlags
 from rankless.launchers.option_spellings import Flag, declare_script, parse_flags
 
-_SERVERS = "Rejected: Rankless has no parameter servers."
+_HETEROGENEOUS = "Rejected: heterogeneous workers and coordinators: not yet."
 _ACCEPTED = "Accepted for compatibility and ignored."
 
 _VARIABLES = {
@@ -80,7 +80,7 @@ FLAGS = (
     Flag(
         name="run-mode",
         metavar="MODE",
-        help="collective; Rankless rejects other modes such as ps. Default: collective.",
+        help="collective, or ps for parameter servers. Default: ps with options for them, else collective.",
     ),
     Flag(name="backend", metavar="NAME", help="gloo for the CPU, nccl for GPUs, or auto. Default: auto."),
     Flag(name="with-gloo", metavar="0|1", help=_ACCEPTED),
@@ -112,17 +112,38 @@ FLAGS = (
             "auto-tuner-json",
         )
     ),
-    Flag(name="server-num", kind=int, metavar="N", help=_SERVERS),
-    Flag(name="servers", metavar="A:PORT,…", help=_SERVERS),
-    Flag(name="worker-num", also=("trainer-num",), kind=int, metavar="N", help=_SERVERS),
-    Flag(name="workers", also=("trainers",), metavar="A:PORT,…", help=_SERVERS),
-    Flag(name="heter-worker-num", metavar="N", help=_SERVERS),
-    Flag(name="heter-workers", metavar="A:PORT,…", help=_SERVERS),
-    Flag(name="heter-devices", metavar="NAMES", help=_SERVERS),
-    Flag(name="coordinator-num", kind=int, metavar="N", help=_SERVERS),
-    Flag(name="coordinators", metavar="A:PORT,…", help=_SERVERS),
-    Flag(name="http-port", kind=int, metavar="PORT", help=_SERVERS),
-    Flag(name="gloo-port", kind=int, metavar="PORT", help=_SERVERS),
+    Flag(name="server-num", kind=int, metavar="N", help="Number of parameter servers on this host."),
+    Flag(
+        name="servers",
+        metavar="A:PORT,…",
+        help="Addresses of the parameter servers, all of this host, instead of --server_num.",
+    ),
+    Flag(
+        name="worker-num",
+        also=("trainer-num",),
+        kind=int,
+        metavar="N",
+        help="Number of workers beside parameter servers. Each takes a GPU, which others share if there are too few.",
+    ),
+    Flag(
+        name="workers",
+        also=("trainers",),
+        metavar="A:PORT,…",
+        help="Addresses of the workers, all of this host, instead of --worker_num. A repeated address is another "
+        "worker. Default port: a free one.",
+    ),
+    Flag(name="heter-worker-num", metavar="N", help=_HETEROGENEOUS),
+    Flag(name="heter-workers", metavar="A:PORT,…", help=_HETEROGENEOUS),
+    Flag(name="heter-devices", metavar="NAMES", help=_HETEROGENEOUS),
+    Flag(name="coordinator-num", kind=int, metavar="N", help=_HETEROGENEOUS),
+    Flag(name="coordinators", metavar="A:PORT,…", help=_HETEROGENEOUS),
+    Flag(
+        name="http-port",
+        kind=int,
+        metavar="PORT",
+        help="Port of PADDLE_GLOO_HTTP_ENDPOINT, at which Rankless serves nothing. Default: a free one.",
+    ),
+    Flag(name="gloo-port", kind=int, metavar="PORT", help=_ACCEPTED),
 )
 
 

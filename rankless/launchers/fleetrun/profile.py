@@ -6,17 +6,28 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from rankless.config.hosts import parse_endpoint
 from rankless.config.launcher_spec import decode_settings
 from rankless.config.run_config import AgreedJobConfig, RunConfig
+from rankless.config.servers import ServerConfig, ServersConfig
 from rankless.config.worker_config import WorkerConfig, WorkerLaunch
 from rankless.launch.ports import reserve_master_port
 from rankless.launch.profile import LauncherProfile, VisibleDevices, WorkerLogFiles, show_gpus
 from rankless.launchers.fleetrun.profile_settings import FleetrunSettings
-from rankless.launchers.fleetrun.tables import LOG_NAME, format_environment_table, format_worker_line
+from rankless.launchers.fleetrun.tables import (
+    LOG_NAME,
+    SERVER_LOG_NAME,
+    format_environment_table,
+    format_server_lines,
+    format_worker_line,
+    name_endpoint,
+)
 
 FIRST_PORT = 6070
 """Paddle's first port of a host's endpoints. Several hosts use it because they do not tell each other of free ones."""
 ENDPOINTS = "PADDLE_TRAINER_ENDPOINTS"
+HTTP_ENDPOINT = "PADDLE_GLOO_HTTP_ENDPOINT"
+SERVER_ENDPOINTS = "PADDLE_PSERVERS_IP_PORT_LIST"
 
 
 def make_profile(settings: bytes) -> LauncherProfile:
@@ -54,22 +65,31 @@ class FleetrunProfile(LauncherProfile):
         """Return the path of a worker's log file, under Paddle's name."""
         return WorkerLogFiles(os.path.join(folder, LOG_NAME.format(rank)))
 
-    def link_logs(self, folder: str, ranks: Sequence[int], world_size: int) -> None:
-        """Link `workerlog.N` beside the run's folder to this run's, and remove links of an earlier, larger run."""
+    def link_logs(self, folder: str, ranks: Sequence[int], world_size: int, *, server_count: int = 0) -> None:
+        """Link `workerlog.N` and `serverlog.N` beside the run's folder to this run's.
+
+        Links of an earlier, larger run are removed.
+        """
         log_folder, run = os.path.split(folder)
-        for rank in ranks:
-            name = LOG_NAME.format(rank)
+        servers = [SERVER_LOG_NAME.format(index) for index in range(server_count)]
+        for name in (*(LOG_NAME.format(rank) for rank in ranks), *servers):
             path = os.path.join(log_folder, name)
             if os.path.isfile(path) and not os.path.islink(path):
                 os.replace(path, path + ".old")  # Paddle has written it: it is the user's
             link = os.path.join(log_folder, f".{name}-{secrets.token_hex(3)}")
             os.symlink(os.path.join(run, name), link)
             os.replace(link, path)
+        counts = {LOG_NAME.format(""): world_size, SERVER_LOG_NAME.format(""): server_count}
         for name in os.listdir(log_folder):
-            path, number = os.path.join(log_folder, name), name.removeprefix(LOG_NAME.format(""))
-            if os.path.islink(path) and number.isdigit() and int(number) >= world_size:
+            path, stem, number = os.path.join(log_folder, name), *name.partition(".")[::2]
+            count = counts.get(f"{stem}.")
+            if os.path.islink(path) and count is not None and number.isdigit() and int(number) >= count:
                 with contextlib.suppress(FileNotFoundError):  # another host on the same disk was faster
                     os.unlink(path)
+
+    def server_log_file(self, folder: str, index: int) -> str:
+        """Return the path of a server's log file, under Paddle's name."""
+        return os.path.join(folder, SERVER_LOG_NAME.format(index))
 
     def visible_devices(self, devices: Sequence[str]) -> VisibleDevices:
         """Return the devices among the GPUs of all shares; workers see no GPU at all if the user asks for the CPU."""
@@ -101,6 +121,21 @@ class FleetrunProfile(LauncherProfile):
             "POD_IP": address.strip("[]"),
             "TRAINING_ROLE": "TRAINER",
             "FLAGS_selected_gpus": self.settings.selected(worker.local_rank),
+            **({} if worker.servers is None else {SERVER_ENDPOINTS: _list_endpoints(worker.servers)}),
+        }
+
+    def server_environment(
+        self, server: ServerConfig, servers: ServersConfig, start: AgreedJobConfig
+    ) -> Mapping[str, str | None]:
+        """Return Paddle's variables of a server."""
+        address, _, port = name_endpoint(server.address).rpartition(":")
+        return {
+            **start.launcher_variables,
+            "TRAINING_ROLE": "PSERVER",
+            SERVER_ENDPOINTS: _list_endpoints(servers),
+            "PADDLE_PORT": port,
+            "POD_IP": address.strip("[]"),
+            "PADDLE_TRAINERS_NUM": str(server.worker_count),
         }
 
     @contextlib.contextmanager
@@ -112,6 +147,9 @@ class FleetrunProfile(LauncherProfile):
         On one host each is a free port, held until the run ends. Otherwise ports count up from the first, as in Paddle.
         """
         with contextlib.ExitStack() as stack:
+            if self.settings.endpoints:
+                yield self._reserve_endpoints(config, stack)
+                return
             if len(addresses) == 1 and self.settings.first_port is None:
                 held = [stack.enter_context(reserve_master_port()) for _ in range(worker_counts[0])]
                 found = [endpoint(addresses[0], each.getsockname()[1]) for each in held]
@@ -121,10 +159,30 @@ class FleetrunProfile(LauncherProfile):
                 found = [endpoint(address, first + number) for address, count in hosts for number in range(count)]
             yield {ENDPOINTS: ",".join(found)}
 
+    def _reserve_endpoints(self, config: RunConfig, stack: contextlib.ExitStack) -> Mapping[str, str | None]:
+        """Return the endpoints of workers beside servers. Ports that the user does not give are free ones."""
+        found = []
+        for text in (*self.settings.endpoints, self._http_endpoint(config)):
+            wanted = parse_endpoint(text)
+            port = wanted.port or stack.enter_context(reserve_master_port()).getsockname()[1]
+            found.append(endpoint(wanted.host, port))
+        return {ENDPOINTS: ",".join(found[:-1]), HTTP_ENDPOINT: found[-1]}
+
+    def _http_endpoint(self, config: RunConfig) -> str:
+        """Return the address of the first server with `--http_port`, as in Paddle."""
+        servers = () if config.servers is None else config.servers.endpoints
+        host = parse_endpoint((*servers, "127.0.0.1")[0]).host
+        return host if self.settings.http_port is None else endpoint(host, self.settings.http_port)
+
     def opening_text(self, config: RunConfig, lead: WorkerLaunch, folder: str, first_host: str) -> str:
         """Return Paddle's table of the first worker's variables, and a line about this host's workers."""
         table = format_environment_table(lead.environment, local_count=config.worker_count)
-        return table + format_worker_line(config, lead.config, folder, first_host)
+        servers = format_server_lines(config, lead.config.servers, folder)
+        return table + servers + format_worker_line(config, lead.config, folder, first_host)
+
+
+def _list_endpoints(servers: ServersConfig) -> str:
+    return ",".join(map(name_endpoint, servers.addresses))
 
 
 def endpoint(address: str, port: int) -> str:

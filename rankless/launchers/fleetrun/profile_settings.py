@@ -19,6 +19,10 @@ class FleetrunSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The user asks for the CPU, so a program that looks for GPUs must find none."""
     first_port: int | None = None
     """The first port of the endpoints; None takes free ports on one host, and 6070 on several."""
+    endpoints: tuple[str, ...] = ()
+    """The endpoint of each worker beside parameter servers; without a port it gets a free one."""
+    http_port: int | None = None
+    """The port of PADDLE_GLOO_HTTP_ENDPOINT; None takes a free one."""
 
     @property
     def gpus(self) -> tuple[int, ...]:

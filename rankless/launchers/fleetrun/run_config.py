@@ -9,7 +9,7 @@ from rankless.config.run_config import Program, RunRequest
 from rankless.config.validation import count_gpus
 from rankless.errors import ConfigError
 from rankless.launchers.fleetrun.hosts import make_cluster
-from rankless.launchers.fleetrun.parameter_server_options import require_no_servers
+from rankless.launchers.fleetrun.parameter_server_options import ParameterServerJob, read_parameter_server_job
 from rankless.launchers.fleetrun.parsed_options import FleetrunFlags
 from rankless.launchers.fleetrun.parser import user_first_port
 from rankless.launchers.fleetrun.profile_settings import FleetrunSettings, make_fleetrun_spec, share_out
@@ -35,10 +35,10 @@ def fleetrun_program(flags: FleetrunFlags) -> Program:
 
 def fleetrun_request(flags: FleetrunFlags, program: Program) -> RunRequest:
     """Return the request. Raises `ConfigError` for invalid values, and for features that Rankless does not have."""
-    require_no_servers(flags)
-    _require_known(flags)
+    job = read_parameter_server_job(flags)
+    _require_known(flags, with_servers=job is not None)
     gpus = chosen_gpus(flags)
-    count = flags.nproc_per_node
+    count = flags.nproc_per_node if job is None else len(job.workers)
     if count is None:
         count = len(gpus) or 1
     if count < 1:
@@ -46,17 +46,32 @@ def fleetrun_request(flags: FleetrunFlags, program: Program) -> RunRequest:
     first_port = flags.start_port if flags.start_port is not None else user_first_port()
     if first_port is not None and not 0 < first_port < 2**16 - count:
         raise ConfigError(expected="--start_port from 1 to 65535", found=first_port, fix="omit it")
-    shares = share_out(gpus, count) if gpus else ()
+    shares = _share_gpus(gpus, count, job)
     return RunRequest(
         worker_count=count,
         devices=",".join(str(share[0]) for share in shares) or "cpu",
         log_folder=flags.log_dir or default_log_folder(),
         warm=program.kind != "command",
         launcher=make_fleetrun_spec(
-            FleetrunSettings(job_id=flags.job_id, shares=shares, hides_gpus=_wants_cpu(flags), first_port=first_port)
+            FleetrunSettings(
+                job_id=flags.job_id,
+                shares=shares,
+                hides_gpus=_wants_cpu(flags),
+                first_port=first_port,
+                endpoints=() if job is None else tuple(map(str, job.workers)),
+                http_port=flags.http_port,
+            )
         ),
         cluster=make_cluster(flags, workers=count),
+        servers=None if job is None else job.servers,
     )
+
+
+def _share_gpus(gpus: Sequence[int], count: int, job: ParameterServerJob | None) -> tuple[tuple[int, ...], ...]:
+    """Return each worker's GPUs. Beside servers each has one, which others may share; servers have none."""
+    if not gpus:
+        return ()
+    return share_out(gpus if job is None else gpus[:count], count)
 
 
 def chosen_gpus(flags: FleetrunFlags) -> Sequence[int]:
@@ -104,14 +119,16 @@ def describe_ignored_options(flags: FleetrunFlags) -> list[str]:
         "--legacy": _is_on(flags.legacy) and "not needed: there is one launcher",
         "--enable_gpu_log": _is_on(flags.enable_gpu_log) and "ignored: Rankless does not log GPUs",
         "--ranks, --rank_mapping_path": _maps_ranks(flags) and "ignored: ranks follow the order of hosts and GPUs",
+        "--http_port, --gloo_port": (flags.http_port, flags.gloo_port) != (None, None)
+        and "not used: the workers' own store takes their place",
         "--auto_parallel_config, --auto_tuner_json": _tunes(flags) and "ignored: Rankless does not tune",
     }
     return [f"{name}: {why}" for name, why in notes.items() if why]
 
 
-def _require_known(flags: FleetrunFlags) -> None:
-    if flags.run_mode not in (None, "", "collective"):
-        raise ConfigError(expected="--run_mode collective", found=flags.run_mode, fix="omit it")
+def _require_known(flags: FleetrunFlags, *, with_servers: bool) -> None:
+    if not with_servers and flags.run_mode not in (None, "", "collective"):
+        raise ConfigError(expected="--run_mode collective or ps", found=flags.run_mode, fix="omit it")
     if flags.backend is not None and flags.backend not in (*_EITHER, *_CPU_BACKENDS, *_GPU_BACKENDS):
         raise ConfigError(expected="--backend auto, nccl (GPUs) or gloo (the CPU)", found=flags.backend, fix="omit it")
     for name in ("npus", "xpus"):

@@ -4,11 +4,14 @@ import os
 from collections.abc import Mapping
 
 from rankless.config.run_config import RunConfig
+from rankless.config.servers import ServersConfig
 from rankless.config.worker_config import WorkerConfig
 from rankless.launch.supervisor.terminal_text import format_count
 
 LOG_NAME = "workerlog.{}"
 """Paddle's name for the log file of a rank. Its users look for it directly in the log folder."""
+SERVER_LOG_NAME = "serverlog.{}"
+"""Paddle's name for the log file of a parameter server."""
 SHOWN = (
     "PADDLE_CURRENT_ENDPOINT",
     "PADDLE_TRAINERS_NUM",
@@ -16,6 +19,9 @@ SHOWN = (
     "PADDLE_TRAINER_ENDPOINTS",
     "PADDLE_TRAINER_ID",
 )
+SHOWN_WITH_SERVERS = ("TRAINING_ROLE", "PADDLE_PSERVERS_IP_PORT_LIST")
+"""What the table has besides in a run with parameter servers."""
+_LISTS = ("PADDLE_TRAINER_ENDPOINTS", "PADDLE_PSERVERS_IP_PORT_LIST")
 MOST_LINES = 8
 """The most lines for one variable's value."""
 _TITLE = " Configuration Arguments "
@@ -31,10 +37,10 @@ def format_arguments_table(arguments: Mapping[str, object]) -> str:
 def format_environment_table(environment: Mapping[str, str | None], *, local_count: int) -> str:
     """Return a box with Paddle's variables of one worker."""
     rows = [("Distributed Envs", "Value")]
-    for name in SHOWN:
+    for name in (*SHOWN, *(SHOWN_WITH_SERVERS if SHOWN_WITH_SERVERS[1] in environment else ())):
         value = environment.get(name)
         items = [value] if value is not None else ["(not set: on the CPU)"]
-        if name == "PADDLE_TRAINER_ENDPOINTS":
+        if name in _LISTS:
             items = items[0].split(",")
         if len(items) > MOST_LINES:
             items = [*items[: MOST_LINES - 1], f"... {len(items)} in all"]
@@ -45,6 +51,27 @@ def format_environment_table(environment: Mapping[str, str | None], *, local_cou
     count = "1 process" if local_count == 1 else f"{local_count} processes"
     title = f"Local start {count}. First process distributed environment info:"
     return "\n".join([title, thick, head, thin, *body, thick]) + "\n"
+
+
+def format_server_lines(config: RunConfig, servers: ServersConfig | None, folder: str) -> str:
+    """Return a line about the parameter servers and their log files; "" without servers."""
+    if servers is None:
+        return ""
+    count = len(servers.addresses)
+    logs = os.path.join(config.log_folder, SERVER_LOG_NAME.format(0))
+    if count > 1:
+        logs += f" to {SERVER_LOG_NAME.format(count - 1)}"
+    shown = [name_endpoint(address) for address in servers.addresses[:MOST_LINES]]
+    more = f" and {count - len(shown)} more" if count > len(shown) else ""
+    return (
+        f"rankless: {format_count(count, 'server')} on the CPU at {', '.join(shown)}{more}; "
+        f"logs: {logs} (in {folder}, where they stay)\n"
+    )
+
+
+def name_endpoint(address: str) -> str:
+    """Return HOST:PORT of a server's address `tcp://HOST:PORT`."""
+    return address.removeprefix("tcp://")
 
 
 def format_worker_line(config: RunConfig, lead: WorkerConfig, folder: str, first_host: str) -> str:

@@ -5,7 +5,6 @@ import signal
 import string
 from collections.abc import Iterator, Sequence
 
-from rankless.config.cores import core_count
 from rankless.config.environment import (
     default_log_folder,
     snapshot,
@@ -13,6 +12,7 @@ from rankless.config.environment import (
     user_visible_devices,
     whole_number,
 )
+from rankless.config.resource_limits import core_count
 from rankless.config.run_config import Program, ProgramKind, RunRequest
 from rankless.config.validation import count_gpus
 from rankless.errors import ConfigError

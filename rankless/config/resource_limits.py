@@ -1,5 +1,6 @@
-"""The limits of this process's control group, and the memory that is free within them. Imports no torch."""
+"""The cores and the memory that this process may use, also within the limits of its control group. No torch."""
 
+import os
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,12 @@ class Memory:
     whole: int
     is_limited: bool
     """Whether a control group allows less than the machine has, as in a container."""
+
+
+def core_count() -> int:
+    """Return the number of cores that this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def measure_memory() -> Memory:

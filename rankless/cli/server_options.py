@@ -1,0 +1,93 @@
+"""Options for parameter servers: `--servers`, `--workers` and `--server-mode`."""
+
+import argparse
+
+from rankless.config.hosts import read_endpoints, require_this_host
+from rankless.config.servers import SERVER_MODES, RequestedServers
+from rankless.errors import ConfigError
+
+_LIST = "127.0.0.1:6170,127.0.0.1:6171"
+
+
+def add_server_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options to `parser`."""
+    group = parser.add_argument_group("parameter servers")
+    group.add_argument(
+        "--servers",
+        metavar="N|A:PORT,…",
+        help="Parameter servers, which hold the rows of tables: their number, or their addresses on this host, with a "
+        "free port where none is given. Default: none, and workers hold the rows.",
+    )
+    group.add_argument(
+        "--workers",
+        dest="requested_workers",
+        metavar="M|A[:PORT],…",
+        help="Workers: their number, as -n, or one address on this host for each. Their ports are not used.",
+    )
+    group.add_argument(
+        "--server-mode",
+        metavar="|".join(SERVER_MODES),
+        default=SERVER_MODES[0],
+        help="When steps reach the tables. sync: one step per global batch, as on one device. Default: sync.",
+    )
+
+
+def read_servers(arguments: argparse.Namespace) -> RequestedServers | None:
+    """Return the servers that the options request, or None.
+
+    Raises:
+        ConfigError: For a number or an address that cannot be.
+    """
+    mode, text = arguments.server_mode, arguments.servers
+    if mode not in SERVER_MODES:
+        raise ConfigError(
+            expected=f"--server-mode {', '.join(SERVER_MODES)}",
+            found=mode,
+            fix="omit it; async, geo and bounded: not yet",
+        )
+    if text is None:
+        return None
+    count = _read_count("--servers", text, least=0)
+    if count is not None:
+        return RequestedServers(count=count, mode=mode) if count else None
+    endpoints = read_endpoints("--servers", text, example=_LIST)
+    require_this_host("--servers", endpoints)
+    return RequestedServers(count=len(endpoints), endpoints=tuple(map(str, endpoints)), mode=mode)
+
+
+def read_worker_count(arguments: argparse.Namespace) -> int | None:
+    """Return the number of workers that `-n` or `--workers` gives, or None.
+
+    Raises:
+        ConfigError: The two differ, or `--workers` is no number and no list of addresses of this host.
+    """
+    text, given = arguments.requested_workers, arguments.workers
+    if text is None:
+        return None if given is None else int(given)
+    count = _read_count("--workers", text, least=1)
+    if count is None:
+        endpoints = read_endpoints("--workers", text, example="127.0.0.1,127.0.0.1", may_repeat=True)
+        require_this_host("--workers", endpoints)
+        count = len(endpoints)
+    if given not in (None, count):
+        raise ConfigError(
+            expected="one number of workers",
+            found=f"-n {given} and --workers {text}, which is {count}",
+            fix="omit one of the two",
+        )
+    return count
+
+
+def _read_count(option: str, text: str, *, least: int) -> int | None:
+    """Return the number in `text`; None if it is a list of addresses."""
+    try:
+        count = int(text)
+    except ValueError:
+        return None
+    if count < least:
+        raise ConfigError(
+            expected=f"{option} as a number from {least} up, or as a list of addresses",
+            found=text,
+            fix=f"correct {option}" + (", or omit it for a run without servers" if least == 0 else ""),
+        )
+    return count

@@ -1,0 +1,47 @@
+"""The configuration, the variables and the log file of every server of a run."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rankless.config.run_config import AgreedJobConfig, RunConfig
+from rankless.config.servers import ServerConfig, ServersConfig
+from rankless.launch.profile import load_profile
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerLaunch:
+    """A server to start."""
+
+    config: ServerConfig
+    variables: Mapping[str, str | None]
+    """The launcher's environment variables; None removes one."""
+    log_file: str
+
+
+def make_server_launches(
+    config: RunConfig, start: AgreedJobConfig, servers: ServersConfig | None, *, folder: str
+) -> list[ServerLaunch]:
+    """Return every server of a run; none for a run without servers. Their log files lie in `folder`."""
+    if servers is None:
+        return []
+    profile = load_profile(config.launcher)
+    configs = [
+        ServerConfig(
+            index=index,
+            server_count=len(servers.addresses),
+            worker_count=start.world_size,
+            address=address,
+            token=servers.token,
+            run_id=start.run_id,
+        )
+        for index, address in enumerate(servers.addresses)
+    ]
+    return [
+        ServerLaunch(
+            config=each,
+            variables=profile.server_environment(each, servers, start),
+            log_file=os.path.abspath(profile.server_log_file(folder, each.index)),
+        )
+        for each in configs
+    ]

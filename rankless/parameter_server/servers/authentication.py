@@ -1,0 +1,60 @@
+"""Proofs that a worker and a server know the run's token, without sending it: HMAC-SHA256 over the other's challenge.
+
+A server's challenge to a connection is computed from a secret of its own and the connection's identity. So connections
+that have not proved anything take no memory of the server.
+"""
+
+import hashlib
+import hmac
+import secrets
+
+import msgspec
+
+PROOF_BYTES = 32
+
+
+class WorkerHello(msgspec.Struct, frozen=True, kw_only=True):
+    """Who a worker is, and which server it wants. `instance` is a random number that each client draws."""
+
+    worker: int
+    worker_count: int
+    incarnation: int
+    instance: int
+    server_index: int
+    server_count: int
+
+
+class ServerWelcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What a server knows of a worker: the last request that it has done, and the worker's last transaction."""
+
+    instance: int
+    last_sequence: int
+    ready: int
+    committed: int
+
+
+class Challenger:
+    """Makes a server's challenges."""
+
+    def __init__(self) -> None:
+        self._secret = secrets.token_bytes(PROOF_BYTES)
+
+    def challenge(self, identity: bytes) -> bytes:
+        """Return the challenge for a connection, the same each time."""
+        return hmac.digest(self._secret, identity, hashlib.sha256)
+
+
+def draw_number() -> int:
+    """Return a random number of 64 bits, not 0."""
+    return secrets.randbits(64) or 1
+
+
+def prove(token: str, side: str, challenges: bytes, statement: bytes) -> bytes:
+    """Return the proof of one side, `worker` or `server`, for a statement and the challenges of both sides."""
+    message = b"|".join((b"rankless parameter server", side.encode(), challenges, statement))
+    return hmac.digest(token.encode(), message, hashlib.sha256)
+
+
+def is_proof(proof: bytes, token: str, side: str, challenges: bytes, statement: bytes) -> bool:
+    """Return whether a proof is that of the side."""
+    return hmac.compare_digest(proof, prove(token, side, challenges, statement))

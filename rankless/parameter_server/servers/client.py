@@ -1,0 +1,136 @@
+"""What a worker uses: connections to all servers of a run, tables, and transactions."""
+
+import contextlib
+from typing import Self
+
+from rankless.config.servers import ServersConfig
+from rankless.errors import RanklessError, ServerError
+from rankless.parameter_server.servers.authentication import WorkerHello
+from rankless.parameter_server.servers.messages import Kind, MessageHeader
+from rankless.parameter_server.servers.served_table import ServedTable, WorkerTransaction
+from rankless.parameter_server.servers.server_requests import ServerRequests, WaitCallback
+from rankless.parameter_server.servers.setting_formats import encode_table_settings
+from rankless.parameter_server.tables.settings import TableSettings
+
+CONNECT_TIMEOUT_SECONDS = 60.0
+
+
+class ServerClient:
+    """One worker's connections to all servers of a run. Not for several threads, nor for a forked process.
+
+    Example:
+        >>> with ServerClient(config, worker=0, worker_count=1) as client:
+        ...     table = client.open_table("users", TableSettings(dim=16))
+        ...     table.push(ids, occurrences, gradients, SgdSettings(lr=0.1))
+        ...     client.commit()
+        ...     table.pull(ids)
+    """
+
+    def __init__(
+        self,
+        config: ServersConfig,
+        *,
+        worker: int,
+        worker_count: int,
+        incarnation: int = 0,
+        connect_timeout: float = CONNECT_TIMEOUT_SECONDS,
+        on_wait: WaitCallback | None = None,
+    ) -> None:
+        """Connect to all servers.
+
+        Args:
+            config: Their addresses, and the run's token.
+            worker: Number of this worker, from 0 on.
+            worker_count: Number of workers.
+            incarnation: How often this worker has started before.
+            connect_timeout: Seconds in which all servers must answer.
+            on_wait: Called several times a second while the worker waits, with the seconds so far and the index of the
+                server. It may raise.
+
+        Raises:
+            ServerError: A server cannot be reached in time, or does not belong to this run.
+        """
+        hello = WorkerHello(
+            worker=worker,
+            worker_count=worker_count,
+            incarnation=incarnation,
+            instance=0,
+            server_index=0,
+            server_count=0,
+        )
+        self._requests = ServerRequests(config, hello, on_wait)
+        try:
+            self._requests.connect(connect_timeout)
+            self._transaction = WorkerTransaction(self._common_transaction())
+        except BaseException:
+            self._requests.close()
+            raise
+        self._unanswered: list[tuple[int, int]] = []
+        self._closed = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:  # a worker that fails does not leave: the others must not go on without its part
+            self._close_connections()
+
+    def open_table(self, name: str, settings: TableSettings) -> ServedTable:
+        """Return the table of this name, which is made if it does not exist.
+
+        Raises:
+            TableError: Another worker has opened it with other settings, or there is no memory for it.
+        """
+        payload = (name.encode(), encode_table_settings(settings))
+        answers = self._requests.ask_all(MessageHeader(Kind.OPEN), payload)
+        numbers = [answer.header.table for answer in answers]
+        return ServedTable(self._requests, self._transaction, settings, numbers, answers[0].header.start)
+
+    def commit(self) -> None:
+        """End the step: what this worker has pushed since its last commit becomes one transaction.
+
+        The call does not wait for the other workers. The next pull does.
+
+        Raises:
+            TableError: The servers cannot make steps any more.
+            ServerError: A server has died.
+        """
+        self._finish_commit()
+        header = MessageHeader(Kind.READY, transaction=self._transaction.committed + 1)
+        servers = range(len(self._requests.connections))
+        self._unanswered = [self._requests.send(server, header) for server in servers]
+        self._transaction.committed += 1
+        self._transaction.changes = 0
+
+    def close(self) -> None:
+        """Leave the run after the last commit, and close the connections. The other workers can go on alone.
+
+        A worker with pushes that it has not committed only closes its connections.
+        """
+        if not self._closed and self._transaction.changes == 0:
+            with contextlib.suppress(RanklessError):
+                self._finish_commit()
+                self._requests.leave(MessageHeader(Kind.LEAVE))
+        self._close_connections()
+
+    def _finish_commit(self) -> None:
+        unanswered, self._unanswered = self._unanswered, []
+        self._requests.answers(unanswered)
+
+    def _close_connections(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._requests.close()
+
+    def _common_transaction(self) -> int:
+        """Return the last transaction of this worker's earlier incarnation. Raises ServerError if servers differ."""
+        counts = [each.welcome.ready for each in self._requests.connections if each.welcome is not None]
+        if len(set(counts)) > 1:
+            raise ServerError(
+                expected="all servers to have the same last transaction of this worker",
+                found=f"transactions {counts}, by server",
+                fix="start the run again from a checkpoint",
+            )
+        return counts[0]

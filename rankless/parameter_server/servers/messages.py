@@ -1,0 +1,140 @@
+"""The messages between workers and servers: a header of fixed size, then payload frames, which are JSON or raw arrays.
+
+Numbers are little-endian. A message never holds code: whoever sends one can at most be refused.
+"""
+
+import struct
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+MAGIC = b"RKPS"
+VERSION = 1
+MOST_MESSAGE_BYTES = 1 << 30
+"""In all frames of a message."""
+MOST_FRAMES = 5
+"""The header and the payload frames."""
+MOST_IN_FLIGHT = 16
+"""Requests of one worker to one server whose answers it has not acknowledged."""
+COPIED_BYTES = 16384
+"""Frames up to here are copied when they are sent, which takes less time than to keep them alive."""
+
+Frame = Any
+"""Bytes, a memoryview, or an array in C's order."""
+
+
+class Kind(IntEnum):
+    """What a message asks or answers."""
+
+    HELLO = 1
+    PROVE = 2
+    OPEN = 3
+    PUSH = 4
+    RESET = 5
+    READY = 6
+    PULL = 7
+    CONTENTS = 8
+    CONTENTS_PART = 9
+    RESTORE = 10
+    RESTORE_PART = 11
+    RESTORE_END = 12
+    STATISTICS = 13
+    LEAVE = 14
+    CHALLENGE = 65
+    WELCOME = 66
+    DONE = 67
+    FAILED = 68
+    """The request was understood, and cannot be done. The payload is an error, as `error_messages` has it."""
+    EXPECTED = 69
+    """The request has a later number than the next one, which `sequence` names."""
+    REFUSED = 70
+    """The request was not understood, and nothing has changed. The payload is the reason."""
+
+
+class MessageHeader(NamedTuple):
+    """The header of a message. Fields that a kind does not use are 0.
+
+    Args:
+        kind: See `Kind`.
+        flags: Which section, in parts of contents: 0 for rows, 1 for ids that wait for one.
+        table: Number of the table on this server.
+        session: Number of the session, which the server has drawn.
+        sequence: Number of the request among the worker's to this server, from 1 on. An answer has its request's.
+        acknowledged: All answers up to this one have arrived: the server may forget them.
+        transaction: Number of the transaction, from 1 on. Of a read: the last one that it must see.
+        start: First row of a part. In an answer: the table's step.
+        rows: Number of rows, or of ids.
+        payload_bytes: Bytes of all payload frames.
+    """
+
+    kind: int
+    flags: int = 0
+    table: int = 0
+    session: int = 0
+    sequence: int = 0
+    acknowledged: int = 0
+    transaction: int = 0
+    start: int = 0
+    rows: int = 0
+    payload_bytes: int = 0
+
+
+_LAYOUT = struct.Struct("<4sBBHI4xQQQQQQQ")
+HEADER_BYTES = _LAYOUT.size
+
+
+class MessageRefusedError(Exception):
+    """A message that is not understood. The text is the reason."""
+
+
+def encode_header(header: MessageHeader) -> bytes:
+    """Return the header's frame."""
+    kind, flags, table, *numbers = header
+    return _LAYOUT.pack(MAGIC, VERSION, kind, flags, table, *numbers)
+
+
+def make_message(header: MessageHeader, payload: Sequence[Frame]) -> list[bytes | memoryview]:
+    """Return the frames of a message. Empty arrays become empty frames."""
+    frames = [_bytes_of(memoryview(frame)) for frame in payload]
+    size = sum(len(frame) for frame in frames)
+    return [encode_header(header._replace(payload_bytes=size)), *frames]
+
+
+def _bytes_of(frame: memoryview) -> memoryview | bytes:
+    return frame.cast("B") if frame.nbytes else b""  # an empty array cannot be cast
+
+
+def decode_message(frames: Sequence[memoryview]) -> tuple[MessageHeader, list[memoryview]]:
+    """Return the header and the payload frames of a message. Raises MessageRefusedError."""
+    if not 1 <= len(frames) <= MOST_FRAMES:
+        raise MessageRefusedError("a wrong number of frames")
+    if frames[0].nbytes != HEADER_BYTES:
+        raise MessageRefusedError("a header of the wrong size")
+    magic, version, kind, *numbers = _LAYOUT.unpack(frames[0])
+    if magic != MAGIC or version != VERSION:
+        raise MessageRefusedError("another protocol or version")
+    payload = list(frames[1:])
+    header = MessageHeader(kind, *numbers)
+    size = sum(frame.nbytes for frame in payload)
+    if size > MOST_MESSAGE_BYTES:
+        raise MessageRefusedError("a message that is too large")
+    if size != header.payload_bytes:
+        raise MessageRefusedError("a payload of the wrong size")
+    return header, payload
+
+
+def array_of(frame: memoryview, dtype: DTypeLike, shape: tuple[int, ...]) -> NDArray[Any]:
+    """Return a frame as an array, without a copy if it is aligned. Raises MessageRefusedError for another size."""
+    count = 1
+    for size in shape:
+        count *= size
+    if frame.nbytes != count * np.dtype(dtype).itemsize:
+        raise MessageRefusedError("an array of the wrong size")
+    if count == 0:
+        return np.empty(shape, dtype)
+    array = np.frombuffer(frame, dtype).reshape(shape)
+    # Functions would be compiled once more for arrays that are not aligned, or cannot be written.
+    return array if array.flags.aligned and array.flags.writeable else array.copy()

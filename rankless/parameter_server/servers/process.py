@@ -1,0 +1,86 @@
+"""The program of a server: `python -m rankless.parameter_server.servers.process`, configured by `RANKLESS_SERVER`."""
+
+import contextlib
+import functools
+import os
+import signal
+import socket
+import sys
+
+import zmq
+
+from rankless.config.servers import ServerConfig, read_server_config
+from rankless.errors import RanklessError
+from rankless.parameter_server.servers.addresses import bound
+from rankless.parameter_server.servers.table_server import TableServer, configure, log_line
+
+_POLL_MILLISECONDS = 1000
+_MOST_MESSAGES = 64
+"""Messages before it looks for a signal again."""
+_MOST_LAST_MESSAGES = 4096
+
+
+def serve(config: ServerConfig) -> None:
+    """Serve until SIGTERM, or until the parent process ends. Raises ServerError if the address cannot be used."""
+    log = functools.partial(log_line, config.index)
+    parent = os.getppid()
+    with contextlib.ExitStack() as resources:
+        wakeup, _ = signal_sockets = socket.socketpair()
+        for end in signal_sockets:
+            end.setblocking(False)
+            resources.enter_context(end)
+        signal.set_wakeup_fd(signal_sockets[1].fileno(), warn_on_full_buffer=False)
+        resources.callback(signal.set_wakeup_fd, -1)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: the launcher decides
+        signal.signal(signal.SIGTERM, lambda *_: None)  # the wakeup socket tells the loop
+        context = resources.enter_context(zmq.Context())
+        router = resources.enter_context(context.socket(zmq.ROUTER))
+        configure(router)
+        address = resources.enter_context(bound(router, config.address))
+        server = TableServer(config, router, log)
+        log(f"serves at {address}, process {os.getpid()}, for {config.worker_count} workers")
+        _report_ready(config, address)
+        poller = zmq.Poller()
+        poller.register(router, zmq.POLLIN)
+        poller.register(wakeup, zmq.POLLIN)
+        while os.getppid() == parent:
+            events = dict(poller.poll(_POLL_MILLISECONDS))
+            if wakeup.fileno() in events and signal.SIGTERM in wakeup.recv(4096):
+                break
+            for _ in range(_MOST_MESSAGES):
+                if not server.receive():
+                    break
+        else:
+            log(f"the parent process {parent} has ended")
+        for _ in range(_MOST_LAST_MESSAGES):  # what had arrived
+            if not server.receive():
+                break
+        server.end()
+        _log_statistics(server, config.index)
+
+
+def _report_ready(config: ServerConfig, address: str) -> None:
+    if config.ready_descriptor is not None:
+        with contextlib.suppress(BrokenPipeError), os.fdopen(config.ready_descriptor, "w") as pipe:
+            pipe.write(f"ready {address}\n")
+
+
+def _log_statistics(server: TableServer, index: int) -> None:
+    for opened in server.requests.tables.tables:
+        log_line(index, f"table {opened.name!r} after {opened.table.step} steps: {opened.table.statistics()}")
+    log_line(index, f"ends; refused: {dict(server.refused)}")
+
+
+def main() -> int:
+    """Serve with the configuration of the environment. Return the exit code."""
+    config = read_server_config()
+    try:
+        serve(config)
+    except RanklessError as error:
+        log_line(config.index, str(error))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,236 @@
+"""A table that servers hold, as one worker uses it."""
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from rankless.errors import ServerError, TableError
+from rankless.parameter_server.servers.contents_transfer import (
+    PART_BYTES,
+    ROWS,
+    WAITING,
+    ContentsMetadata,
+    ContentsSnapshot,
+    IncomingContents,
+    join_contents,
+    split_contents,
+)
+from rankless.parameter_server.servers.messages import MOST_MESSAGE_BYTES, Frame, Kind, MessageHeader
+from rankless.parameter_server.servers.routing import RoutedIds, route_ids, scatter_rows, servers_of_shards
+from rankless.parameter_server.servers.server_connection import ServerAnswer
+from rankless.parameter_server.servers.server_requests import ServerRequests
+from rankless.parameter_server.servers.setting_formats import encode_optimizer
+from rankless.parameter_server.tables.contents import TableContents, TableStatistics
+from rankless.parameter_server.tables.optimizers import OptimizerSettings
+from rankless.parameter_server.tables.settings import TableSettings
+
+_PULL_BYTES = 4 << 20
+"""Rows of one request: the server reads the next ones while these travel."""
+
+
+class WorkerTransaction:
+    """The transaction to which a worker's changes belong, and what it has committed."""
+
+    def __init__(self, committed: int) -> None:
+        self.committed = committed
+        """The last transaction that this worker has committed."""
+        self.changes = 0
+        """Number of changes in the next one so far."""
+
+
+class ServedTable:
+    """Rows by ids, on the servers of a run. The methods are those of `tables.table.Table`.
+
+    A push is this worker's slice of a step. The step is made when all workers have committed it. A pull sees all steps
+    that this worker has committed, and waits for the other workers' part of them.
+    """
+
+    def __init__(
+        self,
+        requests: ServerRequests,
+        transaction: WorkerTransaction,
+        settings: TableSettings,
+        numbers: Sequence[int],
+        step: int,
+    ) -> None:
+        """Take a table that all servers have opened, with its number on each."""
+        self.settings = settings
+        self._requests = requests
+        self._transaction = transaction
+        self._numbers = numbers
+        self._servers = servers_of_shards(len(numbers), settings.shard_bits)
+        self._step = step
+
+    @property
+    def step(self) -> int:
+        """Number of steps so far, with this worker's own pushes that are not committed yet."""
+        return self._step
+
+    def pull(self, ids: NDArray[np.int64]) -> NDArray[np.floating]:
+        """Return the values of ids.
+
+        Args:
+            ids: Any ids, also repeated ones, int64, of shape (n,).
+
+        Returns:
+            Values of shape (n, dim), in the table's type.
+
+        Raises:
+            TableError: A step could not be made, on all workers.
+            ServerError: A server has died.
+        """
+        settings = self.settings
+        routed = self._route(ids)
+        values = np.empty((len(ids), settings.dim), settings.dtype)
+        most = max(1, _PULL_BYTES // (settings.dim * values.itemsize))
+        requests, ranges = [], []
+        for server, (start, stop) in enumerate(zip(routed.ends, routed.ends[1:], strict=False)):
+            for first in range(int(start), int(stop), most):
+                last = min(first + most, int(stop))
+                header = self._header(Kind.PULL, server, rows=last - first)
+                requests.append(self._requests.send(server, header, (routed.ids[first:last],)))
+                ranges.append((first, last))
+        for answer, (first, last) in zip(self._requests.answers(requests), ranges, strict=True):
+            rows = _array(answer.payload[0], settings.dtype).reshape(last - first, settings.dim)
+            if len(self._numbers) == 1:
+                values[first:last] = rows
+            else:
+                scatter_rows(rows, routed.places[first:last], values)
+        return values
+
+    def push(
+        self,
+        ids: NDArray[np.int64],
+        occurrences: NDArray[np.int64],
+        gradients: NDArray[np.floating],
+        settings: OptimizerSettings,
+    ) -> None:
+        """Add this worker's slice of a step to its transaction. Every worker pushes once, also without ids.
+
+        Args:
+            ids: The ids that have gradients, int64, of shape (n,). n may be 0.
+            occurrences: How often each occurred in this worker's slice, int64, of shape (n,).
+            gradients: The sum of each id's gradients, in the table's type, of shape (n, dim).
+            settings: The optimizer's settings for this step, the same on all workers.
+
+        Raises:
+            TableError: Another worker has pushed something else, or the slice is too large.
+            ServerError: A server has died.
+        """
+        assert gradients.shape == (len(ids), self.settings.dim)
+        assert gradients.dtype == self.settings.dtype
+        text = encode_optimizer(settings)
+        routed = self._route(ids)
+        if len(self._numbers) > 1:
+            occurrences, gradients = occurrences[routed.places], gradients[routed.places]
+        occurrences, gradients = np.ascontiguousarray(occurrences, np.int64), np.ascontiguousarray(gradients)
+        if gradients.nbytes + 2 * routed.ids.nbytes + len(text) > MOST_MESSAGE_BYTES:
+            raise TableError(
+                expected=f"a slice of a step of at most {MOST_MESSAGE_BYTES:,} bytes",
+                found=f"{gradients.nbytes:,} bytes of gradients",
+                fix="make smaller batches",
+            )
+        requests = []
+        for server, (start, stop) in enumerate(zip(routed.ends, routed.ends[1:], strict=False)):
+            part = slice(int(start), int(stop))
+            header = self._change_header(Kind.PUSH, server, rows=part.stop - part.start)
+            payload: tuple[Frame, ...] = (text, routed.ids[part], occurrences[part], gradients[part])
+            requests.append(self._requests.send(server, header, payload))
+        self._requests.answers(requests)
+        self._transaction.changes += 1
+        self._step += 1
+
+    def reset_states(self) -> None:
+        """Forget the optimizer, as part of the transaction: once all workers have asked for it."""
+        self._ask_all(Kind.RESET, transaction=self._transaction.committed + 1)
+        self._transaction.changes += 1
+
+    def contents(self) -> TableContents:
+        """Return a copy of everything that the servers hold after this worker's last commit, in the order of ids."""
+        answers = self._ask_all(Kind.CONTENTS)
+        metadata = [msgspec.json.decode(answer.payload[0], type=ContentsMetadata) for answer in answers]
+        states = {(each.step, each.optimizer, each.optimizer_steps, each.initial_state) for each in metadata}
+        if len(states) > 1:
+            raise ServerError(
+                expected="all servers to have made the same steps",
+                found=f"steps and optimizers {sorted(states)}",
+                fix="restore the table from a checkpoint",
+            )
+        return join_contents([self._read(server, each) for server, each in enumerate(metadata)])
+
+    def restore(self, contents: TableContents) -> None:
+        """Take contents, also of a table on another number of servers, instead of what the servers hold.
+
+        If several workers restore, all must take the same contents.
+
+        Raises:
+            TableError: The contents are of another number of elements or optimizer than this table can hold.
+        """
+        requests = []
+        for server, part in enumerate(split_contents(contents, self.settings, len(self._numbers))):
+            snapshot = ContentsSnapshot(part)
+            metadata = snapshot.metadata()
+            payload = (msgspec.json.encode(metadata),)
+            self._requests.answers([self._requests.send(server, self._header(Kind.RESTORE, server), payload)])
+            for section, start, count in _parts(metadata, self.settings.dtype):
+                header = self._header(Kind.RESTORE_PART, server, rows=count)._replace(flags=section, start=start)
+                frames = tuple(np.ascontiguousarray(array) for array in snapshot.part(section, start, count))
+                self._requests.answers([self._requests.send(server, header, frames)])
+            requests.append(self._requests.send(server, self._header(Kind.RESTORE_END, server)))
+        self._requests.answers(requests)
+        self._step = contents.step
+
+    def statistics(self) -> TableStatistics:
+        """Return the numbers of all servers together."""
+        answers = self._ask_all(Kind.STATISTICS)
+        parts = [msgspec.json.decode(answer.payload[0], type=TableStatistics) for answer in answers]
+        sums = {
+            name: sum(getattr(part, name) for part in parts)
+            for name in ("rows", "waiting", "created", "expired", "evicted", "rejected", "memory_bytes")
+        }
+        return TableStatistics(**sums, largest_shard_rows=max(part.largest_shard_rows for part in parts))
+
+    def _route(self, ids: NDArray[np.int64]) -> RoutedIds:
+        assert ids.dtype == np.int64
+        ids = np.ascontiguousarray(ids)
+        if len(self._numbers) == 1:
+            return RoutedIds(ids, ids, np.array([0, len(ids)]))
+        return route_ids(ids, self.settings.shard_bits, self._servers, len(self._numbers))
+
+    def _header(self, kind: Kind, server: int, *, rows: int = 0) -> MessageHeader:
+        transaction = self._transaction.committed
+        return MessageHeader(kind, table=self._numbers[server], transaction=transaction, rows=rows)
+
+    def _change_header(self, kind: Kind, server: int, *, rows: int = 0) -> MessageHeader:
+        header = self._header(kind, server, rows=rows)
+        return header._replace(transaction=header.transaction + 1)
+
+    def _ask_all(self, kind: Kind, **fields: int) -> list[ServerAnswer]:
+        headers = [self._header(kind, server)._replace(**fields) for server in range(len(self._numbers))]
+        return self._requests.answers([self._requests.send(server, header) for server, header in enumerate(headers)])
+
+    def _read(self, server: int, metadata: ContentsMetadata) -> TableContents:
+        """Return the contents of one server."""
+        incoming = IncomingContents(metadata, self.settings.dtype)
+        for section, start, count in _parts(metadata, self.settings.dtype):
+            header = self._header(Kind.CONTENTS_PART, server, rows=count)._replace(flags=section, start=start)
+            (answer,) = self._requests.answers([self._requests.send(server, header)])
+            incoming.add(section, start, count, answer.payload)
+        self._requests.answers([self._requests.send(server, self._header(Kind.CONTENTS_PART, server))])
+        return incoming.finish()
+
+
+def _array(frame: memoryview, dtype: str) -> NDArray[np.floating]:
+    array = np.frombuffer(frame, dtype)
+    return array if array.flags.aligned else array.copy()
+
+
+def _parts(metadata: ContentsMetadata, dtype: str) -> list[tuple[int, int, int]]:
+    """Return the section, the first row and the number of rows of each part of contents."""
+    parts = []
+    for section, rows in ((ROWS, metadata.rows), (WAITING, metadata.waiting)):
+        most = max(1, PART_BYTES // metadata.row_bytes(section, dtype))
+        parts += [(section, start, min(most, rows - start)) for start in range(0, rows, most)]
+    return parts

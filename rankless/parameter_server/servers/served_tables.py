@@ -1,0 +1,88 @@
+"""The tables of one server, by name, and the steps of committed transactions on them."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from rankless.errors import TableError
+from rankless.parameter_server.servers.messages import MessageRefusedError
+from rankless.parameter_server.servers.routing import first_shard
+from rankless.parameter_server.servers.setting_formats import decode_optimizer, decode_table_settings
+from rankless.parameter_server.servers.slice_sums import sum_slices
+from rankless.parameter_server.servers.transactions import WorkerChange
+from rankless.parameter_server.tables.table import Table
+
+MOST_TABLES = 4096
+MOST_NAME_LENGTH = 1024
+
+
+class OpenTable(NamedTuple):
+    """A table, the JSON of its settings, the worker that opened it first, and its shards on this server."""
+
+    name: str
+    table: Table
+    settings: bytes
+    worker: int
+    shards: tuple[int, int]
+
+
+class ServerTables:
+    """The tables of one server."""
+
+    def __init__(self, server_index: int, server_count: int) -> None:
+        self._server_index, self._server_count = server_index, server_count
+        self.tables: list[OpenTable] = []
+
+    def open(self, name: str, settings: bytes, worker: int) -> int:
+        """Return the number of a table, which is made if it does not exist.
+
+        Raises:
+            TableError: Another worker has opened it with other settings, or there is no memory for it.
+        """
+        for number, opened in enumerate(self.tables):
+            if opened.name == name:
+                if opened.settings != settings:
+                    raise TableError(
+                        expected=f"the table {name!r} with the settings of worker {opened.worker}: "
+                        f"{opened.table.settings}",
+                        found=f"worker {worker} opens it with {decode_table_settings(settings)}",
+                        fix="open a table with the same settings on all workers",
+                    )
+                return number
+        if len(self.tables) == MOST_TABLES or len(name) > MOST_NAME_LENGTH:
+            raise TableError(
+                expected=f"at most {MOST_TABLES} tables with names of at most {MOST_NAME_LENGTH} characters",
+                found=f"{len(self.tables) + 1} tables, and a name of {len(name)} characters",
+                fix="use fewer tables or shorter names",
+            )
+        decoded = decode_table_settings(settings)
+        shards = tuple(
+            first_shard(index, self._server_count, decoded.shard_bits)
+            for index in (self._server_index, self._server_index + 1)
+        )
+        self.tables.append(OpenTable(name, _make_table(decoded), settings, worker, (shards[0], shards[1])))
+        return len(self.tables) - 1
+
+    def find(self, number: int) -> OpenTable:
+        """Return the table with a number. Raises MessageRefusedError if there is none."""
+        if number >= len(self.tables):
+            raise MessageRefusedError("an unknown table")
+        return self.tables[number]
+
+    def apply(self, changes: Sequence[Sequence[WorkerChange]]) -> None:
+        """Apply a transaction: the changes of each worker, which are the same but for their slices."""
+        for parts in zip(*changes, strict=True):
+            table = self.tables[parts[0].table].table
+            slices = [part.gradient_slice for part in parts if part.gradient_slice is not None]
+            if slices:
+                table.push(*sum_slices(slices), decode_optimizer(parts[0].settings))
+            else:
+                table.reset_states()
+
+
+def _make_table(settings: object) -> Table:
+    try:
+        return Table(settings)  # type: ignore[arg-type]
+    except (MemoryError, OverflowError, ValueError, OSError) as error:
+        raise TableError(
+            expected="settings of a table that fits this host", found=f"{settings}: {error}", fix="use a smaller dim"
+        ) from None

@@ -1,0 +1,134 @@
+"""A worker's requests to all servers of a run, and waiting for their answers."""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+import zmq
+
+from rankless.config.servers import ServersConfig
+from rankless.errors import RanklessError, ServerError
+from rankless.parameter_server.servers.authentication import WorkerHello, draw_number
+from rankless.parameter_server.servers.messages import Frame, MessageHeader
+from rankless.parameter_server.servers.server_connection import ServerAnswer, ServerConnection
+
+WaitCallback = Callable[[float, int], None]
+"""Called while a worker waits, with the seconds so far and the index of the server."""
+_SLICE_SECONDS = 0.25
+_LEAVE_SECONDS = 5.0
+
+
+class ServerRequests:
+    """Connections to all servers of a run."""
+
+    def __init__(self, config: ServersConfig, hello: WorkerHello, on_wait: WaitCallback | None) -> None:
+        """Begin to connect. `hello` is that to server 0, without the client's random number."""
+        self._on_wait = on_wait
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.connections: list[ServerConnection] = []
+        instance = draw_number()
+        try:
+            for index in range(len(config.addresses)):
+                fields = {name: getattr(hello, name) for name in ("worker", "worker_count", "incarnation")}
+                greeting = WorkerHello(
+                    **fields, instance=instance, server_index=index, server_count=len(config.addresses)
+                )
+                self.connections.append(ServerConnection(self._context, config, greeting))
+        except ServerError:
+            self.close()
+            raise
+
+    def connect(self, timeout_seconds: float) -> None:
+        """Wait until all servers have answered. Raises ServerError if one cannot be reached in time."""
+        start = time.monotonic()
+        for connection in self.connections:
+            connection.greet()
+        while missing := [each for each in self.connections if each.welcome is None]:
+            waited = time.monotonic() - start
+            if waited > timeout_seconds:
+                raise ServerError(
+                    expected=f"{missing[0].name} to answer within {timeout_seconds:g} seconds",
+                    found="no answer",
+                    fix="look at the server's log; is the address right, and does a firewall let it through?",
+                )
+            self._poll(missing, min(_SLICE_SECONDS, timeout_seconds / 4))
+            for connection in missing:
+                connection.receive()
+                connection.check_alive()
+                connection.greet()
+            if self._on_wait is not None and waited > _SLICE_SECONDS:
+                self._on_wait(waited, missing[0].index)
+
+    def send(self, server: int, header: MessageHeader, payload: Sequence[Frame] = ()) -> tuple[int, int]:
+        """Send a request, and return the server and the request's number, for `answers`.
+
+        The payload must not change before its answer has arrived.
+        """
+        connection = self.connections[server]
+        if connection.is_full:
+            self._wait([(server, min(connection.unanswered))])
+        return server, connection.send(header, payload)
+
+    def answers(self, requests: Iterable[tuple[int, int]]) -> list[ServerAnswer]:
+        """Wait for the answers to requests, and return them in this order.
+
+        Raises:
+            TableError: A server could not do a request.
+            ServerError: A server has died, or does not understand a request.
+        """
+        requests = list(requests)
+        self._wait(requests)
+        # All are taken before the error of one is raised.
+        taken, errors = [], []
+        for server, sequence in requests:
+            try:
+                taken.append(self.connections[server].take_answer(sequence))
+            except RanklessError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+        return taken
+
+    def ask_all(self, header: MessageHeader, payload: Sequence[Frame] = ()) -> list[ServerAnswer]:
+        """Send one request to all servers, and return their answers."""
+        return self.answers([self.send(server, header, payload) for server in range(len(self.connections))])
+
+    def leave(self, header: MessageHeader) -> None:
+        """Send a last request to all servers, and wait a few seconds for the answers."""
+        requests = [self.send(server, header) for server in range(len(self.connections))]
+        self._wait(requests, most_seconds=_LEAVE_SECONDS)
+
+    def close(self) -> None:
+        """Close all connections."""
+        for connection in self.connections:
+            connection.close()
+        self._context.destroy(0)
+
+    def _wait(self, requests: Iterable[tuple[int, int]], *, most_seconds: float = float("inf")) -> None:
+        start = time.monotonic()
+        missing = {(server, number) for server, number in requests if not self.connections[server].has_answer(number)}
+        while missing:
+            connections = [self.connections[server] for server in sorted({server for server, _ in missing})]
+            ready = self._poll(connections, _SLICE_SECONDS)
+            for connection in connections:
+                connection.receive()
+            missing = {
+                (server, number) for server, number in missing if not self.connections[server].has_answer(number)
+            }
+            if missing and not ready:
+                waited = time.monotonic() - start
+                for connection in self.connections:
+                    connection.check_alive()
+                if waited > most_seconds:
+                    return
+                if self._on_wait is not None:
+                    self._on_wait(waited, connections[0].index)
+
+    def _poll(self, connections: Sequence[ServerConnection], seconds: float) -> bool:
+        """Return whether a message has arrived."""
+        milliseconds = int(seconds * 1000) or 1
+        if len(connections) == 1:
+            return bool(connections[0].socket.poll(milliseconds))
+        poller = zmq.Poller()
+        for connection in connections:
+            poller.register(connection.socket, zmq.POLLIN)
+        return bool(poller.poll(milliseconds))

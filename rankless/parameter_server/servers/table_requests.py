@@ -1,0 +1,249 @@
+"""What a server does for each kind of request about tables."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from rankless.errors import RanklessError, TableError
+from rankless.parameter_server.servers.contents_transfer import (
+    ContentsMetadata,
+    ContentsSnapshot,
+    IncomingContents,
+    check_contents,
+)
+from rankless.parameter_server.servers.error_messages import encode_error
+from rankless.parameter_server.servers.messages import (
+    MOST_MESSAGE_BYTES,
+    Kind,
+    MessageHeader,
+    MessageRefusedError,
+    array_of,
+)
+from rankless.parameter_server.servers.served_tables import OpenTable, ServerTables
+from rankless.parameter_server.servers.sessions import RequestAnswer, WorkerSession
+from rankless.parameter_server.servers.setting_formats import decode_optimizer
+from rankless.parameter_server.servers.slice_sums import GradientSlice
+from rankless.parameter_server.servers.transactions import MOST_AHEAD, PendingTransactions, WorkerChange
+
+_MOST_OCCURRENCES = 1 << 32
+"""Of one id in one slice, so that sums over workers do not overflow."""
+_READ_KINDS = (Kind.PULL, Kind.CONTENTS, Kind.RESTORE_END, Kind.STATISTICS)
+"""They see what the worker has committed, and wait for the other workers' part of it."""
+_CHANGE_KINDS = (Kind.PUSH, Kind.RESET)
+_MOST_WIDTH = 1 << 24
+
+
+class WorkerRequest(NamedTuple):
+    """A request of a worker, in its order."""
+
+    session: WorkerSession
+    header: MessageHeader
+    payload: Sequence[memoryview]
+
+
+class TableRequests:
+    """Does requests, and commits transactions when they are complete."""
+
+    def __init__(self, server_index: int, server_count: int, worker_count: int) -> None:
+        self.tables = ServerTables(server_index, server_count)
+        self.transactions = PendingTransactions(worker_count)
+        self.failure: RanklessError | None = None
+        """Why no transaction can be committed any more."""
+        self._actions: Mapping[int, Callable[[WorkerRequest], RequestAnswer]] = {
+            Kind.OPEN: self._open,
+            Kind.PUSH: self._push,
+            Kind.RESET: self._reset,
+            Kind.READY: self._ready,
+            Kind.PULL: self._pull,
+            Kind.CONTENTS: self._contents,
+            Kind.CONTENTS_PART: self._contents_part,
+            Kind.RESTORE: self._restore,
+            Kind.RESTORE_PART: self._restore_part,
+            Kind.RESTORE_END: self._restore_end,
+            Kind.STATISTICS: self._statistics,
+            Kind.LEAVE: self._leave,
+        }
+
+    def must_wait(self, header: MessageHeader) -> bool:
+        """Return whether other workers must commit before a request can be done."""
+        if self.failure is not None:
+            return False
+        committed = self.transactions.committed
+        if header.kind in _READ_KINDS:
+            return header.transaction > committed
+        return header.kind in _CHANGE_KINDS and header.transaction > committed + MOST_AHEAD
+
+    def check(self, request: WorkerRequest) -> None:
+        """Raise MessageRefusedError for a request that is not understood. Nothing has changed then."""
+        header = request.header
+        if header.kind not in self._actions:
+            raise MessageRefusedError("an unknown kind")
+        if header.kind not in (Kind.OPEN, Kind.READY, Kind.LEAVE):
+            self.tables.find(header.table)
+        # A read of a later transaction than the worker's last one would wait for ever.
+        ready = self.transactions.ready[request.session.worker]
+        if header.kind in _READ_KINDS and header.transaction > ready:
+            raise MessageRefusedError("a read of a transaction that the worker has not completed")
+        if header.kind in (*_CHANGE_KINDS, Kind.READY) and header.transaction != ready + 1:
+            raise MessageRefusedError("a change of another transaction than the worker's next one")
+
+    def answer(self, request: WorkerRequest) -> RequestAnswer:
+        """Do a request. Raises MessageRefusedError for one that is not understood."""
+        try:
+            if self.failure is not None and request.header.kind != Kind.LEAVE:
+                raise self.failure
+            return self._actions[request.header.kind](request)
+        except TableError as error:
+            return failed(request.header, error)
+
+    def commit(self) -> bool:
+        """Commit the next transaction, if it is complete. Return whether waiting requests may be done now."""
+        if self.failure is not None:
+            return False
+        try:
+            changes = self.transactions.take()
+            if changes is None:
+                return False
+            self.tables.apply(changes)
+        except TableError as error:
+            self.failure = error
+        except Exception as error:
+            self.failure = TableError(
+                expected="a step of a table", found=f"{type(error).__name__}: {error}", fix="report this to Rankless"
+            )
+        return True
+
+    def _open(self, request: WorkerRequest) -> RequestAnswer:
+        frames = _frames(request, 2)
+        try:
+            name = str(frames[0], "utf-8")
+        except UnicodeDecodeError:
+            raise MessageRefusedError("a name that is not text") from None
+        number = self.tables.open(name, bytes(frames[1]), request.session.worker)
+        answer = _done(request, self.tables.find(number))
+        return answer._replace(header=answer.header._replace(table=number))
+
+    def _push(self, request: WorkerRequest) -> RequestAnswer:
+        opened, header = self.tables.find(request.header.table), request.header
+        frames = _frames(request, 4)
+        settings = opened.table.settings
+        ids = array_of(frames[1], "<i8", (header.rows,))
+        occurrences = array_of(frames[2], "<i8", (header.rows,))
+        gradients = array_of(frames[3], settings.dtype, (header.rows, settings.dim))
+        if header.rows and not 0 <= int(occurrences.min()) <= int(occurrences.max()) <= _MOST_OCCURRENCES:
+            raise MessageRefusedError("occurrences out of range")
+        text = bytes(frames[0])
+        what = f"push to the table {opened.name!r} with {decode_optimizer(text)}"
+        change = WorkerChange(header.table, what, text, GradientSlice(ids, occurrences, gradients))
+        return self._add(request, change)
+
+    def _reset(self, request: WorkerRequest) -> RequestAnswer:
+        _frames(request, 0)
+        what = f"reset of the states of the table {self.tables.find(request.header.table).name!r}"
+        return self._add(request, WorkerChange(request.header.table, what, b"", None))
+
+    def _add(self, request: WorkerRequest, change: WorkerChange) -> RequestAnswer:
+        try:
+            self.transactions.add(request.session.worker, request.header.transaction, change)
+        except TableError as error:
+            self.failure = error
+            raise
+        return _done(request)
+
+    def _ready(self, request: WorkerRequest) -> RequestAnswer:
+        _frames(request, 0)
+        self.transactions.mark_ready(request.session.worker, request.header.transaction)
+        return _done(request)
+
+    def _pull(self, request: WorkerRequest) -> RequestAnswer:
+        opened, count = self.tables.find(request.header.table), request.header.rows
+        ids = array_of(_frames(request, 1)[0], "<i8", (count,))
+        settings = opened.table.settings
+        if count * settings.dim * np.dtype(settings.dtype).itemsize > MOST_MESSAGE_BYTES:
+            raise MessageRefusedError("a pull of too many rows")
+        return _done(request, opened)._replace(payload=(opened.table.pull(ids),))
+
+    def _contents(self, request: WorkerRequest) -> RequestAnswer:
+        _frames(request, 0)
+        snapshot = ContentsSnapshot(self.tables.find(request.header.table).table.contents())
+        request.session.snapshots[request.header.table] = snapshot
+        return _done(request)._replace(payload=(msgspec.json.encode(snapshot.metadata()),))
+
+    def _contents_part(self, request: WorkerRequest) -> RequestAnswer:
+        _frames(request, 0)
+        header = request.header
+        snapshot = request.session.snapshots.get(header.table)
+        if snapshot is None or header.flags > 1:
+            raise MessageRefusedError("a part of contents that are not being read")
+        metadata = snapshot.metadata()
+        dtype = self.tables.find(header.table).table.settings.dtype
+        if header.rows * metadata.row_bytes(header.flags, dtype) > MOST_MESSAGE_BYTES:
+            raise MessageRefusedError("a part of contents with too many rows")
+        most = metadata.waiting if header.flags else metadata.rows
+        if header.start + header.rows > most:
+            raise MessageRefusedError("a part of contents beyond their end")
+        if header.rows == 0:  # the worker has all it wants
+            del request.session.snapshots[header.table]
+            return _done(request)
+        return _done(request)._replace(payload=snapshot.part(header.flags, header.start, header.rows))
+
+    def _restore(self, request: WorkerRequest) -> RequestAnswer:
+        opened = self.tables.find(request.header.table)
+        try:
+            metadata = msgspec.json.decode(_frames(request, 1)[0], type=ContentsMetadata)
+        except msgspec.DecodeError:
+            raise MessageRefusedError("contents without their metadata") from None
+        if min(metadata.step, metadata.optimizer_steps, metadata.width - 1, metadata.rows, metadata.waiting) < 0:
+            raise MessageRefusedError("contents with negative numbers")
+        if metadata.width > _MOST_WIDTH:
+            raise MessageRefusedError("contents with rows that are too wide")
+        request.session.incoming[request.header.table] = IncomingContents(metadata, opened.table.settings.dtype)
+        return _done(request)
+
+    def _restore_part(self, request: WorkerRequest) -> RequestAnswer:
+        header = request.header
+        incoming = request.session.incoming.get(header.table)
+        if incoming is None or header.flags > 1:
+            raise MessageRefusedError("a part of contents that are not being restored")
+        incoming.add(header.flags, header.start, header.rows, request.payload)
+        return _done(request)
+
+    def _restore_end(self, request: WorkerRequest) -> RequestAnswer:
+        _frames(request, 0)
+        opened, incoming = self.tables.find(request.header.table), request.session.incoming
+        if request.header.table not in incoming:
+            raise MessageRefusedError("the end of contents that are not being restored")
+        contents = incoming[request.header.table].finish()
+        del incoming[request.header.table]
+        check_contents(contents, opened.table.settings.shard_bits, opened.shards)
+        opened.table.restore(contents)
+        return _done(request, opened)
+
+    def _statistics(self, request: WorkerRequest) -> RequestAnswer:
+        _frames(request, 0)
+        opened = self.tables.find(request.header.table)
+        return _done(request, opened)._replace(payload=(msgspec.json.encode(opened.table.statistics()),))
+
+    def _leave(self, request: WorkerRequest) -> RequestAnswer:
+        _frames(request, 0)
+        self.transactions.leave(request.session.worker)
+        return _done(request)
+
+
+def failed(header: MessageHeader, error: RanklessError) -> RequestAnswer:
+    """Return the answer that a request cannot be done."""
+    return RequestAnswer(MessageHeader(Kind.FAILED, sequence=header.sequence), (encode_error(error),))
+
+
+def _done(request: WorkerRequest, opened: OpenTable | None = None) -> RequestAnswer:
+    step = 0 if opened is None else opened.table.step
+    header = request.header
+    return RequestAnswer(MessageHeader(Kind.DONE, table=header.table, sequence=header.sequence, start=step))
+
+
+def _frames(request: WorkerRequest, count: int) -> Sequence[memoryview]:
+    if len(request.payload) != count:
+        raise MessageRefusedError("a wrong number of payload frames")
+    return request.payload

@@ -1,0 +1,262 @@
+"""The loop of a server: it receives requests, does them one after the other, and answers."""
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import msgspec
+import zmq
+
+from rankless.config.servers import ServerConfig
+from rankless.errors import ServerError
+from rankless.parameter_server.servers.authentication import (
+    Challenger,
+    ServerWelcome,
+    WorkerHello,
+    draw_number,
+    is_proof,
+    prove,
+)
+from rankless.parameter_server.servers.messages import (
+    COPIED_BYTES,
+    MOST_FRAMES,
+    MOST_MESSAGE_BYTES,
+    Kind,
+    MessageHeader,
+    MessageRefusedError,
+    decode_message,
+    make_message,
+)
+from rankless.parameter_server.servers.sessions import RequestAnswer, WorkerSession
+from rankless.parameter_server.servers.table_requests import TableRequests, WorkerRequest, failed
+
+_PROOF_BYTES = 32
+_LOG_SECONDS = 5.0
+_MOST_QUEUED = 64
+"""Messages of one connection that wait to be received or sent. The kernel's buffers hold more."""
+
+
+def configure(socket: "zmq.Socket[bytes]") -> None:
+    """Bound what a connection can hold, and notice when its other end is gone."""
+    socket.set(zmq.MAXMSGSIZE, MOST_MESSAGE_BYTES)
+    socket.set(zmq.RCVHWM, _MOST_QUEUED)
+    socket.set(zmq.SNDHWM, _MOST_QUEUED)
+    socket.set(zmq.ROUTER_MANDATORY, 1)  # otherwise answers beyond the limit would vanish
+    socket.set(zmq.ROUTER_HANDOVER, 0)
+    socket.set(zmq.HEARTBEAT_IVL, 5000)
+    socket.set(zmq.HEARTBEAT_TIMEOUT, 30000)
+    socket.set(zmq.LINGER, 2000)
+    socket.copy_threshold = COPIED_BYTES
+
+
+class TableServer:
+    """Serves tables over one ROUTER socket, which gives each connection an identity that no other one can choose."""
+
+    def __init__(self, config: ServerConfig, socket: "zmq.Socket[bytes]", log: Callable[[str], None]) -> None:
+        self._config = config
+        self._socket = socket
+        self._log = log
+        self._challenger = Challenger()
+        self._instance = draw_number()
+        self._sessions: dict[int, WorkerSession] = {}
+        self._waiting: list[WorkerRequest] = []
+        self._last_logs: dict[str, float] = {}
+        self.requests = TableRequests(config.index, config.server_count, config.worker_count)
+        self.refused: Counter[str] = Counter()
+
+    def receive(self) -> bool:
+        """Handle one message, if one is there. Return whether one was."""
+        try:
+            frames = self._socket.recv_multipart(zmq.DONTWAIT, copy=False)
+        except zmq.Again:
+            return False
+        identity = frames[0].bytes
+        try:
+            if len(frames) > MOST_FRAMES + 1:
+                raise MessageRefusedError("a wrong number of frames")
+            header, payload = decode_message([frame.buffer for frame in frames[1:]])
+            if header.kind == Kind.HELLO:
+                self._challenge(identity, header)
+            elif header.kind == Kind.PROVE:
+                self._welcome(identity, header, payload)
+            else:
+                self._handle(identity, header, payload)
+        except MessageRefusedError as refusal:
+            self._count(str(refusal))
+        return True
+
+    def end(self) -> None:
+        """Answer requests that wait for other workers: this server ends."""
+        error = ServerError(
+            expected="a server that runs until the workers end",
+            found=f"server {self._config.index} has received SIGTERM",
+            fix="end the workers before the servers",
+        )
+        for request in self._waiting:
+            self._reply(request.session, failed(request.header, error))
+        self._waiting.clear()
+
+    def _challenge(self, identity: bytes, header: MessageHeader) -> None:
+        challenge = self._challenger.challenge(identity)
+        self._send(identity, MessageHeader(Kind.CHALLENGE, sequence=header.sequence), (challenge,))
+
+    def _welcome(self, identity: bytes, header: MessageHeader, payload: Sequence[memoryview]) -> None:
+        """Make a session for a worker that knows the token."""
+        if [frame.nbytes for frame in payload[1:]] != [_PROOF_BYTES, _PROOF_BYTES]:
+            raise MessageRefusedError("a proof of the wrong size")
+        statement, client_challenge, proof = (bytes(frame) for frame in payload)
+        challenges = self._challenger.challenge(identity) + client_challenge
+        if not is_proof(proof, self._config.token, "worker", challenges, statement):
+            self._send(identity, MessageHeader(Kind.REFUSED), (b"another token than this run's",))
+            raise MessageRefusedError("another token than this run's")
+        try:
+            session = self._make_session(identity, msgspec.json.decode(statement, type=WorkerHello))
+        except msgspec.DecodeError:
+            raise MessageRefusedError("a hello that is not understood") from None
+        except ServerError as error:
+            answer = failed(header, error)
+            self._send(identity, answer.header, answer.payload)
+            raise MessageRefusedError("a worker of another run, or one worker twice") from None
+        transactions = self.requests.transactions
+        welcome = ServerWelcome(
+            instance=self._instance,
+            last_sequence=session.last_sequence,
+            ready=transactions.ready[session.worker],
+            committed=transactions.committed,
+        )
+        text = msgspec.json.encode(welcome)
+        server_proof = prove(self._config.token, "server", challenges, text + session.number.to_bytes(8, "little"))
+        self._send(identity, MessageHeader(Kind.WELCOME, session=session.number), (text, server_proof))
+
+    def _make_session(self, identity: bytes, hello: WorkerHello) -> WorkerSession:
+        config = self._config
+        run = (config.worker_count, config.index, config.server_count)
+        wanted = (hello.worker_count, hello.server_index, hello.server_count)
+        if run != wanted:
+            raise ServerError(
+                expected="a worker of {} that wants server {} of {}".format(*run),
+                found="a worker of {} that wants server {} of {}".format(*wanted),
+                fix="give all workers the same addresses, in the order of the servers",
+            )
+        if not 0 <= hello.worker < config.worker_count:
+            raise ServerError(
+                expected=f"a worker from 0 to {config.worker_count - 1}",
+                found=hello.worker,
+                fix="give each worker its own number",
+            )
+        session = self._sessions.get(hello.worker)
+        known = (-1, 0) if session is None else (session.incarnation, session.instance)
+        number = draw_number()
+        if session is not None and known == (hello.incarnation, hello.instance):
+            session.reconnect(number, identity)
+            return session
+        if hello.incarnation <= known[0]:
+            raise ServerError(
+                expected=f"one connection of worker {hello.worker}, or an incarnation after {known[0]}",
+                found=f"another connection with incarnation {hello.incarnation}",
+                fix="give each worker its own number, and count incarnations upwards when a worker starts again",
+            )
+        session = WorkerSession(
+            worker=hello.worker,
+            incarnation=hello.incarnation,
+            instance=hello.instance,
+            number=number,
+            identity=identity,
+        )
+        self._sessions[hello.worker] = session
+        self._waiting = [request for request in self._waiting if request.session.worker != hello.worker]
+        self.requests.transactions.begin_incarnation(hello.worker)
+        self._commit()
+        return session
+
+    def _handle(self, identity: bytes, header: MessageHeader, payload: Sequence[memoryview]) -> None:
+        """Do a request of a session, or answer an earlier one again."""
+        session = next((each for each in self._sessions.values() if each.identity == identity), None)
+        if session is None or session.number != header.session:
+            raise MessageRefusedError("no session")
+        try:
+            if session.is_next(header):
+                self._do_next(WorkerRequest(session, header, payload))
+            elif header.sequence > session.last_sequence:
+                self._count("a request before its predecessor")
+                self._send(identity, MessageHeader(Kind.EXPECTED, sequence=session.last_sequence + 1))
+            elif header.sequence in session.answers:
+                self._count("a request once more")
+                self._reply(session, session.answers[header.sequence])
+            elif session.is_answered_later(header.sequence):
+                self._count("a request once more")
+            else:
+                raise MessageRefusedError("a request whose answer was acknowledged")
+        except MessageRefusedError as refusal:
+            refused = MessageHeader(Kind.REFUSED, sequence=header.sequence)
+            self._send(identity, refused, (str(refusal).encode(),))
+            raise
+
+    def _do_next(self, request: WorkerRequest) -> None:
+        """Do the next request of a session. One that is refused does not count as done."""
+        self.requests.check(request)
+        if self.requests.must_wait(request.header):
+            request.session.last_sequence = request.header.sequence
+            self._waiting.append(request)
+            return
+        answer = self.requests.answer(request)
+        request.session.last_sequence = request.header.sequence
+        self._log_opened(request, answer)
+        self._finish(request, answer)
+        if request.header.kind in (Kind.PUSH, Kind.RESET, Kind.READY, Kind.LEAVE):
+            self._commit()
+
+    def _commit(self) -> None:
+        """Commit all transactions that are complete, and do the requests that have waited for them."""
+        while self.requests.commit():
+            self._do_waiting()
+        if self.requests.failure is not None:
+            self._do_waiting()
+
+    def _do_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for request in waiting:
+            if self.requests.must_wait(request.header):
+                self._waiting.append(request)
+                continue
+            try:
+                answer = self.requests.answer(request)
+            except MessageRefusedError as refusal:
+                self._count(str(refusal))
+                refused = MessageHeader(Kind.REFUSED, sequence=request.header.sequence)
+                answer = RequestAnswer(refused, (str(refusal).encode(),))
+            self._finish(request, answer)
+
+    def _finish(self, request: WorkerRequest, answer: RequestAnswer) -> None:
+        request.session.answers[request.header.sequence] = answer
+        self._reply(request.session, answer)
+
+    def _reply(self, session: WorkerSession, answer: RequestAnswer) -> None:
+        self._send(session.identity, answer.header._replace(session=session.number), answer.payload)
+
+    def _send(self, identity: bytes, header: MessageHeader, payload: Sequence[object] = ()) -> None:
+        """Send an answer. Nobody waits for one that cannot be sent: its connection is gone, or reads nothing."""
+        frames = make_message(header, payload)
+        try:
+            self._socket.send_multipart([identity, *frames], zmq.DONTWAIT, copy=False)
+        except zmq.ZMQError:
+            self._count("an answer that could not be sent")
+
+    def _count(self, reason: str) -> None:
+        self.refused[reason] += 1
+        now = time.monotonic()
+        if now - self._last_logs.get(reason, -_LOG_SECONDS) >= _LOG_SECONDS:
+            self._last_logs[reason] = now
+            self._log(f"refused: {reason} ({self.refused[reason]} so far)")
+
+    def _log_opened(self, request: WorkerRequest, answer: RequestAnswer) -> None:
+        if request.header.kind == Kind.OPEN and answer.header.kind == Kind.DONE:
+            opened = self.requests.tables.find(answer.header.table)
+            if opened.worker == request.session.worker:
+                self._log(f"table {opened.name!r}: {opened.table.settings}")
+
+
+def log_line(index: int, text: str) -> None:
+    """Write a line to the standard error output."""
+    print(f"server {index}: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,153 @@
+"""`--servers`, `--workers` and `--server-mode` of `rankless run` and `rankless verify`."""
+
+import re
+from pathlib import Path
+
+import pytest
+from support.servers import install_server
+from support.warm_runs import rankless
+
+from rankless.cli import main
+from rankless.config import validation
+from rankless.config.elastic import Elastic
+from rankless.config.hosts import Endpoint, parse_endpoint
+from rankless.config.run_config import Program, RunConfig, RunRequest
+from rankless.config.servers import RequestedServers
+from rankless.errors import ConfigError
+from rankless.launch import agent
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
+    """The runs that a command line starts, none of which runs."""
+    configs: list[RunConfig] = []
+
+    def run(config: RunConfig, **_: object) -> int:
+        configs.append(config)
+        return 0
+
+    monkeypatch.setattr(agent, "run", run)
+    return configs
+
+
+LISTS = ("--servers", "127.0.0.1:6170,localhost", "--workers", "127.0.0.1,127.0.0.1:6172,127.0.0.1")
+ACCEPTED = [
+    (("--servers", "2", "--workers", "3"), 2, (), 3),
+    (("--servers", "2", "-n", "3", "--workers", "3", "--server-mode", "sync"), 2, (), 3),
+    (("--servers", "2", "-n", "3"), 2, (), 3),
+    (("--servers", "2"), 2, (), 1),
+    (("--servers", "1", "--mesh", "data=2"), 1, (), 2),
+    (LISTS, 2, ("127.0.0.1:6170", "localhost"), 3),
+]
+
+
+@pytest.mark.parametrize(("options", "servers", "endpoints", "workers"), ACCEPTED)
+def test_numbers_and_lists_name_servers_and_workers(options, servers, endpoints, workers, started):
+    assert main(["run", *options, "--devices", "cpu", __file__]) == 0
+    assert started[0].servers == RequestedServers(count=servers, endpoints=endpoints)
+    assert started[0].worker_count == workers
+
+
+@pytest.mark.parametrize(
+    ("options", "workers"), [(("--workers", "3"), 3), (("--servers", "0", "--workers", "2"), 2), ((), 1)]
+)
+def test_without_servers_workers_are_those_of_n(options: tuple[str, ...], workers: int, started: list[RunConfig]):
+    assert main(["run", *options, "--devices", "cpu", __file__]) == 0
+    assert (started[0].servers, started[0].worker_count) == (None, workers)
+
+
+REFUSED = [
+    (("--servers", "-1"), "expected: --servers as a number from 0 up, or as a list of addresses\nfound:    -1"),
+    (("--servers", ""), "expected: --servers as a number, or as a list of addresses"),
+    (("--servers", "1", "--workers", "0"), "expected: --workers as a number from 1 up"),
+    (("--servers", "a b"), "expected: --servers as a number, or as a list of addresses"),
+    (("--servers", "127.0.0.1:0"), "ports are numbers from 1 to 65535"),
+    (("--servers", "127.0.0.1:6170,127.0.0.1:6170"), "expected: each address of --servers once"),
+    (("--servers", "192.0.2.7:6170"), "found:    192.0.2.7, which is not this host"),
+    (("--servers", "1", "--workers", "127.0.0.1,192.0.2.7"), "servers and workers on several hosts: not yet"),
+    (("-n", "2", "--workers", "3"), "found:    -n 2 and --workers 3, which is 3"),
+    (("--servers", "1", "--server-mode", "async"), "fix:      omit it; async, geo and bounded: not yet"),
+    (("--servers", "1", "--workers", "3", "--mesh", "data=2"), "expected: 2 workers, the product of the axes"),
+    (("--servers", "1", "--host-rank", "0", "--master", "127.0.0.1", "--host-count", "2"), "workers on 2 hosts"),
+]
+
+
+@pytest.mark.parametrize("command", ["run", "verify"])
+@pytest.mark.parametrize(("options", "message"), REFUSED)
+def test_bad_servers_are_refused_before_anything_starts(options, message, command, started, capsys):
+    assert main([command, *options, "--devices", "cpu", __file__]) == 2
+    assert message in capsys.readouterr().err
+    assert not started
+
+
+def test_an_unresolvable_name_is_no_address_of_this_host(started: list[RunConfig], capsys: pytest.CaptureFixture[str]):
+    assert main(["run", "--servers", "x", __file__]) == 2
+    assert "found:    x, which is not this host" in capsys.readouterr().err
+    assert not started
+
+
+def test_elastic_jobs_have_no_servers():
+    elastic = Elastic(min_workers=1)
+    request = RunRequest(worker_count=1, elastic=elastic, servers=RequestedServers(count=1))
+    with pytest.raises(ConfigError, match="omit the options of elastic jobs, or the servers"):
+        validation.make_run_config(Program(kind="script", target=__file__), request)
+
+
+def test_servers_keep_a_core_each_if_there_are_enough(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(validation, "core_count", lambda: 8)
+    threads = [validation.share_cores(3, RequestedServers(count=count)) for count in (1, 2, 5, 6)]
+    assert threads == [2, 2, 1, 2]
+    assert validation.share_cores(3, None) == 2
+
+
+ENDPOINTS = [
+    ("127.0.0.1:6170", Endpoint("127.0.0.1", 6170)),
+    ("host-1.example", Endpoint("host-1.example")),
+    ("[::1]:6170", Endpoint("::1", 6170)),
+    ("[::1]", Endpoint("::1")),
+    ("::1", Endpoint("::1")),
+]
+
+
+@pytest.mark.parametrize(("text", "endpoint"), ENDPOINTS)
+def test_endpoints_have_a_host_and_perhaps_a_port(text: str, endpoint: Endpoint):
+    assert parse_endpoint(text) == endpoint
+    assert parse_endpoint(str(endpoint)) == endpoint
+
+
+@pytest.mark.parametrize("text", ["", ":6170", "a:b", "a:65536", "a:0", "a b", "[::1", "tcp://a:1", "a:1:2x", "user@a"])
+def test_other_texts_are_no_endpoints(text: str):
+    with pytest.raises(ValueError, match="^" + re.escape(text) + "$"):
+        parse_endpoint(text)
+
+
+TRAINING = """
+import json, os
+import torch, rankless
+
+servers = json.loads(os.environ["RANKLESS_WORKER_PLAN"])["servers"]
+with open(f"seen-{os.environ['WORLD_SIZE']}-{os.environ['RANK']}", "w") as file:
+    file.write(str(0 if servers is None else len(servers["addresses"])))
+torch.manual_seed(0)
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+@rankless.job(model=model, optimizer=optimizer)
+def train(inputs):
+    return {"loss": model(inputs).square().mean()}
+
+inputs = torch.randn(12, 2)
+for batch in rankless.loader(torch.utils.data.TensorDataset(inputs), batch_size=6):
+    train(*batch)
+"""
+
+
+@pytest.mark.slow
+def test_verify_runs_several_workers_with_servers_and_one_without(tmp_path: Path):
+    (tmp_path / "script.py").write_text(TRAINING)
+    options = ("verify", "--servers", "2", "--workers", "3", "--devices", "cpu", "script.py")
+    done = rankless(*options, folder=tmp_path, **install_server(tmp_path))
+    assert (done.returncode, done.stderr.count("server")) == (0, 1)
+    assert "on 1 and on 3 workers with 2 servers" in done.stderr
+    seen = {path.name: path.read_text() for path in tmp_path.glob("seen-*")}
+    assert seen == {"seen-1-0": "0"} | {f"seen-3-{rank}": "2" for rank in range(3)}

@@ -1,0 +1,226 @@
+"""Parameter servers of a run: they start before its workers, end after them, and leave nothing behind."""
+
+import os
+import re
+import signal
+import stat
+import subprocess
+from pathlib import Path
+
+import psutil
+import pytest
+from support.jobs import is_alive, kill_job, rankless, read_process_ids, start_rankless, wait_until
+from support.servers import SERVE, SERVER, install_server
+
+from rankless.launch.servers.addresses import FOLDER_PREFIX
+from rankless.records.run_summary import RunSummary, decode_run_summary
+
+pytestmark = pytest.mark.slow
+
+WAITING = """
+import json, os, signal
+addresses = json.loads(os.environ["RANKLESS_WORKER_PLAN"])["servers"]["addresses"]
+with open(f"addresses{os.environ['RANK']}", "w") as file:
+    file.write(" ".join(addresses))
+with open(f"rank{os.environ['RANK']}.pid", "w") as file:
+    file.write(f"{os.getpid()}\\n")
+signal.pause()
+"""
+
+
+def run(folder: Path, script: str, *options: str, server: str = SERVE, **environment: str):
+    (folder / "script.py").write_text(script)
+    variables = install_server(folder, server) | environment
+    return rankless("run", "--no-warm", *options, "script.py", folder=folder, **variables)
+
+
+def start(folder: Path, *options: str, script: str = WAITING, server: str = SERVE) -> subprocess.Popen[str]:
+    """Start a job, and wait until its two servers and its two workers are there."""
+    (folder / "script.py").write_text(script)
+    command = ("run", "--no-warm", "--servers", "2", "--workers", "2", *options, "script.py")
+    job = start_rankless(*command, folder=folder, **install_server(folder, server))
+    wait_until(lambda: len(read_process_ids(folder)) == 4 or job.poll() is not None)
+    return job
+
+
+def finish(job: subprocess.Popen[str], folder: Path) -> str:
+    """Wait until the job has ended, check that it has left nothing, and return its messages."""
+    try:
+        _, messages = job.communicate(timeout=60)
+    finally:
+        kill_job(job)
+    require_nothing_left(folder)
+    return messages
+
+
+def require_nothing_left(folder: Path) -> None:
+    assert not [name for name, process_id in read_process_ids(folder).items() if is_alive(process_id)]
+    for address in (folder / "addresses0").read_text().split() if (folder / "addresses0").exists() else ():
+        assert not Path(address.removeprefix("ipc://")).parent.exists()
+
+
+def summary_of(folder: Path) -> RunSummary:
+    return decode_run_summary((folder / "log" / "latest" / "run.json").read_bytes())
+
+
+SEEN_BY_WORKERS = """
+import json, os, socket
+plan = json.loads(os.environ["RANKLESS_WORKER_PLAN"])
+for address in plan["servers"]["addresses"]:
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(address.removeprefix("ipc://"))
+folder = os.path.dirname(address.removeprefix("ipc://"))
+print(len(plan["servers"]["addresses"]), oct(os.stat(folder).st_mode & 0o777), folder)
+open("worker-ended", "w").close()
+"""
+ENDS_LAST = SERVER.replace('"ends", file', '"ends after the worker:", os.path.exists("worker-ended"), file')
+
+
+def test_servers_serve_before_workers_start_and_end_after_them(tmp_path: Path):
+    server = ENDS_LAST + SERVE.removeprefix(SERVER)
+    job = run(tmp_path, SEEN_BY_WORKERS, "--servers", "2", "--workers", "1", server=server)
+    count, mode, folder = job.stdout.split()
+    assert (job.returncode, count, mode) == (0, "2", oct(stat.S_IRWXU))
+    assert not Path(folder).exists()
+    logs = [(tmp_path / "log" / "latest" / f"server{index}.log").read_text() for index in range(2)]
+    assert logs == [f"server {index} serves\nserver {index} ends after the worker: True\n" for index in range(2)]
+    require_nothing_left(tmp_path)
+
+
+def test_the_table_shows_servers_with_process_address_and_log_file(tmp_path: Path):
+    job = run(tmp_path, "", "--servers", "2", "-n", "1")
+    lines = job.stderr.splitlines()
+    assert re.fullmatch(r"rankless: 1 worker, \d+ threads? each, 2 servers, plain processes, logs in log/\S+", lines[0])
+    assert lines[1].split() == ["server", "pid", "address", "log", "file"]
+    for index, line in enumerate(lines[2:4]):
+        shown, process_id, address, log_file = line.split()
+        assert (shown, int(process_id)) == (str(index), read_process_ids(tmp_path)[f"server{index}"])
+        assert re.fullmatch(rf"ipc:///\S+/{FOLDER_PREFIX}\w+/{index}", address)
+        assert (tmp_path / log_file).read_text().startswith(f"server {index} serves\n")
+    assert lines[4].split() == ["rank", "pid", "device", "log", "file"]
+
+
+def test_the_token_stands_in_no_table_log_or_command_line(tmp_path: Path):
+    job = start(tmp_path)
+    process_ids = read_process_ids(tmp_path)
+    server = psutil.Process(process_ids["server0"])
+    token = re.search(r'"token":"(\w+)"', server.environ()["RANKLESS_SERVER"])
+    assert token is not None
+    assert len(token[1]) == 64
+    commands = [psutil.Process(each).cmdline() for each in (*process_ids.values(), job.pid)]
+    job.send_signal(signal.SIGTERM)
+    shown = finish(job, tmp_path) + str(commands)
+    shown += "".join(path.read_text() for path in (tmp_path / "log").rglob("*") if path.is_file())
+    assert token[1] not in shown
+
+
+def test_given_addresses_are_served_and_missing_ports_are_chosen(tmp_path: Path):
+    script = 'import json, os\nprint(*json.loads(os.environ["RANKLESS_WORKER_PLAN"])["servers"]["addresses"])'
+    job = run(tmp_path, script, "--servers", "localhost,127.0.0.1", "--workers", "127.0.0.1,127.0.0.1:6172")
+    assert (job.returncode, len(list((tmp_path / "log" / "latest").glob("rank*.log")))) == (0, 2)
+    assert len({*re.findall(r"tcp://127\.0\.0\.1:(\d+)", job.stdout)}) == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_job_ends_its_servers(number: int, tmp_path: Path):
+    job = start(tmp_path)
+    os.killpg(job.pid, number)
+    finish(job, tmp_path)
+    assert job.returncode == 128 + number
+    assert "server 1 ends\n" in (tmp_path / "log" / "latest" / "server1.log").read_text()
+
+
+def test_servers_end_with_an_agent_that_is_killed(tmp_path: Path):
+    job = start(tmp_path)
+    abandoned = Path((tmp_path / "addresses0").read_text().split()[0].removeprefix("ipc://")).parent
+    job.kill()
+    wait_until(lambda: not any(map(is_alive, read_process_ids(tmp_path).values())))
+    job.communicate()
+    assert run(tmp_path, "", "--servers", "1").returncode == 0
+    assert not abandoned.exists()
+
+
+def test_a_failed_worker_is_the_root_cause_and_its_servers_end_in_order(tmp_path: Path):
+    job = run(tmp_path, "raise ValueError('no data')", "--servers", "2", "--workers", "2")
+    assert job.returncode == 1
+    assert re.search(r"rankless: rank \d raised ValueError: no data", job.stderr)
+    assert "server 0 ends\n" in (tmp_path / "log" / "latest" / "server0.log").read_text()
+    require_nothing_left(tmp_path)
+
+
+def test_a_killed_server_is_the_root_cause(tmp_path: Path):
+    job = start(tmp_path)
+    os.kill(read_process_ids(tmp_path)["server1"], signal.SIGKILL)
+    messages = finish(job, tmp_path)
+    assert job.returncode == 128 + signal.SIGKILL
+    assert "rankless: server 1 was killed by signal 9 (SIGKILL)\n" in messages
+    assert re.search(r"rankless: its log file is log/\S+/server1\.log; the job was ended, exit code 137\n", messages)
+    summary = summary_of(tmp_path)
+    assert summary.failure is not None
+    assert (summary.outcome, summary.failure.rank, summary.failure.server) == ("failed", None, 1)
+    assert summary.verdict == "server 1 was killed by signal 9 (SIGKILL)"
+
+
+LOSES_ITS_SERVER = """
+import json, os, socket
+from rankless.errors import LaunchError
+address = json.loads(os.environ["RANKLESS_WORKER_PLAN"])["servers"]["addresses"][0]
+connection = socket.socket(socket.AF_UNIX)
+connection.connect(address.removeprefix("ipc://"))
+with open(f"rank{os.environ['RANK']}.pid", "w") as file:
+    file.write(f"{os.getpid()}\\n")
+connection.recv(1)
+raise RuntimeError("no answer")
+"""
+
+
+def test_a_worker_that_fails_after_its_server_is_no_root_cause(tmp_path: Path):
+    job = start(tmp_path, script=LOSES_ITS_SERVER)
+    os.kill(read_process_ids(tmp_path)["server0"], signal.SIGKILL)
+    messages = finish(job, tmp_path)
+    assert job.returncode == 128 + signal.SIGKILL
+    assert "rankless: server 0 was killed by signal 9 (SIGKILL)\n" in messages
+    assert "rankless: rank" not in messages
+    assert not re.findall(r"^rankless: (?!after that)rank", messages, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("code", "shown", "exit_code"), [(3, "3", 3), (0, "0", 1)])
+def test_a_server_that_leaves_is_the_root_cause(code: int, shown: str, exit_code: int, tmp_path: Path):
+    leaves = f"listener = serve()\nsignal.signal(signal.SIGUSR1, lambda *_: sys.exit({code}))\nsignal.pause()\n"
+    job = start(tmp_path, server=SERVER + leaves)
+    os.kill(read_process_ids(tmp_path)["server0"], signal.SIGUSR1)
+    messages = finish(job, tmp_path)
+    assert job.returncode == exit_code
+    assert f"rankless: server 0 ended with exit code {shown} while workers ran\n" in messages
+
+
+def test_a_server_that_cannot_start_ends_the_run_before_any_worker(tmp_path: Path):
+    server = SERVER + 'if index == 1:\n    raise RuntimeError("no memory for rows")\n' + SERVE.removeprefix(SERVER)
+    job = run(tmp_path, "open('started', 'w').close()", "--servers", "2", "--workers", "1", server=server)
+    assert job.returncode == 2
+    assert "expected: server 1 to serve at ipc:///" in job.stderr
+    assert "found:    it ended with exit code 1 before that. The end of its log:\n" in job.stderr
+    assert "    RuntimeError: no memory for rows\n" in job.stderr
+    assert re.search(r"fix:      correct what its log file names: log/\S+/server1\.log\n", job.stderr)
+    assert not (tmp_path / "started").exists()
+    assert summary_of(tmp_path).outcome == "failed"
+    require_nothing_left(tmp_path)
+
+
+def test_an_interrupt_ends_servers_that_never_become_ready(tmp_path: Path):
+    (tmp_path / "script.py").write_text("")
+    variables = install_server(tmp_path, SERVER + "while True:\n    signal.pause()\n")
+    job = start_rankless("run", "--no-warm", "--servers", "2", "script.py", folder=tmp_path, **variables)
+    wait_until(lambda: len(read_process_ids(tmp_path)) == 2)
+    os.killpg(job.pid, signal.SIGINT)
+    assert "rankless: ended by SIGINT\n" in finish(job, tmp_path)
+    assert job.returncode == 128 + signal.SIGINT
+
+
+def test_a_server_that_ignores_its_end_or_is_stopped_is_killed(tmp_path: Path):
+    stubborn = SERVER + "listener = serve()\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nsignal.pause()\n"
+    job = start(tmp_path, server=stubborn)
+    os.kill(read_process_ids(tmp_path)["server0"], signal.SIGSTOP)
+    job.send_signal(signal.SIGTERM)
+    finish(job, tmp_path)
+    assert job.returncode == 128 + signal.SIGTERM

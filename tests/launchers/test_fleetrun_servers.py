@@ -1,0 +1,166 @@
+"""fleetrun's options for parameter servers, and what they become, without running anything."""
+
+import msgspec
+import pytest
+
+from rankless.cli import CommandParser, fleetrun, main
+from rankless.config import validation
+from rankless.config.run_config import AgreedJobConfig, Program, RunConfig
+from rankless.config.servers import ServersConfig
+from rankless.errors import ConfigError
+from rankless.launch.job_setup import ReadyJob
+from rankless.launch.profile import load_profile
+from rankless.launch.rendezvous.peers import NoPeers
+from rankless.launch.servers.server_configs import make_server_launches
+from rankless.launch.worker_configs import make_worker_configs
+from rankless.launchers.fleetrun.parameter_server_options import HETEROGENEOUS_FLAGS, SERVER_FLAGS
+from rankless.launchers.fleetrun.parser import read_flags
+from rankless.launchers.fleetrun.run_config import fleetrun_request
+from rankless.launchers.fleetrun.tables import format_environment_table, format_server_lines
+
+SCRIPT = Program(kind="script", target=__file__)
+
+
+def config_of(*words: str) -> RunConfig:
+    parser = CommandParser(prog="rankless", allow_abbrev=fleetrun.ABBREVIATES)
+    fleetrun.add_arguments(parser)
+    flags = read_flags(parser.parse_args([*words, "train.py"]))
+    return validation.make_run_config(SCRIPT, fleetrun_request(flags, SCRIPT))
+
+
+def job_of(config: RunConfig, *addresses: str) -> ReadyJob:
+    """Return a job whose servers have these addresses, with the variables of its profile's services."""
+    start = AgreedJobConfig(
+        run_id="run",
+        seed=None,
+        workers=(config.worker_count,),
+        backend="gloo",
+        master_address="127.0.0.1",
+        master_port=29500,
+        store_address="127.0.0.1",
+        store_port=1,
+    )
+    services = load_profile(config.launcher).open_services(
+        config, addresses=["127.0.0.1"], worker_counts=[config.worker_count], store_address="127.0.0.1"
+    )
+    with services as variables:
+        start = msgspec.structs.replace(start, launcher_variables=variables)
+    servers = ServersConfig(addresses=tuple(f"tcp://{each}" for each in addresses), token="secret")
+    return ReadyJob(peers=NoPeers(), start=start, devices=(config.devices,), servers=servers)
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch):
+    """Lets this host have some number of GPUs, of which CUDA_VISIBLE_DEVICES shows some."""
+
+    def have(count: int, visible: str) -> None:
+        files = [f"/dev/nvidia{number}" for number in range(count)]
+        monkeypatch.setattr(validation.glob, "glob", lambda _pattern: files)
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+
+    return have
+
+
+LINES = [
+    ("--server_num=1 --worker_num=4", 1, 4),
+    ("--server_num 2 --trainer_num 3", 2, 3),
+    ("--server-num=2 --worker-num=2 --run_mode=ps", 2, 2),
+    ("--servers=127.0.0.1:6170,localhost:6171 --workers=127.0.0.1,127.0.0.1,localhost", 2, 3),
+    ("--servers=127.0.0.1:6170 --workers=127.0.0.1:6172,127.0.0.1:6173 --http_port=9000", 1, 2),
+    ("--servers=127.0.0.1 --server_num=1 --worker_num=2 --nproc_per_node=2", 1, 2),
+]
+
+
+@pytest.mark.parametrize(("line", "servers", "workers"), LINES)
+def test_numbers_and_lists_name_servers_and_workers(line: str, servers: int, workers: int):
+    config = config_of(*line.split())
+    assert config.servers is not None
+    assert (config.servers.count, len(config.servers.endpoints), config.worker_count) == (servers, servers, workers)
+
+
+GPU_LINES = [
+    # GPUs, CUDA_VISIBLE_DEVICES, servers and workers: each worker's FLAGS_selected_gpus
+    (8, "0,1,2,3", "--server_num=2 --worker_num=4", ["0", "1", "2", "3"]),
+    (8, "0", "--server_num=2 --worker_num=2", ["0", "0"]),
+    (8, "0,1,2,3", "--server_num=1 --worker_num=2", ["0", "1"]),
+    (8, "0,1", "--servers=127.0.0.1:6170 --workers=127.0.0.1:6172,127.0.0.1:6173,127.0.0.1", ["0", "1", "0"]),
+]
+
+
+@pytest.mark.parametrize(("present", "visible", "line", "selected"), GPU_LINES)
+def test_workers_take_gpus_one_each_and_servers_none(present, visible, line, selected, gpus):
+    gpus(present, visible)
+    config = config_of(*line.split())
+    workers = make_worker_configs(config, job_of(config, "127.0.0.1:6170"), folder="log/run")
+    assert [each.environment["FLAGS_selected_gpus"] for each in workers] == selected
+
+
+def test_every_role_gets_paddles_variables():
+    config = config_of("--servers=127.0.0.1:6170,127.0.0.1:6171", "--workers=127.0.0.1:6172,127.0.0.1")
+    job = job_of(config, "127.0.0.1:6170", "127.0.0.1:6171")
+    servers = make_server_launches(config, job.start, job.servers, folder="log/run")
+    workers = make_worker_configs(config, job, folder="log/run")
+    common = {"PADDLE_PSERVERS_IP_PORT_LIST": "127.0.0.1:6170,127.0.0.1:6171", "PADDLE_TRAINERS_NUM": "2"}
+    own = [
+        (servers[1].variables, {"TRAINING_ROLE": "PSERVER", "PADDLE_PORT": "6171", "POD_IP": "127.0.0.1"}),
+        (workers[0].environment, {"TRAINING_ROLE": "TRAINER", "PADDLE_PORT": "6172", "PADDLE_TRAINER_ID": "0"}),
+    ]
+    for variables, expected in own:
+        assert {name: variables.get(name) for name in (*common, *expected)} == common | expected
+        first, second = str(variables["PADDLE_TRAINER_ENDPOINTS"]).split(",")
+        assert (first, second.partition(":")[0]) == ("127.0.0.1:6172", "127.0.0.1")
+        assert 0 < int(second.partition(":")[2]) < 2**16
+        assert str(variables["PADDLE_GLOO_HTTP_ENDPOINT"]).startswith("127.0.0.1:")
+    assert [each.log_file.rpartition("/")[2] for each in servers] == ["serverlog.0", "serverlog.1"]
+
+
+def test_the_http_port_stands_in_the_variable_of_its_endpoint():
+    config = config_of("--server_num=1", "--worker_num=1", "--http_port=9000")
+    job = job_of(config, "127.0.0.1:6170")
+    environment = make_worker_configs(config, job, folder="log/run")[0].environment
+    assert environment["PADDLE_GLOO_HTTP_ENDPOINT"] == "127.0.0.1:9000"
+
+
+def test_the_tables_show_the_servers():
+    config = config_of("--server_num=2", "--worker_num=1")
+    job = job_of(config, "127.0.0.1:6170", "127.0.0.1:6171")
+    lead = make_worker_configs(config, job, folder="log/run")[0]
+    box = format_environment_table(lead.environment, local_count=1)
+    rows = [line.strip(" |").split() for line in box.splitlines()]
+    assert ["TRAINING_ROLE", "TRAINER"] in rows
+    assert ["PADDLE_PSERVERS_IP_PORT_LIST", "127.0.0.1:6170"] in rows
+    line = format_server_lines(config, lead.config.servers, "log/run")
+    assert "2 servers on the CPU at 127.0.0.1:6170, 127.0.0.1:6171" in line
+    assert "log/serverlog.0 to serverlog.1" in line
+    assert "secret" not in box + line
+
+
+CONTRADICTIONS = [
+    *((f"--{name}=2", "expected: servers and workers") for name in SERVER_FLAGS if not name.endswith("s")),
+    ("--servers=127.0.0.1:6170", "expected: servers and workers"),
+    ("--run_mode=ps", "expected: servers and workers"),
+    ("--server_num=0 --worker_num=2", "expected: --server_num from 1 up"),
+    ("--server_num=2 --worker_num=-1", "expected: --worker_num from 1 up"),
+    ("--server_num=2 --worker_num=2 --nproc_per_node=3", "expected: one number of workers"),
+    ("--server_num=2 --worker_num=2 --run_mode=collective", "expected: --run_mode=ps"),
+    ("--server_num=2 --servers=127.0.0.1:6170 --worker_num=1", "expected: --server_num 1"),
+    ("--servers=127.0.0.1:6170,127.0.0.1:6170 --worker_num=1", "expected: each address of --servers once"),
+    ("--servers=127.0.0.1:99999 --worker_num=1", "expected: --servers as a number, or as a list"),
+    ("--servers=192.0.2.1:6170 --workers=192.0.2.1,192.0.2.1", "192.0.2.1, which is not this host"),
+    ("--server_num=1 --worker_num=2 --nnodes=2 --master=127.0.0.1:9988", "servers on several hosts: not yet"),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), CONTRADICTIONS)
+def test_contradictions_are_refused_with_a_remedy(line: str, message: str):
+    with pytest.raises(ConfigError) as error:
+        config_of(*line.split())
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("line", [*(f"--{name}=2" for name in HETEROGENEOUS_FLAGS), "--run_mode=ps-heter"])
+def test_heterogeneous_workers_and_coordinators_are_refused_by_name(line: str, capsys: pytest.CaptureFixture[str]):
+    assert main(["fleetrun", "--server_num=1", "--worker_num=1", line, __file__]) == 2
+    messages = capsys.readouterr().err
+    assert "heterogeneous workers and coordinators: not yet" in messages
+    assert f"found:    {line}\n" in messages
