@@ -1,5 +1,6 @@
 """A table that servers hold, as one worker uses it."""
 
+import itertools
 from collections.abc import Sequence
 
 import msgspec
@@ -62,6 +63,8 @@ class ServedTable:
         self._numbers = numbers
         self._servers = servers_of_shards(len(numbers), settings.shard_bits)
         self._step = step
+        self._pending = (0, 0)
+        """The transaction of the last push, and the number of pushes to this table in it."""
 
     @property
     def step(self) -> int:
@@ -94,6 +97,8 @@ class ServedTable:
                     requests.append(self._requests.send(server, header, (routed.ids[first:last],)))
                     ranges.append((first, last))
             answers = self._requests.answers(requests)
+        if answers:  # another worker may have restored the table
+            self._step = answers[0].header.start + self._pending_pushes()
         for answer, (first, last) in zip(answers, ranges, strict=True):
             rows = _array(answer.payload[0], settings.dtype).reshape(last - first, settings.dim)
             if len(self._numbers) == 1:
@@ -143,6 +148,7 @@ class ServedTable:
                 requests.append(self._requests.send(server, header, payload))
             self._requests.answers(requests)
         self._transaction.changes += 1
+        self._pending = (self._transaction.committed + 1, self._pending_pushes() + 1)
         self._step += 1
 
     def reset_states(self) -> None:
@@ -179,7 +185,7 @@ class ServedTable:
             for server, part in enumerate(split):
                 self._write(server, ContentsSnapshot(part))
             self._ask_all(Kind.RESTORE_END)
-        self._step = contents.step
+        self._step = contents.step + self._pending_pushes()
 
     def statistics(self) -> TableStatistics:
         """Return the numbers of all servers together."""
@@ -191,6 +197,10 @@ class ServedTable:
             for name in ("rows", "waiting", "created", "expired", "evicted", "rejected", "memory_bytes")
         }
         return TableStatistics(**sums, largest_shard_rows=max(part.largest_shard_rows for part in parts))
+
+    def _pending_pushes(self) -> int:
+        transaction, pushes = self._pending
+        return pushes if transaction == self._transaction.committed + 1 else 0
 
     def _route(self, ids: NDArray[np.int64]) -> RoutedIds:
         assert ids.dtype == np.int64
@@ -231,7 +241,7 @@ class ServedTable:
 def _ranges(routed: RoutedIds) -> list[tuple[int, int]]:
     """Return the range of each server's ids."""
     ends = routed.ends.tolist()
-    return list(zip(ends, ends[1:], strict=False))
+    return list(itertools.pairwise(ends))
 
 
 def _array(frame: memoryview, dtype: str) -> NDArray[np.floating]:
