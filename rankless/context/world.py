@@ -16,6 +16,7 @@ from rankless.context.observers import CallInspector, CompiledProgramRecorder, J
 from rankless.context.optimizer_changes import OptimizerChanges
 from rankless.context.redundant_step_calls import LeftoverCalls
 from rankless.context.step_limit import StepLimit
+from rankless.context.table_sharing import TableSharing
 from rankless.context.training_progress import ProgressMeter
 from rankless.errors import RanklessError
 from rankless.ownership.divided_owner import DividedOwner
@@ -73,7 +74,9 @@ class World:
     once: OnceState = field(default_factory=OnceState)
     """Whether rank 0 is inside `rankless.once`."""
     servers: ServersConfig | None = None
-    """The parameter servers of the run, which hold its tables. None: the worker holds them."""
+    """The parameter servers of the run, which hold its tables. None: each worker holds them."""
+    tables: TableSharing = field(default_factory=TableSharing)
+    """The tables that workers share."""
 
     @cached_property
     def owner(self) -> StateOwner:

@@ -205,8 +205,7 @@ class Job(Generic[Parameters, Result]):
             if outcome.loss is not None:
                 with disable_autocast(device.type):
                     self._stepped = self._get_stepper(world).add_call(outcome.loss, outcome.weights, outcome.parameters)
-                    if isinstance(self._view, ConsistentView):
-                        self._view.tables.commit()
+                    world.tables.commit()
         except RanklessError as error:
             # The message names the script's line. The frames below this one belong to Rankless and PyTorch.
             raise error.with_traceback(None) from error.__cause__

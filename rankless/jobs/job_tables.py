@@ -2,9 +2,11 @@
 
 import functools
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from rankless.collectives.byte_messages import all_gather_bytes
+from rankless.context.table_sharing import SharedTables
 from rankless.context.world import World
 from rankless.errors import TableError
 from rankless.jobs.definition import JobDefinition
@@ -20,23 +22,28 @@ class JobTables:
         self._world = world
         self._tables: list[Any] | None = None
 
-    def begin_call(self) -> None:
-        """Share tables that are not shared yet, and let all forget earlier gradients. Collective."""
+    def share(self) -> None:
+        """Share tables that are not shared yet. Collective."""
         for table in self._find_tables():
             self._require_usable()
-            table.share(functools.partial(all_gather_bytes, mesh=self._world.mesh))
-            if self._job.trains:
-                table.begin_program()
+            table.share(self._world.tables.get(self._make_shared_tables))
+
+    def begin_call(self) -> None:
+        """Share tables, and let them forget earlier gradients: the call runs a captured program. Collective."""
+        self.share()
+        for table in self._find_tables() if self._job.trains else ():
+            table.begin_program()
 
     def end_call(self) -> None:
         """Let tables see the gradients that a call has set."""
         for table in self._find_tables():
             table.end_program()
 
-    def commit(self) -> None:
-        """Let all workers read what the optimizers of one call have changed."""
-        for table in self._find_tables():
-            table.commit()
+    def _make_shared_tables(self) -> SharedTables:
+        mesh = self._world.mesh
+        make: Callable[..., SharedTables] = sys.modules[EMBEDDING_MODULE].WorkerTables
+        gather = functools.partial(all_gather_bytes, mesh=mesh)
+        return make(gather, self._world.servers, worker=mesh.rank, worker_count=mesh.size)
 
     def _find_tables(self) -> list[Any]:
         """Return the tables in the order of the job's models. Without any, their modules are not imported."""

@@ -35,10 +35,6 @@ class CapturedLookups:
         """Take the gradients of rows for the next step. Return the dense gradient of the weight."""
         return self._training().add_of_program(ids, gradients)
 
-    def no_gradients(self) -> Tensor:
-        """Return the dense gradient of the weight where another worker has the gradients."""
-        return self._training().nothing_of_program()
-
     def _training(self) -> TableTraining:
         find_training = self._find_training()
         assert find_training is not None, "a program has outlived the table of its lookups"

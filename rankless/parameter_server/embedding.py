@@ -10,14 +10,17 @@ from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 
+from rankless.context.table_sharing import SharedTables
 from rankless.errors import TableError
 from rankless.parameter_server.captured_lookups import CapturedLookups
-from rankless.parameter_server.replicated_table import Gather, ReplicatedTable
 from rankless.parameter_server.table_training import TableTraining
 from rankless.parameter_server.tables.contents import TableContents, TableStatistics
 from rankless.parameter_server.tables.row_store import RowStore
 from rankless.parameter_server.tables.settings import Admission, Initial, Normal, TableSettings
 from rankless.parameter_server.tables.table import Table
+from rankless.parameter_server.worker_tables import WorkerTables
+
+__all__ = ["Embedding", "WorkerTables"]
 
 INDEX_TYPES = (torch.int32, torch.int64)
 
@@ -96,16 +99,12 @@ class Embedding(nn.Module):
         self._require_summed_gradients()
         return self._current_training().look_up(ids)
 
-    def share(self, gather: Gather) -> None:
-        """Hold the rows together with other workers, unless that has been done. Collective. Jobs call it.
-
-        Args:
-            gather: Exchanges bytes with the other workers.
-        """
+    def share(self, tables: SharedTables) -> None:
+        """Hold the rows together with other workers, unless that has been done. Collective. Jobs call it."""
         if isinstance(self._table, Table):
             self._close_training()
             self._convert_table()
-            self._table = ReplicatedTable(self._table, gather)
+            self._table = tables.share(self._table)
             self._lookups = self._lookups or CapturedLookups(self._current_training)
 
     def begin_program(self) -> None:
@@ -116,13 +115,15 @@ class Embedding(nn.Module):
         """Note the gradient that a program has given the weight. Jobs call it."""
         self._current_training().end_program()
 
-    def commit(self) -> None:
-        """Let all workers read what the steps of a job's call have changed. Jobs call it."""
-        self._table.commit()
-
     def statistics(self) -> TableStatistics:
         """Return numbers of rows and of what has happened to them."""
         return self._table.statistics()
+
+    def list_rows(self) -> dict[str, Tensor]:
+        """Return the ids that have rows, int64, of shape (n,), and their rows, of shape (n, dim), in the order of ids."""
+        contents = self._table.contents()
+        rows = contents.rows[:, : self.embedding_dim]
+        return {"ids": torch.from_numpy(contents.ids), "rows": torch.from_numpy(np.ascontiguousarray(rows))}
 
     def extra_repr(self) -> str:
         """Return what `print(model)` shows."""
@@ -143,9 +144,12 @@ class Embedding(nn.Module):
             name: value.numpy() if isinstance(value, Tensor) else value for name, value in state.items()
         }
         settings = dataclasses.replace(self._table.settings, seed=values.pop("seed"))
+        self._close_training()
+        if settings == self._table.settings and not isinstance(self._table, Table):
+            self._table.restore(TableContents(**values))  # on servers, for all workers
+            return
         table = Table(settings)
         table.restore(TableContents(**values))
-        self._close_training()
         self._table = table
 
     def _current_training(self) -> TableTraining:

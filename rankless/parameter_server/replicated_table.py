@@ -69,9 +69,6 @@ class ReplicatedTable:
         total = sum_gradients([unpack_gradients(part, gradients) for part in self._gather(own)])
         self._table.push(total.ids, total.occurrences, total.gradients, settings)
 
-    def commit(self) -> None:
-        """Do nothing: the step has been made."""
-
     def reset_states(self) -> None:
         """Forget the optimizer."""
         self._table.reset_states()

@@ -92,10 +92,6 @@ class TableTraining:
         """Add gradients of a captured program. Return the dense gradient of the weight."""
         return self._waiting.add_of_program(self.sum_gradients(*find_distinct(to_array(ids)), gradients))
 
-    def nothing_of_program(self) -> Tensor:
-        """Return the dense gradient of the weight where another worker adds the gradients."""
-        return self._waiting.make_entry()
-
     def begin_program(self) -> None:
         """Forget gradients: the weight has none, and a captured program makes new ones."""
         self._waiting.begin_program()

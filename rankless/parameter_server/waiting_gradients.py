@@ -45,7 +45,7 @@ class WaitingGradients:
         # Passes can be nested (reentrant activation checkpoints), and one that failed never accumulates.
         self._in_backward.setdefault(torch._C._current_graph_task_id(), []).append(added)
         sign = -1 if self._scale is not None and self._scale < 0 else 1  # so that the numbers never cancel out
-        entry = self.make_entry(sign=sign, is_finite=bool(np.isfinite(added.gradients).all()))
+        entry = self._make_entry(sign=sign, is_finite=bool(np.isfinite(added.gradients).all()))
         return torch.sparse_coo_tensor(
             torch.zeros(1, 1, dtype=torch.int64, device=entry.device), entry, entry.shape, check_invariants=False
         )
@@ -60,13 +60,13 @@ class WaitingGradients:
     def add_of_program(self, added: RowGradients) -> Tensor:
         """Add gradients of a captured program. Return the dense gradient of the weight that the program gives."""
         self._accumulated.append(added)
-        return self.make_entry(is_finite=bool(np.isfinite(added.gradients).all()))
+        return self._make_entry(is_finite=bool(np.isfinite(added.gradients).all()))
 
     def end_program(self) -> None:
         """Note the gradient that a captured program has given the weight: the sum over lookups and workers."""
         self._scale = self._weight_scale()
 
-    def make_entry(self, *, sign: int = 1, is_finite: bool = True) -> Tensor:
+    def _make_entry(self, *, sign: int = 1, is_finite: bool = True) -> Tensor:
         """Return the gradient of the weight for gradients of rows, of shape (1, 2)."""
         entry = torch.full_like(self._weight, sign, requires_grad=False)
         if not is_finite:

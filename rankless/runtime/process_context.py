@@ -145,6 +145,7 @@ class ProcessContext:
         if (failure := self.saver.close()) is not None:
             print(f"rankless: {failure}", file=sys.stderr)
         self._close_recorders(stopped=False)
+        self.world.tables.close()
         if self._end_group is not None and dist.is_initialized():
             end_group, self._end_group = self._end_group, None
             end_group()

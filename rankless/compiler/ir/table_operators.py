@@ -25,10 +25,6 @@ class RowSource(Protocol):
         """Take the gradients of rows. Return the gradient of the weight, of shape (1, 2)."""
         ...
 
-    def no_gradients(self) -> Tensor:
-        """Return the gradient of the weight if there are none, of shape (1, 2)."""
-        ...
-
 
 _SOURCES: WeakValueDictionary[int, RowSource] = WeakValueDictionary()
 
@@ -70,14 +66,23 @@ def _(gradients: Tensor, _ids: Tensor, _source: int) -> Tensor:
     return gradients.new_empty((1, 2))
 
 
-def run_table_gradients(gradients: Tensor, ids: Tensor, source: int) -> Tensor:
-    """Give a source the gradients of this worker's ids."""
-    return _SOURCES[source].add_gradients(ids, gradients).to(gradients.device)
+def run_table_gradients(gradients: Tensor, ids: Tensor, source: int, *, counts: bool = True) -> Tensor:
+    """Give a source the gradients of this worker's ids.
+
+    Args:
+        gradients: The gradients of rows.
+        ids: Their ids.
+        source: The number of the source.
+        counts: Whether this worker is the one that counts the lookup in the gradient of the weight. The others return
+            zeros, or numbers that are not finite, as their gradients are.
+    """
+    found = _SOURCES[source].add_gradients(ids, gradients).to(gradients.device)
+    return found if counts else found - 1
 
 
-def skip_table_gradients(gradients: Tensor, source: int) -> Tensor:
-    """Return the gradient of a weight, where another worker gives the source these gradients."""
-    return _SOURCES[source].no_gradients().to(gradients.device)
+def skip_table_gradients(gradients: Tensor) -> Tensor:
+    """Return zeros for the gradient of a weight, where another worker gives the source these gradients."""
+    return gradients.new_zeros((1, 2))
 
 
 def _save_ids(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001  # PyTorch passes it by name

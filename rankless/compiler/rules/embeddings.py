@@ -98,7 +98,8 @@ def lower_gradients(
     builder: GraphBuilder, call: OperatorCall, args: tuple[Any, ...], _kwargs: dict[str, Any]
 ) -> LocalValue:
     """Let each rank give the source the gradients of its ids."""
-    return sum_weight_gradients(builder, call, builder.call(table_operators.run_table_gradients, *args))
+    own = builder.call(table_operators.run_table_gradients, *args, counts=builder.rank == 0)
+    return sum_weight_gradients(builder, call, own)
 
 
 def lower_gradients_of_first_rank(
@@ -107,7 +108,7 @@ def lower_gradients_of_first_rank(
     """Let the first rank alone give the source gradients that all ranks have."""
     if builder.rank == 0:
         return sum_weight_gradients(builder, call, builder.call(table_operators.run_table_gradients, *args))
-    nothing = builder.call(table_operators.skip_table_gradients, args[0], args[2])
+    nothing = builder.call(table_operators.skip_table_gradients, args[0])
     return sum_weight_gradients(builder, call, nothing)
 
 

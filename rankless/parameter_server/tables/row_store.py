@@ -34,10 +34,6 @@ class RowStore(Protocol):
         """Make one step with this worker's part of the gradients. All workers call it, each with its part."""
         ...
 
-    def commit(self) -> None:
-        """End a step of the job: from here on all workers read what it has changed."""
-        ...
-
     def reset_states(self) -> None:
         """Forget the optimizer. All workers call it."""
         ...

@@ -100,9 +100,6 @@ class Table:
         expire(self.step, parts)
         self._memory.release_grown_shards()
 
-    def commit(self) -> None:
-        """Do nothing: a step in this process is there at once."""
-
     def reset_states(self) -> None:
         """Forget the optimizer: the next step begins as the first one of its optimizer. Values stay."""
         if self._optimizer is not None:

@@ -136,9 +136,12 @@ def _list_named_tensors(models: Mapping[str, nn.Module]) -> dict[str, Tensor]:
 
 
 def _iterate_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield a module's parameters and buffers, tied ones once."""
+    """Yield a module's parameters and buffers, tied ones once, and the ids and rows of its tables."""
     yield from module.named_parameters()
     yield from module.named_buffers()
+    for name, part in module.named_modules():
+        for kind, tensor in part.list_rows().items() if hasattr(part, "list_rows") else ():
+            yield (f"{name}.{kind}" if name else kind), tensor
 
 
 def _make_leaf(path: str, value: Any) -> Leaf:

@@ -1,0 +1,45 @@
+"""The tables of rows that all workers of a run share."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+class SharedTables(Protocol):
+    """Holds tables for all workers: in each of them, or on the servers of the run."""
+
+    def share(self, table: Any) -> Any:
+        """Return the store of rows of all workers for the table of this one. Collective."""
+        ...
+
+    def commit(self) -> None:
+        """End a step: from here on all workers read what it has changed."""
+        ...
+
+    def close(self) -> None:
+        """Leave the servers."""
+        ...
+
+
+@dataclass
+class TableSharing:
+    """The shared tables of a process, from the first job that has a table on."""
+
+    tables: SharedTables | None = None
+
+    def get(self, make: Callable[[], SharedTables]) -> SharedTables:
+        """Return the shared tables, made on first use."""
+        if self.tables is None:
+            self.tables = make()
+        return self.tables
+
+    def commit(self) -> None:
+        """End a step of a job."""
+        if self.tables is not None:
+            self.tables.commit()
+
+    def close(self) -> None:
+        """Leave the servers: this process needs tables no more."""
+        if self.tables is not None:
+            self.tables.close()
+            self.tables = None

@@ -1,0 +1,55 @@
+"""The tables of a worker in a run of several: where their rows are, and when all workers see a step."""
+
+from rankless.config.servers import ServersConfig
+from rankless.parameter_server.replicated_table import Gather, ReplicatedTable
+from rankless.parameter_server.servers.client import ServerClient
+from rankless.parameter_server.tables.row_store import RowStore
+from rankless.parameter_server.tables.table import Table
+
+
+class WorkerTables:
+    """Shares tables with the other workers: each holds all rows, or the servers of the run do.
+
+    Args:
+        gather: Exchanges bytes with the other workers.
+        servers: The servers of the run. None: every worker holds all rows.
+        worker: Number of this worker.
+        worker_count: Number of workers.
+
+    Raises:
+        ServerError: A server cannot be reached.
+    """
+
+    def __init__(self, gather: Gather, servers: ServersConfig | None, *, worker: int, worker_count: int) -> None:
+        self._gather = gather
+        self._is_first = worker == 0
+        self._client = None if servers is None else ServerClient(servers, worker=worker, worker_count=worker_count)
+        self._opened = 0
+        self._changes = 0
+
+    def share(self, table: Table) -> RowStore:
+        """Return the store of all workers, with the rows of a table that is equal on all of them. Collective.
+
+        Raises:
+            TableError: The workers' tables differ.
+        """
+        replicated = ReplicatedTable(table, self._gather)
+        if self._client is None:
+            return replicated
+        served = self._client.open_table(f"table {self._opened}", table.settings)
+        self._opened += 1
+        if table.step > 0:
+            if self._is_first:
+                served.restore(table.contents())
+            self._gather(b"")  # nobody reads before the rows are there
+        return served
+
+    def commit(self) -> None:
+        """End a step of a job: one transaction on all servers."""
+        if self._client is not None:
+            self._client.commit()
+
+    def close(self) -> None:
+        """Leave the servers."""
+        if self._client is not None:
+            self._client.close()
