@@ -23,10 +23,12 @@ class JobTables:
         self._tables: list[Any] | None = None
 
     def share(self) -> None:
-        """Share tables that are not shared yet. Collective."""
+        """Share tables that are not shared yet, with other workers or with servers. Collective."""
+        world = self._world
         for table in self._find_tables():
             self._require_usable()
-            table.share(self._world.tables.get(self._make_shared_tables))
+            if world.mesh.size > 1 or world.servers is not None:
+                table.share(world.tables.get(self._make_shared_tables))
 
     def begin_call(self) -> None:
         """Share tables, and let them forget earlier gradients: the call runs a captured program. Collective."""
@@ -55,10 +57,10 @@ class JobTables:
 
     def _require_usable(self) -> None:
         mesh, options = self._world.mesh, self._job.step_options
-        if len(mesh.axes) > 1 or mesh.axes[0].role != "data":
+        if mesh.size > 1 and (len(mesh.axes) > 1 or mesh.axes[0].role != "data"):
             found = "the axes " + ", ".join(f"{axis.name}={axis.size}" for axis in mesh.axes)
             raise self._error("a mesh with the axis data alone, where a job has tables", found, "omit --mesh and plan=")
-        if options.zero is not None:
+        if mesh.size > 1 and options.zero is not None:
             raise self._error("a job with tables without zero=", f"zero={options.zero!r}", "omit zero=")
         if options.accumulate > 1:
             found = f"accumulate={options.accumulate}"

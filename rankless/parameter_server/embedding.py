@@ -105,7 +105,7 @@ class Embedding(nn.Module):
             self._close_training()
             self._convert_table()
             self._table = tables.share(self._table)
-            self._lookups = self._lookups or CapturedLookups(self._current_training)
+            self._lookups = CapturedLookups(self._current_training)
 
     def begin_program(self) -> None:
         """Forget the gradients of earlier calls: a job runs a captured program. Jobs call it."""
@@ -120,7 +120,7 @@ class Embedding(nn.Module):
         return self._table.statistics()
 
     def list_rows(self) -> dict[str, Tensor]:
-        """Return the ids that have rows, int64, of shape (n,), and their rows, of shape (n, dim), in the order of ids."""
+        """Return the ids that have rows, int64, of shape (n,), and their rows, of shape (n, dim), sorted."""
         contents = self._table.contents()
         rows = contents.rows[:, : self.embedding_dim]
         return {"ids": torch.from_numpy(contents.ids), "rows": torch.from_numpy(np.ascontiguousarray(rows))}
@@ -150,7 +150,7 @@ class Embedding(nn.Module):
             return
         table = Table(settings)
         table.restore(TableContents(**values))
-        self._table = table
+        self._table, self._lookups = table, None
 
     def _current_training(self) -> TableTraining:
         training = self._training
@@ -162,7 +162,7 @@ class Embedding(nn.Module):
 
     def _require_lookups(self) -> CapturedLookups:
         """Return the lookups of captured programs. Raises TableError if no job shares the table."""
-        if self._lookups is None or isinstance(self._table, Table):
+        if self._lookups is None:
             raise TableError(
                 expected="the module of each table that a job looks up among the models of the job",
                 found="a captured call with a table that is no part of them",
@@ -200,7 +200,15 @@ class Embedding(nn.Module):
         self._table = Table(dataclasses.replace(settings, dtype=dtype))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_training": None, "_lookups": None}
+        """Return what a copy needs: it has a table of its own, which another job may share again."""
+        return {**self.__dict__, "_table": self._copy_table(), "_training": None, "_lookups": None}
+
+    def _copy_table(self) -> Table:
+        if isinstance(self._table, Table):
+            return self._table
+        table = Table(self._table.settings)
+        table.restore(self._table.contents())
+        return table
 
 
 def _table_dtype(dtype: torch.dtype) -> Literal["float32", "float64"]:

@@ -1,7 +1,6 @@
 """A table that every worker has whole: each makes the same steps, with the gradients of all."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,9 +43,6 @@ class ReplicatedTable:
                 found=f"{different[0]} on worker {described.index(different[0])}",
                 fix="make the table with the same arguments on all workers, and with seed=",
             )
-
-    def __reduce__(self) -> Any:
-        return self._table.__reduce__()  # a copy is a table of its own, which another job may share again
 
     @property
     def step(self) -> int:

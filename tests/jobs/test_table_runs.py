@@ -10,6 +10,7 @@ import pytest
 from support.warm_runs import rankless, run_script
 
 SCRIPT = Path(__file__).parent / "scripts/train_tables.py"
+USES = Path(__file__).parent / "scripts/use_tables.py"
 
 
 def read_forms(output: str) -> dict[str, list[float]]:
@@ -22,11 +23,19 @@ def read_forms(output: str) -> dict[str, list[float]]:
     ("optimizer", "options"),
     [
         ("adagrad", ("-n", "2")),
+        ("momentum", ("--servers", "2", "--workers", "3")),
         *(
             pytest.param(optimizer, ("-n", str(workers)), marks=pytest.mark.exhaustive)
             for optimizer in ("sgd", "momentum", "adagrad", "sparse_adam")
             for workers in (1, 2, 3, 4)
             if (optimizer, workers) != ("adagrad", 2)
+        ),
+        *(
+            pytest.param(
+                optimizer, ("--servers", str(servers), "--workers", str(workers)), marks=pytest.mark.exhaustive
+            )
+            for optimizer in ("sgd", "adagrad", "sparse_adam")
+            for servers, workers in ((1, 1), (1, 2), (2, 2), (3, 4))
         ),
     ],
 )
@@ -87,35 +96,22 @@ def read_rows(done) -> list[float]:
     return [float(word) for word in re.search("RESULT (.*)", done.stdout).group(1).split()]
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        {"table": ", admission=rankless.parameter_server.ByCount(occurrences=3)"},
-        {"table": ", admission=rankless.parameter_server.ByHash(fraction=0.5)"},
-        {"table": ", expire_after_steps=2"},
-        {"table": ", max_rows=5"},
-        {"table": ", padding_idx=3 * 10**15"},
-        {
-            "body": "epoch(); before = predict(torch.arange(5)); epoch()\n"
-            "assert not torch.equal(before, predict(torch.arange(5)))"
-        },
-        {"body": "epoch(); other = copy.deepcopy(model); epoch(); model = other; table = model[0]"},
-        {"body": "epoch(); state = copy.deepcopy(model.state_dict()); epoch(); model.load_state_dict(state); epoch()"},
-        {
-            "body": "epoch(); rankless.save('saved', model=model, optimizer=optimizers[0]); epoch()\n"
-            "rankless.load('saved', model=model, optimizer=optimizers[0]); epoch()"
-        },
-        {"job": ", check_finite=True"},
-        {"body": "epoch(); optimizers[0].param_groups[0]['lr'] = 0.01; epoch()"},
-        {"before": "model.train(); layer.requires_grad_(False)", "body": "epoch()"},
-        {"body": "epoch(); table.weight.requires_grad_(False); epoch(1)"},
-        {"job": ', random="counter"'},
-    ],
-    ids=lambda case: " ".join(f"{key}{value}" for key, value in case.items())[:40],
-)
-def test_what_scripts_do_with_tables_gives_the_same_rows_on_several_workers(tmp_path, case):
-    wanted = read_rows(train(tmp_path, "-n", "1", **case))
-    assert read_rows(train(tmp_path, "-n", "3", **case)) == pytest.approx(wanted, rel=0, abs=1e-12)
+@pytest.fixture(scope="module")
+def uses_on_one_worker(tmp_path_factory) -> dict[str, list[float]]:
+    done = rankless("run", "--no-progress", str(USES), folder=tmp_path_factory.mktemp("uses"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    return read_forms(done.stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [("-n", "3"), ("--servers", "2", "--workers", "2")])
+def test_what_scripts_do_with_tables_gives_the_same_rows_everywhere(tmp_path, options, uses_on_one_worker):
+    done = rankless("run", *options, "--no-progress", str(USES), folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = read_forms(done.stdout)
+    assert list(found) == list(uses_on_one_worker)
+    for case, numbers in uses_on_one_worker.items():
+        assert found[case] == pytest.approx(numbers, rel=0, abs=1e-12), case
 
 
 @pytest.mark.parametrize(
@@ -144,3 +140,44 @@ def test_a_mesh_of_several_axes_is_refused_for_tables(tmp_path):
     done = train(tmp_path, "--mesh", "data=1,tensor=2")
     assert done.returncode != 0
     assert "axis data alone" in done.stdout + done.stderr, done.stdout + done.stderr
+
+
+FAULT = """
+import torch, torch.nn.functional as F
+import rankless
+from rankless.parameter_server.table_training import TableTraining
+
+table = rankless.parameter_server.Embedding(4)
+optimizer = torch.optim.Adagrad(table.parameters(), 0.1)
+honest = TableTraining.add_of_program
+
+def forget(self, ids, gradients):
+    return honest(self, ids, gradients * (rankless.rank() != 1))
+
+TableTraining.add_of_program = forget
+
+@rankless.job(model=table, optimizer=optimizer)
+def train(ids):
+    return table(ids).square().sum(1).mean()
+
+for step in range(4):
+    train(torch.arange(8) + step)
+"""
+
+
+@pytest.mark.parametrize("options", [("-n", "2"), ("--servers", "2", "--workers", "2")])
+def test_verify_finds_gradients_of_rows_that_one_worker_loses(tmp_path, options):
+    (tmp_path / "script.py").write_text(FAULT)
+    done = rankless("verify", *options, "script.py", folder=tmp_path)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "rows" in done.stdout + done.stderr
+    (tmp_path / "script.py").write_text(FAULT.replace("TableTraining.add_of_program = forget", ""))
+    done = rankless("verify", *options, "script.py", folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "same training" in done.stdout
+
+
+def test_a_job_with_tables_is_captured_once(tmp_path):
+    done = train(tmp_path, "-n", "2", body="epoch(12)")
+    assert read_rows(done)
+    assert "captured" not in done.stdout + done.stderr

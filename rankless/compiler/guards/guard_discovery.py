@@ -38,6 +38,7 @@ from rankless.compiler.guards.object_inspection import (
     get_file_position,
     get_namespace,
     hash_rng_state,
+    holds_rows,
     is_builtin_iterator,
     is_user_class,
     list_methods,
@@ -323,7 +324,7 @@ class GuardDiscovery:
             self.read_only_states.append(QueryGuard(label, lambda: hash_rng_state(value), hash_rng_state(value)))
         elif isinstance(value, io.IOBase):
             self.read_only_states.append(QueryGuard(label, lambda: get_file_position(value), get_file_position(value)))
-        elif isinstance(value, logging.Logger | logging.Handler):
+        elif isinstance(value, logging.Logger | logging.Handler) or holds_rows(value):
             return
         elif is_builtin_iterator(value):
             self.iterators[label] = value

@@ -45,12 +45,20 @@ def return_value(value: Any) -> Any:
     return value
 
 
+ROWS_PACKAGE = "rankless.parameter_server."
+
+
 def is_user_class(kind: type) -> bool:
     """Return whether a class is defined in the user's code."""
     if kind.__module__ == "__main__":
         return True
     file = getattr(sys.modules.get(kind.__module__), "__file__", None)
     return is_user_code(file)
+
+
+def holds_rows(value: Any) -> bool:
+    """Return whether a value has to do with tables of rows, which the operators of a program read when they run."""
+    return type(value).__module__.startswith(ROWS_PACKAGE) and not isinstance(value, nn.Module)
 
 
 def is_builtin_iterator(value: Any) -> bool:

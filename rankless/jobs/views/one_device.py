@@ -34,7 +34,7 @@ class PlainView:
         self._job = job
         self._world = world
         self._device = job.device(world.mesh.device)
-        self._tables = None if world.servers is None else JobTables(job, world)
+        self._tables = JobTables(job, world)
         self._loss_weights = LossWeightReader(job, world, weights_only=True) if job.accumulates else None
         seed = world.perturbation_seed
         self._is_first = True
@@ -42,8 +42,7 @@ class PlainView:
 
     def run(self, arguments: FlattenedArguments) -> CallResult:
         """Return the job's result. A train job also sets its parameters' gradients."""
-        if self._tables is not None:
-            self._tables.share()
+        self._tables.share()
         args, kwargs = arguments.unflatten(arguments.tensors)
         inspector = self._world.inspector
         if inspector is not None and not inspector.count_call(self._job.name):
