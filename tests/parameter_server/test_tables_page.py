@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from support.jobs import job_environment
+from support.warm_runs import rankless as rankless_command
 
 import rankless
 from rankless.parameter_server import Embedding
@@ -36,6 +37,20 @@ def test_the_script_of_the_guide_prints_what_the_guide_says(tmp_path):
         [sys.executable, "recommend.py"], cwd=tmp_path, env=job_environment({}), capture_output=True, text=True
     )
     assert done.stdout == printed, done.stderr
+
+
+def test_the_commands_of_the_guide_run_its_shared_script(tmp_path):
+    page = PAGE.read_text()
+    script = next(
+        text for text in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if text.startswith("# shared.py")
+    )
+    (tmp_path / "shared.py").write_text(script)
+    commands = re.search(r"```sh\n(.*?)```", page, re.DOTALL)[1].splitlines()
+    assert [command.split()[0] for command in commands] == ["python", "rankless", "rankless", "rankless"]
+    for command in commands[1:]:
+        done = rankless_command(*command.split()[1:], folder=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert "same training" in done.stdout
 
 
 @pytest.mark.parametrize("documented", [Embedding, Table, rankless.errors.TableError])
