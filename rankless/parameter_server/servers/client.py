@@ -64,7 +64,6 @@ class ServerClient:
             self._requests.connect(connect_timeout)
             self._transaction = WorkerTransaction(self._common_transaction())
             if_it_fails.pop_all()
-        self._unanswered: list[tuple[int, int]] = []
         self._closed = False
 
     def __enter__(self) -> Self:
@@ -91,17 +90,15 @@ class ServerClient:
     def commit(self) -> None:
         """End the step: what this worker has pushed since its last commit becomes one transaction.
 
-        The call does not wait for the other workers. The next pull does.
+        All servers have noted it when the call returns. It does not wait for the other workers. The next pull does.
 
         Raises:
             TableError: The servers cannot make steps any more.
             ServerError: A server has died.
         """
         header = MessageHeader(Kind.READY, transaction=self._transaction.committed + 1)
-        servers = range(len(self._requests.connections))
         with self._requests.exchange():
-            self._finish_commit()
-            self._unanswered = [self._requests.send(server, header) for server in servers]
+            self._requests.ask_all(header)
             self._transaction.committed += 1
             self._transaction.changes = 0
 
@@ -112,13 +109,8 @@ class ServerClient:
         """
         if not self._closed and self._transaction.changes == 0:
             with contextlib.suppress(RanklessError), self._requests.exchange():
-                self._finish_commit()
                 self._requests.leave(MessageHeader(Kind.LEAVE))
         self._close_connections()
-
-    def _finish_commit(self) -> None:
-        unanswered, self._unanswered = self._unanswered, []
-        self._requests.answers(unanswered)
 
     def _close_connections(self) -> None:
         if not self._closed:
