@@ -201,6 +201,7 @@ class HostRun:
                 peers=job.peers,
                 stacks_file=os.path.join(folder, f"stacks{job.host_index or ''}.txt"),
                 host_name=self.report.host_name,
+                list_servers=self._servers.list_rows,
             )
         )
         lead, is_quiet = self._workers[0], config.agent_output == "quiet"
