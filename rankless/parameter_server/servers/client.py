@@ -59,12 +59,11 @@ class ServerClient:
             server_count=0,
         )
         self._requests = ServerRequests(config, hello, on_wait)
-        try:
+        with contextlib.ExitStack() as if_it_fails:
+            if_it_fails.callback(self._requests.close)
             self._requests.connect(connect_timeout)
             self._transaction = WorkerTransaction(self._common_transaction())
-        except BaseException:
-            self._requests.close()
-            raise
+            if_it_fails.pop_all()
         self._unanswered: list[tuple[int, int]] = []
         self._closed = False
 
@@ -84,7 +83,8 @@ class ServerClient:
             TableError: Another worker has opened it with other settings, or there is no memory for it.
         """
         payload = (name.encode(), encode_table_settings(settings))
-        answers = self._requests.ask_all(MessageHeader(Kind.OPEN), payload)
+        with self._requests.exchange():
+            answers = self._requests.ask_all(MessageHeader(Kind.OPEN), payload)
         numbers = [answer.header.table for answer in answers]
         return ServedTable(self._requests, self._transaction, settings, numbers, answers[0].header.start)
 
@@ -97,12 +97,13 @@ class ServerClient:
             TableError: The servers cannot make steps any more.
             ServerError: A server has died.
         """
-        self._finish_commit()
         header = MessageHeader(Kind.READY, transaction=self._transaction.committed + 1)
         servers = range(len(self._requests.connections))
-        self._unanswered = [self._requests.send(server, header) for server in servers]
-        self._transaction.committed += 1
-        self._transaction.changes = 0
+        with self._requests.exchange():
+            self._finish_commit()
+            self._unanswered = [self._requests.send(server, header) for server in servers]
+            self._transaction.committed += 1
+            self._transaction.changes = 0
 
     def close(self) -> None:
         """Leave the run after the last commit, and close the connections. The other workers can go on alone.
@@ -110,7 +111,7 @@ class ServerClient:
         A worker with pushes that it has not committed only closes its connections.
         """
         if not self._closed and self._transaction.changes == 0:
-            with contextlib.suppress(RanklessError):
+            with contextlib.suppress(RanklessError), self._requests.exchange():
                 self._finish_commit()
                 self._requests.leave(MessageHeader(Kind.LEAVE))
         self._close_connections()

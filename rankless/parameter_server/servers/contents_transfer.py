@@ -143,9 +143,11 @@ def check_contents(contents: TableContents, shard_bits: int, shards: tuple[int, 
 
 
 def split_contents(contents: TableContents, settings: TableSettings, server_count: int) -> list[TableContents]:
-    """Return the contents for each of several servers."""
+    """Return the contents for each of several servers. Raises TableError if they cannot be those of a table."""
+    check_contents(contents, settings.shard_bits, (0, 1 << settings.shard_bits))
     servers = servers_of_shards(server_count, settings.shard_bits)
     rows_section, waiting_section = arrays_of(contents)
+    rows_section = (rows_section[0], rows_section[1].astype(settings.dtype, copy=False), rows_section[2])
     routes: list[RoutedIds] = []
     for section in (rows_section, waiting_section):
         ids = np.ascontiguousarray(section[0], np.int64)

@@ -73,11 +73,10 @@ def _log_statistics(server: TableServer, index: int) -> None:
 
 def main() -> int:
     """Serve with the configuration of the environment. Return the exit code."""
-    config = read_server_config()
     try:
-        serve(config)
+        serve(read_server_config())
     except RanklessError as error:
-        log_line(config.index, str(error))
+        print(f"a parameter server cannot run: {error}", file=sys.stderr)
         return 1
     return 0
 

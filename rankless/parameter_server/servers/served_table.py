@@ -1,5 +1,6 @@
 """A table that servers hold, as one worker uses it."""
 
+import itertools
 from collections.abc import Sequence
 
 import msgspec
@@ -17,7 +18,7 @@ from rankless.parameter_server.servers.contents_transfer import (
     join_contents,
     split_contents,
 )
-from rankless.parameter_server.servers.messages import MOST_MESSAGE_BYTES, Frame, Kind, MessageHeader
+from rankless.parameter_server.servers.messages import MOST_MESSAGE_BYTES, Kind, MessageHeader
 from rankless.parameter_server.servers.routing import RoutedIds, route_ids, scatter_rows, servers_of_shards
 from rankless.parameter_server.servers.server_connection import ServerAnswer
 from rankless.parameter_server.servers.server_requests import ServerRequests
@@ -62,6 +63,8 @@ class ServedTable:
         self._numbers = numbers
         self._servers = servers_of_shards(len(numbers), settings.shard_bits)
         self._step = step
+        self._pending = (0, 0)
+        """The transaction of the last push, and the number of pushes to this table in it."""
 
     @property
     def step(self) -> int:
@@ -86,13 +89,17 @@ class ServedTable:
         values = np.empty((len(ids), settings.dim), settings.dtype)
         most = max(1, _PULL_BYTES // (settings.dim * values.itemsize))
         requests, ranges = [], []
-        for server, (start, stop) in enumerate(zip(routed.ends, routed.ends[1:], strict=False)):
-            for first in range(int(start), int(stop), most):
-                last = min(first + most, int(stop))
-                header = self._header(Kind.PULL, server, rows=last - first)
-                requests.append(self._requests.send(server, header, (routed.ids[first:last],)))
-                ranges.append((first, last))
-        for answer, (first, last) in zip(self._requests.answers(requests), ranges, strict=True):
+        with self._requests.exchange():
+            for server, (start, stop) in enumerate(_ranges(routed)):
+                for first in range(start, stop, most):
+                    last = min(first + most, stop)
+                    header = self._header(Kind.PULL, server, rows=last - first)
+                    requests.append(self._requests.send(server, header, (routed.ids[first:last],)))
+                    ranges.append((first, last))
+            answers = self._requests.answers(requests)
+        if answers:  # another worker may have restored the table
+            self._step = answers[0].header.start + self._pending_pushes()
+        for answer, (first, last) in zip(answers, ranges, strict=True):
             rows = _array(answer.payload[0], settings.dtype).reshape(last - first, settings.dim)
             if len(self._numbers) == 1:
                 values[first:last] = rows
@@ -133,32 +140,37 @@ class ServedTable:
                 fix="make smaller batches",
             )
         requests = []
-        for server, (start, stop) in enumerate(zip(routed.ends, routed.ends[1:], strict=False)):
-            part = slice(int(start), int(stop))
-            header = self._change_header(Kind.PUSH, server, rows=part.stop - part.start)
-            payload: tuple[Frame, ...] = (text, routed.ids[part], occurrences[part], gradients[part])
-            requests.append(self._requests.send(server, header, payload))
-        self._requests.answers(requests)
+        with self._requests.exchange():
+            for server, (start, stop) in enumerate(_ranges(routed)):
+                header = self._header(Kind.PUSH, server, rows=stop - start)
+                header = header._replace(transaction=header.transaction + 1)
+                payload = (text, routed.ids[start:stop], occurrences[start:stop], gradients[start:stop])
+                requests.append(self._requests.send(server, header, payload))
+            self._requests.answers(requests)
         self._transaction.changes += 1
+        self._pending = (self._transaction.committed + 1, self._pending_pushes() + 1)
         self._step += 1
 
     def reset_states(self) -> None:
         """Forget the optimizer, as part of the transaction: once all workers have asked for it."""
-        self._ask_all(Kind.RESET, transaction=self._transaction.committed + 1)
+        with self._requests.exchange():
+            self._ask_all(Kind.RESET, transaction=self._transaction.committed + 1)
         self._transaction.changes += 1
 
     def contents(self) -> TableContents:
         """Return a copy of everything that the servers hold after this worker's last commit, in the order of ids."""
-        answers = self._ask_all(Kind.CONTENTS)
-        metadata = [msgspec.json.decode(answer.payload[0], type=ContentsMetadata) for answer in answers]
-        states = {(each.step, each.optimizer, each.optimizer_steps, each.initial_state) for each in metadata}
-        if len(states) > 1:
-            raise ServerError(
-                expected="all servers to have made the same steps",
-                found=f"steps and optimizers {sorted(states)}",
-                fix="restore the table from a checkpoint",
-            )
-        return join_contents([self._read(server, each) for server, each in enumerate(metadata)])
+        with self._requests.exchange():
+            answers = self._ask_all(Kind.CONTENTS)
+            metadata = [msgspec.json.decode(answer.payload[0], type=ContentsMetadata) for answer in answers]
+            states = {(each.step, each.optimizer, each.optimizer_steps, each.initial_state) for each in metadata}
+            if len(states) > 1:
+                raise ServerError(
+                    expected="all servers to have made the same steps",
+                    found=f"steps and optimizers {sorted(states)}",
+                    fix="restore the table from a checkpoint",
+                )
+            parts = [self._read(server, each) for server, each in enumerate(metadata)]
+        return join_contents(parts)
 
     def restore(self, contents: TableContents) -> None:
         """Take contents, also of a table on another number of servers, instead of what the servers hold.
@@ -168,29 +180,27 @@ class ServedTable:
         Raises:
             TableError: The contents are of another number of elements or optimizer than this table can hold.
         """
-        requests = []
-        for server, part in enumerate(split_contents(contents, self.settings, len(self._numbers))):
-            snapshot = ContentsSnapshot(part)
-            metadata = snapshot.metadata()
-            payload = (msgspec.json.encode(metadata),)
-            self._requests.answers([self._requests.send(server, self._header(Kind.RESTORE, server), payload)])
-            for section, start, count in _parts(metadata, self.settings.dtype):
-                header = self._header(Kind.RESTORE_PART, server, rows=count)._replace(flags=section, start=start)
-                frames = tuple(np.ascontiguousarray(array) for array in snapshot.part(section, start, count))
-                self._requests.answers([self._requests.send(server, header, frames)])
-            requests.append(self._requests.send(server, self._header(Kind.RESTORE_END, server)))
-        self._requests.answers(requests)
-        self._step = contents.step
+        split = split_contents(contents, self.settings, len(self._numbers))
+        with self._requests.exchange():
+            for server, part in enumerate(split):
+                self._write(server, ContentsSnapshot(part))
+            self._ask_all(Kind.RESTORE_END)
+        self._step = contents.step + self._pending_pushes()
 
     def statistics(self) -> TableStatistics:
         """Return the numbers of all servers together."""
-        answers = self._ask_all(Kind.STATISTICS)
+        with self._requests.exchange():
+            answers = self._ask_all(Kind.STATISTICS)
         parts = [msgspec.json.decode(answer.payload[0], type=TableStatistics) for answer in answers]
         sums = {
             name: sum(getattr(part, name) for part in parts)
             for name in ("rows", "waiting", "created", "expired", "evicted", "rejected", "memory_bytes")
         }
         return TableStatistics(**sums, largest_shard_rows=max(part.largest_shard_rows for part in parts))
+
+    def _pending_pushes(self) -> int:
+        transaction, pushes = self._pending
+        return pushes if transaction == self._transaction.committed + 1 else 0
 
     def _route(self, ids: NDArray[np.int64]) -> RoutedIds:
         assert ids.dtype == np.int64
@@ -202,10 +212,6 @@ class ServedTable:
     def _header(self, kind: Kind, server: int, *, rows: int = 0) -> MessageHeader:
         transaction = self._transaction.committed
         return MessageHeader(kind, table=self._numbers[server], transaction=transaction, rows=rows)
-
-    def _change_header(self, kind: Kind, server: int, *, rows: int = 0) -> MessageHeader:
-        header = self._header(kind, server, rows=rows)
-        return header._replace(transaction=header.transaction + 1)
 
     def _ask_all(self, kind: Kind, **fields: int) -> list[ServerAnswer]:
         headers = [self._header(kind, server)._replace(**fields) for server in range(len(self._numbers))]
@@ -220,6 +226,22 @@ class ServedTable:
             incoming.add(section, start, count, answer.payload)
         self._requests.answers([self._requests.send(server, self._header(Kind.CONTENTS_PART, server))])
         return incoming.finish()
+
+    def _write(self, server: int, snapshot: ContentsSnapshot) -> None:
+        """Send contents to one server, which takes them when it is asked to."""
+        metadata = snapshot.metadata()
+        payload = (msgspec.json.encode(metadata),)
+        self._requests.answers([self._requests.send(server, self._header(Kind.RESTORE, server), payload)])
+        for section, start, count in _parts(metadata, self.settings.dtype):
+            header = self._header(Kind.RESTORE_PART, server, rows=count)._replace(flags=section, start=start)
+            frames = tuple(np.ascontiguousarray(array) for array in snapshot.part(section, start, count))
+            self._requests.answers([self._requests.send(server, header, frames)])
+
+
+def _ranges(routed: RoutedIds) -> list[tuple[int, int]]:
+    """Return the range of each server's ids."""
+    ends = routed.ends.tolist()
+    return list(itertools.pairwise(ends))
 
 
 def _array(frame: memoryview, dtype: str) -> NDArray[np.floating]:

@@ -131,6 +131,7 @@ class ServerConnection:
         self.socket.set(zmq.RECONNECT_IVL_MAX, 500)
         self.socket.set(zmq.HEARTBEAT_IVL, 5000)
         self.socket.set(zmq.HEARTBEAT_TIMEOUT, 15000)
+        self.socket.set(zmq.IPV6, int("[" in self.address))
         self.socket.copy_threshold = COPIED_BYTES
         monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         try:
@@ -163,11 +164,11 @@ class ServerConnection:
             case Kind.DONE:
                 self._note(header.sequence, ServerAnswer(header, payload))
             case Kind.FAILED if self.welcome is None:
-                raise decode_error(payload[0], self.name)
+                raise decode_error(_first(payload), self.name)
             case Kind.FAILED:
-                self._note(header.sequence, decode_error(payload[0], self.name))
+                self._note(header.sequence, decode_error(_first(payload), self.name))
             case Kind.REFUSED if header.sequence in self._sent or self.welcome is None:
-                raise self._error(f"it refuses {str(payload[0], 'utf-8', 'replace')}")
+                raise self._error(f"it refuses {str(_first(payload), 'utf-8', 'replace')}")
 
     def _note(self, sequence: int, answer: ServerAnswer | RanklessError) -> None:
         """Keep an answer. All before it may be forgotten by the server once they have arrived, too."""
@@ -199,3 +200,7 @@ class ServerConnection:
             found=found,
             fix="look at the server's log, and start the run again",
         )
+
+
+def _first(payload: list[memoryview]) -> memoryview:
+    return payload[0] if payload else memoryview(b"")

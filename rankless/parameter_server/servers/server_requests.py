@@ -1,12 +1,13 @@
 """A worker's requests to all servers of a run, and waiting for their answers."""
 
+import contextlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import zmq
 
 from rankless.config.servers import ServersConfig
-from rankless.errors import RanklessError, ServerError
+from rankless.errors import RanklessError, ServerError, TableError
 from rankless.parameter_server.servers.authentication import WorkerHello, draw_number
 from rankless.parameter_server.servers.messages import Frame, MessageHeader
 from rankless.parameter_server.servers.server_connection import ServerAnswer, ServerConnection
@@ -23,6 +24,7 @@ class ServerRequests:
     def __init__(self, config: ServersConfig, hello: WorkerHello, on_wait: WaitCallback | None) -> None:
         """Begin to connect. `hello` is that to server 0, without the client's random number."""
         self._on_wait = on_wait
+        self._failure: RanklessError | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.connections: list[ServerConnection] = []
         instance = draw_number()
@@ -57,6 +59,30 @@ class ServerRequests:
                 connection.greet()
             if self._on_wait is not None and waited > _SLICE_SECONDS:
                 self._on_wait(waited, missing[0].index)
+
+    @contextlib.contextmanager
+    def exchange(self) -> Iterator[None]:
+        """Send requests and wait for answers within the context.
+
+        If anything but a refusal interrupts it, nobody knows what the servers have done of it. Then later exchanges
+        raise the error again, because a repeated push could count twice.
+        """
+        if self._failure is not None:
+            raise self._failure
+        self._failure = ServerError(
+            expected="calls that end before the next one",
+            found="a call that was interrupted, for example by an exception of on_wait, or by another thread",
+            fix="make a new client, with the next incarnation",
+        )
+        try:
+            yield
+        except ServerError as error:
+            self._failure = error
+            raise
+        except TableError:
+            self._failure = None
+            raise
+        self._failure = None
 
     def send(self, server: int, header: MessageHeader, payload: Sequence[Frame] = ()) -> tuple[int, int]:
         """Send a request, and return the server and the request's number, for `answers`.

@@ -95,7 +95,7 @@ def encode_optimizer(settings: OptimizerSettings) -> bytes:
 def decode_optimizer(text: bytes) -> OptimizerSettings:
     """Return the settings of JSON. Raises TableError if they are none, or would fail in a step."""
     try:
-        name, numbers = msgspec.json.decode(text, type=tuple[str, dict[str, Any]])
+        name, numbers = msgspec.json.decode(text, type=tuple[str, dict[str, bool | float | list[float]]])
         settings = msgspec.convert(numbers, type=_OPTIMIZERS[name])
     except (msgspec.DecodeError, msgspec.ValidationError, KeyError) as error:
         raise _not_understood("settings of an optimizer", error) from None

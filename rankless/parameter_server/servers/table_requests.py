@@ -97,6 +97,8 @@ class TableRequests:
             return self._actions[request.header.kind](request)
         except TableError as error:
             return failed(request.header, error)
+        except MemoryError as error:
+            return failed(request.header, TableError(expected="memory", found=str(error), fix="add servers"))
 
     def commit(self) -> bool:
         """Commit the next transaction, if it is complete. Return whether waiting requests may be done now."""

@@ -47,6 +47,7 @@ def configure(socket: "zmq.Socket[bytes]") -> None:
     socket.set(zmq.HEARTBEAT_IVL, 5000)
     socket.set(zmq.HEARTBEAT_TIMEOUT, 30000)
     socket.set(zmq.LINGER, 2000)
+    socket.set(zmq.IPV6, 1)
     socket.copy_threshold = COPIED_BYTES
 
 
@@ -60,6 +61,8 @@ class TableServer:
         self._challenger = Challenger()
         self._instance = draw_number()
         self._sessions: dict[int, WorkerSession] = {}
+        """By worker."""
+        self._by_identity: dict[bytes, WorkerSession] = {}
         self._waiting: list[WorkerRequest] = []
         self._last_logs: dict[str, float] = {}
         self.requests = TableRequests(config.index, config.server_count, config.worker_count)
@@ -149,7 +152,9 @@ class TableServer:
         known = (-1, 0) if session is None else (session.incarnation, session.instance)
         number = draw_number()
         if session is not None and known == (hello.incarnation, hello.instance):
+            del self._by_identity[session.identity]
             session.reconnect(number, identity)
+            self._by_identity[identity] = session
             return session
         if hello.incarnation <= known[0]:
             raise ServerError(
@@ -164,7 +169,10 @@ class TableServer:
             number=number,
             identity=identity,
         )
+        if hello.worker in self._sessions:
+            self._by_identity.pop(self._sessions[hello.worker].identity, None)
         self._sessions[hello.worker] = session
+        self._by_identity[identity] = session
         self._waiting = [request for request in self._waiting if request.session.worker != hello.worker]
         self.requests.transactions.begin_incarnation(hello.worker)
         self._commit()
@@ -172,7 +180,7 @@ class TableServer:
 
     def _handle(self, identity: bytes, header: MessageHeader, payload: Sequence[memoryview]) -> None:
         """Do a request of a session, or answer an earlier one again."""
-        session = next((each for each in self._sessions.values() if each.identity == identity), None)
+        session = self._by_identity.get(identity)
         if session is None or session.number != header.session:
             raise MessageRefusedError("no session")
         try:

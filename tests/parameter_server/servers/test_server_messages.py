@@ -1,0 +1,278 @@
+"""Messages that a client never sends are refused, counted, and change nothing."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+from raw_worker import RawWorker
+from served_training import OPTIMIZERS
+from server_processes import servers_of_run
+
+from rankless.parameter_server.servers.messages import HEADER_BYTES, Kind, MessageHeader, encode_header, make_message
+from rankless.parameter_server.servers.setting_formats import encode_optimizer, encode_table_settings
+from rankless.parameter_server.tables.settings import TableSettings
+from rankless.parameter_server.tables.table import Table
+
+SETTINGS = TableSettings(dim=2)
+SGD = encode_optimizer(OPTIMIZERS["sgd"])
+IDS = np.array([1, 2, 3])
+ONES = np.ones(3, np.int64)
+GRADIENTS = np.ones((3, 2), np.float32)
+PUSH = (SGD, IDS, ONES, GRADIENTS)
+HUGE = 2**63
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    with servers_of_run(tmp_path_factory.mktemp("s")) as run:
+        yield run
+
+
+@pytest.fixture(scope="module")
+def incarnations():
+    return itertools.count()
+
+
+class Conversation:
+    """An authenticated worker with an open table, and what the table must hold."""
+
+    def __init__(self, run, incarnation: int) -> None:
+        self.process = run.processes[0]
+        self.worker = RawWorker(self.process.address, incarnation=incarnation)
+        header, (welcome, _) = self.worker.connect(run.token)
+        assert header.kind == Kind.WELCOME
+        self.transaction = json.loads(welcome)["ready"] + 1
+        name = f"table {incarnation}".encode()
+        answer, _ = self.worker.ask(Kind.OPEN, name, encode_table_settings(SETTINGS))
+        self.table = answer.table
+        self.reference = Table(SETTINGS)
+
+    def ask(self, kind: int, *payload, **fields):
+        return self.worker.ask(kind, *payload, table=self.table, **fields)
+
+    def push(self, **fields):
+        return self.ask(Kind.PUSH, *PUSH, **{"rows": 3, "transaction": self.transaction} | fields)
+
+    def commit(self):
+        answer = self.worker.ask(Kind.READY, transaction=self.transaction)
+        self.transaction += 1
+        return answer
+
+    def check(self) -> None:
+        """Compare the table with the reference."""
+        answer, (rows,) = self.ask(Kind.PULL, IDS, rows=3, transaction=self.transaction - 1)
+        assert answer.kind == Kind.DONE
+        np.testing.assert_array_equal(np.frombuffer(rows, np.float32).reshape(3, 2), self.reference.pull(IDS))
+        assert answer.start == self.reference.step
+
+    def expect_one_push(self) -> None:
+        self.reference.push(IDS, ONES, GRADIENTS, OPTIMIZERS["sgd"])
+        self.check()
+
+
+@pytest.fixture
+def conversation(run, incarnations):
+    conversation = Conversation(run, next(incarnations))
+    yield conversation
+    conversation.worker.close()
+
+
+def test_a_request_that_arrives_twice_is_done_once(conversation):
+    worker = conversation.worker
+    header = worker.header(Kind.PUSH, table=conversation.table, rows=3, transaction=conversation.transaction)
+    for _ in range(5):
+        worker.send(header, *PUSH)
+    answers = [worker.receive() for _ in range(5)]
+    assert {answer.kind for answer, _ in answers} == {Kind.DONE}
+    assert {answer.sequence for answer, _ in answers} == {header.sequence}
+    worker.sequence += 1
+    conversation.commit()
+    conversation.expect_one_push()
+
+
+def test_a_pull_that_arrives_twice_is_answered_with_the_same_rows(conversation):
+    worker = conversation.worker
+    first, rows = conversation.ask(Kind.PULL, IDS, rows=3)
+    worker.send(worker.header(Kind.PULL, sequence=worker.sequence, table=conversation.table, rows=3), IDS)
+    again, same_rows = worker.receive()
+    assert (first, rows) == (again, same_rows)
+
+
+def test_a_request_before_its_predecessor_is_not_done(conversation):
+    worker, transaction = conversation.worker, conversation.transaction
+    ready = worker.header(Kind.READY, transaction=transaction)._replace(sequence=worker.sequence + 2)
+    worker.send(ready)
+    answer, _ = worker.receive()
+    assert (answer.kind, answer.sequence) == (Kind.EXPECTED, worker.sequence + 1)
+    conversation.push()
+    conversation.commit()
+    conversation.expect_one_push()
+
+
+def test_an_acknowledged_request_is_not_answered_again(conversation):
+    worker = conversation.worker
+    conversation.push()
+    old = worker.sequence
+    conversation.push(acknowledged=old)
+    worker.send(worker.header(Kind.PUSH, table=conversation.table, sequence=old, rows=3), *PUSH)
+    answer, (reason,) = worker.receive()
+    assert (answer.kind, reason) == (Kind.REFUSED, b"a request whose answer was acknowledged")
+
+
+def test_too_many_requests_in_flight_are_refused(conversation):
+    worker = conversation.worker
+    kinds = [conversation.ask(Kind.PULL, IDS, rows=3)[0].kind for _ in range(20)]
+    assert Kind.REFUSED in kinds
+    answer, _ = conversation.ask(Kind.PULL, IDS, rows=3, acknowledged=worker.sequence)
+    assert answer.kind == Kind.DONE
+
+
+WRONG = {
+    "another magic": lambda m: [b"XXXX" + m[0][4:], *m[1:]],
+    "another version": lambda m: [m[0][:4] + b"\x09" + m[0][5:], *m[1:]],
+    "unknown kind": lambda m: [m[0][:5] + b"\x7f" + m[0][6:], *m[1:]],
+    "kind of an answer": lambda m: [m[0][:5] + bytes([Kind.DONE]) + m[0][6:], *m[1:]],
+    "short header": lambda m: [m[0][:-1], *m[1:]],
+    "long header": lambda m: [m[0] + b"\0", *m[1:]],
+    "empty header": lambda m: [b"", *m[1:]],
+    "no payload": lambda m: m[:1],
+    "a frame less": lambda m: m[:-1],
+    "a frame more": lambda m: [*m, b""],
+    "many frames": lambda m: [*m, *[b"x"] * 500],
+    "short ids": lambda m: [m[0], m[1], m[2][:-8], *m[3:]],
+    "odd ids": lambda m: [m[0], m[1], bytes(m[2])[:-1], *m[3:]],
+    "frames exchanged": lambda m: [m[0], m[2], m[1], *m[3:]],
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_damaged_push_changes_nothing(conversation, name):
+    worker = conversation.worker
+    header = worker.header(Kind.PUSH, table=conversation.table, rows=3, transaction=conversation.transaction)
+    worker.socket.send_multipart(WRONG[name](make_message(header, PUSH)))
+    worker.send(MessageHeader(Kind.HELLO))  # answered after whatever the damaged message causes
+    while worker.receive()[0].kind != Kind.CHALLENGE:
+        pass
+    conversation.check()
+    conversation.push()
+    conversation.commit()
+    conversation.expect_one_push()
+
+
+FIELDS = {
+    "rows": [0, 2, 4, 2**61, 2**61 + 3, HUGE, 2**64 - 1],
+    "table": [5000, 2**32 - 1],
+    "transaction": [0, 10**6, HUGE, 2**64 - 1],
+    "acknowledged": [10**6, 2**64 - 1],
+    "session": [0, 1, 2**64 - 1],
+}
+
+
+@pytest.mark.parametrize(("field", "value"), [(field, value) for field in FIELDS for value in FIELDS[field]])
+def test_a_push_with_a_wrong_number_changes_nothing(conversation, field, value):
+    worker = conversation.worker
+    fields = {"rows": 3, "table": conversation.table, "transaction": conversation.transaction} | {field: value}
+    worker.send(worker.header(Kind.PUSH, **fields), *PUSH)
+    worker.send(MessageHeader(Kind.HELLO))
+    kinds = []
+    while not kinds or kinds[-1] != Kind.CHALLENGE:
+        kinds.append(worker.receive()[0].kind)
+    assert kinds in ([Kind.REFUSED, Kind.CHALLENGE], [Kind.CHALLENGE])
+    conversation.check()
+    conversation.push()
+    conversation.commit()
+    conversation.expect_one_push()
+
+
+@pytest.mark.parametrize("value", [-1, np.iinfo(np.int64).min, np.iinfo(np.int64).max, 2**32 + 1])
+def test_occurrences_out_of_range_are_refused(conversation, value):
+    payload = (SGD, IDS, np.array([1, value, 1]), GRADIENTS)
+    answer, _ = conversation.ask(Kind.PUSH, *payload, rows=3, transaction=conversation.transaction)
+    assert answer.kind == Kind.REFUSED
+    conversation.check()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        b"",
+        b"null",
+        b'["SgdSettings",{"lr":"0.1"}]',
+        b'["SgdSettings",{"lr":null}]',
+        b'["Adam",{"lr":0.1}]',
+        b'["SparseAdamSettings",{"lr":0.1,"betas":[1.0,0.9]}]',
+        b'["SparseAdamSettings",{"lr":0.1,"betas":[0.9,-1.0]}]',
+        b'["AdagradSettings",{"lr":0.1,"lr_decay":-1.0}]',
+        b"[" * 5000,
+        b'["SgdSettings",{"lr":' + b"[" * 100_000,
+    ],
+)
+def test_settings_of_no_optimizer_fail_and_change_nothing(conversation, settings):
+    payload = (settings, IDS, ONES, GRADIENTS)
+    answer, _ = conversation.ask(Kind.PUSH, *payload, rows=3, transaction=conversation.transaction)
+    assert answer.kind == Kind.FAILED
+    conversation.push()
+    conversation.commit()
+    conversation.expect_one_push()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        {"dim": 0},
+        {"dim": 2**40},
+        {"dim": -1},
+        {"dim": 10**30},
+        {"dtype": "float16"},
+        {"seed": -1},
+        {"seed": 2**64},
+        {"initial": ["Normal", {"sigma": 1}]},
+        {"initial": ["__import__", {}]},
+        {"admission": ["ByCount", {}]},
+        {"admission": ["ByCount", {"occurrences": 1e300}]},
+        {"max_rows": 2**63},
+        {"extra": 1},
+    ],
+    ids=str,
+)
+def test_a_table_with_wrong_settings_cannot_be_opened(conversation, text):
+    settings = json.dumps(json.loads(encode_table_settings(SETTINGS)) | text).encode()
+    answer, _ = conversation.worker.ask(Kind.OPEN, b"another", settings)
+    assert answer.kind == Kind.FAILED
+    conversation.check()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in Kind if kind not in (Kind.HELLO, Kind.PROVE)])
+def test_nothing_is_done_without_a_session(run, conversation, kind):
+    with RawWorker(run.processes[0].address) as stranger:
+        for session in (0, conversation.worker.session):  # another worker's number does not help, either
+            header = MessageHeader(kind, session=session, sequence=conversation.worker.sequence + 1, rows=3)
+            stranger.send(header._replace(table=conversation.table, transaction=conversation.transaction), *PUSH)
+        stranger.barrier()
+        assert stranger.is_silent()
+    conversation.check()
+
+
+def test_a_pull_that_would_be_too_large_is_refused(conversation):
+    answer, _ = conversation.ask(Kind.PULL, rows=2**40)
+    assert answer.kind == Kind.REFUSED
+    answer, _ = conversation.ask(Kind.PULL, IDS, rows=3, transaction=conversation.transaction)
+    assert answer.kind == Kind.REFUSED  # it would wait for ever
+    conversation.check()
+
+
+@pytest.mark.parametrize("kind", [Kind.CONTENTS_PART, Kind.RESTORE_PART, Kind.RESTORE_END])
+def test_parts_of_contents_need_a_beginning(conversation, kind):
+    assert conversation.ask(kind, *([b""] * 3 if kind == Kind.RESTORE_PART else []))[0].kind == Kind.REFUSED
+    conversation.check()
+
+
+@pytest.mark.parametrize("frame", [b"", b"\0" * HEADER_BYTES, encode_header(MessageHeader(255)), b"GET / HTTP/1.1\r\n"])
+def test_bytes_of_another_protocol_are_dropped(run, conversation, frame):
+    with RawWorker(run.processes[0].address) as stranger:
+        stranger.socket.send_multipart([frame])
+        stranger.socket.send_multipart([frame, frame])
+        stranger.barrier()
+        assert stranger.is_silent()
+    conversation.check()
