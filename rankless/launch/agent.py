@@ -234,12 +234,13 @@ class HostRun:
         Returns:
             The outcome, and whether the output of the workers had the traceback of the rank that failed first.
         """
-        with self.report.recorded_start():
-            self._servers.start(self._interrupts)
-        try:
+        with contextlib.ExitStack() as stack:
+            for page in self._pages:
+                stack.callback(os.close, page)
+            stack.callback(self._servers.close)
+            with self.report.recorded_start():
+                self._servers.start(self._interrupts)
             return self._run_workers(on_record, fork_server)
-        finally:
-            self._servers.close()
 
     def _run_workers(
         self, on_record: Callable[[AnyRecord], None], fork_server: ForkServerPoolClient | None
@@ -267,8 +268,6 @@ class HostRun:
                 self._show_notices()
             if self.report.summary_file is not None:
                 self.report.summary_file.measure(self._pages)
-            for page in self._pages:
-                os.close(page)
 
     def before_records(self) -> Sequence[AnyRecord]:
         """See `RunObserver`."""
