@@ -25,6 +25,7 @@ def bound(socket: "zmq.Socket[bytes]", address: str) -> Iterator[str]:
         ServerError: Another server has the address, or it cannot be used.
     """
     with _locked(address):
+        socket.set(zmq.IPV6, int("[" in address))
         try:
             socket.bind(address)
         except zmq.ZMQError as error:

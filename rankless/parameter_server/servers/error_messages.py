@@ -3,6 +3,7 @@
 import msgspec
 
 from rankless.errors import RanklessError, ServerError, TableError
+from rankless.parameter_server.servers.messages import MessageRefusedError, decode_json
 
 
 class CarriedError(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,8 +29,8 @@ def encode_error(error: RanklessError) -> bytes:
 def decode_error(payload: memoryview, server: str) -> RanklessError:
     """Return the error that the server of this name has sent. What happened on the server is in its text."""
     try:
-        carried = msgspec.json.decode(payload, type=CarriedError)
-    except msgspec.DecodeError as error:
+        carried = decode_json(payload, CarriedError)
+    except MessageRefusedError as error:
         return ServerError(
             expected=f"an answer of {server}", found=str(error), fix="use one version of Rankless everywhere"
         )

@@ -6,8 +6,9 @@ Numbers are little-endian. A message never holds code: whoever sends one can at 
 import struct
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+import msgspec
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
@@ -24,6 +25,8 @@ COPIED_BYTES = 16384
 
 Frame = Any
 """Bytes, a memoryview, or an array in C's order."""
+
+Decoded = TypeVar("Decoded")
 
 
 class Kind(IntEnum):
@@ -124,6 +127,14 @@ def decode_message(frames: Sequence[memoryview]) -> tuple[MessageHeader, list[me
     if size != header.payload_bytes:
         raise MessageRefusedError("a payload of the wrong size")
     return header, payload
+
+
+def decode_json(frame: memoryview | bytes, kind: type[Decoded]) -> Decoded:
+    """Return what a frame of JSON holds. Raises MessageRefusedError if it is not of the type."""
+    try:
+        return msgspec.json.decode(frame, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise MessageRefusedError(f"JSON that is not understood: {error}") from None
 
 
 def array_of(frame: memoryview, dtype: DTypeLike, shape: tuple[int, ...]) -> NDArray[Any]:

@@ -27,6 +27,7 @@ from rankless.parameter_server.servers.messages import (
     Kind,
     MessageHeader,
     MessageRefusedError,
+    decode_json,
     decode_message,
     make_message,
 )
@@ -191,7 +192,7 @@ class ServerConnection:
         statement = text + header.session.to_bytes(8, "little")
         if not is_proof(proof, self._token, "server", self._server_challenge + self._challenge, statement):
             raise self._error("it does not know the token of this run")
-        self.welcome = msgspec.json.decode(text, type=ServerWelcome)
+        self.welcome = decode_json(text, ServerWelcome)
         self._session = header.session
 
     def _error(self, found: str) -> ServerError:

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from rankless.errors import TableError
+from rankless.parameter_server.servers.messages import MessageRefusedError, decode_json
 from rankless.parameter_server.tables.optimizers import (
     AdagradSettings,
     OptimizerSettings,
@@ -62,13 +63,13 @@ def encode_table_settings(settings: TableSettings) -> bytes:
 def decode_table_settings(text: bytes) -> TableSettings:
     """Return the settings of JSON. Raises TableError if they are none, or out of range."""
     try:
-        fields = msgspec.json.decode(text, type=_TableFields)
+        fields = decode_json(text, _TableFields)
         initial = _INITIALS[fields.initial[0]](**fields.initial[1])
         admission = None
         if fields.admission is not None:
             name, numbers = fields.admission
             admission = ByCount(occurrences=int(numbers["occurrences"])) if name == "ByCount" else ByHash(**numbers)
-    except (msgspec.DecodeError, KeyError, TypeError, ValueError) as error:
+    except (MessageRefusedError, KeyError, TypeError, ValueError, OverflowError) as error:
         raise _not_understood("settings of a table", error) from None
     limits = (
         fields.dim <= _MOST_DIM,
@@ -95,9 +96,9 @@ def encode_optimizer(settings: OptimizerSettings) -> bytes:
 def decode_optimizer(text: bytes) -> OptimizerSettings:
     """Return the settings of JSON. Raises TableError if they are none, or would fail in a step."""
     try:
-        name, numbers = msgspec.json.decode(text, type=tuple[str, dict[str, bool | float | list[float]]])
+        name, numbers = decode_json(text, tuple[str, dict[str, bool | float | list[float]]])
         settings = msgspec.convert(numbers, type=_OPTIMIZERS[name])
-    except (msgspec.DecodeError, msgspec.ValidationError, KeyError) as error:
+    except (MessageRefusedError, msgspec.ValidationError, KeyError) as error:
         raise _not_understood("settings of an optimizer", error) from None
     if isinstance(settings, SparseAdamSettings) and not all(0 <= beta < 1 for beta in settings.betas):
         raise _not_understood("betas from 0 to less than 1", settings.betas)

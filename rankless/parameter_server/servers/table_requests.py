@@ -20,6 +20,7 @@ from rankless.parameter_server.servers.messages import (
     MessageHeader,
     MessageRefusedError,
     array_of,
+    decode_json,
 )
 from rankless.parameter_server.servers.served_tables import OpenTable, ServerTables
 from rankless.parameter_server.servers.sessions import RequestAnswer, WorkerSession
@@ -80,6 +81,8 @@ class TableRequests:
         header = request.header
         if header.kind not in self._actions:
             raise MessageRefusedError("an unknown kind")
+        if self.failure is not None:  # which answers it
+            return
         if header.kind not in (Kind.OPEN, Kind.READY, Kind.LEAVE):
             self.tables.find(header.table)
         # A read of a later transaction than the worker's last one would wait for ever.
@@ -97,8 +100,10 @@ class TableRequests:
             return self._actions[request.header.kind](request)
         except TableError as error:
             return failed(request.header, error)
-        except MemoryError as error:
-            return failed(request.header, TableError(expected="memory", found=str(error), fix="add servers"))
+        except MessageRefusedError:
+            raise
+        except Exception as error:  # for example MemoryError
+            return failed(request.header, _unforeseen(error))
 
     def commit(self) -> bool:
         """Commit the next transaction, if it is complete. Return whether waiting requests may be done now."""
@@ -112,9 +117,7 @@ class TableRequests:
         except TableError as error:
             self.failure = error
         except Exception as error:
-            self.failure = TableError(
-                expected="a step of a table", found=f"{type(error).__name__}: {error}", fix="report this to Rankless"
-            )
+            self.failure = _unforeseen(error)
         return True
 
     def _open(self, request: WorkerRequest) -> RequestAnswer:
@@ -193,10 +196,7 @@ class TableRequests:
 
     def _restore(self, request: WorkerRequest) -> RequestAnswer:
         opened = self.tables.find(request.header.table)
-        try:
-            metadata = msgspec.json.decode(_frames(request, 1)[0], type=ContentsMetadata)
-        except msgspec.DecodeError:
-            raise MessageRefusedError("contents without their metadata") from None
+        metadata = decode_json(_frames(request, 1)[0], ContentsMetadata)
         if min(metadata.step, metadata.optimizer_steps, metadata.width - 1, metadata.rows, metadata.waiting) < 0:
             raise MessageRefusedError("contents with negative numbers")
         if metadata.width > _MOST_WIDTH:
@@ -232,6 +232,14 @@ class TableRequests:
         _frames(request, 0)
         self.transactions.leave(request.session.worker)
         return _done(request)
+
+
+def _unforeseen(error: Exception) -> TableError:
+    return TableError(
+        expected="a server that does what workers ask for",
+        found=f"{type(error).__name__}: {error}",
+        fix="give servers more memory; if that is not the reason, report this to Rankless",
+    )
 
 
 def failed(header: MessageHeader, error: RanklessError) -> RequestAnswer:

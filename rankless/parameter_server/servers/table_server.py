@@ -25,6 +25,7 @@ from rankless.parameter_server.servers.messages import (
     Kind,
     MessageHeader,
     MessageRefusedError,
+    decode_json,
     decode_message,
     make_message,
 )
@@ -47,7 +48,6 @@ def configure(socket: "zmq.Socket[bytes]") -> None:
     socket.set(zmq.HEARTBEAT_IVL, 5000)
     socket.set(zmq.HEARTBEAT_TIMEOUT, 30000)
     socket.set(zmq.LINGER, 2000)
-    socket.set(zmq.IPV6, 1)
     socket.copy_threshold = COPIED_BYTES
 
 
@@ -114,9 +114,7 @@ class TableServer:
             self._send(identity, MessageHeader(Kind.REFUSED), (b"another token than this run's",))
             raise MessageRefusedError("another token than this run's")
         try:
-            session = self._make_session(identity, msgspec.json.decode(statement, type=WorkerHello))
-        except msgspec.DecodeError:
-            raise MessageRefusedError("a hello that is not understood") from None
+            session = self._make_session(identity, decode_json(statement, WorkerHello))
         except ServerError as error:
             answer = failed(header, error)
             self._send(identity, answer.header, answer.payload)
@@ -152,6 +150,8 @@ class TableServer:
         known = (-1, 0) if session is None else (session.incarnation, session.instance)
         number = draw_number()
         if session is not None and known == (hello.incarnation, hello.instance):
+            if session.identity == identity:  # a greeting that was sent again
+                return session
             del self._by_identity[session.identity]
             session.reconnect(number, identity)
             self._by_identity[identity] = session
@@ -181,9 +181,9 @@ class TableServer:
     def _handle(self, identity: bytes, header: MessageHeader, payload: Sequence[memoryview]) -> None:
         """Do a request of a session, or answer an earlier one again."""
         session = self._by_identity.get(identity)
-        if session is None or session.number != header.session:
-            raise MessageRefusedError("no session")
         try:
+            if session is None or session.number != header.session:
+                raise MessageRefusedError("a request without a session")
             if session.is_next(header):
                 self._do_next(WorkerRequest(session, header, payload))
             elif header.sequence > session.last_sequence:

@@ -116,7 +116,11 @@ def test_random_messages_change_nothing(tmp_path, count):
         second._close_connections()
         send_random(process.address, run.token, 500, 1)
         resident = process.resident_bytes()
-        send_random(process.address, run.token, count, 2)
+        try:
+            send_random(process.address, run.token, count, 2)
+        except AssertionError:
+            print(process.text()[-3000:], process.process.poll())
+            raise
         assert process.resident_bytes() - resident < MOST_GROWTH
         assert_equal_contents(tables[0].contents(), reference.contents())
         second = run.client(1, incarnation=3)
