@@ -1,20 +1,29 @@
-"""The watchdog names a parameter server that does not answer."""
+"""Real parameter servers that do not answer: the watchdog names them, and workers that lost one are no root cause."""
 
+import importlib
 import os
 import re
 import signal
 import subprocess
 import sys
+import tempfile
+import traceback
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 from support.jobs import kill_job, read_process_ids, start_rankless, wait_until
 
-from rankless.launch.servers.processes import ServerRow
+from rankless.config.servers import ServerConfig, ServersConfig
+from rankless.errors import ServerError
+from rankless.launch.servers.processes import ServerProcesses, ServerRow
+from rankless.launch.servers.server_configs import ServerLaunch
+from rankless.launch.signals import Interrupts
+from rankless.launch.supervisor.failure_attribution import has_lost_server
 from rankless.launch.watchdog.missing_ranks import BLOCKED_SECONDS, blame_servers
 from rankless.launch.watchdog.server_monitor import ServerMonitor, ServerStatus
-from rankless.records.events import RankStatus
+from rankless.records.events import Raised, RankStatus
 from rankless.records.run_summary import decode_run_summary
 
 WAITING = RankStatus(rank=0, time_ns=0, state="waits", doing="a request to the servers", idle_seconds=100.0)
@@ -109,3 +118,29 @@ def test_a_job_whose_server_is_stopped_ends_and_names_the_server(tmp_path: Path)
 
 def has_index(process: psutil.Process, index: int) -> bool:
     return f'"index":{index},' in process.environ().get("RANKLESS_SERVER", "")
+
+
+@pytest.mark.slow
+def test_the_error_of_a_worker_that_lost_its_server_is_recognized(tmp_path: Path):
+    pytest.importorskip("zmq")
+    client_module = importlib.import_module("rankless.parameter_server.servers.client")
+    settings = importlib.import_module("rankless.parameter_server.tables.settings").TableSettings(dim=2)
+    with tempfile.TemporaryDirectory() as folder, Interrupts() as interrupts:
+        address, token = f"ipc://{folder}/0", "t" * 64
+        config = ServerConfig(index=0, server_count=1, worker_count=1, address=address, token=token, run_id="run")
+        servers = ServerProcesses([ServerLaunch(config=config, variables={}, log_file=str(tmp_path / "server0.log"))])
+        servers.start(interrupts)
+        try:
+            run = ServersConfig(addresses=(address,), token=token)
+            with client_module.ServerClient(run, worker=0, worker_count=1) as client:
+                table = client.open_table("users", settings)
+                os.kill(servers.list_rows()[0].process_id, signal.SIGKILL)
+                with pytest.raises(ServerError) as error:
+                    table.pull(np.arange(3))
+            wait_until(lambda: [each.exit_code for each in servers.take_ended()] == [-signal.SIGKILL])
+        finally:
+            servers.close()
+    text = "".join(traceback.format_exception(error.value))
+    assert has_lost_server(
+        Raised(rank=0, time_ns=0, error_type="ServerError", message=str(error.value), traceback=text)
+    )
