@@ -160,6 +160,7 @@ def test_a_killed_server_is_the_root_cause(tmp_path: Path):
     summary = summary_of(tmp_path)
     assert summary.failure is not None
     assert (summary.outcome, summary.failure.rank, summary.failure.server) == ("failed", None, 1)
+    assert (summary.servers, summary.workers) == (2, 2)
     assert summary.verdict == "server 1 was killed by signal 9 (SIGKILL)"
 
 
