@@ -16,6 +16,8 @@ _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA
 ServerMode = Literal["sync"]
 """When steps reach the tables. `sync`: one step per global batch, as on one device."""
 SERVER_MODES: tuple[str, ...] = get_args(ServerMode)
+SERVER_PACKAGES = ("numba", "zmq")
+"""What the extra `ps` installs."""
 
 
 class RequestedServers(msgspec.Struct, frozen=True, kw_only=True):

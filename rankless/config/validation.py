@@ -13,7 +13,7 @@ from rankless.config.mesh_option import format_mesh, require_workers
 from rankless.config.resource_limits import core_count
 from rankless.config.run_config import PlanFile, Program, RunConfig, RunRequest
 from rankless.config.script_source import names_rankless
-from rankless.config.servers import SERVER_MODES, RequestedServers
+from rankless.config.servers import SERVER_MODES, SERVER_PACKAGES, RequestedServers
 from rankless.errors import ConfigError
 from rankless.records.parallel_plan import PlannedAxis
 
@@ -98,6 +98,18 @@ def check_servers(request: RunRequest, *, host_count: int) -> None:
             fix="omit the options of elastic jobs, or the servers",
         )
     require_one_host(servers, host_count)
+    require_server_packages()
+
+
+def require_server_packages() -> None:
+    """Raise `ConfigError` unless the packages are installed that servers need."""
+    missing = [name for name in SERVER_PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            expected=f"the packages that parameter servers need: {', '.join(SERVER_PACKAGES)}",
+            found=f"no {' and no '.join(missing)}",
+            fix='pip install "rankless[ps]"',
+        )
 
 
 def require_one_host(servers: RequestedServers, host_count: int) -> None:

@@ -201,6 +201,7 @@ class HostRun:
                 peers=job.peers,
                 stacks_file=os.path.join(folder, f"stacks{job.host_index or ''}.txt"),
                 host_name=self.report.host_name,
+                list_servers=self._servers.list_rows,
             )
         )
         lead, is_quiet = self._workers[0], config.agent_output == "quiet"
@@ -233,12 +234,13 @@ class HostRun:
         Returns:
             The outcome, and whether the output of the workers had the traceback of the rank that failed first.
         """
-        with self.report.recorded_start():
-            self._servers.start(self._interrupts)
-        try:
+        with contextlib.ExitStack() as stack:
+            for page in self._pages:
+                stack.callback(os.close, page)
+            stack.callback(self._servers.close)
+            with self.report.recorded_start():
+                self._servers.start(self._interrupts)
             return self._run_workers(on_record, fork_server)
-        finally:
-            self._servers.close()
 
     def _run_workers(
         self, on_record: Callable[[AnyRecord], None], fork_server: ForkServerPoolClient | None
@@ -266,8 +268,6 @@ class HostRun:
                 self._show_notices()
             if self.report.summary_file is not None:
                 self.report.summary_file.measure(self._pages)
-            for page in self._pages:
-                os.close(page)
 
     def before_records(self) -> Sequence[AnyRecord]:
         """See `RunObserver`."""

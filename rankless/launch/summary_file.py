@@ -41,6 +41,7 @@ class SummaryFile:
         self.summary = RunSummary(
             command_line=config.request.command or tuple(sys.argv),
             workers=job.start.world_size,
+            servers=0 if job.servers is None else len(job.servers.addresses),
             torch=torch_version(),
             python=platform.python_version(),
             log_folder=os.path.abspath(folder),

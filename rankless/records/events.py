@@ -154,6 +154,8 @@ class HangDetected(Record, frozen=True, tag="hang_detected"):
 
     headline: str
     traceback: str
+    server: int | None = None
+    """The parameter server for which they wait, if it is one; the rank is NO_RANK then."""
 
 
 AnyRecord = (

@@ -44,6 +44,8 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     """The whole command line."""
     workers: int
     """The number of workers, of all hosts together."""
+    servers: int = 0
+    """The number of parameter servers."""
     torch: str | None
     """The version of PyTorch; None if it is not installed."""
     python: str

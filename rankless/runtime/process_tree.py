@@ -23,6 +23,13 @@ def set_parent_death_signal(number: int) -> None:
     _process_control(_SET_PARENT_DEATH_SIGNAL, number)
 
 
+def end_with_parent(parent_id: int) -> None:
+    """Let this process be killed when its parent ends, and end it now if that has happened."""
+    set_parent_death_signal(signal.SIGKILL)
+    if os.getppid() != parent_id:
+        sys.exit(f"the parent process {parent_id} has ended")
+
+
 def delay_interrupts() -> None:
     """Keep SIGINT pending in this process and in its children, until one calls `allow_interrupts`.
 

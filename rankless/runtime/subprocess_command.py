@@ -17,8 +17,11 @@ _START = (
 )
 _MODULE = (
     "import sys; root = sys.argv.pop(1)\n"
+    "parent = int(sys.argv.pop(1))\n"
     "if not sys.flags.safe_path: del sys.path[0]\n"
     "if root not in sys.path: sys.path.append(root)\n"
+    "from rankless.runtime.process_tree import end_with_parent\n"
+    "end_with_parent(parent)\n"
     "from runpy import run_module\n"
     "run_module({module!r}, run_name='__main__', alter_sys=True)\n"
 )
@@ -38,8 +41,8 @@ def python_command(module: str) -> list[str]:
 
 
 def module_command(module: str) -> list[str]:
-    """Return the command that runs `module` in a new interpreter, as `python -m` would."""
-    return [sys.executable, *interpreter_flags(), "-c", _MODULE.format(module=module), _ROOT]
+    """Return the command that runs `module` in a new interpreter, as `python -m` would, while this process lives."""
+    return [sys.executable, *interpreter_flags(), "-c", _MODULE.format(module=module), _ROOT, str(os.getpid())]
 
 
 def rankless_command(*arguments: str) -> list[str]:

@@ -59,6 +59,11 @@ def show_fork_server(program: Program | None, *, from_pool: bool = False) -> Non
     _set(text, short="fork server")
 
 
+def show_parameter_server(index: int, count: int) -> None:
+    """Title this process as a parameter server of a run."""
+    _set(f"parameter server {index} of {count}", short=f"server{index}")
+
+
 def show_spawn_server() -> None:
     """Title this process as the server that forks the processes of `rankless.spawn`."""
     _set("server of rankless.spawn", short="spawn server")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from support.hosts import Hosts, two_hosts
+from support.servers import SERVE, SERVER, install_server
 from support.warm_runs import rankless
 
 pytestmark = pytest.mark.slow
@@ -189,3 +190,30 @@ def test_the_same_command_on_two_hosts_is_one_training(way: str, hosts: Hosts, t
     assert (other["PADDLE_TRAINER_ID"], other["PADDLE_LOCAL_RANK"], other["POD_IP"]) == ("2", "0", hosts.addresses[1])
     assert f"{endpoints[2]} " in second[1]
     assert f"host 2 of 2; {hosts.addresses[0]} shows the training" in second[1]
+
+
+def test_servers_have_logs_beside_those_of_workers_and_paddles_variables(tmp_path: Path):
+    server = SERVER + "print(json.dumps(dict(os.environ)), flush=True)\n" + SERVE.removeprefix(SERVER)
+    (tmp_path / "print_variables.py").write_text(PRINT_VARIABLES)
+    words = ("--server_num=2", "--worker_num=2", "print_variables.py")
+    done = rankless("fleetrun", *words, folder=tmp_path, **install_server(tmp_path, server))
+    assert done.returncode == 0
+    assert "server_num: 2\n" in done.stderr
+    assert "worker_num: 2\n" in done.stderr
+    assert re.search(
+        r"rankless: 2 servers on the CPU at (127\.0\.0\.1:\d+(, )?){2}; logs: log/serverlog\.0 to", done.stderr
+    )
+    roles = {"server": "PSERVER", "worker": "TRAINER"}
+    found = {
+        f"{role}{index}": printed_variables((tmp_path / f"log/{role}log.{index}").read_text())
+        for role in roles
+        for index in range(2)
+    }
+    for name, variables in found.items():
+        assert variables["TRAINING_ROLE"] == roles[name[:-1]]
+        assert variables["PADDLE_TRAINERS_NUM"] == "2"
+    assert len({variables["PADDLE_PSERVERS_IP_PORT_LIST"] for variables in found.values()}) == 1
+    assert len({variables["PADDLE_PORT"] for variables in found.values()}) == 4
+    assert [found[f"server{index}"]["CUDA_VISIBLE_DEVICES"] for index in range(2)] == ["", ""]
+    assert rankless("fleetrun", "print_variables.py", folder=tmp_path).returncode == 0
+    assert not list((tmp_path / "log").glob("serverlog.*"))

@@ -63,8 +63,8 @@ REFUSED = [
     (("--servers", "a b"), "expected: --servers as a number, or as a list of addresses"),
     (("--servers", "127.0.0.1:0"), "ports are numbers from 1 to 65535"),
     (("--servers", "127.0.0.1:6170,127.0.0.1:6170"), "expected: each address of --servers once"),
-    (("--servers", "192.0.2.7:6170"), "found:    192.0.2.7, which is not this host"),
-    (("--servers", "1", "--workers", "127.0.0.1,192.0.2.7"), "servers and workers on several hosts: not yet"),
+    (("--servers", "198.51.100.7:6170"), "found:    198.51.100.7, which is not this host"),
+    (("--servers", "1", "--workers", "127.0.0.1,198.51.100.7"), "servers and workers on several hosts: not yet"),
     (("-n", "2", "--workers", "3"), "found:    -n 2 and --workers 3, which is 3"),
     (("--servers", "1", "--server-mode", "async"), "fix:      omit it; async, geo and bounded: not yet"),
     (("--servers", "1", "--workers", "3", "--mesh", "data=2"), "expected: 2 workers, the product of the axes"),
@@ -84,6 +84,12 @@ def test_an_unresolvable_name_is_no_address_of_this_host(started: list[RunConfig
     assert main(["run", "--servers", "x", __file__]) == 2
     assert "found:    x, which is not this host" in capsys.readouterr().err
     assert not started
+
+
+def test_missing_packages_of_servers_are_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(validation, "SERVER_PACKAGES", ("numba", "no_such_package"))
+    with pytest.raises(ConfigError, match="no no_such_package\nfix:      pip install"):
+        validation.require_server_packages()
 
 
 def test_elastic_jobs_have_no_servers():

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from rankless.cli import COMMANDS
-from rankless.config import environment
+from rankless.config import environment, servers
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "environment.md").read_text()
 VARIABLE = re.compile(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+|RANK")
@@ -16,9 +16,10 @@ FROM_HOROVOD = {"GLOO_RENDEZVOUS_ADDR"}
 
 
 def named_variables() -> set[str]:
-    """Return the names of variables among the texts of the one file that reads the environment."""
-    tree = ast.parse(Path(environment.__file__).read_text())
-    texts = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    """Return the names of variables among the texts of the files that read the environment."""
+    trees = [ast.parse(Path(module.__file__).read_text()) for module in (environment, servers)]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     return {text for text in texts if VARIABLE.fullmatch(text)} - ONE_HOSTS_OWN
 
 

@@ -11,7 +11,9 @@ import psutil
 import pytest
 from support.jobs import is_alive, kill_job, rankless, read_process_ids, start_rankless, wait_until
 from support.servers import SERVE, SERVER, install_server
+from support.warm_runs import rankless as rankless_here
 
+from rankless.launch.servers import processes
 from rankless.launch.servers.addresses import FOLDER_PREFIX
 from rankless.records.run_summary import RunSummary, decode_run_summary
 
@@ -158,6 +160,7 @@ def test_a_killed_server_is_the_root_cause(tmp_path: Path):
     summary = summary_of(tmp_path)
     assert summary.failure is not None
     assert (summary.outcome, summary.failure.rank, summary.failure.server) == ("failed", None, 1)
+    assert (summary.servers, summary.workers) == (2, 2)
     assert summary.verdict == "server 1 was killed by signal 9 (SIGKILL)"
 
 
@@ -205,6 +208,25 @@ def test_a_server_that_cannot_start_ends_the_run_before_any_worker(tmp_path: Pat
     assert not (tmp_path / "started").exists()
     assert summary_of(tmp_path).outcome == "failed"
     require_nothing_left(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("rest", "found"),
+    [
+        ("while True:\n    signal.pause()\n", "it has not been ready for 0.5 s, and it wrote nothing into its log"),
+        ("os.close(config['ready_descriptor'])\nsignal.pause()\n", "it closed its pipe without that line"),
+        ("os.kill(os.getpid(), signal.SIGKILL)\n", "it was killed by signal 9"),
+        ("os.write(config['ready_descriptor'], b'hello')\nsys.exit(5)\n", "it ended with exit code 5 before that"),
+    ],
+)
+def test_servers_that_are_never_ready_are_named(rest: str, found: str, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(processes, "START_SECONDS", 0.5 if "0.5" in found else processes.START_SECONDS)
+    variables = install_server(tmp_path, SERVER + rest)
+    job = rankless_here("run", "--servers", "1", "-c", "pass", folder=tmp_path, **variables)
+    assert job.returncode == 2
+    assert "expected: server 0 to serve at ipc:///" in job.stderr
+    assert f"found:    {found}" in job.stderr
+    assert not [each for each in psutil.Process().children() if "RANKLESS_SERVER" in each.environ()]
 
 
 def test_an_interrupt_ends_servers_that_never_become_ready(tmp_path: Path):

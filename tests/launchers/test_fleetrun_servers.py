@@ -146,7 +146,7 @@ CONTRADICTIONS = [
     ("--server_num=2 --servers=127.0.0.1:6170 --worker_num=1", "expected: --server_num 1"),
     ("--servers=127.0.0.1:6170,127.0.0.1:6170 --worker_num=1", "expected: each address of --servers once"),
     ("--servers=127.0.0.1:99999 --worker_num=1", "expected: --servers as a number, or as a list"),
-    ("--servers=192.0.2.1:6170 --workers=192.0.2.1,192.0.2.1", "192.0.2.1, which is not this host"),
+    ("--servers=198.51.100.7:6170 --workers=198.51.100.7,198.51.100.7", "198.51.100.7, which is not this host"),
     ("--server_num=1 --worker_num=2 --nnodes=2 --master=127.0.0.1:9988", "servers on several hosts: not yet"),
 ]
 

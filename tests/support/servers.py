@@ -8,7 +8,6 @@ from pathlib import Path
 
 SERVER = """
 import json, os, signal, socket, sys
-from rankless.runtime.process_tree import set_parent_death_signal
 
 config = json.loads(os.environ["RANKLESS_SERVER"])
 index = config["index"]
@@ -30,7 +29,6 @@ def serve():
     os.write(config["ready_descriptor"], f"ready {address}\\n".encode())
     return listener
 
-set_parent_death_signal(signal.SIGKILL)
 signal.signal(signal.SIGTERM, stop)
 with open(f"server{index}.pid", "w") as file:
     file.write(f"{os.getpid()}\\n")

@@ -158,6 +158,7 @@ def _find_own_failure(records: Sequence[AnyRecord], index: int) -> Verdict | Non
     if isinstance(record, HangDetected):
         return Verdict(
             root_cause_rank=record.rank,
+            root_cause_server=record.server,
             cause="hang",
             exit_code=1,
             headline=record.headline,

@@ -10,6 +10,7 @@ ends a job whose missing rank computes.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from rankless.launch.watchdog.server_monitor import ServerStatus
 from rankless.records.events import RankStatus
 
 DEADLOCK_SECONDS = 60.0
@@ -28,6 +29,8 @@ class HangDiagnosis:
     """The ranks that did not arrive, or cannot connect to others; empty if all ranks wait in the same place."""
     seconds: float
     """How long the job has made no progress."""
+    servers: tuple[ServerStatus, ...] = ()
+    """The parameter servers that do not answer. If there is one, all ranks that are idle wait for it."""
 
     @property
     def has_unanswered(self) -> bool:
@@ -41,23 +44,42 @@ class HangDiagnosis:
             timeout: The user's `--hang-timeout` in seconds; None if the user gave none, 0 to never end the job.
             stall_limit: The pause in seconds that is unusual for this job.
         """
-        if timeout == 0 or any(missing_rank.state == "debugged" for missing_rank in self.missing):
+        states = [missing_rank.state for missing_rank in self.missing] + [server.state for server in self.servers]
+        if timeout == 0 or "debugged" in states:
             return float("inf")
         if timeout is not None:
             return timeout
         statuses = (*self.waiting, *self.missing)
         if (
-            not self.missing
+            not (self.missing or self.servers)
             or not (self.waiting or self.has_unanswered)
             or any(where.state == "computes" for where in statuses)
         ):
             return float("inf")
         if any(where.state == "waits" and where.idle_seconds < stall_limit for where in statuses):
             return float("inf")  # data may still be in transit
-        if all(where.state in ("waits", "ended") for where in self.missing):
+        if not self.servers and all(where.state in ("waits", "ended") for where in self.missing):
             return max(DEADLOCK_SECONDS, DEADLOCK_MULTIPLE * stall_limit)
         # Somebody stopped a stopped process, perhaps to inspect it and then resume it.
         return max(BLOCKED_SECONDS, BLOCKED_MULTIPLE * stall_limit)
+
+
+def blame_servers(
+    ranks: Mapping[int, RankStatus], servers: Sequence[ServerStatus], *, seconds: float
+) -> HangDiagnosis | None:
+    """Return the diagnosis if a parameter server does not answer and a rank is idle; None otherwise.
+
+    Args:
+        ranks: The status of every rank of the job.
+        servers: The status of every server.
+        seconds: How long the job has made no progress.
+    """
+    silent = tuple(server for server in servers if server.holds_up)
+    idle = [where for where in ranks.values() if where.state in ("waits", "blocked")]
+    if not silent or not idle:
+        return None
+    others = [where for where in ranks.values() if where.state in ("computes", "stopped", "debugged")]
+    return HangDiagnosis(waiting=tuple(idle), missing=tuple(others), seconds=seconds, servers=silent)
 
 
 def diagnose(

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from rankless.launch.watchdog.missing_ranks import HangDiagnosis
+from rankless.launch.watchdog.server_monitor import ServerStatus
 from rankless.launch.watchdog.stack_classifier import truncate_stack
 from rankless.launch.watchdog.step_rate import StepRate
 from rankless.records.events import RankStatus
@@ -13,12 +14,21 @@ HostName = Callable[[int], str]
 """The host of a rank; empty if the job has only one host."""
 
 
-def format_report(diagnosis: HangDiagnosis, step_rate: StepRate, *, host_name: HostName, stacks_file: str) -> str:
-    """Say which ranks wait where, where the missing ranks are, and which file has all stacks."""
+def format_report(
+    diagnosis: HangDiagnosis,
+    step_rate: StepRate,
+    *,
+    host_name: HostName,
+    stacks_file: str,
+    servers: Sequence[ServerStatus] = (),
+) -> str:
+    """Say which ranks wait where, what the servers do, where the missing ranks are, and which file has all stacks."""
     steps = f"{step_rate.steps} steps made" if step_rate.steps else "no step yet"
     if step_rate.step_seconds is not None:
         steps += f", a step took {format_seconds(step_rate.step_seconds)}"
     lines = [f"no progress for {format_seconds(diagnosis.seconds)} ({steps}): {describe_waiting(diagnosis)}"]
+    for server in (diagnosis.servers or servers)[:MAX_LISTED]:
+        lines.append(f"  server {server.index} {server.doing}")
     for missing_rank in diagnosis.missing[:MAX_LISTED]:
         lines.append(f"  {format_rank(missing_rank, host_name)} {describe_missing(diagnosis, missing_rank)}")
         frames = truncate_stack(missing_rank.stack)
@@ -26,7 +36,7 @@ def format_report(diagnosis: HangDiagnosis, step_rate: StepRate, *, host_name: H
     more = len(diagnosis.missing) - MAX_LISTED
     if more > 0:
         lines.append(f"  and {more} more")
-    if not diagnosis.missing:
+    if not diagnosis.missing and not diagnosis.servers:
         lines.append(f"  no rank is missing: {describe_full_wait(diagnosis)}")
     if stacks_file:
         lines.append(f"  all threads of all ranks: {stacks_file}")
@@ -34,7 +44,11 @@ def format_report(diagnosis: HangDiagnosis, step_rate: StepRate, *, host_name: H
 
 
 def format_headline(diagnosis: HangDiagnosis, *, host_name: HostName) -> str:
-    """Return the cause for which the job ends, to follow "rank 1" of the first missing rank."""
+    """Return the cause for which the job ends, to follow "rank 1" of the first missing rank, or "server 1"."""
+    if diagnosis.servers:
+        more = "".join(f"; server {server.index} {server.doing}" for server in diagnosis.servers[1:])
+        seconds = format_seconds(diagnosis.seconds)
+        return f"{diagnosis.servers[0].doing}; {describe_waiting(diagnosis)} for {seconds}{more}"
     first = diagnosis.missing[0] if diagnosis.missing else diagnosis.waiting[0]
     rest = [missing_rank for missing_rank in diagnosis.missing if missing_rank is not first]
     seconds = format_seconds(diagnosis.seconds)
@@ -52,7 +66,8 @@ def describe_waiting(diagnosis: HangDiagnosis) -> str:
         return "every rank is idle"
     locations: dict[str, list[int]] = {}
     for where in sorted(diagnosis.waiting, key=lambda where: where.rank):
-        locations.setdefault(f"in {where.doing}{_format_location(where)}", []).append(where.rank)
+        place = f"in {where.doing}{_format_location(where)}" if where.state == "waits" else f"at {where.text or '?'}"
+        locations.setdefault(place, []).append(where.rank)
     texts = []
     for location, ranks in list(locations.items())[:MAX_LISTED]:
         texts.append(f"{format_ranks(ranks)} {'wait' if len(ranks) > 1 else 'waits'} {location}")

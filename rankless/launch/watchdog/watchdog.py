@@ -9,14 +9,26 @@ import msgspec
 
 from rankless.config.worker_config import WorkerConfig
 from rankless.launch.rendezvous.peers import Peers
-from rankless.launch.watchdog.missing_ranks import HangDiagnosis, diagnose
+from rankless.launch.servers.processes import ServerRow
+from rankless.launch.watchdog.missing_ranks import HangDiagnosis, blame_servers, diagnose
 from rankless.launch.watchdog.remote_ranks import RemoteRanks
 from rankless.launch.watchdog.report import format_headline, format_report
+from rankless.launch.watchdog.server_monitor import ServerMonitor, ServerStatus
 from rankless.launch.watchdog.stack_classifier import truncate_stack
 from rankless.launch.watchdog.step_rate import StepRate
 from rankless.launch.watchdog.timed_out_collectives import find_missing, parse_timeout
 from rankless.launch.watchdog.worker_monitor import WorkerMonitor, write_stacks
-from rankless.records.events import AnyRecord, Exited, HangDetected, Notice, Raised, RankStatus, ScriptFinished, Started
+from rankless.records.events import (
+    NO_RANK,
+    AnyRecord,
+    Exited,
+    HangDetected,
+    Notice,
+    Raised,
+    RankStatus,
+    ScriptFinished,
+    Started,
+)
 from rankless.records.quantities import format_seconds
 from rankless.records.worker_status import open_page
 
@@ -45,6 +57,8 @@ class WatchdogConfig:
     stacks_file: str
     """The file to which the watchdog appends the stacks of all threads."""
     host_name: Callable[[int], str] = lambda _rank: ""
+    list_servers: Callable[[], Sequence[ServerRow]] = list
+    """Returns the parameter servers of this host."""
 
 
 class Watchdog:
@@ -60,6 +74,7 @@ class Watchdog:
         self._remote_ranks = RemoteRanks(
             config.peers, set(range(size)) - set(self._worker_configs) if config.peers.attributes_failures else ()
         )
+        self._servers = ServerMonitor(config.list_servers)
         self._timed_out: dict[int, RankStatus] = {}
         self._is_requested = False
         """Whether host 0, or a collective that timed out on a rank, requested the statuses."""
@@ -103,6 +118,7 @@ class Watchdog:
         self._next_update_at = now + min(LONGEST_INTERVAL_SECONDS, max(SHORTEST_INTERVAL_SECONDS, stall_limit / 8))
         for worker in self._live_workers():
             worker.update(now)
+        self._servers.update(now)
         self._step_rate.update([worker.page for worker in self._workers.values()])
         stalled = self._stalled_seconds(now)
         if self._is_requested or (stalled >= self._stall_limit and stalled >= self._next_check_at):
@@ -169,11 +185,13 @@ class Watchdog:
         elif self._timed_out:
             yield from self._report_missing_ranks(self._all_statuses(local))
         else:
-            diagnosis = diagnose(
-                self._all_statuses(local), seconds=stalled, steps=self._step_rate.steps, stall_limit=stall_limit
+            self._servers.update(now)
+            ranks, servers = self._all_statuses(local), self._servers.list_statuses(now)
+            diagnosis = blame_servers(ranks, servers, seconds=stalled) or diagnose(
+                ranks, seconds=stalled, steps=self._step_rate.steps, stall_limit=stall_limit
             )
             if diagnosis is not None:
-                yield self._report_diagnosis(diagnosis, stall_limit)
+                yield self._report_diagnosis(diagnosis, stall_limit, servers)
 
     def _report_missing_ranks(self, statuses: Mapping[int, RankStatus]) -> Iterator[HangDetected]:
         diagnosis = find_missing(statuses, self._timed_out)
@@ -196,7 +214,9 @@ class Watchdog:
                 local[rank] = worker.status(now, stall_limit=self._stall_limit, gpu_waits=gpu_waits)
         return local
 
-    def _report_diagnosis(self, diagnosis: HangDiagnosis, stall_limit: float) -> AnyRecord:
+    def _report_diagnosis(
+        self, diagnosis: HangDiagnosis, stall_limit: float, servers: Sequence[ServerStatus]
+    ) -> AnyRecord:
         abort_after = diagnosis.abort_after(timeout=self._config.timeout_seconds, stall_limit=stall_limit)
         # A rank that computes and writes output is alive.
         computing = [each.silent_seconds for each in diagnosis.missing if each.state == "computes"]
@@ -208,14 +228,23 @@ class Watchdog:
         self._reported_seconds = diagnosis.seconds
         self._next_check_at = min(self._next_check_at, max(abort_after, diagnosis.seconds + delay))
         return _make_notice(
-            format_report(diagnosis, self._step_rate, host_name=self._config.host_name, stacks_file=stacks)
+            format_report(
+                diagnosis,
+                self._step_rate,
+                host_name=self._config.host_name,
+                stacks_file=stacks,
+                servers=servers,
+            )
         )
 
     def _make_verdict(self, diagnosis: HangDiagnosis, more: str = "") -> HangDetected:
+        text, now = format_headline(diagnosis, host_name=self._config.host_name) + more, time.monotonic_ns()
+        if diagnosis.servers:
+            server = diagnosis.servers[0].index
+            return HangDetected(rank=NO_RANK, time_ns=now, headline=text, traceback="", server=server)
         missing_rank = diagnosis.missing[0] if diagnosis.missing else diagnosis.waiting[0]
-        text = format_headline(diagnosis, host_name=self._config.host_name) + more
         trace = "\n".join(truncate_stack(missing_rank.stack))
-        return HangDetected(rank=missing_rank.rank, time_ns=time.monotonic_ns(), headline=text, traceback=trace)
+        return HangDetected(rank=missing_rank.rank, time_ns=now, headline=text, traceback=trace)
 
     def _all_statuses(self, local: Mapping[int, RankStatus]) -> dict[int, RankStatus]:
         """Return the status of every rank. A rank whose host sent no status counts as computing."""

@@ -13,6 +13,7 @@ from rankless.config.servers import ServerConfig, read_server_config
 from rankless.errors import RanklessError
 from rankless.parameter_server.servers.addresses import bound
 from rankless.parameter_server.servers.table_server import TableServer, configure, log_line
+from rankless.terminal import process_title
 
 _POLL_MILLISECONDS = 1000
 _MOST_MESSAGES = 64
@@ -74,7 +75,9 @@ def _log_statistics(server: TableServer, index: int) -> None:
 def main() -> int:
     """Serve with the configuration of the environment. Return the exit code."""
     try:
-        serve(read_server_config())
+        config = read_server_config()
+        process_title.show_parameter_server(config.index, config.server_count)
+        serve(config)
     except RanklessError as error:
         print(f"a parameter server cannot run: {error}", file=sys.stderr)
         return 1

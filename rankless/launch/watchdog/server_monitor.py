@@ -1,0 +1,67 @@
+"""The state of the parameter servers of a run, read from `/proc`: a stopped server holds up every worker."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from rankless.launch.servers.processes import ServerRow
+from rankless.launch.watchdog.process_stats import ActivityTracker
+
+_IDLE_SECONDS = 1.5
+
+ServerState = Literal["runs", "stopped", "debugged"]
+"""stopped: by a signal. debugged: a debugger has stopped it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerStatus:
+    """What a parameter server does."""
+
+    index: int
+    doing: str
+    """To follow "server 1", like "is idle (0 % CPU)"."""
+    state: ServerState = "runs"
+
+    @property
+    def holds_up(self) -> bool:
+        """Whether workers wait for it in vain."""
+        return self.state != "runs"
+
+
+class ServerMonitor:
+    """The parameter servers of this host.
+
+    Args:
+        list_servers: Returns them once they have started.
+    """
+
+    def __init__(self, list_servers: Callable[[], Sequence[ServerRow]]) -> None:
+        self._list_servers = list_servers
+        self._trackers: dict[int, ActivityTracker] = {}
+
+    def update(self, now: float) -> None:
+        """Read the counters of each server."""
+        for row in self._list_servers():
+            if row.index not in self._trackers:
+                self._trackers[row.index] = ActivityTracker(row.process_id, now)
+            self._trackers[row.index].update(now)
+
+    def list_statuses(self, now: float) -> list[ServerStatus]:
+        """Return what each server does; those that hold up the job come first."""
+        found = [_describe(index, tracker, now) for index, tracker in self._trackers.items()]
+        return sorted(found, key=lambda status: (not status.holds_up, status.index))
+
+
+def _describe(index: int, tracker: ActivityTracker, now: float) -> ServerStatus:
+    stats = tracker.stats
+    if stats is None or stats.state in "ZX":
+        return ServerStatus(index=index, doing="has ended")
+    if stats.tracer_pid or stats.state == "t":
+        doing = f"does not answer: its process {tracker.process_id} is in a debugger"
+        return ServerStatus(index=index, doing=doing, state="debugged")
+    if stats.state == "T":
+        doing = f"does not answer: it is stopped by a signal (kill -CONT {tracker.process_id} resumes it)"
+        return ServerStatus(index=index, doing=doing, state="stopped")
+    how = "is idle" if now - tracker.tree_idle_since > _IDLE_SECONDS else "computes"
+    how = "waits for a disk" if stats.state == "D" else how
+    return ServerStatus(index=index, doing=f"{how} ({tracker.cpu_percent:.0f} % CPU)")

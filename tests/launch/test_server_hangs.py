@@ -1,0 +1,146 @@
+"""Real parameter servers that do not answer: the watchdog names them, and workers that lost one are no root cause."""
+
+import importlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from support.jobs import kill_job, read_process_ids, start_rankless, wait_until
+
+from rankless.config.servers import ServerConfig, ServersConfig
+from rankless.errors import ServerError
+from rankless.launch.servers.processes import ServerProcesses, ServerRow
+from rankless.launch.servers.server_configs import ServerLaunch
+from rankless.launch.signals import Interrupts
+from rankless.launch.supervisor.failure_attribution import has_lost_server
+from rankless.launch.watchdog.missing_ranks import BLOCKED_SECONDS, blame_servers
+from rankless.launch.watchdog.server_monitor import ServerMonitor, ServerStatus
+from rankless.records.events import Raised, RankStatus
+from rankless.records.run_summary import decode_run_summary
+
+WAITING = RankStatus(rank=0, time_ns=0, state="waits", doing="a request to the servers", idle_seconds=100.0)
+STOPPED = ServerStatus(index=1, doing="does not answer: it is stopped by a signal", state="stopped")
+RUNNING = ServerStatus(index=0, doing="is idle (0 % CPU)")
+
+
+def test_a_stopped_server_holds_up_ranks_that_are_idle():
+    diagnosis = blame_servers({0: WAITING}, [STOPPED, RUNNING], seconds=30.0)
+    assert diagnosis is not None
+    assert (diagnosis.servers, diagnosis.waiting, diagnosis.missing) == ((STOPPED,), (WAITING,), ())
+    assert diagnosis.abort_after(timeout=5.0, stall_limit=10.0) == 5.0
+    assert diagnosis.abort_after(timeout=None, stall_limit=10.0) == BLOCKED_SECONDS
+
+
+def test_a_running_server_holds_up_nothing():
+    assert blame_servers({0: WAITING}, [RUNNING], seconds=30.0) is None
+    computing = RankStatus(rank=0, time_ns=0, state="computes")
+    assert blame_servers({0: computing}, [STOPPED], seconds=30.0) is None
+
+
+def test_a_server_in_a_debugger_never_ends_the_job():
+    debugged = ServerStatus(index=0, doing="is in a debugger", state="debugged")
+    diagnosis = blame_servers({0: WAITING}, [debugged], seconds=30.0)
+    assert diagnosis is not None
+    assert diagnosis.abort_after(timeout=5.0, stall_limit=10.0) == float("inf")
+
+
+def test_the_monitor_reads_the_state_of_a_servers_process():
+    process = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+    row = ServerRow(index=3, process_id=process.pid, address="ipc:///run/3", log_file="server3.log")
+    monitor = ServerMonitor(lambda: [row])
+    try:
+        monitor.update(0.0)
+        assert re.fullmatch(r"(computes|is idle) \(\d+ % CPU\)", monitor.list_statuses(0.0)[0].doing)
+        process.send_signal(signal.SIGSTOP)
+        wait_until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED)
+        monitor.update(1.0)
+        (status,) = monitor.list_statuses(1.0)
+        assert (status.index, status.state) == (3, "stopped")
+        assert f"kill -CONT {process.pid} resumes it" in status.doing
+    finally:
+        process.kill()
+        process.wait()
+    monitor.update(2.0)
+    assert [each.doing for each in monitor.list_statuses(2.0)] == ["has ended"]
+
+
+PULLING = """
+import os
+import numpy as np
+from rankless.config.environment import read_worker_config
+from rankless.parameter_server.servers.client import ServerClient
+from rankless.parameter_server.tables.settings import TableSettings
+
+config = read_worker_config()
+with ServerClient(config.servers, worker=config.rank, worker_count=config.world_size) as client:
+    table = client.open_table("users", TableSettings(dim=4))
+    table.pull(np.arange(3))
+    with open(f"rank{config.rank}.pid", "w") as file:
+        file.write(f"{os.getpid()}\\n")
+    while True:
+        table.pull(np.arange(3))  # here
+"""
+
+
+@pytest.mark.slow
+def test_a_job_whose_server_is_stopped_ends_and_names_the_server(tmp_path: Path):
+    pytest.importorskip("zmq")
+    pytest.importorskip("numba")
+    (tmp_path / "script.py").write_text(PULLING)
+    options = ("--no-warm", "--hang-timeout", "4", "--servers", "2", "--workers", "2")
+    job = start_rankless("run", *options, "script.py", folder=tmp_path)
+    try:
+        wait_until(lambda: len(read_process_ids(tmp_path)) == 2 or job.poll() is not None)
+        (server,) = [each for each in psutil.Process(job.pid).children() if has_index(each, 1)]
+        os.kill(server.pid, signal.SIGSTOP)
+        _, messages = job.communicate(timeout=60)
+    finally:
+        kill_job(job)
+    assert job.returncode == 1
+    silent = rf"server 1 does not answer: it is stopped by a signal \(kill -CONT {server.pid} resumes it\)"
+    places = r"ranks 0, 1 wait in a request to the servers at script\.py:15"
+    assert re.search(rf"rankless: no progress for .*: {places}\n  {silent}\n", messages)
+    assert re.search(rf"rankless: {silent}; {places} for ", messages)
+    assert re.search(r"rankless: its log file is log/\S+/server1\.log; the job was ended, exit code 1\n", messages)
+    assert not server.is_running()
+    failure = decode_run_summary((tmp_path / "log" / "latest" / "run.json").read_bytes()).failure
+    assert failure is not None
+    assert (failure.rank, failure.server) == (None, 1)
+
+
+def has_index(process: psutil.Process, index: int) -> bool:
+    return f'"index":{index},' in process.environ().get("RANKLESS_SERVER", "")
+
+
+@pytest.mark.slow
+def test_the_error_of_a_worker_that_lost_its_server_is_recognized(tmp_path: Path):
+    pytest.importorskip("zmq")
+    client_module = importlib.import_module("rankless.parameter_server.servers.client")
+    settings = importlib.import_module("rankless.parameter_server.tables.settings").TableSettings(dim=2)
+    with tempfile.TemporaryDirectory() as folder, Interrupts() as interrupts:
+        address, token = f"ipc://{folder}/0", "t" * 64
+        config = ServerConfig(index=0, server_count=1, worker_count=1, address=address, token=token, run_id="run")
+        servers = ServerProcesses([ServerLaunch(config=config, variables={}, log_file=str(tmp_path / "server0.log"))])
+        servers.start(interrupts)
+        try:
+            run = ServersConfig(addresses=(address,), token=token)
+            with client_module.ServerClient(run, worker=0, worker_count=1) as client:
+                table = client.open_table("users", settings)
+                os.kill(servers.list_rows()[0].process_id, signal.SIGKILL)
+                with pytest.raises(ServerError) as error:
+                    table.pull(np.arange(3))
+            wait_until(lambda: [each.exit_code for each in servers.take_ended()] == [-signal.SIGKILL])
+        finally:
+            servers.close()
+    text = "".join(traceback.format_exception(error.value))
+    assert has_lost_server(
+        Raised(rank=0, time_ns=0, error_type="ServerError", message=str(error.value), traceback=text)
+    )
