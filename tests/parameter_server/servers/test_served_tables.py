@@ -178,13 +178,23 @@ def test_a_pull_sees_what_is_committed_and_no_more(opened):
 @pytest.mark.parametrize("opened", [(2, 2, "every_id")], indirect=True)
 def test_a_pull_waits_for_the_other_workers(opened):
     clients, (first, second), reference = opened
+    slices = [draw_slice(np.random.default_rng(worker), most=40) for worker in range(2)]
+    first.push(*slices[0], OPTIMIZERS["sgd"])
+    second.push(*slices[1], OPTIMIZERS["sgd"])
     clients[0].commit()
+    waits = []
 
-    def commit_later() -> None:
-        np.testing.assert_array_equal(second.pull(VOCABULARY), reference.pull(VOCABULARY))
-        clients[1].commit()
+    def commit_second(*wait: object) -> None:
+        waits.append(wait)
+        if len(waits) == 1:
+            np.testing.assert_array_equal(second.pull(VOCABULARY), reference.pull(VOCABULARY))
+            clients[1].commit()
 
-    together([lambda: first.pull(VOCABULARY), commit_later])
+    clients[0]._requests._on_wait = commit_second
+    found = first.pull(VOCABULARY)
+    push_sum(reference, slices, OPTIMIZERS["sgd"])
+    assert waits
+    np.testing.assert_allclose(found, reference.pull(VOCABULARY), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("opened", [(3, 3, "by_count")], indirect=True)
