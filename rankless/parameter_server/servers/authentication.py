@@ -25,12 +25,21 @@ class WorkerHello(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerWelcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What a server knows of a worker: the last request that it has done, and the worker's last transaction."""
+    """What a server knows of a worker: the last request that it has done, and the worker's last transaction.
+
+    Args:
+        instance: A random number of the server's process.
+        last_sequence: Number of the last request of the session.
+        ready: The last transaction that the worker has completed.
+        committed: The last transaction that the server has committed.
+        durable: Whether a new process of the server has the tables of the one before, as of that transaction.
+    """
 
     instance: int
     last_sequence: int
     ready: int
     committed: int
+    durable: bool = False
 
 
 class Challenger:

@@ -67,7 +67,8 @@ class MessageHeader(NamedTuple):
         session: Number of the session, which the server has drawn.
         sequence: Number of the request among the worker's to this server, from 1 on. An answer has its request's.
         acknowledged: All answers up to this one have arrived: the server may forget them.
-        transaction: Number of the transaction, from 1 on. Of a read: the last one that it must see.
+        transaction: Number of the transaction, from 1 on. Of a read: the last one that it must see. In an answer: the
+            last one that the server has committed.
         start: First row of a part. In an answer: the table's step.
         rows: Number of rows, or of ids.
         payload_bytes: Bytes of all payload frames.

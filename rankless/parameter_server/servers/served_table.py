@@ -1,7 +1,9 @@
 """A table that servers hold, as one worker uses it."""
 
+import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -20,12 +22,14 @@ from rankless.parameter_server.servers.contents_transfer import (
 )
 from rankless.parameter_server.servers.messages import MOST_MESSAGE_BYTES, Kind, MessageHeader
 from rankless.parameter_server.servers.routing import RoutedIds, route_ids, scatter_rows, servers_of_shards
-from rankless.parameter_server.servers.server_connection import ServerAnswer
+from rankless.parameter_server.servers.server_connection import ServerAnswer, TransferLostError
 from rankless.parameter_server.servers.server_requests import ServerRequests
 from rankless.parameter_server.servers.setting_formats import encode_optimizer
 from rankless.parameter_server.tables.contents import TableContents, TableStatistics
 from rankless.parameter_server.tables.optimizers import OptimizerSettings
 from rankless.parameter_server.tables.settings import TableSettings
+
+Result = TypeVar("Result")
 
 _PULL_BYTES = 64 << 20
 """Rows of one request. In smaller ones they would be copied together here, which takes longer than it gains."""
@@ -163,17 +167,20 @@ class ServedTable:
     def contents(self) -> TableContents:
         """Return a copy of everything that the servers hold after this worker's last commit, in the order of ids."""
         with self._requests.exchange():
-            answers = self._ask_all(Kind.CONTENTS)
-            metadata = [msgspec.json.decode(answer.payload[0], type=ContentsMetadata) for answer in answers]
-            states = {(each.step, each.optimizer, each.optimizer_steps, each.initial_state) for each in metadata}
-            if len(states) > 1:
-                raise ServerError(
-                    expected="all servers to have made the same steps",
-                    found=f"steps and optimizers {sorted(states)}",
-                    fix="restore the table from a checkpoint",
-                )
-            parts = [self._read(server, each) for server, each in enumerate(metadata)]
+            parts = begin_anew_if_lost(self._read_all)
         return join_contents(parts)
+
+    def _read_all(self) -> list[TableContents]:
+        answers = self._ask_all(Kind.CONTENTS)
+        metadata = [msgspec.json.decode(answer.payload[0], type=ContentsMetadata) for answer in answers]
+        states = {(each.step, each.optimizer, each.optimizer_steps, each.initial_state) for each in metadata}
+        if len(states) > 1:
+            raise ServerError(
+                expected="all servers to have made the same steps",
+                found=f"steps and optimizers {sorted(states)}",
+                fix="restore the table from a checkpoint",
+            )
+        return [self._read(server, each) for server, each in enumerate(metadata)]
 
     def restore(self, contents: TableContents) -> None:
         """Take contents, also of a table on another number of servers, instead of what the servers hold.
@@ -185,10 +192,13 @@ class ServedTable:
         """
         split = split_contents(contents, self.settings, len(self._numbers))
         with self._requests.exchange():
-            for server, part in enumerate(split):
-                self._write(server, ContentsSnapshot(part))
-            self._ask_all(Kind.RESTORE_END)
+            begin_anew_if_lost(lambda: self._write_all(split))
         self._step = contents.step + self._pending_pushes()
+
+    def _write_all(self, split: Sequence[TableContents]) -> None:
+        for server, part in enumerate(split):
+            self._write(server, ContentsSnapshot(part))
+        self._ask_all(Kind.RESTORE_END)
 
     def statistics(self) -> TableStatistics:
         """Return the numbers of all servers together."""
@@ -239,6 +249,13 @@ class ServedTable:
             header = self._header(Kind.RESTORE_PART, server, rows=count)._replace(flags=section, start=start)
             frames = tuple(np.ascontiguousarray(array) for array in snapshot.part(section, start, count))
             self._requests.answers([self._requests.send(server, header, frames)])
+
+
+def begin_anew_if_lost(transfer: Callable[[], Result]) -> Result:
+    """Return what a transfer of contents returns. If a server starts again in between, it begins anew."""
+    while True:
+        with contextlib.suppress(TransferLostError):
+            return transfer()
 
 
 def _ranges(routed: RoutedIds) -> list[tuple[int, int]]:

@@ -2,7 +2,7 @@
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -21,7 +21,6 @@ from rankless.parameter_server.servers.authentication import (
 from rankless.parameter_server.servers.error_messages import decode_error
 from rankless.parameter_server.servers.messages import (
     COPIED_BYTES,
-    MOST_IN_FLIGHT,
     MOST_MESSAGE_BYTES,
     Frame,
     Kind,
@@ -31,9 +30,26 @@ from rankless.parameter_server.servers.messages import (
     decode_message,
     make_message,
 )
+from rankless.parameter_server.servers.sent_requests import TRANSFERS, SentRequest, SentRequests
 
 _HELLO_SECONDS = 1.0
 """After which a greeting is sent again, because its connection may have broken."""
+
+
+class TransferLostError(ServerError):
+    """Raised if a server has started again while a worker read or restored contents: it must begin anew."""
+
+
+class ConnectionSettings(NamedTuple):
+    """What happens if a connection breaks.
+
+    Args:
+        reconnect_seconds: How long a server may be away. 0: its end is an error at once.
+        notify: Tells the user that a worker waits for a server, and that it goes on.
+    """
+
+    reconnect_seconds: float = 0.0
+    notify: Callable[[str], None] | None = None
 
 
 class ServerAnswer(NamedTuple):
@@ -46,24 +62,31 @@ class ServerAnswer(NamedTuple):
 class ServerConnection:
     """Numbered requests to one server, and their answers. Not for several threads."""
 
-    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", config: ServersConfig, hello: WorkerHello) -> None:
-        """Begin to connect. `ready` tells whether it is done."""
+    def __init__(
+        self,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        config: ServersConfig,
+        hello: WorkerHello,
+        settings: ConnectionSettings,
+    ) -> None:
+        """Begin to connect. `welcome` tells whether it is done."""
         self.index = hello.server_index
         self.address = config.addresses[self.index]
         self.name = f"server {self.index} at {self.address}"
-        self.socket = context.socket(zmq.DEALER)
         self.welcome: ServerWelcome | None = None
+        self._context, self._settings = context, settings
         self._hello, self._token = hello, config.token
         self._statement = msgspec.json.encode(hello)
-        self._challenge, self._server_challenge = secrets.token_bytes(PROOF_BYTES), b""
+        self._challenge, self._server_challenge = b"", b""
         self._session = 0
-        self._sequence = 0
-        self._acknowledged = 0
-        self._sent: dict[int, list[bytes | memoryview]] = {}
-        """The frames of requests without an answer."""
+        self._sent = SentRequests()
+        self._unanswered: set[int] = set()
+        """Numbers of requests whose answers somebody waits for."""
         self._answers: dict[int, ServerAnswer | RanklessError] = {}
         self._next_hello = 0.0
-        self._monitor = self._connect()
+        self._last_welcome: ServerWelcome | None = None
+        self._lost_at = 0.0
+        self._connect()
 
     def close(self) -> None:
         """Close the connection. Messages that have not been sent are dropped."""
@@ -77,30 +100,32 @@ class ServerConnection:
             self._send(make_message(MessageHeader(Kind.HELLO), ()))
 
     def send(self, header: MessageHeader, payload: Sequence[Frame] = ()) -> int:
-        """Send a request, and return its number. The payload must not change before its answer has arrived."""
-        self._sequence += 1
-        header = header._replace(session=self._session, sequence=self._sequence, acknowledged=self._acknowledged)
-        self._sent[self._sequence] = make_message(header, payload)
-        self._send(self._sent[self._sequence])
-        return self._sequence
+        """Send a request, and return its number.
+
+        The payload must not change before its answer has arrived, that of a change not before it is committed.
+        """
+        number = self._sent.add(header, payload)
+        self._unanswered.add(number)
+        self._send_queued()
+        return number
 
     @property
     def is_full(self) -> bool:
         """Whether an answer must arrive before another request."""
-        return self._sequence - self._acknowledged >= MOST_IN_FLIGHT
+        return self._sent.is_full
 
     @property
     def unanswered(self) -> list[int]:
         """The numbers of requests without an answer."""
-        return list(self._sent)
+        return self._sent.unanswered
 
-    def has_answer(self, sequence: int) -> bool:
+    def has_answer(self, number: int) -> bool:
         """Return whether the answer to a request has arrived."""
-        return sequence in self._answers
+        return number in self._answers
 
-    def take_answer(self, sequence: int) -> ServerAnswer:
+    def take_answer(self, number: int) -> ServerAnswer:
         """Return an answer that has arrived. Raises the error that it carries."""
-        answer = self._answers.pop(sequence)
+        answer = self._answers.pop(number)
         if isinstance(answer, RanklessError):
             raise answer
         return answer
@@ -118,14 +143,32 @@ class ServerConnection:
                 raise self._error(f"an answer that is not understood: {refusal}") from None
 
     def check_alive(self) -> None:
-        """Raise ServerError if the connection has broken."""
+        """Notice that the connection has broken, and begin to reconnect. Raises ServerError if it takes too long."""
         while self._monitor.poll(0):
             recv_monitor_message(self._monitor)
             if self.welcome is not None:
                 self.receive()
+                self._reconnect()
+        if self._last_welcome is not None and self.welcome is None:
+            self.greet()
+            if time.monotonic() - self._lost_at > self._settings.reconnect_seconds:
                 raise self._error("the connection has broken: the server has ended, or cannot be reached any more")
 
-    def _connect(self) -> "zmq.Socket[bytes]":
+    def _reconnect(self) -> None:
+        """Begin a new connection. The old one's messages, which have its session, are dropped."""
+        if self._settings.reconnect_seconds == 0:
+            raise self._error("the connection has broken: the server has ended, or cannot be reached any more")
+        self._lost_at = time.monotonic()
+        self._notify(f"worker {self._hello.worker} waits for {self.name}: the connection has broken")
+        self._last_welcome, self.welcome = self.welcome, None
+        self._next_hello = 0.0
+        self.close()
+        self._connect()
+        self.greet()
+
+    def _connect(self) -> None:
+        self._challenge = secrets.token_bytes(PROOF_BYTES)
+        self.socket = self._context.socket(zmq.DEALER)
         self.socket.set(zmq.MAXMSGSIZE, MOST_MESSAGE_BYTES)
         self.socket.set(zmq.LINGER, 0)
         self.socket.set(zmq.RECONNECT_IVL, 20)
@@ -134,7 +177,7 @@ class ServerConnection:
         self.socket.set(zmq.HEARTBEAT_TIMEOUT, 15000)
         self.socket.set(zmq.IPV6, int("[" in self.address))
         self.socket.copy_threshold = COPIED_BYTES
-        monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         try:
             self.socket.connect(self.address)
         except zmq.ZMQError as error:
@@ -144,7 +187,22 @@ class ServerConnection:
                 found=f"{self.address}: {error.strerror}",
                 fix="give servers addresses as ipc:///path or tcp://host:port",
             ) from None
-        return monitor
+
+    def _send_queued(self) -> None:
+        """Send requests, as many as may be in flight."""
+        while self.welcome is not None and (following := self._sent.take_next()) is not None:
+            sequence, acknowledged, request = following
+            self._transmit(sequence, acknowledged, request)
+
+    def _transmit(self, sequence: int, acknowledged: int, request: SentRequest) -> None:
+        header = request.header._replace(session=self._session, sequence=sequence, acknowledged=acknowledged)
+        self._send(make_message(header, request.payload))
+
+    def _send_again(self, first_sequence: int) -> None:
+        """Send requests of this session that have no answer once more, from one on."""
+        in_flight = list(self._sent.list_in_flight(first_sequence))
+        for sequence, request in in_flight:
+            self._transmit(sequence, self._sent.acknowledged, request)
 
     def _send(self, frames: Sequence[bytes | memoryview]) -> None:
         try:
@@ -159,23 +217,40 @@ class ServerConnection:
             case Kind.WELCOME:
                 self._accept(header, payload)
             case Kind.EXPECTED:
-                for sequence in sorted(self._sent):
-                    if sequence >= header.sequence:
-                        self._send(self._sent[sequence])
+                self._send_again(header.sequence)
             case Kind.DONE:
+                self._sent.note_committed(header.transaction)
                 self._note(header.sequence, ServerAnswer(header, payload))
             case Kind.FAILED if self.welcome is None:
                 raise decode_error(_first(payload), self.name)
             case Kind.FAILED:
                 self._note(header.sequence, decode_error(_first(payload), self.name))
-            case Kind.REFUSED if header.sequence in self._sent or self.welcome is None:
+            case Kind.REFUSED if self.welcome is None:
                 raise self._error(f"it refuses {str(_first(payload), 'utf-8', 'replace')}")
+            case Kind.REFUSED:
+                self._refuse(header.sequence, str(_first(payload), "utf-8", "replace"))
+
+    def _refuse(self, sequence: int, reason: str) -> None:
+        """Raise ServerError for a refused request, or let a transfer begin anew of which the server knows nothing."""
+        refused = self._sent.find(sequence)
+        if refused is None:
+            return
+        has_restarted = self._last_welcome is not None and refused.header.kind in TRANSFERS
+        if not has_restarted or self._sent.abandon(sequence) is None:
+            raise self._error(f"it refuses {reason}")
+        self._note_number(refused.number, self._transfer_lost())
 
     def _note(self, sequence: int, answer: ServerAnswer | RanklessError) -> None:
         """Keep an answer. All before it may be forgotten by the server once they have arrived, too."""
-        if self._sent.pop(sequence, None) is not None:
-            self._answers[sequence] = answer
-            self._acknowledged = min(self._sent, default=self._sequence + 1) - 1
+        request = self._sent.finish(sequence)
+        if request is not None:
+            self._note_number(request.number, answer)
+            self._send_queued()
+
+    def _note_number(self, number: int, answer: ServerAnswer | RanklessError) -> None:
+        if number in self._unanswered:
+            self._unanswered.discard(number)
+            self._answers[number] = answer
 
     def _prove(self, payload: list[memoryview]) -> None:
         if self.welcome is None and len(payload) == 1:
@@ -192,8 +267,40 @@ class ServerConnection:
         statement = text + header.session.to_bytes(8, "little")
         if not is_proof(proof, self._token, "server", self._server_challenge + self._challenge, statement):
             raise self._error("it does not know the token of this run")
-        self.welcome = decode_json(text, ServerWelcome)
-        self._session = header.session
+        welcome = decode_json(text, ServerWelcome)
+        if self._last_welcome is not None:
+            self._go_on(self._last_welcome, welcome, header.session)
+        self.welcome, self._session = welcome, header.session
+        self._send_queued()
+
+    def _go_on(self, before: ServerWelcome, welcome: ServerWelcome, session: int) -> None:
+        """Send what a server lacks, after a broken connection."""
+        self._session = session
+        if welcome.instance == before.instance:
+            self._send_again(0)
+            how = "answers again"
+        else:
+            if not welcome.durable or welcome.committed < self._sent.committed:
+                raise self._error("it has started again, and has lost its tables")
+            done, interrupted = self._sent.restart(welcome.committed)
+            for number in done:
+                self._note_number(number, ServerAnswer(MessageHeader(Kind.DONE), []))
+            for number in interrupted:
+                self._note_number(number, self._transfer_lost())
+            how = "has started again"
+        seconds = time.monotonic() - self._lost_at
+        self._notify(f"worker {self._hello.worker} goes on after {seconds:.1f} s: {self.name} {how}")
+
+    def _transfer_lost(self) -> TransferLostError:
+        return TransferLostError(
+            expected=f"{self.name} to run while its contents are read or restored",
+            found="it has started again",
+            fix="read or restore them again",
+        )
+
+    def _notify(self, text: str) -> None:
+        if self._settings.notify is not None:
+            self._settings.notify(text)
 
     def _error(self, found: str) -> ServerError:
         return ServerError(

@@ -10,7 +10,7 @@ from rankless.config.servers import ServersConfig
 from rankless.errors import RanklessError, ServerError, TableError
 from rankless.parameter_server.servers.authentication import WorkerHello, draw_number
 from rankless.parameter_server.servers.messages import Frame, MessageHeader
-from rankless.parameter_server.servers.server_connection import ServerAnswer, ServerConnection
+from rankless.parameter_server.servers.server_connection import ConnectionSettings, ServerAnswer, ServerConnection
 
 WaitCallback = Callable[[float, int], None]
 """Called while a worker waits, with the seconds so far and the index of the server."""
@@ -21,7 +21,13 @@ _LEAVE_SECONDS = 5.0
 class ServerRequests:
     """Connections to all servers of a run."""
 
-    def __init__(self, config: ServersConfig, hello: WorkerHello, on_wait: WaitCallback | None) -> None:
+    def __init__(
+        self,
+        config: ServersConfig,
+        hello: WorkerHello,
+        on_wait: WaitCallback | None,
+        settings: ConnectionSettings,
+    ) -> None:
         """Begin to connect. `hello` is that to server 0, without the client's random number."""
         self._on_wait = on_wait
         self._failure: RanklessError | None = None
@@ -34,7 +40,7 @@ class ServerRequests:
                 greeting = WorkerHello(
                     **fields, instance=instance, server_index=index, server_count=len(config.addresses)
                 )
-                self.connections.append(ServerConnection(self._context, config, greeting))
+                self.connections.append(ServerConnection(self._context, config, greeting, settings))
         except ServerError:
             self.close()
             raise

@@ -241,7 +241,9 @@ class TableServer:
         self._reply(request.session, answer)
 
     def _reply(self, session: WorkerSession, answer: RequestAnswer) -> None:
-        self._send(session.identity, answer.header._replace(session=session.number), answer.payload)
+        committed = self.requests.transactions.committed
+        header = answer.header._replace(session=session.number, transaction=committed)
+        self._send(session.identity, header, answer.payload)
 
     def _send(self, identity: bytes, header: MessageHeader, payload: Sequence[object] = ()) -> None:
         """Send an answer. Nobody waits for one that cannot be sent: its connection is gone, or reads nothing."""
