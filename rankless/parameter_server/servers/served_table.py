@@ -185,7 +185,8 @@ class ServedTable:
     def restore(self, contents: TableContents) -> None:
         """Take contents, also of a table on another number of servers, instead of what the servers hold.
 
-        If several workers restore, all must take the same contents.
+        One worker can restore for all. If several do, all must take the same contents. It happens at once, not with the
+        transaction: let the workers meet before it, and after it, so that none reads or pushes meanwhile.
 
         Raises:
             TableError: The contents are of another number of elements or optimizer than this table can hold.

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from rankless.errors import RanklessError, TableError
 from rankless.parameter_server.servers.contents_transfer import (
@@ -22,6 +23,7 @@ from rankless.parameter_server.servers.messages import (
     array_of,
     decode_json,
 )
+from rankless.parameter_server.servers.routing import are_ids_of_shards
 from rankless.parameter_server.servers.served_tables import OpenTable, ServerTables
 from rankless.parameter_server.servers.sessions import RequestAnswer, WorkerSession
 from rankless.parameter_server.servers.setting_formats import decode_optimizer
@@ -134,7 +136,7 @@ class TableRequests:
         opened, header = self.tables.find(request.header.table), request.header
         frames = _frames(request, 4)
         settings = opened.table.settings
-        ids = array_of(frames[1], "<i8", (header.rows,))
+        ids = _ids_of(opened, frames[1], header.rows)
         occurrences = array_of(frames[2], "<i8", (header.rows,))
         gradients = array_of(frames[3], settings.dtype, (header.rows, settings.dim))
         if header.rows and not 0 <= int(occurrences.min()) <= int(occurrences.max()) <= _MOST_OCCURRENCES:
@@ -164,7 +166,7 @@ class TableRequests:
 
     def _pull(self, request: WorkerRequest) -> RequestAnswer:
         opened, count = self.tables.find(request.header.table), request.header.rows
-        ids = array_of(_frames(request, 1)[0], "<i8", (count,))
+        ids = _ids_of(opened, _frames(request, 1)[0], count)
         settings = opened.table.settings
         if count * settings.dim * np.dtype(settings.dtype).itemsize > MOST_MESSAGE_BYTES:
             raise MessageRefusedError("a pull of too many rows")
@@ -251,6 +253,13 @@ def _done(request: WorkerRequest, opened: OpenTable | None = None) -> RequestAns
     step = 0 if opened is None else opened.table.step
     header = request.header
     return RequestAnswer(MessageHeader(Kind.DONE, table=header.table, sequence=header.sequence, start=step))
+
+
+def _ids_of(opened: OpenTable, frame: memoryview, count: int) -> NDArray[np.int64]:
+    ids = array_of(frame, "<i8", (count,))
+    if not are_ids_of_shards(ids, opened.table.settings.shard_bits, *opened.shards):
+        raise MessageRefusedError("ids of another server")
+    return ids
 
 
 def _frames(request: WorkerRequest, count: int) -> Sequence[memoryview]:

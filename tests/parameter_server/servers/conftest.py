@@ -4,6 +4,11 @@ import pytest
 from server_processes import ServersOfRun
 
 
+def give_up(seconds: float, server: int) -> None:
+    """End a test in which a worker waits for one that has failed."""
+    assert seconds < 30, f"no answer of server {server}"
+
+
 class SharedServers:
     """Servers that tests use one after the other, each with clients of a later incarnation and tables of its own."""
 
@@ -17,7 +22,7 @@ class SharedServers:
         if key not in self._runs:
             self._runs[key] = ServersOfRun(self._folder, servers, workers)
         incarnation = next(self._numbers)
-        return [self._runs[key].client(worker, incarnation=incarnation) for worker in range(workers)]
+        return [self._runs[key].client(worker, incarnation=incarnation, on_wait=give_up) for worker in range(workers)]
 
     def new_name(self) -> str:
         return f"table {next(self._numbers)}"

@@ -1,6 +1,7 @@
 """Tables on servers hold what one table holds that gets the sum of all workers' slices."""
 
 import itertools
+import threading
 
 import numpy as np
 import pytest
@@ -142,8 +143,9 @@ class RandomCalls:
         if self._stored is not None:
             contents = self._stored
             self.reference.restore(contents)
+            meeting = threading.Barrier(len(self.tables))  # nobody reads while another worker restores
             for calls, table in zip(self.calls, self.tables, strict=True):
-                calls.append(lambda table=table: table.restore(contents))
+                calls += [lambda: meeting.wait(30), lambda table=table: table.restore(contents)]
 
     def run(self) -> None:
         together([lambda calls=calls: [call() for call in calls] for calls in self.calls])
