@@ -8,8 +8,13 @@ from typing import Any, Protocol
 class SharedTables(Protocol):
     """Holds tables for all workers: in each of them, or on the servers of the run."""
 
-    def share(self, table: Any) -> Any:
-        """Return the store of rows of all workers for the table of this one. Collective."""
+    def share(self, table: Any, before: Any) -> Any:
+        """Return the store of rows of all workers for the table of this one. Collective.
+
+        Args:
+            table: The table.
+            before: The store that had its rows before, or None.
+        """
         ...
 
     def commit(self) -> None:

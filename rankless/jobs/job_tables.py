@@ -45,7 +45,7 @@ class JobTables:
         mesh = self._world.mesh
         make: Callable[..., SharedTables] = sys.modules[EMBEDDING_MODULE].WorkerTables
         gather = functools.partial(all_gather_bytes, mesh=mesh)
-        return make(gather, self._world.servers, worker=mesh.rank, worker_count=mesh.size)
+        return make(gather, self._world.servers, worker=mesh.rank, worker_count=mesh.size, notify=self._world.notify)
 
     def _find_tables(self) -> list[Any]:
         """Return the tables in the order of the job's models. Without any, their modules are not imported."""

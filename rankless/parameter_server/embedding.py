@@ -85,6 +85,8 @@ class Embedding(nn.Module):
         )
         self.weight = nn.Parameter(torch.zeros(1, 2, device=device, dtype=dtype))
         self._table: RowStore = Table(settings)
+        self._shared: RowStore | None = None
+        """The last store of all workers. After `load_state_dict`, the next job puts the loaded rows there."""
         self._training: TableTraining | None = None
         self._lookups: CapturedLookups | None = None
 
@@ -104,7 +106,7 @@ class Embedding(nn.Module):
         if isinstance(self._table, Table):
             self._close_training()
             self._convert_table()
-            self._table = tables.share(self._table)
+            self._table = self._shared = tables.share(self._table, self._shared)
             self._lookups = CapturedLookups(self._current_training)
 
     def begin_program(self) -> None:
@@ -144,12 +146,9 @@ class Embedding(nn.Module):
             name: value.numpy() if isinstance(value, Tensor) else value for name, value in state.items()
         }
         settings = dataclasses.replace(self._table.settings, seed=values.pop("seed"))
-        self._close_training()
-        if settings == self._table.settings and not isinstance(self._table, Table):
-            self._table.restore(TableContents(**values))  # on servers, for all workers
-            return
         table = Table(settings)
         table.restore(TableContents(**values))
+        self._close_training()
         self._table, self._lookups = table, None
 
     def _current_training(self) -> TableTraining:
@@ -201,7 +200,7 @@ class Embedding(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy needs: it has a table of its own, which another job may share again."""
-        return {**self.__dict__, "_table": self._copy_table(), "_training": None, "_lookups": None}
+        return {**self.__dict__, "_table": self._copy_table(), **dict.fromkeys(("_training", "_lookups", "_shared"))}
 
     def _copy_table(self) -> Table:
         if isinstance(self._table, Table):

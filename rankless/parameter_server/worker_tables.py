@@ -1,10 +1,17 @@
 """The tables of a worker in a run of several: where their rows are, and when all workers see a step."""
 
+from collections.abc import Callable
+
 from rankless.config.servers import ServersConfig
 from rankless.parameter_server.replicated_table import Gather, ReplicatedTable
 from rankless.parameter_server.servers.client import ServerClient
+from rankless.parameter_server.servers.served_table import ServedTable
+from rankless.parameter_server.servers.server_connection import ConnectionSettings
 from rankless.parameter_server.tables.row_store import RowStore
 from rankless.parameter_server.tables.table import Table
+
+RECONNECT_SECONDS = 60.0
+"""How long a worker waits for a server that has ended. The agent starts it again, or ends the run."""
 
 
 class WorkerTables:
@@ -15,20 +22,35 @@ class WorkerTables:
         servers: The servers of the run. None: every worker holds all rows.
         worker: Number of this worker.
         worker_count: Number of workers.
+        notify: Shows the user a notice.
 
     Raises:
         ServerError: A server cannot be reached.
     """
 
-    def __init__(self, gather: Gather, servers: ServersConfig | None, *, worker: int, worker_count: int) -> None:
+    def __init__(
+        self,
+        gather: Gather,
+        servers: ServersConfig | None,
+        *,
+        worker: int,
+        worker_count: int,
+        notify: Callable[[str], None],
+    ) -> None:
         self._gather = gather
         self._is_first = worker == 0
-        self._client = None if servers is None else ServerClient(servers, worker=worker, worker_count=worker_count)
+        self._client: ServerClient | None = None
+        if servers is not None:
+            settings = ConnectionSettings(RECONNECT_SECONDS, notify)
+            self._client = ServerClient(servers, worker=worker, worker_count=worker_count, settings=settings)
         self._opened = 0
-        self._changes = 0
 
-    def share(self, table: Table) -> RowStore:
+    def share(self, table: Table, before: RowStore | None) -> RowStore:
         """Return the store of all workers, with the rows of a table that is equal on all of them. Collective.
+
+        Args:
+            table: The table of this worker.
+            before: The store that had the table's rows before it was loaded, if there is one.
 
         Raises:
             TableError: The workers' tables differ.
@@ -36,12 +58,15 @@ class WorkerTables:
         replicated = ReplicatedTable(table, self._gather)
         if self._client is None:
             return replicated
-        served = self._client.open_table(f"table {self._opened}", table.settings)
-        self._opened += 1
-        if table.step > 0:
+        if isinstance(before, ServedTable) and before.settings == table.settings:
+            served = before
+        else:
+            served = self._client.open_table(f"table {self._opened}", table.settings)
+            self._opened += 1
+        if served is before or table.step > 0:
             if self._is_first:
                 served.restore(table.contents())
-            self._gather(b"")  # nobody reads before the rows are there
+            self._gather(b"")  # nobody reads before the rows are there; all have read what was there before
         return served
 
     def commit(self) -> None:
