@@ -64,7 +64,7 @@ def make_ratings(users=600, items=400, count=20_000):
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--ratings", metavar="FILE", help="u.data or ml-100k.inter of MovieLens-100k")
-parser.add_argument("--epochs", type=int, default=8)
+parser.add_argument("--epochs", type=int, default=4)
 parser.add_argument("--batch-size", type=int, default=256)
 parser.add_argument("--seed", type=int, default=0)
 parser.add_argument("--dtype", choices=["float32", "float64"], default="float32")

@@ -60,7 +60,7 @@ def read_words(files):
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--files", type=int, help="files of the standard library to read; default: all")
 parser.add_argument("--epochs", type=int, default=2)
-parser.add_argument("--batch-size", type=int, default=1024)
+parser.add_argument("--batch-size", type=int, default=256)
 parser.add_argument("--seed", type=int, default=0)
 parser.add_argument("--dtype", choices=["float32", "float64"], default="float32")
 parser.add_argument("--report", metavar="FILE", help="write losses and neighbors as JSON")
@@ -87,7 +87,7 @@ loader = rankless.loader(data, batch_size=arguments.batch_size, shuffle=True, se
 print(f"{len(text):,} words, {len(vocabulary):,} different ones, {len(data):,} samples")
 
 model = SkipGram().to(device)
-optimizer = torch.optim.SparseAdam(list(model.parameters()), lr=5e-3)
+optimizer = torch.optim.SparseAdam(list(model.parameters()), lr=1e-2)
 
 
 @rankless.job(model=model, optimizer=optimizer)
