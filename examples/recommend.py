@@ -5,14 +5,14 @@
     rankless run -n 3 examples/recommend.py
     rankless run --servers 2 --workers 3 examples/recommend.py
 
-`--ratings` takes the ratings of MovieLens-100k: `u.data`, or `ml-100k.inter` as RecBole distributes it. Without it the script
-makes a sample. A row of a table is a vector and a bias; an id gets its row in the first step that has it. The workers of a
-run share the tables, which servers hold if the run has some. All commands print the same numbers, up to rounding.
+`--ratings` takes the ratings of MovieLens-100k: `u.data`, or `ml-100k.inter` as RecBole distributes it. Without it the
+script makes a sample. A row of a table is a vector and a bias, and an id gets its row in the first step that has it. The
+workers of a run share the tables. Servers hold them if the run has some. All commands print the same numbers, up to
+rounding.
 """
 
 import argparse
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -44,9 +44,11 @@ def read_ratings(file):
     """Return users, items and ratings of a tab-separated file. The first line may name the columns, as RecBole does."""
     lines = [line.split("\t") for line in Path(file).read_text(encoding="utf-8").splitlines() if line]
     names = [name.partition(":")[0] for name in lines[0]]
-    has_header = "rating" in names
-    columns = [names.index(name) if has_header else place for place, name in enumerate(("user_id", "item_id", "rating"))]
-    users, items, ratings = (list(column) for column in zip(*[[line[c] for c in columns] for line in lines[has_header:]]))
+    places = [0, 1, 2]
+    if "rating" in names:
+        places = [names.index(name) for name in ("user_id", "item_id", "rating")]
+        lines = lines[1:]
+    users, items, ratings = ([line[place] for line in lines] for place in places)
     return np.array(users, np.int64), np.array(items, np.int64), np.array(ratings, np.float64)
 
 
@@ -118,7 +120,8 @@ model.eval()
 predicted = torch.cat([predict(users.to(device), items.to(device)).cpu() for users, items, _ in test_loader])
 wanted = parts[1].tensors[2]
 report["rmse"] = F.mse_loss(predicted, wanted).sqrt().item()
+report["rmse_of_mean"] = F.mse_loss(torch.full_like(wanted, model.mean), wanted).sqrt().item()
 report["auc"] = roc_auc_score(wanted >= 4, predicted)
-print(f"test: RMSE {report['rmse']:.4f}, AUC {report['auc']:.4f}, {model.users.statistics().rows:,} users have rows")
+print(f"test: RMSE {report['rmse']:.4f} (of the mean rating {report['rmse_of_mean']:.4f}), AUC {report['auc']:.4f}")
 if arguments.report:
     rankless.once(Path(arguments.report).write_text, json.dumps(report))

@@ -4,10 +4,10 @@
     rankless run -n 3 examples/wide_and_deep.py
     rankless run --servers 2 --workers 3 examples/wide_and_deep.py
 
-The script makes the data: 13 numbers and 26 categories per row, and whether there was a click. A category is a hash of 64
-bits, of a feature and its value, so that one table holds all features without a list of their values. The wide part has a
-weight for each pair of values of some features, the deep part a vector for each value, which a network reads. All commands
-print the same numbers, up to rounding.
+The script makes the data: 13 numbers and 26 categories per row, and whether there was a click. A category is a hash of
+64 bits, of a feature and its value, so that one table holds all features without a list of their values. The wide part
+has a weight for each pair of values of some features. The deep part has a vector for each value, which a network reads.
+All commands print the same numbers, up to rounding.
 """
 
 import argparse
