@@ -6,7 +6,7 @@
     rankless run --servers 2 --workers 3 examples/recommend.py
 
 `--ratings` takes the ratings of MovieLens-100k: `u.data`, or `ml-100k.inter` as RecBole distributes it. Without it the
-script makes a sample. A row of a table is a vector and a bias, and an id gets its row in the first step that has it. The
+script makes a sample. A row of a table is a vector and a bias. An id gets its row in the first step that has it. The
 workers of a run share the tables. Servers hold them if the run has some. All commands print the same numbers, up to
 rounding.
 """

@@ -5,9 +5,9 @@
     rankless run --servers 2 --workers 3 examples/word2vec.py
 
 The id of a word is a hash of 64 bits. Python's own `hash` would give each worker other numbers. A word has a row in the
-table of centers and one in the table of contexts. A sample is a center with the words around it. At the ends of the text
-there are fewer, and the id 0 fills the rest. Every step draws other words, on each worker the same ones. All commands
-print the same numbers, up to rounding.
+table of centers and one in the table of contexts. A sample is a center with the words around it. At the ends of the
+text, the id 0 stands for words that are missing. Every step draws other words, on each worker the same ones. All
+commands print the same numbers, up to rounding.
 """
 
 import argparse
