@@ -1,0 +1,62 @@
+"""Rating prediction gives the same numbers on one device, on two workers and with servers."""
+
+import random
+from pathlib import Path
+
+import pytest
+from support.example_runs import EXAMPLES, TWO_WORKERS, WITH_SERVERS, report_of
+from support.verify_output import read_verdict
+from support.warm_runs import rankless
+
+pytestmark = pytest.mark.slow
+
+HEADER = "user_id:token\titem_id:token\trating:float\ttimestamp:float\n"
+
+
+def write_ratings(file: Path, header: str = "") -> Path:
+    """Write 300 ratings by 40 users of 30 items, most of which follow from the item."""
+    drawn = random.Random(5)
+    pairs = drawn.sample([(user, item) for user in range(40) for item in range(30)], 300)
+    lines = [
+        f"{user + 1}\t{item * 7 + 1}\t{min(5, item // 6 + 1 + drawn.randint(0, 1))}\t88{user}\n" for user, item in pairs
+    ]
+    file.write_text(header + "".join(lines))
+    return file
+
+
+def test_every_shape_of_a_run_gives_the_same_losses_and_metrics(tmp_path):
+    options = ("--epochs", "1", "--batch-size", "300")
+    wanted = report_of("recommend", tmp_path, *options)
+    assert wanted["rmse"] < 0.93 * wanted["rmse_of_mean"]
+    assert wanted["auc"] > 0.65
+    for where in (TWO_WORKERS, WITH_SERVERS):
+        found = report_of("recommend", tmp_path, *options, where=where)
+        assert found.pop("losses") == pytest.approx(wanted["losses"], rel=0, abs=1e-10)
+        assert found == pytest.approx({name: wanted[name] for name in found}, rel=0, abs=1e-10)
+
+
+def test_both_forms_of_movielens_are_read_alike(tmp_path):
+    options = ("--epochs", "3", "--batch-size", "32", "--ratings")
+    plain = report_of("recommend", tmp_path, *options, str(write_ratings(tmp_path / "u.data")))
+    headed = report_of("recommend", tmp_path, *options, str(write_ratings(tmp_path / "ml-100k.inter", HEADER)))
+    assert headed == plain
+    assert plain["losses"][-1] < 0.8 * plain["losses"][0]
+
+
+@pytest.mark.exhaustive  # tests/jobs/test_table_runs.py has smaller scripts
+def test_a_batch_with_fewer_ratings_than_workers_gives_the_same_numbers(tmp_path):
+    # 270 ratings to train on: the last batch has two.
+    options = ("--epochs", "2", "--batch-size", "67", "--ratings", str(write_ratings(tmp_path / "u.data")))
+    wanted = report_of("recommend", tmp_path, *options)
+    found = report_of("recommend", tmp_path, *options, where=("--servers", "2", "--workers", "3"))
+    assert found["losses"] == pytest.approx(wanted["losses"], rel=0, abs=1e-10)
+    assert found["rmse"] == pytest.approx(wanted["rmse"], rel=0, abs=1e-10)
+
+
+def test_verify_calls_the_example_with_servers_the_same_training(tmp_path):
+    options = ("--epochs", "1", "--batch-size", "64", "--ratings", str(write_ratings(tmp_path / "u.data")))
+    done = rankless(
+        "verify", "--servers", "2", "--workers", "2", str(EXAMPLES / "recommend.py"), *options, folder=tmp_path
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert read_verdict(done.stdout).startswith("same training: ")

@@ -1,0 +1,20 @@
+"""Click prediction with two tables gives the same numbers on one device, on two workers and with servers."""
+
+import pytest
+from support.example_runs import TWO_WORKERS, WITH_SERVERS, report_of
+
+OPTIONS = ("--rows", "6000", "--epochs", "2", "--batch-size", "200")
+
+
+@pytest.mark.slow
+def test_every_shape_of_a_run_predicts_the_same_clicks(tmp_path):
+    wanted = report_of("wide_and_deep", tmp_path, *OPTIONS)
+    # Chance gives 0.5, with a standard deviation of about 0.025.
+    assert wanted["auc"] > 0.62
+    assert wanted["losses"][1] < wanted["losses"][0]
+    assert wanted["rows"]["deep"] > 1000
+    for where in (TWO_WORKERS, WITH_SERVERS):
+        found = report_of("wide_and_deep", tmp_path, *OPTIONS, where=where)
+        assert found["losses"] == pytest.approx(wanted["losses"], rel=0, abs=1e-10)
+        assert found["auc"] == pytest.approx(wanted["auc"], rel=0, abs=1e-10)
+        assert found["rows"] == wanted["rows"]
