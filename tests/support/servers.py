@@ -30,7 +30,7 @@ def serve(durable=""):
     return listener
 
 def answer():
-    """Serve with a count of the processes of this server that its memory holds."""
+    '''Serve, with a count of the processes of this server that its memory holds.'''
     count = int(os.pread(config["memory_descriptor"], 20, 0) or 0) + 1
     os.pwrite(config["memory_descriptor"], str(count).encode(), 0)
     listener = serve(" durable")
