@@ -137,7 +137,7 @@ def test_the_error_of_a_worker_that_lost_its_server_is_recognized(tmp_path: Path
                 os.kill(servers.list_rows()[0].process_id, signal.SIGKILL)
                 with pytest.raises(ServerError) as error:
                     table.pull(np.arange(3))
-            wait_until(lambda: [each.exit_code for each in servers.take_ended()] == [-signal.SIGKILL])
+            wait_until(lambda: [each.exit_code for each in servers.poll()] == [-signal.SIGKILL])
         finally:
             servers.close()
     text = "".join(traceback.format_exception(error.value))

@@ -50,7 +50,8 @@ DURABLE = SERVER + "answer()\n"
 ASK = """
 import json, os, signal, socket, time
 
-addresses = json.loads(os.environ["RANKLESS_WORKER_PLAN"])["servers"]["addresses"]
+servers = json.loads(os.environ["RANKLESS_WORKER_PLAN"])["servers"]
+addresses = [] if servers is None else servers["addresses"]
 
 def connect(address):
     if address.startswith("ipc://"):
