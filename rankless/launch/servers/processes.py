@@ -92,13 +92,11 @@ class ServerProcesses:
         """Start servers again that have died, and return what has happened to servers since the last call."""
         records: list[ServerExited | ServerRestarted | None] = []
         for each in self._servers:
-            if each.phase is ServerPhase.ENDED:
-                continue
-            code = each.process.poll()
+            if each.phase is ServerPhase.STARTING:
+                records.append(_check_start(each))
+            code = None if each.phase is ServerPhase.ENDED else each.process.poll()
             if code is not None:
                 records.append(self._take_end(each, code))
-            elif each.phase is ServerPhase.STARTING:
-                records.append(_check_start(each))
         return [record for record in records if record is not None]
 
     def close(self) -> None:

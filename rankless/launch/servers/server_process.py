@@ -63,11 +63,10 @@ class ServerProcess:
         if hasattr(os, "memfd_create"):
             self._memory = os.memfd_create(f"rankless-server-{self.index}", os.MFD_CLOEXEC)
         self._ready: int | None = None
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.close)
             self._start()
-        except BaseException:
-            self.close()
-            raise
+            stack.pop_all()
 
     @property
     def index(self) -> int:
