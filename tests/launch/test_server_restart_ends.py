@@ -41,6 +41,14 @@ def test_more_deaths_than_allowed_end_the_run(allowed: int, note: str, tmp_path:
     require_nothing_left(tmp_path)
 
 
+def test_a_server_that_refuses_its_memory_ends_the_run(tmp_path: Path):
+    server = SERVER + "if config['incarnation']:\n    sys.exit(3)\nanswer()\n"
+    job = run(tmp_path, ASK + "kill(0)\nsignal.pause()\n", "--servers", "1", "--workers", "1", server=server)
+    assert job.returncode == 3
+    assert "rankless: server 0 ended with exit code 3 while workers ran, when it was started again\n" in job.stderr
+    require_nothing_left(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("restarted", "note"),
     [

@@ -84,8 +84,8 @@ class ServerProcesses:
         ]
 
     def list_process_ids(self) -> frozenset[int]:
-        """Return the ids of all processes of the servers."""
-        roots = {each.process.pid for each in self._servers}
+        """Return the ids of all processes of the servers that run."""
+        roots = {each.process.pid for each in self._servers if each.process.returncode is None}
         return frozenset(roots).union(*map(descendants, roots))
 
     def poll(self) -> list[ServerExited | ServerRestarted]:
@@ -117,9 +117,8 @@ class ServerProcesses:
 
     def _take_end(self, server: ServerProcess, code: int) -> ServerExited:
         """Start the server again if that is possible. See Note [servers that die]."""
-        note = ""
         if not server.is_durable or code in (0, CANNOT_GO_ON) or not self._max_restarts:
-            pass
+            note = "" if server.outage is None else ", when it was started again"
         elif not self._restarts_left:
             note = f"; servers have been started again {self._max_restarts} times, as --server-restarts allows"
         else:
