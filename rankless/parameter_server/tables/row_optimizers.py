@@ -1,13 +1,12 @@
 """Optimizers of rows: how many states a row has, and how a step changes rows."""
 
-from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rankless.errors import TableError
-from rankless.parameter_server.tables.contents import TableContents
+from rankless.parameter_server.tables.contents import TableContents, TableState
 from rankless.parameter_server.tables.id_map import IdMap
 from rankless.parameter_server.tables.momentum import MomentumHistory
 from rankless.parameter_server.tables.optimizers import (
@@ -17,6 +16,7 @@ from rankless.parameter_server.tables.optimizers import (
     SparseAdamSettings,
 )
 from rankless.parameter_server.tables.rows import Rows
+from rankless.parameter_server.tables.table_memory import TableMemory
 from rankless.parameter_server.tables.updates import (
     MomentumScalars,
     catch_up_states,
@@ -80,9 +80,9 @@ class MomentumRows:
     states = 1
     initial_state = 0.0
 
-    def __init__(self, caught_up: Numbers, steps: int = 0) -> None:
+    def __init__(self, history: MomentumHistory, steps: int = 0) -> None:
         self.steps = steps
-        self._history = MomentumHistory(caught_up)
+        self.history = history
 
     def accepts(self, settings: OptimizerSettings) -> bool:
         """Return whether settings are SGD's."""
@@ -97,18 +97,18 @@ class MomentumRows:
         self.steps += 1  # PyTorch does not dampen the gradient of the first step
         factor = 1.0 if self.steps == 1 else 1 - settings.dampening
         scalars = MomentumScalars(settings.lr, settings.momentum, factor, settings.nesterov)
-        update_momentum(rows, row_numbers, gradients, self._history.state(), scalars)
-        self._history.add_step(settings.lr, settings.momentum, nesterov=settings.nesterov)
+        update_momentum(rows, row_numbers, gradients, self.history.state(), scalars)
+        self.history.add_step(settings.lr, settings.momentum, nesterov=settings.nesterov)
 
     def catch_up(self, ids: Numbers, id_map: IdMap, rows: Rows, copies: Floats) -> None:
         """Let copies of rows, (ids, dim), or with their states, (ids, width), hold what all steps made of them."""
-        subtract_movements(ids, id_map, rows, self._history.state(), copies)
+        subtract_movements(ids, id_map, rows, self.history.state(), copies)
         if copies.shape[1] > rows.dim:
-            catch_up_states(ids, id_map, self._history.state(), copies[:, rows.dim :])
+            catch_up_states(ids, id_map, self.history.state(), copies[:, rows.dim :])
 
     def mark_caught_up(self, row_numbers: Numbers) -> None:
         """Take rows whose values and buffers hold all steps so far."""
-        self._history.mark_caught_up(row_numbers)
+        self.history.mark_caught_up(row_numbers)
 
 
 class AdagradRows:
@@ -156,25 +156,25 @@ class SparseAdamRows:
         update_sparse_adam(rows, row_numbers, gradients, (rate, beta1, beta2, settings.eps))
 
 
-def make_row_optimizer(settings: OptimizerSettings, reserve_numbers: Callable[[], Numbers]) -> RowOptimizer:
+def make_row_optimizer(settings: OptimizerSettings, memory: TableMemory) -> RowOptimizer:
     """Return the optimizer of settings, before its first step.
 
     Args:
         settings: Settings of a step.
-        reserve_numbers: Returns zeros, int64, one for each possible row.
+        memory: The memory of the rows.
     """
     match settings:
         case SgdSettings(momentum=0):
             return SgdRows()
         case SgdSettings():
-            return MomentumRows(reserve_numbers())
+            return MomentumRows(MomentumHistory(memory))
         case AdagradSettings():
             return AdagradRows(settings.initial_accumulator_value)
         case SparseAdamSettings():
             return SparseAdamRows()
 
 
-def restore_row_optimizer(contents: TableContents, reserve_numbers: Callable[[], Numbers]) -> RowOptimizer | None:
+def restore_row_optimizer(contents: TableContents | TableState, memory: TableMemory) -> RowOptimizer | None:
     """Return the optimizer that stored rows have the states of, if they have been stepped. Raises TableError."""
     match contents.optimizer:
         case "":
@@ -182,7 +182,7 @@ def restore_row_optimizer(contents: TableContents, reserve_numbers: Callable[[],
         case SgdRows.name:
             return SgdRows(contents.optimizer_steps)
         case MomentumRows.name:
-            return MomentumRows(reserve_numbers(), contents.optimizer_steps)
+            return MomentumRows(_make_history(contents, memory), contents.optimizer_steps)
         case AdagradRows.name:
             return AdagradRows(contents.initial_state, contents.optimizer_steps)
         case SparseAdamRows.name:
@@ -194,3 +194,14 @@ def restore_row_optimizer(contents: TableContents, reserve_numbers: Callable[[],
                 found=name,
                 fix="restore the table with the version of Rankless that stored it",
             )
+
+
+def _make_history(contents: TableContents | TableState, memory: TableMemory) -> MomentumHistory:
+    if isinstance(contents, TableContents):
+        return MomentumHistory(memory)
+    return MomentumHistory(
+        memory,
+        steps=contents.history_steps,
+        first_moving=contents.history_first_moving,
+        length=contents.history_length,
+    )
