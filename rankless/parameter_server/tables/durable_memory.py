@@ -12,7 +12,6 @@ import mmap
 import os
 import zlib
 from collections.abc import Collection
-from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray

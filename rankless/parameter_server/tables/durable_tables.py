@@ -1,4 +1,4 @@
-"""Tables that outlive their process; see Note [durable memory] in `durable_memory` and Note [undo log] in `undo_log`."""
+"""Tables that outlive their process: Note [durable memory] in `durable_memory`, Note [undo log] in `undo_log`."""
 
 import struct
 import zlib

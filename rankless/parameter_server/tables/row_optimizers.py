@@ -1,5 +1,6 @@
 """Optimizers of rows: how many states a row has, and how a step changes rows."""
 
+from collections.abc import Iterator
 from typing import Protocol
 
 import numpy as np
@@ -17,6 +18,7 @@ from rankless.parameter_server.tables.optimizers import (
 )
 from rankless.parameter_server.tables.rows import Rows
 from rankless.parameter_server.tables.table_memory import TableMemory
+from rankless.parameter_server.tables.undo_log import remember_elements, remember_rows
 from rankless.parameter_server.tables.updates import (
     MomentumScalars,
     catch_up_states,
@@ -29,6 +31,23 @@ from rankless.parameter_server.tables.updates import (
 
 Floats = NDArray[np.floating]
 Numbers = NDArray[np.int64]
+
+
+PART_BYTES = 512 << 10
+"""Rows that are noted are still in the processor's cache when they are updated."""
+
+
+def noted_parts(rows: Rows, row_numbers: Numbers) -> Iterator[slice]:
+    """Yield the parts of a step, each after its rows have been noted in the log. Without a log it is one part."""
+    count = len(row_numbers)
+    if len(rows.log.words) == 0:
+        yield slice(count)
+        return
+    part_rows = max(256, PART_BYTES // (rows.values.shape[1] * rows.values.itemsize))
+    for first in range(0, count, part_rows):
+        part = slice(first, first + part_rows)
+        remember_rows(rows.log, rows.values, row_numbers[part])
+        yield part
 
 
 class RowOptimizer(Protocol):
@@ -70,7 +89,8 @@ class SgdRows:
     def step(self, rows: Rows, row_numbers: Numbers, gradients: Floats, settings: OptimizerSettings) -> None:
         """Step rows."""
         self.steps += 1
-        update_sgd(rows, row_numbers, gradients, settings.lr)
+        for part in noted_parts(rows, row_numbers):
+            update_sgd(rows, row_numbers[part], gradients[part], settings.lr)
 
 
 class MomentumRows:
@@ -92,12 +112,16 @@ class MomentumRows:
         """Step rows with gradients, and note how far the others move."""
         assert isinstance(settings, SgdSettings)
         if settings.momentum == 0:
-            update_sgd(rows, row_numbers, gradients, settings.lr)
+            for part in noted_parts(rows, row_numbers):
+                update_sgd(rows, row_numbers[part], gradients[part], settings.lr)
             return
         self.steps += 1  # PyTorch does not dampen the gradient of the first step
         factor = 1.0 if self.steps == 1 else 1 - settings.dampening
         scalars = MomentumScalars(settings.lr, settings.momentum, factor, settings.nesterov)
-        update_momentum(rows, row_numbers, gradients, self.history.state(), scalars)
+        state = self.history.state()
+        remember_elements(rows.log, state.caught_up, row_numbers)
+        for part in noted_parts(rows, row_numbers):
+            update_momentum(rows, row_numbers[part], gradients[part], state, scalars)
         self.history.add_step(settings.lr, settings.momentum, nesterov=settings.nesterov)
 
     def catch_up(self, ids: Numbers, id_map: IdMap, rows: Rows, copies: Floats) -> None:
@@ -130,7 +154,8 @@ class AdagradRows:
         assert isinstance(settings, AdagradSettings)
         rate = settings.lr / (1 + self.steps * settings.lr_decay)
         self.steps += 1
-        update_adagrad(rows, row_numbers, gradients, (rate, settings.eps))
+        for part in noted_parts(rows, row_numbers):
+            update_adagrad(rows, row_numbers[part], gradients[part], (rate, settings.eps))
 
 
 class SparseAdamRows:
@@ -153,7 +178,9 @@ class SparseAdamRows:
         self.steps += 1
         beta1, beta2 = settings.betas
         rate = settings.lr * (1 - beta2**self.steps) ** 0.5 / (1 - beta1**self.steps)
-        update_sparse_adam(rows, row_numbers, gradients, (rate, beta1, beta2, settings.eps))
+        scalars = (rate, beta1, beta2, settings.eps)
+        for part in noted_parts(rows, row_numbers):
+            update_sparse_adam(rows, row_numbers[part], gradients[part], scalars)
 
 
 def make_row_optimizer(settings: OptimizerSettings, memory: TableMemory) -> RowOptimizer:

@@ -22,7 +22,7 @@ from rankless.parameter_server.tables.id_map import (
     unpack_occurrences,
 )
 from rankless.parameter_server.tables.initial_values import write_initial_values
-from rankless.parameter_server.tables.undo_log import NO_LOG, UndoLog, remember, remember_word
+from rankless.parameter_server.tables.undo_log import NO_LOG, UndoLog, remember, remember_elements
 
 EVERY_ID, BY_COUNT, BY_HASH = 0, 1, 2
 """Kinds of admission."""
@@ -132,9 +132,9 @@ def admit(
     """
     id_map, rows, policy = tables
     find_rows(ids, id_map, row_numbers)
+    remember_elements(rows.log, rows.used_steps, row_numbers)
     for number in range(ids.shape[0]):
         if row_numbers[number] != NO_ROW:
-            remember_word(rows.log, rows.used_steps, row_numbers[number])
             rows.used_steps[row_numbers[number]] = step
     without_row = np.flatnonzero(row_numbers == NO_ROW)
     for number in without_row[np.argsort(ids[without_row])]:
@@ -181,7 +181,7 @@ def _create_row(row_id: Integer, step: Integer, tables: tuple[IdMap, Rows, RowPo
         return FULL
     if rows.counters[FREE] > 0:  # the transaction may have removed the row before
         remember(rows.log, rows.values[row_number])
-        remember_word(rows.log, rows.used_steps, row_number)
+        remember(rows.log, rows.used_steps[row_number : row_number + 1])
         rows.counters[FREE] -= 1
     else:
         rows.counters[USED] += 1
@@ -214,8 +214,9 @@ def _evict(shard: Integer, step: Integer, id_map: IdMap, rows: Rows) -> bool | n
 
 @compiled
 def _remove_row(shard: Integer, slot: Integer, id_map: IdMap, rows: Rows) -> None:
-    remember_word(rows.log, rows.free, rows.counters[FREE])
-    rows.free[rows.counters[FREE]] = id_map.slots[shard, slot, ENTRY] - 1
+    free = rows.counters[FREE]
+    remember(rows.log, rows.free[free : free + 1])
+    rows.free[free] = id_map.slots[shard, slot, ENTRY] - 1
     rows.counters[FREE] += 1
     rows.shard_rows[shard] -= 1
     clear_slot(id_map, shard, slot)

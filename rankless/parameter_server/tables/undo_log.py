@@ -45,7 +45,7 @@ NO_LOG = UndoLog(np.empty(0, np.int64), 0)
 
 
 @intrinsic
-def _keep_order(_context: Any) -> Any:
+def _keep_order(_context: Any = None) -> Any:
     """Keep the compiler from moving loads and stores across this call."""
 
     def generate(context: Any, builder: Any, _signature: Any, _arguments: Any) -> Any:
@@ -53,15 +53,6 @@ def _keep_order(_context: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(), generate
-
-
-@compiled
-def remember_word(log: UndoLog, array: NDArray[np.int64], index: int | np.int64) -> None:
-    """Log an element of an array, int64, that is about to change."""
-    if log.words.shape[0] > 0:
-        end = log.words[_COUNT] + 1
-        log.words[end] = array[index]
-        _publish(log, end + 1, np.int64(array.ctypes.data) - log.base + index * WORD_BYTES, WORD_BYTES)
 
 
 @compiled
@@ -74,23 +65,65 @@ def remember(log: UndoLog, part: NDArray[Any]) -> None:
         copy = log.words[end : end + words].view(part.dtype)
         for number in range(part.shape[0]):
             copy[number] = part[number]
-        _publish(log, end + words, np.int64(part.ctypes.data) - log.base, size)
+        _end_record(log, end + words, np.int64(part.ctypes.data) - log.base, size)
+        _count_words(log, end + words + 1)
 
 
 @compiled
 def remember_zeros(log: UndoLog, part: NDArray[np.int64], count: int | np.int64) -> None:
-    """Log that the first `count` elements of a part of an array are zeros."""
+    """Log that `count` elements from the beginning of a part of an array are zeros."""
     if log.words.shape[0] > 0:
-        _publish(log, log.words[_COUNT] + 1, np.int64(part.ctypes.data) - log.base, -count * WORD_BYTES)
+        end = log.words[_COUNT] + 1
+        _end_record(log, end, np.int64(part.ctypes.data) - log.base, -count * WORD_BYTES)
+        _count_words(log, end + 1)
 
 
 @compiled
-def _publish(log: UndoLog, end: int | np.int64, position: int | np.int64, size: int | np.int64) -> None:
-    """End a record whose bytes lie before the word `end`."""
+def remember_elements(log: UndoLog, array: NDArray[np.int64], numbers: NDArray[np.int64]) -> None:
+    """Log elements of an array, int64, that are about to change. Negative numbers are left out."""
+    if log.words.shape[0] > 0:
+        end = log.words[_COUNT] + 1
+        start = np.int64(array.ctypes.data) - log.base
+        for number in numbers:
+            if number >= 0:
+                log.words[end] = array[number]
+                _end_record(log, end + 1, start + number * WORD_BYTES, WORD_BYTES)
+                end += 3
+        _count_words(log, end - 1)
+
+
+@compiled
+def remember_rows(log: UndoLog, array: NDArray[Any], numbers: NDArray[np.int64]) -> None:
+    """Log rows of an array of two dimensions that are about to change. Negative numbers are left out."""
+    if log.words.shape[0] > 0:
+        end = log.words[_COUNT] + 1
+        start = np.int64(array.ctypes.data) - log.base
+        size = array.shape[1] * array.itemsize
+        words = (size + WORD_BYTES - 1) // WORD_BYTES
+        copy = log.words[end : end + len(numbers) * (words + 2)].view(array.dtype)
+        record, record_items = 0, (words + 2) * WORD_BYTES // array.itemsize
+        for number in numbers:
+            if number >= 0:
+                for column in range(array.shape[1]):
+                    copy[record + column] = array[number, column]
+                _end_record(log, end + words, start + number * size, size)
+                record += record_items
+                end += words + 2
+        _count_words(log, end - 1)
+
+
+@compiled
+def _end_record(log: UndoLog, end: int | np.int64, position: int | np.int64, size: int | np.int64) -> None:
+    """Write the last two words of a record."""
     log.words[end] = position
     log.words[end + 1] = size
+
+
+@compiled
+def _count_words(log: UndoLog, count: int | np.int64) -> None:
+    """Count the records that have been written."""
     _keep_order()
-    log.words[_COUNT] = end + 1
+    log.words[_COUNT] = count
     _keep_order()
 
 
@@ -105,7 +138,7 @@ def is_sound(log: UndoLog, memory: NDArray[np.uint8]) -> bool | np.bool_:
         if not (0 <= position <= memory.shape[0] and abs(size) <= memory.shape[0] - position):
             return False
         last -= 2 + (max(size, 0) + WORD_BYTES - 1) // WORD_BYTES
-    return last == 0
+    return bool(last == 0)
 
 
 @compiled

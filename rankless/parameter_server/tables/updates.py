@@ -1,7 +1,7 @@
 """Updates of rows by an optimizer, in one pass over each row: the sparse updates of PyTorch's optimizers.
 
 Each function takes the row numbers of one step, without duplicates, and their gradients. Rows with the number `NO_ROW`
-are left out. A row is logged before it changes. Scalars take the type of the rows, as in PyTorch.
+are left out. Scalars take the type of the rows, as in PyTorch.
 """
 
 from typing import NamedTuple
@@ -13,7 +13,6 @@ from rankless.parameter_server.tables.compiled_functions import compiled
 from rankless.parameter_server.tables.id_map import IdMap, find_entry
 from rankless.parameter_server.tables.momentum import MomentumState
 from rankless.parameter_server.tables.rows import Rows
-from rankless.parameter_server.tables.undo_log import remember, remember_word
 
 
 class MomentumScalars(NamedTuple):
@@ -34,7 +33,6 @@ def update_sgd(
     for number in range(row_numbers.shape[0]):
         if row_numbers[number] >= 0:
             row, gradient = rows.values[row_numbers[number]], gradients[number]
-            remember(rows.log, row)
             for column in range(rows.dim):
                 row[column] -= rate * gradient[column]
 
@@ -56,8 +54,6 @@ def update_momentum(
         if row_number < 0:
             continue
         row, gradient = rows.values[row_number], gradients[number]
-        remember(rows.log, row)
-        remember_word(rows.log, state.caught_up, row_number)
         since = state.caught_up[row_number]
         moved, decay = number_type(0), number_type(1)
         if since > 0:
@@ -97,7 +93,6 @@ def update_adagrad(
     for number in range(row_numbers.shape[0]):
         if row_numbers[number] >= 0:
             row, gradient = rows.values[row_numbers[number]], gradients[number]
-            remember(rows.log, row)
             for column in range(rows.dim):
                 square_sum = row[rows.dim + column] + gradient[column] * gradient[column]
                 row[rows.dim + column] = square_sum
@@ -122,7 +117,6 @@ def update_sparse_adam(
     for number in range(row_numbers.shape[0]):
         if row_numbers[number] >= 0:
             row, gradient = rows.values[row_numbers[number]], gradients[number]
-            remember(rows.log, row)
             for column in range(dim):
                 mean, square = row[dim + column], row[2 * dim + column]
                 mean += (gradient[column] - mean) * rest1
