@@ -1,5 +1,6 @@
 """Tables that outlive their process: Note [durable memory] in `durable_memory`, Note [undo log] in `undo_log`."""
 
+import contextlib
 import struct
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -96,14 +97,13 @@ class DurableTables:
                 fix="use fewer tables or shorter names",
             )
         self.begin()
-        try:
+        with contextlib.ExitStack() as undoing:
+            undoing.callback(self.undo)
             table = Table(self._decode_settings(settings), self._memory)
-            self._memory.set_text(text)
-            self._stored = _decode_tables(text)
-            self.tables[name] = table
-        except BaseException:
-            self.undo()
-            raise
+            undoing.pop_all()
+        self._memory.set_text(text)
+        self._stored = _decode_tables(text)
+        self.tables[name] = table
         self.commit()
         return table
 

@@ -33,7 +33,7 @@ class TableMemory:
         self._dim = settings.dim
         self._reserved: dict[str, ReservedMemory] = {}
         self._positions = {} if state is None else dict(state.positions)
-        self.log = NO_LOG
+        self.log: UndoLog = NO_LOG
         self.most_rows, self.most_slots = _sizes_of(settings) if state is None else (state.most_rows, state.most_slots)
         shards = 1 << settings.shard_bits
         self._numbers = self.reserve("numbers", (3 * shards + COUNTERS,), np.int64)
@@ -55,7 +55,7 @@ class TableMemory:
 
     def start_log(self) -> None:
         """Note changes from now on."""
-        self.log: UndoLog = self._memory.log
+        self.log = self._memory.log
         self.id_map, self.rows = self.id_map._replace(log=self.log), self.rows._replace(log=self.log)
 
     def remember_numbers(self) -> None:
