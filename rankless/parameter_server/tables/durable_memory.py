@@ -7,6 +7,7 @@ a commit, or at the start, is given back: so memory that a transaction makes bes
 """
 
 import contextlib
+import fcntl
 import math
 import mmap
 import os
@@ -49,6 +50,7 @@ class DurableMemory:
         Raises:
             TableError: The file is not one of tables, is damaged, or cannot be mapped.
         """
+        _lock(descriptor)
         self._mapping, size = _map(descriptor)
         self._bytes: NDArray[np.uint8] = np.frombuffer(self._mapping, np.uint8)
         words: NDArray[np.int64] = np.frombuffer(self._mapping, np.int64)
@@ -194,6 +196,18 @@ def require_sound(condition: bool | np.bool_, expected: str, found: object) -> N
             found=found,
             fix="end the run and start it again from its last checkpoint; if that recurs, report this to Rankless",
         )
+
+
+def _lock(descriptor: int) -> None:
+    """Keep other processes away until this one ends, or unmaps the file."""
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        raise TableError(
+            expected="tables in memory that no other process uses",
+            found=str(error),
+            fix="wait until the earlier process of the server has ended",
+        ) from None
 
 
 def _map(descriptor: int) -> tuple[mmap.mmap, int]:

@@ -3,7 +3,7 @@
 import contextlib
 import struct
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -96,16 +96,22 @@ class DurableTables:
                 found=f"{len(self._stored) + 1} tables, {len(text):,} bytes",
                 fix="use fewer tables or shorter names",
             )
+        with self.transaction():
+            table = Table(self._decode_settings(settings), self._memory)
+            self._memory.set_text(text)
+            self._stored = _decode_tables(text)
+            self.tables[name] = table
+        return table
+
+    @contextlib.contextmanager
+    def transaction(self, number: int | None = None) -> Iterator[None]:
+        """Commit what a `with` block changes. If it raises an error, undo that instead."""
         self.begin()
         with contextlib.ExitStack() as undoing:
             undoing.callback(self.undo)
-            table = Table(self._decode_settings(settings), self._memory)
+            yield
             undoing.pop_all()
-        self._memory.set_text(text)
-        self._stored = _decode_tables(text)
-        self.tables[name] = table
-        self.commit()
-        return table
+        self.commit(number)
 
     def begin(self) -> None:
         """Begin a transaction. Tables may change within one only."""
