@@ -1,9 +1,9 @@
-"""Options for parameter servers: `--servers`, `--workers` and `--server-mode`."""
+"""Options for parameter servers: `--servers`, `--workers`, `--server-mode` and `--server-restarts`."""
 
 import argparse
 
 from rankless.config.hosts import read_endpoints, require_this_host
-from rankless.config.servers import SERVER_MODES, RequestedServers
+from rankless.config.servers import DEFAULT_SERVER_RESTARTS, SERVER_MODES, RequestedServers
 from rankless.errors import ConfigError
 
 _LIST = "127.0.0.1:6170,127.0.0.1:6171"
@@ -30,6 +30,14 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
         default=SERVER_MODES[0],
         help="When steps reach the tables. sync: one step per global batch, as on one device. Default: sync.",
     )
+    group.add_argument(
+        "--server-restarts",
+        type=int,
+        metavar="N",
+        default=DEFAULT_SERVER_RESTARTS,
+        help="How often to start servers again that die and can go on with their tables, all servers of the run "
+        f"together. 0: the first death ends the run. Default: {DEFAULT_SERVER_RESTARTS}.",
+    )
 
 
 def read_servers(arguments: argparse.Namespace) -> RequestedServers | None:
@@ -45,14 +53,21 @@ def read_servers(arguments: argparse.Namespace) -> RequestedServers | None:
             found=mode,
             fix="omit it; async, geo and bounded: not yet",
         )
+    restarts = arguments.server_restarts
+    if restarts < 0:
+        raise ConfigError(
+            expected="--server-restarts as a number from 0 up", found=restarts, fix="give 0 to start no server again"
+        )
     if text is None:
         return None
     count = _read_count("--servers", text, least=0)
     if count is not None:
-        return RequestedServers(count=count, mode=mode) if count else None
+        return RequestedServers(count=count, mode=mode, max_restarts=restarts) if count else None
     endpoints = read_endpoints("--servers", text, example=_LIST)
     require_this_host("--servers", endpoints)
-    return RequestedServers(count=len(endpoints), endpoints=tuple(map(str, endpoints)), mode=mode)
+    return RequestedServers(
+        count=len(endpoints), endpoints=tuple(map(str, endpoints)), mode=mode, max_restarts=restarts
+    )
 
 
 def read_worker_count(arguments: argparse.Namespace) -> int | None:

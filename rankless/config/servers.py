@@ -11,6 +11,10 @@ import msgspec
 from rankless.errors import ConfigError
 
 SERVER = "RANKLESS_SERVER"
+DEFAULT_SERVER_RESTARTS = 10
+"""How often servers that died are started again, all servers of a run together."""
+CANNOT_GO_ON = 3
+"""The exit code of a server that cannot go on, also in a new process: its memory is damaged, say."""
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
 
 ServerMode = Literal["sync"]
@@ -27,6 +31,8 @@ class RequestedServers(msgspec.Struct, frozen=True, kw_only=True):
     endpoints: tuple[str, ...] = ()
     """HOST:PORT of each server, or HOST for a free port; none for sockets in a private folder of the run."""
     mode: ServerMode = "sync"
+    max_restarts: int = DEFAULT_SERVER_RESTARTS
+    """How often servers that died are started again, all together; 0 for never."""
 
 
 class ServersConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,7 +56,14 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     token: str
     run_id: str
     ready_descriptor: int | None = None
-    """An inherited pipe to which it writes one line, `ready ADDRESS`, once it serves."""
+    """An inherited pipe to which it writes one line once it serves: `ready ADDRESS`, or `ready ADDRESS durable`.
+
+    Durable: another process with the same memory can go on after this one has died.
+    """
+    memory_descriptor: int | None = None
+    """An inherited file in memory, empty at first, that all processes of this server have; None if there is none."""
+    incarnation: int = 0
+    """How many processes of this server were started before this one."""
 
 
 def server_environment(config: ServerConfig) -> dict[str, str]:

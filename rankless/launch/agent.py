@@ -20,9 +20,9 @@ from rankless.launch.rendezvous.leader import RendezvousInterrupted
 from rankless.launch.rendezvous.peers import FollowerPeers, LeaderPeer
 from rankless.launch.servers.processes import ServerProcesses
 from rankless.launch.servers.server_configs import make_server_launches
-from rankless.launch.signals import Interrupts
+from rankless.launch.signals import Interrupts, name_signal
 from rankless.launch.startup_table import WorkerTable
-from rankless.launch.supervisor.failure_attribution import Verdict, name_signal
+from rankless.launch.supervisor.failure_attribution import Verdict
 from rankless.launch.supervisor.fork_server_client import ForkServerClient, InheritedSockets
 from rankless.launch.supervisor.fork_server_pool_client import ForkServerPoolClient
 from rankless.launch.supervisor.shared_files import SharedFiles
@@ -32,7 +32,7 @@ from rankless.launch.terminal_report import RunReport, conclude
 from rankless.launch.watchdog.watchdog import Watchdog, WatchdogConfig, open_status_pages
 from rankless.launch.worker_configs import make_worker_configs
 from rankless.launch.worker_output import SOURCES, Source, WorkerOutputFollower, Write, make_writer
-from rankless.records.events import AnyRecord, FileOpened, Notice, Raised, ScriptFinished
+from rankless.records.events import AnyRecord, FileOpened, Notice, Raised, ScriptFinished, ServerRestarted
 from rankless.records.run_summary import RunSummary
 from rankless.terminal import process_title
 from rankless.terminal.cursor_tracker import CursorTracker, share_terminal
@@ -191,7 +191,10 @@ class HostRun:
         folder = make_run_folder(config, job.start, job.host_index)
         self._pages = pages = open_status_pages(config.worker_count)
         self._workers = make_worker_configs(config, job, folder=folder, pages=pages)
-        self._servers = ServerProcesses(make_server_launches(config, job.start, job.servers, folder=folder))
+        self._servers = ServerProcesses(
+            make_server_launches(config, job.start, job.servers, folder=folder),
+            max_restarts=0 if config.servers is None else config.servers.max_restarts,
+        )
         self.report = RunReport(config, job, folder)
         self._watchdog = Watchdog(
             WatchdogConfig(
@@ -261,7 +264,7 @@ class HostRun:
             outcome = supervisor.run_to_end()
             return outcome, self._show_root_cause(outcome.verdict)
         finally:
-            parent.close(timeout_seconds=1.0)
+            parent.close(timeout_seconds=1.0, spare=self._servers.list_process_ids())
             self._table.show()
             self._terminal.close()
             for _ in range(2):
@@ -273,7 +276,7 @@ class HostRun:
         """See `RunObserver`."""
         self._has_parent_ended = self._parent.poll() is not None
         self._terminal.measure()
-        return [] if self._has_parent_ended else self._servers.take_ended()
+        return [] if self._has_parent_ended else self._servers.poll()
 
     def receive(self, record: AnyRecord) -> None:
         """See `RunObserver`."""
@@ -283,6 +286,8 @@ class HostRun:
             text = self._shared_files.check(record)
         elif isinstance(record, Notice):
             text = record.text
+        elif isinstance(record, ServerRestarted):
+            self._new_notices.append(record.text)  # also if another restart has had the same text
         elif self._profile.withholds_tracebacks and record.rank in self._log_files:
             self._withhold(record)
         if text is not None and text not in self._notices and is_host_0:

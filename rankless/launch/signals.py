@@ -51,5 +51,10 @@ class Interrupts:
             return []
 
 
+def name_signal(number: int) -> str:
+    """Return a signal's name, such as "SIGKILL"."""
+    return signal.Signals(number).name if number in signal.valid_signals() else "unknown"
+
+
 def _ignore(_number: int, _frame: FrameType | None) -> None:
     """Do nothing: Python writes the number to the wakeup descriptor."""

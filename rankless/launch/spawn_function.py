@@ -23,9 +23,9 @@ from rankless.config.environment import spawned_environment
 from rankless.errors import ConfigError, LaunchError
 from rankless.launch.function_pickle import pickle_call
 from rankless.launch.ports import reserve_master_port
+from rankless.launch.signals import name_signal
 from rankless.launch.spawn_output import Show, SpawnOutput
 from rankless.launch.spawn_server_client import ForkedProcess, SpawnServerClient
-from rankless.launch.supervisor.failure_attribution import name_signal
 from rankless.runtime.fork_server_protocol import SpawnedProcess, receive_call, send_call
 from rankless.runtime.subprocess_command import python_command
 

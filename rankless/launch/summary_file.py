@@ -16,7 +16,7 @@ from rankless.config.run_config import RunConfig
 from rankless.launch.job_setup import ReadyJob
 from rankless.launch.supervisor.failure_attribution import Verdict
 from rankless.launch.supervisor.secondary_failure_lines import find_script_line
-from rankless.records.events import AnyRecord, Exited, ScriptFinished
+from rankless.records.events import AnyRecord, Exited, ScriptFinished, ServerExited
 from rankless.records.run_summary import Outcome, RankSummary, RunFailure, RunSummary
 from rankless.records.worker_status import read_page
 from rankless.version import VERSION
@@ -42,6 +42,7 @@ class SummaryFile:
             command_line=config.request.command or tuple(sys.argv),
             workers=job.start.world_size,
             servers=0 if job.servers is None else len(job.servers.addresses),
+            server_restarts=() if job.servers is None else (0,) * len(job.servers.addresses),
             torch=torch_version(),
             python=platform.python_version(),
             log_folder=os.path.abspath(folder),
@@ -51,7 +52,11 @@ class SummaryFile:
         self._write()
 
     def receive(self, record: AnyRecord) -> None:
-        """Take note of the end of a rank."""
+        """Take note of the end of a rank or of a server."""
+        if isinstance(record, ServerExited) and record.is_restarted:
+            counts = list(self.summary.server_restarts)
+            counts[record.server] += 1
+            self.summary = msgspec.structs.replace(self.summary, server_restarts=tuple(counts))
         rank = self._ranks.get(record.rank)
         if rank is None:
             return

@@ -13,8 +13,9 @@ from rankless.launch.profile import WorkerLogFiles, load_profile
 from rankless.launch.rendezvous.leader import RendezvousInterrupted
 from rankless.launch.rendezvous.peers import FollowerPeers, LeaderPeer
 from rankless.launch.servers.processes import ServerProcesses
+from rankless.launch.signals import name_signal
 from rankless.launch.summary_file import SummaryFile
-from rankless.launch.supervisor.failure_attribution import Verdict, name_signal
+from rankless.launch.supervisor.failure_attribution import Verdict
 from rankless.launch.supervisor.secondary_failure_lines import SecondaryFailure
 from rankless.launch.supervisor.supervisor import RunOutcome
 from rankless.launch.supervisor.terminal_text import (

@@ -70,6 +70,18 @@ class ServerExited(Record, frozen=True, tag="server_exited"):
     server: int
     exit_code: int
     """Negative for a signal, as in `subprocess`."""
+    is_restarted: bool = False
+    """Whether the agent has started it again."""
+    note: str = ""
+    """Why it was not started again, to follow "was killed by signal 9 (SIGKILL)"; "" without a reason."""
+
+
+class ServerRestarted(Record, frozen=True, tag="server_restarted"):
+    """A parameter server that has died serves again. The agent makes it; its rank is NO_RANK."""
+
+    server: int
+    text: str
+    """A line for the user, like "server 1 was killed by SIGKILL; started again in 0.2 s"."""
 
 
 class Progress(Record, frozen=True, tag="progress"):
@@ -165,6 +177,7 @@ AnyRecord = (
     | ScriptFinished
     | Exited
     | ServerExited
+    | ServerRestarted
     | Progress
     | Notice
     | FileOpened

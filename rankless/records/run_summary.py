@@ -46,6 +46,8 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     """The number of workers, of all hosts together."""
     servers: int = 0
     """The number of parameter servers."""
+    server_restarts: tuple[int, ...] = ()
+    """How often each server was started again after it had died, in their order."""
     torch: str | None
     """The version of PyTorch; None if it is not installed."""
     python: str

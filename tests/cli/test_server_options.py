@@ -1,4 +1,4 @@
-"""`--servers`, `--workers` and `--server-mode` of `rankless run` and `rankless verify`."""
+"""`--servers`, `--workers`, `--server-mode` and `--server-restarts` of `rankless run` and `rankless verify`."""
 
 import re
 from pathlib import Path
@@ -48,6 +48,14 @@ def test_numbers_and_lists_name_servers_and_workers(options, servers, endpoints,
     assert started[0].worker_count == workers
 
 
+@pytest.mark.parametrize("servers", ["2", "127.0.0.1,127.0.0.1"])
+@pytest.mark.parametrize(("options", "restarts"), [((), 10), (("--server-restarts", "0"), 0)])
+def test_the_number_of_restarts_of_servers_has_a_limit(servers, options, restarts, started: list[RunConfig]):
+    assert main(["run", "--servers", servers, *options, "--devices", "cpu", __file__]) == 0
+    assert started[0].servers is not None
+    assert started[0].servers.max_restarts == restarts
+
+
 @pytest.mark.parametrize(
     ("options", "workers"), [(("--workers", "3"), 3), (("--servers", "0", "--workers", "2"), 2), ((), 1)]
 )
@@ -67,6 +75,7 @@ REFUSED = [
     (("--servers", "1", "--workers", "127.0.0.1,198.51.100.7"), "servers and workers on several hosts: not yet"),
     (("-n", "2", "--workers", "3"), "found:    -n 2 and --workers 3, which is 3"),
     (("--servers", "1", "--server-mode", "async"), "fix:      omit it; async, geo and bounded: not yet"),
+    (("--servers", "1", "--server-restarts", "-1"), "expected: --server-restarts as a number from 0 up"),
     (("--servers", "1", "--workers", "3", "--mesh", "data=2"), "expected: 2 workers, the product of the axes"),
     (("--servers", "1", "--host-rank", "0", "--master", "127.0.0.1", "--host-count", "2"), "workers on 2 hosts"),
 ]

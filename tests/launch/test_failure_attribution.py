@@ -192,8 +192,8 @@ expected: server 1 at ipc:///tmp/run/1 to answer worker 0
 found:    the connection has broken: the server has ended, or cannot be reached any more"""
 
 
-def server_exited(server: int, code: int) -> ServerExited:
-    return ServerExited(rank=NO_RANK, time_ns=0, server=server, exit_code=code)
+def server_exited(server: int, code: int, *, is_restarted: bool = False, note: str = "") -> ServerExited:
+    return ServerExited(rank=NO_RANK, time_ns=0, server=server, exit_code=code, is_restarted=is_restarted, note=note)
 
 
 def test_a_server_that_ends_is_the_root_cause_and_its_workers_are_not() -> None:
@@ -207,6 +207,32 @@ def test_a_server_that_ends_is_the_root_cause_and_its_workers_are_not() -> None:
 
 def test_a_rank_that_failed_before_a_server_is_the_root_cause() -> None:
     assert verdict_on(raised(1), server_exited(0, -9)).root_cause == "rank 1"
+
+
+def test_a_server_that_is_started_again_fails_no_run_by_itself() -> None:
+    restarted = server_exited(1, -9, is_restarted=True)
+    assert attribute_failure([restarted]) is None
+    assert verdict_on(restarted, raised(0)).root_cause == "rank 0"
+    assert verdict_on(restarted, left(0, 4), raised(1, LOST_SERVER)).root_cause == "rank 0"
+    other = server_exited(0, -9, is_restarted=True)
+    for records in ([other, restarted, raised(0, LOST_SERVER)], [raised(0, LOST_SERVER), other, restarted]):
+        verdict = verdict_on(*records)
+        assert (verdict.root_cause, verdict.exit_code) == ("server 1", 137)
+        assert verdict.headline == "was killed by signal 9 (SIGKILL), was started again, and rank 0 could not go on"
+    ended = server_exited(1, 5, is_restarted=True)
+    assert verdict_on(ended, raised(0, LOST_SERVER)).headline.startswith("ended with exit code 5, was started again,")
+    assert verdict_on(restarted, server_exited(1, -6, note=", and did not serve")).headline == (
+        "was killed by signal 6 (SIGABRT), and did not serve"
+    )
+
+
+def test_a_server_that_ends_after_all_workers_have_succeeded_is_no_failure() -> None:
+    started = [Started(rank=rank, time_ns=0, pid=1, log_file="") for rank in range(2)]
+    ends = [exited(0, 0), exited(1, 0)]
+    assert attribute_failure([*started, *ends, server_exited(0, -9)]) is None
+    assert attribute_failure([*started, server_exited(0, -9), *ends]) is None
+    for records in ([*started, ends[0], server_exited(0, -9)], [*started, server_exited(0, -9), ends[0], exited(1, 1)]):
+        assert verdict_on(*records).root_cause == "server 0"
 
 
 def test_a_worker_without_its_server_gets_a_line_that_says_so() -> None:

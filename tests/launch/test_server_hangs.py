@@ -1,5 +1,6 @@
 """Real parameter servers that do not answer: the watchdog names them, and workers that lost one are no root cause."""
 
+import dataclasses
 import importlib
 import os
 import re
@@ -72,6 +73,26 @@ def test_the_monitor_reads_the_state_of_a_servers_process():
     assert [each.doing for each in monitor.list_statuses(2.0)] == ["has ended"]
 
 
+def test_the_monitor_follows_a_server_that_is_started_again():
+    rows = [ServerRow(index=3, process_id=os.getpid(), address="ipc:///run/3", log_file="server3.log")]
+    monitor = ServerMonitor(lambda: rows)
+    monitor.update(0.0)
+    assert (monitor.is_restarting, monitor.seconds_since_restart(5.0)) == (False, float("inf"))
+    rows[0] = dataclasses.replace(rows[0], process_id=os.getppid(), is_restarting=True)
+    for now in (5.0, 7.0):
+        monitor.update(now)
+        assert (monitor.is_restarting, monitor.seconds_since_restart(now)) == (True, 0.0)
+        (status,) = monitor.list_statuses(now)
+        assert (status.doing, status.holds_up) == ("is being started again", False)
+    rows[0] = dataclasses.replace(rows[0], is_restarting=False)
+    monitor.update(8.0)
+    assert (monitor.is_restarting, monitor.seconds_since_restart(8.0)) == (False, 1.0)
+    assert re.fullmatch(r"(computes|is idle) \(\d+ % CPU\)", monitor.list_statuses(8.0)[0].doing)
+    rows[0] = dataclasses.replace(rows[0], process_id=os.getpid())  # between two updates it died and served again
+    monitor.update(9.0)
+    assert monitor.seconds_since_restart(9.0) == 0.0
+
+
 PULLING = """
 import os
 import numpy as np
@@ -137,7 +158,7 @@ def test_the_error_of_a_worker_that_lost_its_server_is_recognized(tmp_path: Path
                 os.kill(servers.list_rows()[0].process_id, signal.SIGKILL)
                 with pytest.raises(ServerError) as error:
                     table.pull(np.arange(3))
-            wait_until(lambda: [each.exit_code for each in servers.take_ended()] == [-signal.SIGKILL])
+            wait_until(lambda: [each.exit_code for each in servers.poll()] == [-signal.SIGKILL])
         finally:
             servers.close()
     text = "".join(traceback.format_exception(error.value))

@@ -16,7 +16,7 @@ def stop(*_):
     print("server", index, "ends", file=sys.stderr, flush=True)
     sys.exit(0)
 
-def serve():
+def serve(durable=""):
     address = config["address"]
     if address.startswith("ipc://"):
         listener = socket.socket(socket.AF_UNIX)
@@ -26,8 +26,18 @@ def serve():
         listener = socket.create_server((host, int(port)))
     listener.listen()
     print("server", index, "serves", file=sys.stderr, flush=True)
-    os.write(config["ready_descriptor"], f"ready {address}\\n".encode())
+    os.write(config["ready_descriptor"], f"ready {address}{durable}\\n".encode())
     return listener
+
+def answer():
+    '''Serve, with a count of the processes of this server that its memory holds.'''
+    count = int(os.pread(config["memory_descriptor"], 20, 0) or 0) + 1
+    os.pwrite(config["memory_descriptor"], str(count).encode(), 0)
+    listener = serve(" durable")
+    while True:
+        connection, _ = listener.accept()
+        with connection:
+            connection.sendall(f"{config['incarnation']} {count} {os.getpid()}".encode())
 
 signal.signal(signal.SIGTERM, stop)
 with open(f"server{index}.pid", "w") as file:
@@ -35,6 +45,45 @@ with open(f"server{index}.pid", "w") as file:
 """
 """The start of a stand-in, in the folder of the run; `serve()` binds its address and writes that it is ready."""
 SERVE = SERVER + "listener = serve()\nwhile True:\n    signal.pause()\n"
+DURABLE = SERVER + "answer()\n"
+"""A stand-in that says that it can go on after its death, and answers each connection with one line."""
+ASK = """
+import json, os, signal, socket, time
+
+servers = json.loads(os.environ["RANKLESS_WORKER_PLAN"])["servers"]
+addresses = [] if servers is None else servers["addresses"]
+
+def connect(address):
+    if address.startswith("ipc://"):
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(address.removeprefix("ipc://"))
+        return connection
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    return socket.create_connection((host, int(port)))
+
+def ask(server, incarnation=0):
+    '''Return the incarnation of a server, the count in its memory, and its process, once it has that incarnation.'''
+    while True:
+        try:
+            with connect(addresses[server]) as connection:
+                found = [int(word) for word in connection.makefile().read().split()]
+            if found and found[0] >= incarnation:
+                return found
+        except OSError:
+            pass
+        time.sleep(0.01)
+
+def kill(server, number=signal.SIGKILL):
+    '''Send a signal to a server, and return the number of its next incarnation.'''
+    incarnation, _, process_id = ask(server)
+    os.kill(process_id, number)
+    return incarnation + 1
+
+def wait_for(name):
+    while not os.path.exists(name):
+        time.sleep(0.01)
+"""
+"""The start of a worker's script that talks to such stand-ins."""
 _SITE = """
 import importlib.util, sys
 

@@ -17,8 +17,8 @@ from rankless.launch.elastic.membership import JobFailure, JobMembership
 from rankless.launch.elastic.stalled_rounds import StalledRoundDetector
 from rankless.launch.log_files import make_run_folder, make_run_id
 from rankless.launch.profile import load_profile
-from rankless.launch.signals import Interrupts
-from rankless.launch.supervisor.failure_attribution import Verdict, attribute_failure, is_secondary_failure, name_signal
+from rankless.launch.signals import Interrupts, name_signal
+from rankless.launch.supervisor.failure_attribution import Verdict, attribute_failure, is_secondary_failure
 from rankless.launch.supervisor.supervisor import (
     INTERRUPT_GRACE_SECONDS,
     KILL_GRACE_SECONDS,

@@ -1,4 +1,8 @@
-"""The processes of a run's servers: it starts them, waits until they serve, notices their ends, and ends them."""
+"""The processes of a run's servers: it starts them, waits until they serve, starts those again that die, and ends them.
+
+Note [servers that die]: only a server that keeps its tables in the memory that its next process inherits is started
+again. The supervisor's loop calls `poll`, which never waits: workers may fail while a server starts.
+"""
 
 import contextlib
 import os
@@ -6,61 +10,38 @@ import selectors
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import msgspec
-
-from rankless.config.environment import WORKER_PLAN
-from rankless.config.servers import ServerConfig, server_environment
+from rankless.config.servers import CANNOT_GO_ON, DEFAULT_SERVER_RESTARTS
 from rankless.errors import LaunchError
 from rankless.launch.rendezvous.leader import RendezvousInterrupted
 from rankless.launch.servers.server_configs import ServerLaunch
+from rankless.launch.servers.server_process import ServerPhase, ServerProcess
 from rankless.launch.signals import Interrupts
-from rankless.records.events import NO_RANK, ServerExited
-from rankless.runtime.process_tree import delayed_interrupts, send_signal
-from rankless.runtime.subprocess_command import module_command
+from rankless.records.events import NO_RANK, ServerExited, ServerRestarted
+from rankless.runtime.process_tree import descendants, send_signal
 
-SERVER_MODULE = "rankless.parameter_server.servers.process"
 START_SECONDS = 60.0
 """How long servers may take until they serve. They take less than a second on an idle host."""
+RESTART_SECONDS = 60.0
+"""The same for a server that is started again."""
 STOP_GRACE_SECONDS = 3.0
 """How long servers may take to end after SIGTERM."""
-MAX_READY_BYTES = 4096
 _LOG_LINES = 10
 _MAX_LOG_BYTES = 4000
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerRow:
-    """What the table at the start shows of one server."""
+    """One server, as the table at the start shows it."""
 
     index: int
     process_id: int
     address: str
     log_file: str
-
-
-@dataclass(kw_only=True)
-class _ServerProcess:
-    launch: ServerLaunch
-    process: subprocess.Popen[bytes]
-    ready: int
-    """The end of the pipe from which its first line is read; it does not block."""
-    received: bytes = b""
-    is_ready: bool = False
-    is_reported: bool = False
-
-    @property
-    def index(self) -> int:
-        return self.launch.config.index
-
-    def read(self) -> bool:
-        """Read what has arrived. Returns False at the end of the pipe."""
-        data = os.read(self.ready, MAX_READY_BYTES)
-        self.received += data
-        self.is_ready = self.received.startswith(b"ready ") and self.received.endswith(b"\n")
-        return bool(data) and len(self.received) < MAX_READY_BYTES
+    is_restarting: bool = False
+    """Whether its process has died and no other one serves yet."""
 
 
 class ServerProcesses:
@@ -68,11 +49,13 @@ class ServerProcesses:
 
     Args:
         launches: The servers.
+        max_restarts: How often servers that died are started again, all together.
     """
 
-    def __init__(self, launches: Sequence[ServerLaunch]) -> None:
+    def __init__(self, launches: Sequence[ServerLaunch], *, max_restarts: int = DEFAULT_SERVER_RESTARTS) -> None:
         self._launches = launches
-        self._servers: list[_ServerProcess] = []
+        self._max_restarts = self._restarts_left = max_restarts
+        self._servers: list[ServerProcess] = []
 
     def start(self, interrupts: Interrupts) -> None:
         """Start all servers, and wait until they serve.
@@ -82,34 +65,39 @@ class ServerProcesses:
         with contextlib.ExitStack() as stack:
             stack.callback(self.close)
             for launch in self._launches:
-                self._servers.append(_start_process(launch))
+                self._servers.append(ServerProcess(launch))
             if self._servers:
                 self._wait_until_ready(interrupts)
             stack.pop_all()
 
     def list_rows(self) -> list[ServerRow]:
-        """Return the rows of the table of servers."""
+        """Return what each server is, at present."""
         return [
             ServerRow(
                 index=each.index,
                 process_id=each.process.pid,
                 address=each.launch.config.address,
                 log_file=os.path.relpath(each.launch.log_file),
+                is_restarting=each.outage is not None and each.phase is not ServerPhase.ENDED,
             )
             for each in self._servers
         ]
 
-    def take_ended(self) -> list[ServerExited]:
-        """Return a record of each server that has ended since the last call."""
-        ended = [each for each in self._servers if not each.is_reported and each.process.poll() is not None]
-        for each in ended:
-            each.is_reported = True
-        return [
-            ServerExited(
-                rank=NO_RANK, time_ns=time.monotonic_ns(), server=each.index, exit_code=each.process.returncode
-            )
-            for each in ended
-        ]
+    def list_process_ids(self) -> frozenset[int]:
+        """Return the ids of all processes of the servers that run."""
+        roots = {each.process.pid for each in self._servers if each.process.returncode is None}
+        return frozenset(roots).union(*map(descendants, roots))
+
+    def poll(self) -> list[ServerExited | ServerRestarted]:
+        """Start servers again that have died, and return what has happened to servers since the last call."""
+        records: list[ServerExited | ServerRestarted | None] = []
+        for each in self._servers:
+            if each.phase is ServerPhase.STARTING:
+                records.append(_check_start(each))
+            code = None if each.phase is ServerPhase.ENDED else each.process.poll()
+            if code is not None:
+                records.append(self._take_end(each, code))
+        return [record for record in records if record is not None]
 
     def close(self) -> None:
         """End all servers: by SIGTERM and, after a grace period, by SIGKILL."""
@@ -120,58 +108,75 @@ class ServerProcesses:
         for process in running:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline - time.monotonic()))
-        for process in running:
-            if process.poll() is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)  # a server leads its own group
-                process.wait()
         for each in self._servers:
-            os.close(each.ready)
+            if each.process.poll() is None:
+                each.kill()
+                each.process.wait()
+            each.close()
         self._servers = []
+
+    def _take_end(self, server: ServerProcess, code: int) -> ServerExited:
+        """Start the server again if that is possible. See Note [servers that die]."""
+        if not server.is_durable or code in (0, CANNOT_GO_ON) or not self._max_restarts:
+            note = "" if server.outage is None else ", when it was started again"
+        elif not self._restarts_left:
+            note = f"; servers have been started again {self._max_restarts} times, as --server-restarts allows"
+        else:
+            try:
+                server.start_again(code)
+            except OSError as error:
+                note = f", and could not be started again: {error}"
+            else:
+                self._restarts_left -= 1
+                return _make_exit_record(server, code, is_restarted=True)
+        server.phase = ServerPhase.ENDED
+        return _make_exit_record(server, code, note=note)
 
     def _wait_until_ready(self, interrupts: Interrupts) -> None:
         deadline = time.monotonic() + START_SECONDS
         with selectors.DefaultSelector() as selector:
             selector.register(interrupts, selectors.EVENT_READ)
             for each in self._servers:
-                selector.register(each.ready, selectors.EVENT_READ, each)
-            while not all(each.is_ready for each in self._servers):
+                selector.register(each.ready_descriptor, selectors.EVENT_READ, each)
+            while not all(each.phase is ServerPhase.SERVING for each in self._servers):
                 for key, _ in selector.select(max(0.0, deadline - time.monotonic())):
                     if key.data is None:
                         _raise_interrupt(interrupts)
-                    elif not (key.data.read() or key.data.is_ready):
+                    elif not key.data.read_ready_line() and key.data.phase is ServerPhase.STARTING:
                         raise _make_start_error(key.data, _describe_end(key.data.process))
-                    elif key.data.is_ready:
+                    elif key.data.phase is ServerPhase.SERVING:
                         selector.unregister(key.fd)
-                waiting = next((each for each in self._servers if not each.is_ready), None)
+                waiting = next((each for each in self._servers if each.phase is ServerPhase.STARTING), None)
                 if waiting is not None and time.monotonic() >= deadline:
                     raise _make_start_error(waiting, f"it has not been ready for {START_SECONDS:g} s")
 
 
-def _start_process(launch: ServerLaunch) -> _ServerProcess:
-    ready, ready_end = os.pipe()
-    os.set_blocking(ready, False)
-    config = msgspec.structs.replace(launch.config, ready_descriptor=ready_end)
-    try:
-        with open(launch.log_file, "wb") as log, delayed_interrupts():
-            process = subprocess.Popen(
-                module_command(SERVER_MODULE),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=_make_environment(config, launch.variables),
-                pass_fds=(ready_end,),
-                start_new_session=True,
-            )
-    finally:
-        os.close(ready_end)
-    return _ServerProcess(launch=launch, process=process, ready=ready)
+def _check_start(server: ServerProcess) -> ServerExited | ServerRestarted | None:
+    """Return what has come of a restart, or None if the server still starts."""
+    server.read_ready_line()
+    assert server.outage is not None
+    if server.phase is ServerPhase.SERVING and server.is_durable:
+        return ServerRestarted(rank=NO_RANK, time_ns=time.monotonic_ns(), server=server.index, text=server.end_outage())
+    if server.phase is ServerPhase.SERVING:
+        note = ", and was started again without its tables"
+    elif time.monotonic() >= server.started_at + RESTART_SECONDS:
+        note = f", and did not serve within {RESTART_SECONDS:g} s after it was started again"
+    else:
+        return None
+    server.kill()
+    server.phase = ServerPhase.ENDED
+    return _make_exit_record(server, server.outage.exit_code, note=note)
 
 
-def _make_environment(config: ServerConfig, variables: Mapping[str, str | None]) -> dict[str, str]:
-    """Return the environment of a server's process, which uses no GPU and is no worker."""
-    merged = {**server_environment(config), **variables, "CUDA_VISIBLE_DEVICES": "", WORKER_PLAN: None}
-    return {name: value for name, value in merged.items() if value is not None}
+def _make_exit_record(server: ServerProcess, code: int, *, is_restarted: bool = False, note: str = "") -> ServerExited:
+    return ServerExited(
+        rank=NO_RANK,
+        time_ns=time.monotonic_ns(),
+        server=server.index,
+        exit_code=code,
+        is_restarted=is_restarted,
+        note=note,
+    )
 
 
 def _raise_interrupt(interrupts: Interrupts) -> None:
@@ -188,7 +193,7 @@ def _describe_end(process: subprocess.Popen[bytes]) -> str:
     return f"it was killed by signal {-code}" if code < 0 else f"it ended with exit code {code} before that"
 
 
-def _make_start_error(server: _ServerProcess, found: str) -> LaunchError:
+def _make_start_error(server: ServerProcess, found: str) -> LaunchError:
     path = server.launch.log_file
     log = _read_end(path)
     return LaunchError(

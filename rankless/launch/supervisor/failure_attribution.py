@@ -9,12 +9,12 @@ run is a root cause too: the agent notices its end itself, before it reads what 
 """
 
 import re
-import signal
 from collections.abc import Callable, Sequence
 from typing import Literal
 
 import msgspec
 
+from rankless.launch.signals import name_signal
 from rankless.launch.watchdog.timed_out_collectives import parse_timeout
 from rankless.records.events import (
     AnyRecord,
@@ -64,6 +64,7 @@ _LOST_SERVER = re.compile(
     r"server \d+ at \S+ to answer worker \d+\n.*the connection has broken|server \d+ has received SIGTERM"
 )
 """The errors of a worker whose parameter server has ended."""
+_WHILE = " while workers ran"
 
 MAX_SHOWN_CHARS = 400
 """Limit for the names that a rank has not submitted. Its error has all of them."""
@@ -100,6 +101,8 @@ def attribute_failure(records: Sequence[AnyRecord], host_of: Callable[[int], int
     `host_of` maps a rank to its host.
     """
     own = [verdict for index in range(len(records)) if (verdict := _find_own_failure(records, index)) is not None]
+    if _have_all_succeeded(records):
+        own = [verdict for verdict in own if verdict.root_cause_server is None]
     if own and own[0].cause == "left":
         # The rank may have caught a lost connection and exited in order. A death by signal is then the root cause:
         # another process reports it, a little later than it happens.
@@ -111,7 +114,8 @@ def attribute_failure(records: Sequence[AnyRecord], host_of: Callable[[int], int
     if not secondary:
         return None
     return (
-        _find_stalled_rank(secondary)
+        _find_restarted_server(records, secondary)
+        or _find_stalled_rank(secondary)
         or _find_early_exit(records, secondary[0], host_of)
         or _find_timeout(records, secondary)
         or Verdict(
@@ -154,7 +158,7 @@ def _find_own_failure(records: Sequence[AnyRecord], index: int) -> Verdict | Non
         earlier = [each for each in records[:index] if each.rank == record.rank]
         return None if any(map(_reports_failure, earlier)) else _attribute_exit(record)
     if isinstance(record, ServerExited):
-        return _attribute_server_exit(record)
+        return None if record.is_restarted else _attribute_server_exit(record)
     if isinstance(record, HangDetected):
         return Verdict(
             root_cause_rank=record.rank,
@@ -202,7 +206,7 @@ def _attribute_exit(record: ScriptFinished | Exited) -> Verdict | None:
 
 def _attribute_server_exit(record: ServerExited) -> Verdict:
     """Return the verdict for a server that has ended before the workers."""
-    headline, code = f"ended with exit code {record.exit_code} while workers ran", record.exit_code
+    headline, code = f"ended with exit code {record.exit_code}{_WHILE}", record.exit_code
     if record.exit_code < 0:
         number = -record.exit_code
         headline, code = f"was killed by signal {number} ({name_signal(number)})", 128 + number
@@ -211,8 +215,33 @@ def _attribute_server_exit(record: ServerExited) -> Verdict:
         root_cause_server=record.server,
         cause="signal" if record.exit_code < 0 else "exit",
         exit_code=code or 1,
-        headline=headline,
+        headline=headline + record.note,
     )
+
+
+def _have_all_succeeded(records: Sequence[AnyRecord]) -> bool:
+    """Whether all workers that have started have ended with exit code 0, so that no server fails them any more."""
+    started = {record.rank for record in records if isinstance(record, Started)}
+    return bool(started) and started <= {
+        record.rank for record in records if isinstance(record, Exited) and record.exit_code == 0
+    }
+
+
+def _find_restarted_server(records: Sequence[AnyRecord], secondary: Sequence[Raised]) -> Verdict | None:
+    """Find a server that was started again, and that a worker has lost all the same."""
+    for record in secondary:
+        server = _find_lost_server(record)
+        ends = [each for each in records if isinstance(each, ServerExited) and each.server == server]
+        if ends:
+            verdict = _attribute_server_exit(ends[-1])
+            more = f", was started again, and rank {record.rank} could not go on"
+            return msgspec.structs.replace(verdict, headline=verdict.headline.removesuffix(_WHILE) + more)
+    return None
+
+
+def _find_lost_server(record: Raised) -> int | None:
+    match = _LOST_SERVER.search(f"{record.traceback}\n{record.message}")
+    return None if match is None else int(match[0].split()[1])
 
 
 def _find_early_exit(records: Sequence[AnyRecord], secondary: Raised, host_of: Callable[[int], int]) -> Verdict | None:
@@ -309,8 +338,3 @@ def first_line(record: Raised | GroupTeardown) -> str:
     """Return an exception's type and the first line of its message."""
     line = (record.message.strip().splitlines() or [""])[0]
     return f"{record.error_type}: {line[:200]}" if line else record.error_type
-
-
-def name_signal(number: int) -> str:
-    """Return a signal's name, such as "SIGKILL"."""
-    return signal.Signals(number).name if number in signal.valid_signals() else "unknown"

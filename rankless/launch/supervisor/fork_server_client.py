@@ -86,8 +86,11 @@ class ForkServerClient:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._process.pid, signal.SIGCONT)
 
-    def close(self, *, timeout_seconds: float) -> None:
-        """End all processes of the run. The fork server ends its workers; after the timeout the agent ends the rest."""
+    def close(self, *, timeout_seconds: float, spare: frozenset[int] = frozenset()) -> None:
+        """End all processes of the run. The fork server ends its workers; after the timeout the agent ends the rest.
+
+        It spares those that were there before the fork server, and those in `spare`.
+        """
         self._control.close()
         deadline = time.monotonic() + timeout_seconds
         while self._process.poll() is None and time.monotonic() < deadline:
@@ -97,7 +100,7 @@ class ForkServerClient:
         if self._process.poll() is None:
             self._process.kill()
             self._process.wait()
-        end_descendants(deadline_seconds=5, spare=self._spared)
+        end_descendants(deadline_seconds=5, spare=self._spared | spare)
         adopt_orphans(False)
         self.records.close()
 

@@ -38,17 +38,40 @@ class ServerMonitor:
     def __init__(self, list_servers: Callable[[], Sequence[ServerRow]]) -> None:
         self._list_servers = list_servers
         self._trackers: dict[int, ActivityTracker] = {}
+        self._restarting: set[int] = set()
+        self._interrupted_at = float("-inf")
 
     def update(self, now: float) -> None:
-        """Read the counters of each server."""
-        for row in self._list_servers():
-            if row.index not in self._trackers:
-                self._trackers[row.index] = ActivityTracker(row.process_id, now)
-            self._trackers[row.index].update(now)
+        """Read the counters of each server's present process."""
+        rows = self._list_servers()
+        self._restarting = {row.index for row in rows if row.is_restarting}
+        for row in rows:
+            tracker = self._trackers.get(row.index)
+            if tracker is None or tracker.process_id != row.process_id:
+                if tracker is not None:
+                    self._interrupted_at = now
+                tracker = self._trackers[row.index] = ActivityTracker(row.process_id, now)
+            tracker.update(now)
+        if self._restarting:
+            self._interrupted_at = now
+
+    @property
+    def is_restarting(self) -> bool:
+        """Whether workers may wait for a server that is being started again."""
+        return bool(self._restarting)
+
+    def seconds_since_restart(self, now: float) -> float:
+        """Return for how long all servers have served: 0 while one is started again, infinity if none ever was."""
+        return now - self._interrupted_at
 
     def list_statuses(self, now: float) -> list[ServerStatus]:
         """Return what each server does; those that hold up the job come first."""
-        found = [_describe(index, tracker, now) for index, tracker in self._trackers.items()]
+        found = [
+            ServerStatus(index=index, doing="is being started again")
+            if index in self._restarting
+            else _describe(index, tracker, now)
+            for index, tracker in self._trackers.items()
+        ]
         return sorted(found, key=lambda status: (not status.holds_up, status.index))
 
 

@@ -123,7 +123,7 @@ class Watchdog:
         stalled = self._stalled_seconds(now)
         if self._is_requested or (stalled >= self._stall_limit and stalled >= self._next_check_at):
             self._start_collecting(now)
-        elif stalled < self._stall_limit:
+        elif stalled < self._stall_limit and not self._servers.is_restarting:
             return list(self._report_recovery())
         return []
 
@@ -143,13 +143,17 @@ class Watchdog:
         return [worker for rank, worker in self._workers.items() if rank not in self._ended]
 
     def _stalled_seconds(self, now: float) -> float:
-        """How long some rank has been idle while no rank made a step."""
+        """How long some rank has been idle while no rank made a step, and while all servers served."""
         stalled = [now - worker.idle_since() for worker in self._live_workers() if not self._is_busy_waiting(worker)]
         busy_waiting = [
             self._step_rate.seconds_since_step(now) for worker in self._live_workers() if self._is_busy_waiting(worker)
         ]
         remote = [where.idle_seconds for where in self._remote_ranks.statuses.values() if where.state == "waits"]
-        return min(self._step_rate.seconds_since_step(now), max([*stalled, *busy_waiting, *remote], default=0.0))
+        return min(
+            self._step_rate.seconds_since_step(now),
+            self._servers.seconds_since_restart(now),
+            max([*stalled, *busy_waiting, *remote], default=0.0),
+        )
 
     def _is_busy_waiting(self, worker: WorkerMonitor) -> bool:
         """Return whether the rank may look busy while it waits, because its CPU polls the GPU.
@@ -171,6 +175,7 @@ class Watchdog:
         self._reported_seconds = 0.0
 
     def _diagnose(self, now: float) -> Iterator[AnyRecord]:
+        self._servers.update(now)
         stall_limit, stalled = self._stall_limit, self._stalled_seconds(now)
         self._next_check_at = self._choose_next_check(stalled)
         local = self._local_statuses(now, gpu_waits=False)
@@ -184,8 +189,7 @@ class Watchdog:
             write_stacks(self._config.stacks_file, self._live_workers())
         elif self._timed_out:
             yield from self._report_missing_ranks(self._all_statuses(local))
-        else:
-            self._servers.update(now)
+        elif not self._servers.is_restarting:
             ranks, servers = self._all_statuses(local), self._servers.list_statuses(now)
             diagnosis = blame_servers(ranks, servers, seconds=stalled) or diagnose(
                 ranks, seconds=stalled, steps=self._step_rate.steps, stall_limit=stall_limit

@@ -6,13 +6,17 @@ import os
 import signal
 import socket
 import sys
+import time
+from collections.abc import Callable
 
 import zmq
 
-from rankless.config.servers import ServerConfig, read_server_config
-from rankless.errors import RanklessError
+from rankless.config.servers import CANNOT_GO_ON, ServerConfig, read_server_config
+from rankless.errors import RanklessError, TableError
 from rankless.parameter_server.servers.addresses import bound
+from rankless.parameter_server.servers.setting_formats import decode_table_settings
 from rankless.parameter_server.servers.table_server import TableServer, configure, log_line
+from rankless.parameter_server.tables.durable_tables import DurableTables
 from rankless.terminal import process_title
 
 _POLL_MILLISECONDS = 1000
@@ -22,7 +26,12 @@ _MOST_LAST_MESSAGES = 4096
 
 
 def serve(config: ServerConfig) -> None:
-    """Serve until SIGTERM, or until the parent process ends. Raises ServerError if the address cannot be used."""
+    """Serve until SIGTERM, or until the parent process ends.
+
+    Raises:
+        ServerError: The address cannot be used.
+        TableError: The memory that outlives this process is damaged, or cannot be mapped.
+    """
     log = functools.partial(log_line, config.index)
     parent = os.getppid()
     with contextlib.ExitStack() as resources:
@@ -38,7 +47,8 @@ def serve(config: ServerConfig) -> None:
         router = resources.enter_context(context.socket(zmq.ROUTER))
         configure(router)
         address = resources.enter_context(bound(router, config.address))
-        server = TableServer(config, router, log)
+        durable = _map_tables(config, log)
+        server = TableServer(config, router, log, durable)
         log(f"serves at {address}, process {os.getpid()}, for {config.worker_count} workers")
         _report_ready(config, address)
         poller = zmq.Poller()
@@ -60,10 +70,23 @@ def serve(config: ServerConfig) -> None:
         _log_statistics(server, config.index)
 
 
+def _map_tables(config: ServerConfig, log: Callable[[str], None]) -> DurableTables | None:
+    if config.memory_descriptor is None:
+        return None
+    start = time.perf_counter()
+    durable = DurableTables(config.memory_descriptor, decode_table_settings)
+    if durable.tables or config.incarnation:
+        log(
+            f"goes on after transaction {durable.committed} with {len(durable.tables)} tables of an earlier process, "
+            f"mapped in {(time.perf_counter() - start) * 1e3:.1f} ms"
+        )
+    return durable
+
+
 def _report_ready(config: ServerConfig, address: str) -> None:
     if config.ready_descriptor is not None:
         with contextlib.suppress(BrokenPipeError), os.fdopen(config.ready_descriptor, "w") as pipe:
-            pipe.write(f"ready {address}\n")
+            pipe.write(f"ready {address}\n" if config.memory_descriptor is None else f"ready {address} durable\n")
 
 
 def _log_statistics(server: TableServer, index: int) -> None:
@@ -80,7 +103,7 @@ def main() -> int:
         serve(config)
     except RanklessError as error:
         print(f"a parameter server cannot run: {error}", file=sys.stderr)
-        return 1
+        return CANNOT_GO_ON if isinstance(error, TableError) else 1
     return 0
 
 

@@ -1,5 +1,6 @@
 """The tables of one server, by name, and the steps of committed transactions on them."""
 
+import contextlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -9,6 +10,8 @@ from rankless.parameter_server.servers.routing import first_shard
 from rankless.parameter_server.servers.setting_formats import decode_optimizer, decode_table_settings
 from rankless.parameter_server.servers.slice_sums import sum_slices
 from rankless.parameter_server.servers.transactions import WorkerChange
+from rankless.parameter_server.tables.contents import TableContents
+from rankless.parameter_server.tables.durable_tables import DurableTables
 from rankless.parameter_server.tables.table import Table
 
 MOST_TABLES = 4096
@@ -16,21 +19,34 @@ MOST_NAME_LENGTH = 1024
 
 
 class OpenTable(NamedTuple):
-    """A table, the JSON of its settings, the worker that opened it first, and its shards on this server."""
+    """A table, the JSON of its settings, the worker that opened it first, and its shards on this server.
+
+    The worker is None if an earlier process of this server has made the table.
+    """
 
     name: str
     table: Table
     settings: bytes
-    worker: int
+    worker: int | None
     shards: tuple[int, int]
 
 
 class ServerTables:
     """The tables of one server."""
 
-    def __init__(self, server_index: int, server_count: int) -> None:
+    def __init__(self, server_index: int, server_count: int, durable: DurableTables | None = None) -> None:
+        """Begin without tables, or with those that an earlier process of this server has left."""
         self._server_index, self._server_count = server_index, server_count
+        self._durable = durable
         self.tables: list[OpenTable] = []
+        if durable is not None:
+            for name, table in durable.tables.items():
+                self._add(name, table, durable.settings[name], None)
+
+    @property
+    def committed(self) -> int:
+        """The last transaction that an earlier process of this server has committed."""
+        return 0 if self._durable is None else self._durable.committed
 
     def open(self, name: str, settings: bytes, worker: int) -> int:
         """Return the number of a table, which is made if it does not exist.
@@ -42,8 +58,7 @@ class ServerTables:
             if opened.name == name:
                 if opened.settings != settings:
                     raise TableError(
-                        expected=f"the table {name!r} with the settings of worker {opened.worker}: "
-                        f"{opened.table.settings}",
+                        expected=f"the table {name!r} with the settings of {_opener(opened)}: {opened.table.settings}",
                         found=f"worker {worker} opens it with {decode_table_settings(settings)}",
                         fix="open a table with the same settings on all workers",
                     )
@@ -54,12 +69,7 @@ class ServerTables:
                 found=f"{len(self.tables) + 1} tables, and a name of {len(name)} characters",
                 fix="use fewer tables or shorter names",
             )
-        decoded = decode_table_settings(settings)
-        shards = tuple(
-            first_shard(index, self._server_count, decoded.shard_bits)
-            for index in (self._server_index, self._server_index + 1)
-        )
-        self.tables.append(OpenTable(name, _make_table(decoded), settings, worker, (shards[0], shards[1])))
+        self._add(name, self._make_table(name, settings), settings, worker)
         return len(self.tables) - 1
 
     def find(self, number: int) -> OpenTable:
@@ -68,21 +78,41 @@ class ServerTables:
             raise MessageRefusedError("an unknown table")
         return self.tables[number]
 
-    def apply(self, changes: Sequence[Sequence[WorkerChange]]) -> None:
+    def apply(self, changes: Sequence[Sequence[WorkerChange]], transaction: int) -> None:
         """Apply a transaction: the changes of each worker, which are the same but for their slices."""
-        for parts in zip(*changes, strict=True):
-            table = self.tables[parts[0].table].table
-            slices = [part.gradient_slice for part in parts if part.gradient_slice is not None]
-            if slices:
-                table.push(*sum_slices(slices), decode_optimizer(parts[0].settings))
-            else:
-                table.reset_states()
+        with self._transaction(transaction):
+            for parts in zip(*changes, strict=True):
+                table = self.tables[parts[0].table].table
+                slices = [part.gradient_slice for part in parts if part.gradient_slice is not None]
+                if slices:
+                    table.push(*sum_slices(slices), decode_optimizer(parts[0].settings))
+                else:
+                    table.reset_states()
+
+    def restore(self, opened: OpenTable, contents: TableContents) -> None:
+        """Let a table take contents. Raises TableError if it cannot, and then nothing has changed."""
+        with self._transaction(None):
+            opened.table.restore(contents)
+
+    def _transaction(self, number: int | None) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._durable is None else self._durable.transaction(number)
+
+    def _add(self, name: str, table: Table, settings: bytes, worker: int | None) -> None:
+        first, last = (
+            first_shard(index, self._server_count, table.settings.shard_bits)
+            for index in (self._server_index, self._server_index + 1)
+        )
+        self.tables.append(OpenTable(name, table, settings, worker, (first, last)))
+
+    def _make_table(self, name: str, settings: bytes) -> Table:
+        decoded = decode_table_settings(settings)
+        try:
+            return Table(decoded) if self._durable is None else self._durable.open(name, settings)
+        except (MemoryError, OverflowError, ValueError, OSError) as error:
+            raise TableError(
+                expected="settings of a table that fits this host", found=f"{decoded}: {error}", fix="use a smaller dim"
+            ) from None
 
 
-def _make_table(settings: object) -> Table:
-    try:
-        return Table(settings)  # type: ignore[arg-type]
-    except (MemoryError, OverflowError, ValueError, OSError) as error:
-        raise TableError(
-            expected="settings of a table that fits this host", found=f"{settings}: {error}", fix="use a smaller dim"
-        ) from None
+def _opener(opened: OpenTable) -> str:
+    return "an earlier process of this server" if opened.worker is None else f"worker {opened.worker}"

@@ -49,9 +49,9 @@ class WorkerRequest(NamedTuple):
 class TableRequests:
     """Does requests, and commits transactions when they are complete."""
 
-    def __init__(self, server_index: int, server_count: int, worker_count: int) -> None:
-        self.tables = ServerTables(server_index, server_count)
-        self.transactions = PendingTransactions(worker_count)
+    def __init__(self, tables: ServerTables, worker_count: int) -> None:
+        self.tables = tables
+        self.transactions = PendingTransactions(worker_count, tables.committed)
         self.failure: RanklessError | None = None
         """Why no transaction can be committed any more."""
         self._actions: Mapping[int, Callable[[WorkerRequest], RequestAnswer]] = {
@@ -115,7 +115,7 @@ class TableRequests:
             changes = self.transactions.take()
             if changes is None:
                 return False
-            self.tables.apply(changes)
+            self.tables.apply(changes, self.transactions.committed)
         except TableError as error:
             self.failure = error
         except Exception as error:
@@ -222,7 +222,7 @@ class TableRequests:
         contents = incoming[request.header.table].finish()
         del incoming[request.header.table]
         check_contents(contents, opened.table.settings.shard_bits, opened.shards)
-        opened.table.restore(contents)
+        self.tables.restore(opened, contents)
         return _done(request, opened)
 
     def _statistics(self, request: WorkerRequest) -> RequestAnswer:

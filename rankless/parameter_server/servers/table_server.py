@@ -29,8 +29,10 @@ from rankless.parameter_server.servers.messages import (
     decode_message,
     make_message,
 )
+from rankless.parameter_server.servers.served_tables import ServerTables
 from rankless.parameter_server.servers.sessions import RequestAnswer, WorkerSession
 from rankless.parameter_server.servers.table_requests import TableRequests, WorkerRequest, failed
+from rankless.parameter_server.tables.durable_tables import DurableTables
 
 _PROOF_BYTES = 32
 _LOG_SECONDS = 5.0
@@ -54,7 +56,14 @@ def configure(socket: "zmq.Socket[bytes]") -> None:
 class TableServer:
     """Serves tables over one ROUTER socket, which gives each connection an identity that no other one can choose."""
 
-    def __init__(self, config: ServerConfig, socket: "zmq.Socket[bytes]", log: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        config: ServerConfig,
+        socket: "zmq.Socket[bytes]",
+        log: Callable[[str], None],
+        durable: DurableTables | None = None,
+    ) -> None:
+        """Serve new tables, or durable ones."""
         self._config = config
         self._socket = socket
         self._log = log
@@ -65,7 +74,8 @@ class TableServer:
         self._by_identity: dict[bytes, WorkerSession] = {}
         self._waiting: list[WorkerRequest] = []
         self._last_logs: dict[str, float] = {}
-        self.requests = TableRequests(config.index, config.server_count, config.worker_count)
+        tables = ServerTables(config.index, config.server_count, durable)
+        self.requests = TableRequests(tables, config.worker_count)
         self.refused: Counter[str] = Counter()
 
     def receive(self) -> bool:

@@ -37,9 +37,10 @@ class WorkerChange(NamedTuple):
 class PendingTransactions:
     """The parts of transactions that have arrived, and which ones are committed."""
 
-    def __init__(self, worker_count: int) -> None:
-        self.committed = 0
-        self.ready = [0] * worker_count
+    def __init__(self, worker_count: int, committed: int = 0) -> None:
+        """Begin after the last transaction that an earlier process of this server has committed."""
+        self.committed = committed
+        self.ready = [committed] * worker_count
         """The last transaction of each worker that it has said to be complete."""
         self._left: set[int] = set()
         self._held_bytes = [0] * worker_count

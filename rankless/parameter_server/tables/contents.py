@@ -1,5 +1,6 @@
 """What a table holds, as arrays that can be stored, and its numbers."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,3 +59,34 @@ class TableStatistics:
     rejected: int
     memory_bytes: int
     largest_shard_rows: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableState:
+    """All of a table but its arrays, and where those are: what another process needs to go on with the same memory.
+
+    Args:
+        step: Number of steps so far.
+        optimizer: Name of the optimizer whose states the rows have. Empty: none yet.
+        optimizer_steps: Number of its steps.
+        initial_state: What the states of a new row hold.
+        width: Elements of a row with its states.
+        most_rows: Rows that there are addresses for.
+        most_slots: Slots of one shard that there are addresses for.
+        history_steps: Number of steps that rows with momentum catch up with.
+        history_first_moving: The first of them since which buffers count.
+        history_length: Elements of the arrays of those steps. 0: there are none.
+        positions: Where the arrays are in the memory, by their names.
+    """
+
+    step: int
+    optimizer: str
+    optimizer_steps: int
+    initial_state: float
+    width: int
+    most_rows: int
+    most_slots: int
+    history_steps: int
+    history_first_moving: int
+    history_length: int
+    positions: Mapping[str, int]

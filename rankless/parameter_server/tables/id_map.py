@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankless.parameter_server.tables.compiled_functions import compiled
+from rankless.parameter_server.tables.undo_log import NO_LOG, UndoLog, remember, remember_zeros
 
 Integer = int | np.int64
 Integers = TypeVar("Integers", int | np.int64, NDArray[np.int64])
@@ -45,12 +46,14 @@ class IdMap(NamedTuple):
         capacities: Number of slots of each shard's map, a power of two, int64.
         occupied: Number of slots in use, int64.
         shard_bits: Binary logarithm of the number of shards.
+        log: Where old slots are noted before they change. The other arrays are the caller's to note.
     """
 
     slots: NDArray[np.int64]
     capacities: NDArray[np.int64]
     occupied: NDArray[np.int64]
     shard_bits: int
+    log: UndoLog = NO_LOG
 
 
 @compiled
@@ -105,8 +108,11 @@ def set_entry(id_map: IdMap, row_id: Integer, entry: Integer) -> Integer:
             if grow_shard(id_map, shard) == FULL:
                 return FULL
             slot = find_slot(id_map, shard, mixed, row_id)
+        remember(id_map.log, id_map.slots[shard, slot])
         id_map.slots[shard, slot, ID] = row_id
         id_map.occupied[shard] += 1
+    else:
+        remember(id_map.log, id_map.slots[shard, slot])
     id_map.slots[shard, slot, ENTRY] = entry
     return 0
 
@@ -117,6 +123,7 @@ def grow_shard(id_map: IdMap, shard: Integer) -> Integer:
     old = id_map.capacities[shard]
     if 4 * old > id_map.slots.shape[1]:
         return FULL
+    remember_zeros(id_map.log, id_map.slots[shard, 2 * old], 4 * old)
     id_map.capacities[shard] = 2 * old
     for source in range(old, 2 * old):
         entry = id_map.slots[shard, source, ENTRY]
@@ -141,10 +148,12 @@ def clear_slot(id_map: IdMap, shard: Integer, slot: Integer) -> None:
     while id_map.slots[shard, capacity + position, ENTRY] != 0:
         first = np.int64(mix(id_map.slots[shard, capacity + position, ID]) & np.uint64(mask))
         if (position - first) & mask >= (position - hole) & mask:
+            remember(id_map.log, id_map.slots[shard, capacity + hole])
             id_map.slots[shard, capacity + hole, ID] = id_map.slots[shard, capacity + position, ID]
             id_map.slots[shard, capacity + hole, ENTRY] = id_map.slots[shard, capacity + position, ENTRY]
             hole = position
         position = (position + 1) & mask
+    remember(id_map.log, id_map.slots[shard, capacity + hole])
     id_map.slots[shard, capacity + hole, ENTRY] = 0
     id_map.occupied[shard] -= 1
 

@@ -11,6 +11,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from rankless.parameter_server.tables.table_memory import TableMemory
+from rankless.parameter_server.tables.undo_log import remember
+
+ARRAYS = ("caught_up", "movements", "decays")
+"""The names of the arrays in a table's memory."""
+FIRST_LENGTH = 1024
 NEGLIGIBLE_DECAY = 1e-40
 """A buffer with this factor no longer changes a row, in float64 either."""
 
@@ -34,34 +40,50 @@ class MomentumState(NamedTuple):
 class MomentumHistory:
     """The movements and decays since each step with momentum, 16 bytes a step."""
 
-    def __init__(self, caught_up: NDArray[np.int64]) -> None:
-        """Begin before the first step. `caught_up` are zeros, int64, of shape (most rows,)."""
-        self._caught_up = caught_up
-        self._movements, self._decays = np.zeros(1024), np.zeros(1024)
-        self._steps = 0
-        self._first_moving = 1
+    def __init__(
+        self, memory: TableMemory, *, steps: int = 0, first_moving: int = 1, length: int = FIRST_LENGTH
+    ) -> None:
+        """Begin before the first step, or go on after `steps` with the arrays of an earlier process."""
+        self._memory = memory
+        self._caught_up = memory.reserve("caught_up", (memory.most_rows,), np.int64)
+        self._movements, self._decays = (memory.reserve(name, (length,), np.float64) for name in ARRAYS[1:])
+        self.steps = steps
+        self.first_moving = first_moving
+
+    @property
+    def length(self) -> int:
+        """For how many steps there is memory."""
+        return len(self._decays)
 
     def state(self) -> MomentumState:
         """Return the arrays, which the next step changes."""
-        return MomentumState(self._movements, self._decays, self._caught_up, self._steps)
+        return MomentumState(self._movements, self._decays, self._caught_up, self.steps)
 
     def mark_caught_up(self, row_numbers: NDArray[np.int64]) -> None:
         """Take rows that hold all steps so far."""
-        if self._steps == 0:  # step 0 stands for rows that have never had a gradient
+        if self.steps == 0:  # step 0 stands for rows that have never had a gradient
             self.add_step(0.0, 0.0, nesterov=False)
-        self._caught_up[row_numbers] = self._steps
+        self._caught_up[row_numbers] = self.steps
 
     def add_step(self, learning_rate: float, momentum: float, *, nesterov: bool) -> None:
         """Let all rows move that have no gradient in this step. Rows with one hold it already."""
-        moving = slice(self._first_moving, self._steps + 1)
+        moving = slice(self.first_moving, self.steps + 1)
         decays = self._decays[moving]
+        if self._memory.is_logged:
+            remember(self._memory.log, decays)
+            remember(self._memory.log, self._movements[moving])
         decays *= momentum
         self._movements[moving] += learning_rate * (momentum * decays if nesterov else decays)
         still = decays >= NEGLIGIBLE_DECAY
-        self._first_moving += int(still.argmax()) if still.any() else len(decays)
-        self._steps += 1
-        if self._steps == len(self._decays):
-            more = np.zeros(self._steps)
-            self._movements = np.concatenate((self._movements, more))
-            self._decays = np.concatenate((self._decays, more))
-        self._movements[self._steps], self._decays[self._steps] = 0.0, 1.0
+        self.first_moving += int(still.argmax()) if still.any() else len(decays)
+        self.steps += 1
+        if self.steps == len(self._decays):
+            self._movements, self._decays = (
+                self._extended(*each) for each in zip(ARRAYS[1:], (self._movements, self._decays), strict=True)
+            )
+        self._movements[self.steps], self._decays[self.steps] = 0.0, 1.0
+
+    def _extended(self, name: str, array: NDArray[np.float64]) -> NDArray[np.float64]:
+        longer: NDArray[np.float64] = self._memory.reserve(name, (2 * len(array),), np.float64)
+        longer[: len(array)] = array
+        return longer

@@ -1,13 +1,13 @@
 """Optimizers of rows: how many states a row has, and how a step changes rows."""
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rankless.errors import TableError
-from rankless.parameter_server.tables.contents import TableContents
+from rankless.parameter_server.tables.contents import TableContents, TableState
 from rankless.parameter_server.tables.id_map import IdMap
 from rankless.parameter_server.tables.momentum import MomentumHistory
 from rankless.parameter_server.tables.optimizers import (
@@ -17,6 +17,8 @@ from rankless.parameter_server.tables.optimizers import (
     SparseAdamSettings,
 )
 from rankless.parameter_server.tables.rows import Rows
+from rankless.parameter_server.tables.table_memory import TableMemory
+from rankless.parameter_server.tables.undo_log import remember_elements, remember_rows
 from rankless.parameter_server.tables.updates import (
     MomentumScalars,
     catch_up_states,
@@ -29,6 +31,23 @@ from rankless.parameter_server.tables.updates import (
 
 Floats = NDArray[np.floating]
 Numbers = NDArray[np.int64]
+
+
+PART_BYTES = 512 << 10
+"""Rows that are noted are still in the processor's cache when they are updated."""
+
+
+def noted_parts(rows: Rows, row_numbers: Numbers) -> Iterator[slice]:
+    """Yield the parts of a step, each after its rows have been noted in the log. Without a log it is one part."""
+    count = len(row_numbers)
+    if len(rows.log.words) == 0:
+        yield slice(count)
+        return
+    part_rows = max(256, PART_BYTES // (rows.values.shape[1] * rows.values.itemsize))
+    for first in range(0, count, part_rows):
+        part = slice(first, first + part_rows)
+        remember_rows(rows.log, rows.values, row_numbers[part])
+        yield part
 
 
 class RowOptimizer(Protocol):
@@ -70,7 +89,8 @@ class SgdRows:
     def step(self, rows: Rows, row_numbers: Numbers, gradients: Floats, settings: OptimizerSettings) -> None:
         """Step rows."""
         self.steps += 1
-        update_sgd(rows, row_numbers, gradients, settings.lr)
+        for part in noted_parts(rows, row_numbers):
+            update_sgd(rows, row_numbers[part], gradients[part], settings.lr)
 
 
 class MomentumRows:
@@ -80,9 +100,9 @@ class MomentumRows:
     states = 1
     initial_state = 0.0
 
-    def __init__(self, caught_up: Numbers, steps: int = 0) -> None:
+    def __init__(self, history: MomentumHistory, steps: int = 0) -> None:
         self.steps = steps
-        self._history = MomentumHistory(caught_up)
+        self.history = history
 
     def accepts(self, settings: OptimizerSettings) -> bool:
         """Return whether settings are SGD's."""
@@ -92,23 +112,27 @@ class MomentumRows:
         """Step rows with gradients, and note how far the others move."""
         assert isinstance(settings, SgdSettings)
         if settings.momentum == 0:
-            update_sgd(rows, row_numbers, gradients, settings.lr)
+            for part in noted_parts(rows, row_numbers):
+                update_sgd(rows, row_numbers[part], gradients[part], settings.lr)
             return
         self.steps += 1  # PyTorch does not dampen the gradient of the first step
         factor = 1.0 if self.steps == 1 else 1 - settings.dampening
         scalars = MomentumScalars(settings.lr, settings.momentum, factor, settings.nesterov)
-        update_momentum(rows, row_numbers, gradients, self._history.state(), scalars)
-        self._history.add_step(settings.lr, settings.momentum, nesterov=settings.nesterov)
+        state = self.history.state()
+        remember_elements(rows.log, state.caught_up, row_numbers)
+        for part in noted_parts(rows, row_numbers):
+            update_momentum(rows, row_numbers[part], gradients[part], state, scalars)
+        self.history.add_step(settings.lr, settings.momentum, nesterov=settings.nesterov)
 
     def catch_up(self, ids: Numbers, id_map: IdMap, rows: Rows, copies: Floats) -> None:
         """Let copies of rows, (ids, dim), or with their states, (ids, width), hold what all steps made of them."""
-        subtract_movements(ids, id_map, rows, self._history.state(), copies)
+        subtract_movements(ids, id_map, rows, self.history.state(), copies)
         if copies.shape[1] > rows.dim:
-            catch_up_states(ids, id_map, self._history.state(), copies[:, rows.dim :])
+            catch_up_states(ids, id_map, self.history.state(), copies[:, rows.dim :])
 
     def mark_caught_up(self, row_numbers: Numbers) -> None:
         """Take rows whose values and buffers hold all steps so far."""
-        self._history.mark_caught_up(row_numbers)
+        self.history.mark_caught_up(row_numbers)
 
 
 class AdagradRows:
@@ -130,7 +154,8 @@ class AdagradRows:
         assert isinstance(settings, AdagradSettings)
         rate = settings.lr / (1 + self.steps * settings.lr_decay)
         self.steps += 1
-        update_adagrad(rows, row_numbers, gradients, (rate, settings.eps))
+        for part in noted_parts(rows, row_numbers):
+            update_adagrad(rows, row_numbers[part], gradients[part], (rate, settings.eps))
 
 
 class SparseAdamRows:
@@ -153,28 +178,30 @@ class SparseAdamRows:
         self.steps += 1
         beta1, beta2 = settings.betas
         rate = settings.lr * (1 - beta2**self.steps) ** 0.5 / (1 - beta1**self.steps)
-        update_sparse_adam(rows, row_numbers, gradients, (rate, beta1, beta2, settings.eps))
+        scalars = (rate, beta1, beta2, settings.eps)
+        for part in noted_parts(rows, row_numbers):
+            update_sparse_adam(rows, row_numbers[part], gradients[part], scalars)
 
 
-def make_row_optimizer(settings: OptimizerSettings, reserve_numbers: Callable[[], Numbers]) -> RowOptimizer:
+def make_row_optimizer(settings: OptimizerSettings, memory: TableMemory) -> RowOptimizer:
     """Return the optimizer of settings, before its first step.
 
     Args:
         settings: Settings of a step.
-        reserve_numbers: Returns zeros, int64, one for each possible row.
+        memory: The memory of the rows.
     """
     match settings:
         case SgdSettings(momentum=0):
             return SgdRows()
         case SgdSettings():
-            return MomentumRows(reserve_numbers())
+            return MomentumRows(MomentumHistory(memory))
         case AdagradSettings():
             return AdagradRows(settings.initial_accumulator_value)
         case SparseAdamSettings():
             return SparseAdamRows()
 
 
-def restore_row_optimizer(contents: TableContents, reserve_numbers: Callable[[], Numbers]) -> RowOptimizer | None:
+def restore_row_optimizer(contents: TableContents | TableState, memory: TableMemory) -> RowOptimizer | None:
     """Return the optimizer that stored rows have the states of, if they have been stepped. Raises TableError."""
     match contents.optimizer:
         case "":
@@ -182,7 +209,7 @@ def restore_row_optimizer(contents: TableContents, reserve_numbers: Callable[[],
         case SgdRows.name:
             return SgdRows(contents.optimizer_steps)
         case MomentumRows.name:
-            return MomentumRows(reserve_numbers(), contents.optimizer_steps)
+            return MomentumRows(_make_history(contents, memory), contents.optimizer_steps)
         case AdagradRows.name:
             return AdagradRows(contents.initial_state, contents.optimizer_steps)
         case SparseAdamRows.name:
@@ -194,3 +221,14 @@ def restore_row_optimizer(contents: TableContents, reserve_numbers: Callable[[],
                 found=name,
                 fix="restore the table with the version of Rankless that stored it",
             )
+
+
+def _make_history(contents: TableContents | TableState, memory: TableMemory) -> MomentumHistory:
+    if isinstance(contents, TableContents):
+        return MomentumHistory(memory)
+    return MomentumHistory(
+        memory,
+        steps=contents.history_steps,
+        first_moving=contents.history_first_moving,
+        length=contents.history_length,
+    )

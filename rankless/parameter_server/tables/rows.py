@@ -22,6 +22,7 @@ from rankless.parameter_server.tables.id_map import (
     unpack_occurrences,
 )
 from rankless.parameter_server.tables.initial_values import write_initial_values
+from rankless.parameter_server.tables.undo_log import NO_LOG, UndoLog, remember, remember_elements
 
 EVERY_ID, BY_COUNT, BY_HASH = 0, 1, 2
 """Kinds of admission."""
@@ -70,6 +71,7 @@ class Rows(NamedTuple):
         counters: See `USED`.
         shard_rows: Number of rows of each shard, int64.
         initial_state: What the optimizer states of a new row hold.
+        log: Where old elements are noted before they change. `counters` and `shard_rows` are the caller's to note.
     """
 
     values: NDArray[np.floating]
@@ -79,6 +81,7 @@ class Rows(NamedTuple):
     counters: NDArray[np.int64]
     shard_rows: NDArray[np.int64]
     initial_state: float
+    log: UndoLog = NO_LOG
 
 
 @compiled
@@ -129,6 +132,7 @@ def admit(
     """
     id_map, rows, policy = tables
     find_rows(ids, id_map, row_numbers)
+    remember_elements(rows.log, rows.used_steps, row_numbers)
     for number in range(ids.shape[0]):
         if row_numbers[number] != NO_ROW:
             rows.used_steps[row_numbers[number]] = step
@@ -175,7 +179,9 @@ def _create_row(row_id: Integer, step: Integer, tables: tuple[IdMap, Rows, RowPo
         return FULL
     if set_entry(id_map, row_id, row_number + 1) == FULL:
         return FULL
-    if rows.counters[FREE] > 0:
+    if rows.counters[FREE] > 0:  # the transaction may have removed the row before
+        remember(rows.log, rows.values[row_number])
+        remember(rows.log, rows.used_steps[row_number : row_number + 1])
         rows.counters[FREE] -= 1
     else:
         rows.counters[USED] += 1
@@ -208,7 +214,9 @@ def _evict(shard: Integer, step: Integer, id_map: IdMap, rows: Rows) -> bool | n
 
 @compiled
 def _remove_row(shard: Integer, slot: Integer, id_map: IdMap, rows: Rows) -> None:
-    rows.free[rows.counters[FREE]] = id_map.slots[shard, slot, ENTRY] - 1
+    free = rows.counters[FREE]
+    remember(rows.log, rows.free[free : free + 1])
+    rows.free[free] = id_map.slots[shard, slot, ENTRY] - 1
     rows.counters[FREE] += 1
     rows.shard_rows[shard] -= 1
     clear_slot(id_map, shard, slot)

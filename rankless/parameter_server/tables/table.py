@@ -6,8 +6,10 @@ import numpy as np
 
 from rankless.errors import TableError
 from rankless.parameter_server.tables import initial_values
-from rankless.parameter_server.tables.contents import TableContents, TableStatistics
+from rankless.parameter_server.tables.contents import TableContents, TableState, TableStatistics
 from rankless.parameter_server.tables.id_map import FULL, list_entries, pack_occurrences, unpack_occurrences
+from rankless.parameter_server.tables.memory import ArrayMemory, ProcessMemory
+from rankless.parameter_server.tables.momentum import ARRAYS as HISTORY_ARRAYS
 from rankless.parameter_server.tables.optimizers import OptimizerSettings, SgdSettings
 from rankless.parameter_server.tables.row_optimizers import (
     Floats,
@@ -48,13 +50,29 @@ class Table:
         0.1...
     """
 
-    def __init__(self, settings: TableSettings) -> None:
-        """Make an empty table. Raises TableError if its memory cannot be reserved."""
+    def __init__(
+        self, settings: TableSettings, memory: ArrayMemory | None = None, state: TableState | None = None
+    ) -> None:
+        """Make an empty table, or go on with one.
+
+        Args:
+            settings: The table's settings.
+            memory: Where its arrays are. None: in memory of this process.
+            state: What an earlier process has left in the memory. None: an empty table.
+
+        Raises:
+            TableError: The table's memory cannot be reserved.
+        """
         self.settings = settings
         self.step = 0
-        self._memory = TableMemory(settings)
         self._policy = _policy_of(settings)
         self._optimizer: RowOptimizer | None = None
+        self._arrays = ProcessMemory() if memory is None else memory
+        if state is not None:
+            self.load(state)
+            return
+        self._memory = TableMemory(settings, self._arrays)
+        self._memory.start_log()
 
     def __reduce__(self) -> tuple[Callable[..., "Table"], tuple[TableSettings, TableContents]]:
         return _rebuild, (self.settings, self.contents())
@@ -90,6 +108,7 @@ class Table:
         assert gradients.dtype == self.settings.dtype
         self._use_optimizer(settings)
         assert self._optimizer is not None
+        self._memory.remember_numbers()
         row_numbers = np.empty(len(ids), np.int64)
         parts = (self._memory.id_map, self._memory.rows, self._policy)
         if admit(ids, occurrences, self.step + 1, parts, row_numbers) == FULL:
@@ -98,7 +117,8 @@ class Table:
         directed = -gradients if settings.maximize else gradients
         self._optimizer.step(self._memory.rows, row_numbers, directed, settings)
         expire(self.step, parts)
-        self._memory.release_grown_shards()
+        if not self._memory.is_logged:
+            self._memory.release_grown_shards()
 
     def reset_states(self) -> None:
         """Forget the optimizer: the next step begins as the first one of its optimizer. Values stay."""
@@ -106,8 +126,11 @@ class Table:
             ids, entries = self._list_entries()
             held = entries > 0
             row_numbers = entries[held] - 1
-            self._memory.rows.values[row_numbers] = self._caught_up_rows(ids[held], row_numbers)
+            values = self._caught_up_rows(ids[held], row_numbers)[:, : self.settings.dim]
             self._memory.set_states(0, 0.0)
+            if isinstance(self._optimizer, MomentumRows):
+                self._memory.rows.values[row_numbers] = values
+            self._memory.drop(*HISTORY_ARRAYS)
             self._optimizer = None
 
     def contents(self) -> TableContents:
@@ -137,8 +160,8 @@ class Table:
         Raises:
             TableError: The contents are of another number of elements or optimizer than this table can hold.
         """
-        memory = TableMemory(self.settings)
-        optimizer = restore_row_optimizer(contents, memory.reserve_numbers)
+        memory = TableMemory(self.settings, self._arrays)
+        optimizer = restore_row_optimizer(contents, memory)
         states = 0 if optimizer is None else optimizer.states
         expected = self.settings.dim * (1 + states)
         if contents.rows.shape != (len(contents.ids), expected):
@@ -157,7 +180,36 @@ class Table:
         memory.rows.used_steps[: len(entries)] = contents.used_steps
         if isinstance(optimizer, MomentumRows):
             optimizer.mark_caught_up(entries - 1)
+        memory.start_log()
         self._memory, self._optimizer, self.step = memory, optimizer, contents.step
+
+    def state(self) -> TableState:
+        """Return what another process needs to go on with the same memory."""
+        history = self._optimizer.history if isinstance(self._optimizer, MomentumRows) else None
+        return TableState(
+            step=self.step,
+            optimizer="" if self._optimizer is None else self._optimizer.name,
+            optimizer_steps=0 if self._optimizer is None else self._optimizer.steps,
+            initial_state=self._memory.rows.initial_state,
+            width=self._memory.rows.values.shape[1],
+            most_rows=self._memory.most_rows,
+            most_slots=self._memory.most_slots,
+            history_steps=0 if history is None else history.steps,
+            history_first_moving=0 if history is None else history.first_moving,
+            history_length=0 if history is None else history.length,
+            positions=self._memory.positions,
+        )
+
+    def load(self, state: TableState) -> None:
+        """Go on with what another process, or an undone transaction, has left in the memory."""
+        self._memory = TableMemory(self.settings, self._arrays, state)
+        self._memory.start_log()
+        self._optimizer = restore_row_optimizer(state, self._memory)
+        self.step = state.step
+
+    def release_memory(self) -> None:
+        """Give back memory that the table has outgrown. A table whose memory has a log needs it after a commit only."""
+        self._memory.release_grown_shards()
 
     def statistics(self) -> TableStatistics:
         """Return the table's numbers."""
@@ -180,7 +232,7 @@ class Table:
         continues = isinstance(self._optimizer, SgdRows) and isinstance(settings, SgdSettings)
         if not continues:
             self.reset_states()
-        self._optimizer = make_row_optimizer(settings, self._memory.reserve_numbers)
+        self._optimizer = make_row_optimizer(settings, self._memory)
         self._memory.set_states(self._optimizer.states, self._optimizer.initial_state)
 
     def _list_entries(self) -> tuple[Numbers, Numbers]:
