@@ -106,6 +106,7 @@ def _state(name: str, subject: Any) -> object:
         raise CheckpointError(
             expected=f"{name} to have state_dict() and load_state_dict()",
             found=f"a {type(subject).__name__} without state_dict",
-            fix=f"pass an object that has them; plain values go into extra={{{name!r}: …}}",
+            fix=f"pass an object that has them, several as arguments of their own: {name}_1=…, {name}_2=…; plain "
+            f"values go into extra={{{name!r}: …}}",
         )
     return subject.state_dict()

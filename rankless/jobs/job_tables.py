@@ -47,6 +47,12 @@ class JobTables:
         gather = functools.partial(all_gather_bytes, mesh=mesh)
         return make(gather, self._world.servers, worker=mesh.rank, worker_count=mesh.size, notify=self._world.notify)
 
+    def require_none(self, doing: str) -> None:
+        """Raise TableError if the job has tables, whose gradients a program would give them once more."""
+        if self._find_tables():
+            found = f"{doing} in job {self._job.name!r}, which has tables"
+            raise self._error("a job without tables", found, "look at the first step that differs, in the table above")
+
     def _find_tables(self) -> list[Any]:
         """Return the tables in the order of the job's models. Without any, their modules are not imported."""
         if self._tables is None:

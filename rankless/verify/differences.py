@@ -245,7 +245,8 @@ def compare_states(
             for a, b in [(_get_summary(first, kind), _get_summary(second, kind))]
             if a is not None and b is not None
         ]
-        largest = max((a.norm for _, a, _ in pairs if math.isfinite(a.norm)), default=0.0)
+        norms = [a.norm for state, a, _ in pairs if state.dtype in RESOLUTION and math.isfinite(a.norm)]
+        largest = max(norms, default=0.0)
         for state, a, b in pairs:
             yield Difference(
                 location=location,
@@ -264,7 +265,8 @@ def compare_states(
 def _compare_final_tensors(
     one: Recording, other: Recording, location: RunPosition, paths: TravelledDistances
 ) -> Iterator[Difference]:
-    largest = max((find_largest(tensor) for tensor in one.tensors.values()), default=0.0)
+    rounded = [one.tensors[final.name] for final in one.described if final.dtype in RESOLUTION]
+    largest = max(map(find_largest, rounded), default=0.0)
     for final in one.described:
         first = one.tensors[final.name]
         yield Difference(

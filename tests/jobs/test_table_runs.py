@@ -177,7 +177,18 @@ def test_verify_finds_gradients_of_rows_that_one_worker_loses(tmp_path, options)
     assert "same training" in done.stdout
 
 
+@pytest.mark.parametrize("ids", ["torch.arange(8) + step", "(torch.arange(8) + step) * 10**17"])
+def test_verify_finds_a_learning_rate_that_depends_on_the_number_of_workers(tmp_path, ids):
+    text = FAULT.replace("TableTraining.add_of_program = forget", "").replace("torch.arange(8) + step", ids)
+    text = text.replace("Adagrad(table.parameters(), 0.1)", "SGD(table.parameters(), 1 + rankless.world_size() / 50)")
+    (tmp_path / "script.py").write_text(text)
+    done = rankless("verify", "-n", "2", "script.py", folder=tmp_path)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "rows" in done.stdout + done.stderr
+    assert "which has tables" in done.stdout + done.stderr
+
+
 def test_a_job_with_tables_is_captured_once(tmp_path):
-    done = train(tmp_path, "-n", "2", body="epoch(12)")
+    done = train(tmp_path, "-n", "2", body="epoch(20)")
     assert read_rows(done)
     assert "captured" not in done.stdout + done.stderr

@@ -1,6 +1,7 @@
 """The recording of one rank for `rankless verify`."""
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,9 @@ from rankless.records.recorded_calls import (
 )
 from rankless.verify.recording.input_digests import InputDigests
 from rankless.verify.recording.tensor_sketch import Sketcher, widen
+
+TABLES = "rankless.parameter_server.embedding"
+"""The module of embeddings by tables, which is imported if the script uses them."""
 
 
 class RunRecorder:
@@ -139,9 +143,12 @@ def _iterate_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield a module's parameters and buffers, tied ones once, and the ids and rows of its tables."""
     yield from module.named_parameters()
     yield from module.named_buffers()
+    tables = sys.modules.get(TABLES)
+    if tables is None:
+        return
     for name, part in module.named_modules():
-        for kind, tensor in part.list_rows().items() if hasattr(part, "list_rows") else ():
-            yield (f"{name}.{kind}" if name else kind), tensor
+        for kind, tensor in part.list_rows().items() if isinstance(part, tables.Embedding) else ():
+            yield (f"{name}.{kind}" if name else kind), nn.Parameter(tensor, requires_grad=False)
 
 
 def _make_leaf(path: str, value: Any) -> Leaf:
