@@ -74,6 +74,7 @@ class TableServer:
         self._by_identity: dict[bytes, WorkerSession] = {}
         self._waiting: list[WorkerRequest] = []
         self._last_logs: dict[str, float] = {}
+        self._is_durable = durable is not None
         tables = ServerTables(config.index, config.server_count, durable)
         self.requests = TableRequests(tables, config.worker_count)
         self.refused: Counter[str] = Counter()
@@ -135,6 +136,7 @@ class TableServer:
             last_sequence=session.last_sequence,
             ready=transactions.ready[session.worker],
             committed=transactions.committed,
+            durable=self._is_durable,
         )
         text = msgspec.json.encode(welcome)
         server_proof = prove(self._config.token, "server", challenges, text + session.number.to_bytes(8, "little"))
