@@ -39,6 +39,16 @@ FAULTS = (
     "in recovery",
     "after recovery",
 )
+CERTAIN_FAULTS = (
+    "before the commit",
+    "after the commit",
+    "in the middle of the states",
+    "when a table is opened",
+    "when the log is written",
+    "in recovery",
+    "after recovery",
+)
+"""Moments that come with every seed."""
 
 
 class KilledProcess(NamedTuple):
@@ -137,7 +147,7 @@ def _set_fault(name: str, count: int) -> None:
     elif name == "in the middle of the states":
         _kill_at_call(durable_tables.zlib, "crc32", 3 * count)
     elif name == "when a table is opened":
-        _kill_at_call(durable_memory.DurableMemory, "set_text", count % 2, after=count % 3 == 0)
+        _kill_at_call(durable_memory.DurableMemory, "set_text", 0, after=count % 2 == 0)
 
 
 def _set_fault_in_memory(name: str, count: int, tables: DurableTables) -> None:
@@ -146,7 +156,14 @@ def _set_fault_in_memory(name: str, count: int, tables: DurableTables) -> None:
     if name == "when the log is written":
         _forbid_writing(log.words, mmap.PAGESIZE * (1 + count))
         return
-    table = list(tables.tables.values())[count % len(tables.tables)]
+    candidates = [
+        each
+        for each in tables.tables.values()
+        if name != "when caught-up steps are written" or hasattr(each._optimizer, "history")
+    ]
+    if not candidates:
+        return
+    table = candidates[count % len(candidates)]
     memory = table._memory
     rows, slots, used = memory.rows, memory.id_map.slots, max(memory.used_rows, 1)
     row = count * 37 % used
@@ -162,12 +179,13 @@ def _set_fault_in_memory(name: str, count: int, tables: DurableTables) -> None:
         _forbid_writing(rows.free, 0)
     elif name == "when counters are written":
         _forbid_writing(rows.counters, 0)
-    elif name == "when caught-up steps are written" and hasattr(table._optimizer, "history"):
+    elif name == "when caught-up steps are written":
         _forbid_writing(table._optimizer.history.state().caught_up, row * 8)
 
 
 def _run(descriptor: int, seed: int, last: int, fault: tuple[str, int] | None) -> None:
     name, count = fault or ("", 0)
+    calls = count % 7
     if name in ("in recovery", "after recovery"):
         after = name == "after recovery"
         if not after and count % 2:  # in the middle of what is undone
@@ -176,7 +194,7 @@ def _run(descriptor: int, seed: int, last: int, fault: tuple[str, int] | None) -
             _kill_at_call(durable_memory, "undo_changes", 0, after=after)
     tables = DurableTables(descriptor, decode_table_settings)
     open_tables(tables, tables.committed)
-    _set_fault(name, count)
+    _set_fault(name, calls)
     if tables.tables:
         _set_fault_in_memory(name, count, tables)
     for transaction in range(tables.committed + 1, last + 1):
