@@ -9,7 +9,7 @@ from rankless.parameter_server.servers.authentication import WorkerHello
 from rankless.parameter_server.servers.messages import Kind, MessageHeader
 from rankless.parameter_server.servers.served_table import ServedTable, WorkerTransaction
 from rankless.parameter_server.servers.server_connection import ConnectionSettings
-from rankless.parameter_server.servers.server_requests import ServerRequests, WaitCallback
+from rankless.parameter_server.servers.server_requests import ServerRequests
 from rankless.parameter_server.servers.setting_formats import encode_table_settings
 from rankless.parameter_server.tables.settings import TableSettings
 
@@ -35,7 +35,6 @@ class ServerClient:
         worker_count: int,
         incarnation: int = 0,
         connect_timeout: float = CONNECT_TIMEOUT_SECONDS,
-        on_wait: WaitCallback | None = None,
         settings: ConnectionSettings | None = None,
     ) -> None:
         """Connect to all servers.
@@ -46,9 +45,7 @@ class ServerClient:
             worker_count: Number of workers.
             incarnation: How often this worker has started before.
             connect_timeout: Seconds in which all servers must answer.
-            on_wait: Called several times a second while the worker waits, with the seconds so far and the index of the
-                server. It may raise.
-            settings: What happens if a connection breaks. None: it is an error.
+            settings: What happens while the worker waits, and if a connection breaks. None: that is an error.
 
         Raises:
             ServerError: A server cannot be reached in time, or does not belong to this run.
@@ -61,7 +58,7 @@ class ServerClient:
             server_index=0,
             server_count=0,
         )
-        self._requests = ServerRequests(config, hello, on_wait, settings or ConnectionSettings())
+        self._requests = ServerRequests(config, hello, settings or ConnectionSettings())
         with contextlib.ExitStack() as if_it_fails:
             if_it_fails.callback(self._requests.close)
             self._requests.connect(connect_timeout)

@@ -40,16 +40,22 @@ class TransferLostError(ServerError):
     """Raised if a server has started again while a worker read or restored contents: it must begin anew."""
 
 
+WaitCallback = Callable[[float, int], None]
+"""Called while a worker waits, with the seconds so far and the index of the server."""
+
+
 class ConnectionSettings(NamedTuple):
-    """What happens if a connection breaks.
+    """What happens while a worker waits, and if a connection breaks.
 
     Args:
         reconnect_seconds: How long a server may be away. 0: its end is an error at once.
         notify: Tells the user that a worker waits for a server, and that it goes on.
+        on_wait: Called several times a second while the worker waits. It may raise.
     """
 
     reconnect_seconds: float = 0.0
     notify: Callable[[str], None] | None = None
+    on_wait: WaitCallback | None = None
 
 
 class ServerAnswer(NamedTuple):

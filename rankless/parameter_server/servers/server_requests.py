@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import zmq
 
@@ -12,8 +12,6 @@ from rankless.parameter_server.servers.authentication import WorkerHello, draw_n
 from rankless.parameter_server.servers.messages import Frame, MessageHeader
 from rankless.parameter_server.servers.server_connection import ConnectionSettings, ServerAnswer, ServerConnection
 
-WaitCallback = Callable[[float, int], None]
-"""Called while a worker waits, with the seconds so far and the index of the server."""
 _SLICE_SECONDS = 0.25
 _LEAVE_SECONDS = 5.0
 
@@ -21,15 +19,9 @@ _LEAVE_SECONDS = 5.0
 class ServerRequests:
     """Connections to all servers of a run."""
 
-    def __init__(
-        self,
-        config: ServersConfig,
-        hello: WorkerHello,
-        on_wait: WaitCallback | None,
-        settings: ConnectionSettings,
-    ) -> None:
+    def __init__(self, config: ServersConfig, hello: WorkerHello, settings: ConnectionSettings) -> None:
         """Begin to connect. `hello` is that to server 0, without the client's random number."""
-        self._on_wait = on_wait
+        self._on_wait = settings.on_wait
         self._failure: RanklessError | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.connections: list[ServerConnection] = []

@@ -3,6 +3,8 @@ import itertools
 import pytest
 from server_processes import ServersOfRun
 
+from rankless.parameter_server.servers.server_connection import ConnectionSettings
+
 
 def give_up(seconds: float, server: int) -> None:
     """End a test in which a worker waits for one that has failed."""
@@ -22,7 +24,8 @@ class SharedServers:
         if key not in self._runs:
             self._runs[key] = ServersOfRun(self._folder, servers, workers)
         incarnation = next(self._numbers)
-        return [self._runs[key].client(worker, incarnation=incarnation, on_wait=give_up) for worker in range(workers)]
+        settings = ConnectionSettings(on_wait=give_up)
+        return [self._runs[key].client(worker, incarnation=incarnation, settings=settings) for worker in range(workers)]
 
     def new_name(self) -> str:
         return f"table {next(self._numbers)}"

@@ -19,6 +19,7 @@ from rankless.config.servers import ServerConfig, ServersConfig, server_environm
 from rankless.errors import ServerError
 from rankless.parameter_server.servers.client import ServerClient
 from rankless.parameter_server.servers.messages import Kind, MessageHeader
+from rankless.parameter_server.servers.server_connection import ConnectionSettings
 from rankless.parameter_server.tables.settings import TableSettings
 
 SETTINGS = TableSettings(dim=2)
@@ -139,7 +140,7 @@ def test_a_client_may_connect_before_its_server_listens(tmp_path):
         if not processes:
             processes.append(ServerProcess(server))
 
-    with ServerClient(config, worker=0, worker_count=1, on_wait=start) as client:
+    with ServerClient(config, worker=0, worker_count=1, settings=ConnectionSettings(on_wait=start)) as client:
         client.open_table("table", SETTINGS).pull(IDS)
     processes[0].close()
 
