@@ -82,8 +82,9 @@ class ReplicatedTable:
         return self._table.statistics()
 
 
-def unpack_gradients(data: bytes, like: NDArray[np.floating]) -> RowGradients:
+def unpack_gradients(data: bytes | bytearray, like: NDArray[np.floating]) -> RowGradients:
     """Return gradients of rows from the bytes of their ids, occurrences and gradients, which have the dim of others."""
+    data = bytearray(data)  # functions would be compiled once more for arrays that cannot be written
     number_bytes, row_bytes = np.dtype(np.int64).itemsize, like.shape[1] * like.itemsize
     count = len(data) // (2 * number_bytes + row_bytes)
     return RowGradients(

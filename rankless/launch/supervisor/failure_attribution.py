@@ -61,7 +61,8 @@ _LOST_CONNECTION = re.compile(
     r"|rank \d+ left a collective because of an exception|rank \d+ found that the calls of the ranks do not match"
 )
 _LOST_SERVER = re.compile(
-    r"server \d+ at \S+ to answer worker \d+\n.*(?:the connection has broken|it has started again)|server \d+ has received SIGTERM"
+    r"server \d+ at \S+ to answer worker \d+\n.*(?:the connection has broken|it has started again)"
+    r"|server \d+ has received SIGTERM"
 )
 """The errors of a worker whose parameter server has ended."""
 _WHILE = " while workers ran"

@@ -8,10 +8,10 @@ from rankless.errors import TableError
 from rankless.parameter_server.servers.messages import MessageRefusedError
 from rankless.parameter_server.servers.routing import first_shard
 from rankless.parameter_server.servers.setting_formats import decode_optimizer, decode_table_settings
-from rankless.parameter_server.servers.slice_sums import sum_slices
 from rankless.parameter_server.servers.transactions import WorkerChange
 from rankless.parameter_server.tables.contents import TableContents
 from rankless.parameter_server.tables.durable_tables import DurableTables
+from rankless.parameter_server.tables.row_gradients import sum_gradients
 from rankless.parameter_server.tables.table import Table
 
 MOST_TABLES = 4096
@@ -85,7 +85,9 @@ class ServerTables:
                 table = self.tables[parts[0].table].table
                 slices = [part.gradient_slice for part in parts if part.gradient_slice is not None]
                 if slices:
-                    table.push(*sum_slices(slices), decode_optimizer(parts[0].settings))
+                    total = sum_gradients(slices)
+                    settings = decode_optimizer(parts[0].settings)
+                    table.push(total.ids, total.occurrences, total.gradients, settings)
                 else:
                     table.reset_states()
 

@@ -27,8 +27,8 @@ from rankless.parameter_server.servers.routing import are_ids_of_shards
 from rankless.parameter_server.servers.served_tables import OpenTable, ServerTables
 from rankless.parameter_server.servers.sessions import RequestAnswer, WorkerSession
 from rankless.parameter_server.servers.setting_formats import decode_optimizer
-from rankless.parameter_server.servers.slice_sums import GradientSlice
 from rankless.parameter_server.servers.transactions import MOST_AHEAD, PendingTransactions, WorkerChange
+from rankless.parameter_server.tables.row_gradients import RowGradients
 
 _MOST_OCCURRENCES = 1 << 32
 """Of one id in one slice, so that sums over workers do not overflow."""
@@ -143,7 +143,7 @@ class TableRequests:
             raise MessageRefusedError("occurrences out of range")
         text = bytes(frames[0])
         what = f"push to the table {opened.name!r} with {decode_optimizer(text)}"
-        change = WorkerChange(header.table, what, text, GradientSlice(ids, occurrences, gradients))
+        change = WorkerChange(header.table, what, text, RowGradients(ids, occurrences, gradients))
         return self._add(request, change)
 
     def _reset(self, request: WorkerRequest) -> RequestAnswer:

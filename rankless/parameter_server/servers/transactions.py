@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from rankless.errors import TableError
 from rankless.parameter_server.servers.messages import MessageRefusedError
-from rankless.parameter_server.servers.slice_sums import GradientSlice
+from rankless.parameter_server.tables.row_gradients import RowGradients, count_bytes
 
 MOST_AHEAD = 8
 """How many transactions a worker may be ahead of the last one that is committed."""
@@ -31,7 +31,7 @@ class WorkerChange(NamedTuple):
     table: int
     text: str
     settings: bytes
-    gradient_slice: GradientSlice | None
+    gradient_slice: RowGradients | None
 
 
 class PendingTransactions:
@@ -55,7 +55,7 @@ class PendingTransactions:
         """
         if transaction != self.ready[worker] + 1:
             raise MessageRefusedError("a change of another transaction than the worker's next one")
-        size = 0 if change.gradient_slice is None else sum(array.nbytes for array in change.gradient_slice)
+        size = 0 if change.gradient_slice is None else count_bytes(change.gradient_slice)
         if self._held_bytes[worker] + size > MOST_HELD_BYTES:
             raise TableError(
                 expected=f"pushes of at most {MOST_HELD_BYTES:,} bytes to one server that wait for other workers",
@@ -119,7 +119,7 @@ class PendingTransactions:
 
 
 def _size_of(change: WorkerChange) -> int:
-    return 0 if change.gradient_slice is None else sum(array.nbytes for array in change.gradient_slice)
+    return 0 if change.gradient_slice is None else count_bytes(change.gradient_slice)
 
 
 def _require_equal(transaction: int, changes: dict[int, WorkerChange]) -> None:
