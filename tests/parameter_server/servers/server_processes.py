@@ -28,13 +28,17 @@ class ServerProcess:
             environment = server_environment(config) | {"PYTHONPATH": str(ROOT)}
             self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115  # it lives as long as the process
             self.process = subprocess.Popen(
-                [sys.executable, "-m", PROGRAM], env=environment, pass_fds=[writing], stderr=self.log
+                [sys.executable, "-m", PROGRAM],
+                env=environment,
+                pass_fds=[writing, *([] if config.memory_descriptor is None else [config.memory_descriptor])],
+                stderr=self.log,
             )
         finally:
             os.close(writing)
         with os.fdopen(reading) as pipe:
             line = pipe.readline()
-        self.address = line.removeprefix("ready ").strip()
+        self.is_durable = line.endswith(" durable\n")
+        self.address = line.removeprefix("ready ").strip().removesuffix(" durable")
 
     def text(self) -> str:
         self.log.seek(0)

@@ -83,7 +83,6 @@ def test_tables_survive_a_kill_at_every_kind_of_moment(descriptor, forker, seed)
         hits[fault] += ended.signal in (signal.SIGKILL, signal.SIGSEGV)
         hits["after changes"] += ended.changed > 0
         done = compare(descriptor, expected, last)
-    print(seed, [fault for fault in FAULTS if not hits[fault]], hits["after changes"])
     assert hits["after changes"] >= 4
     assert all(hits[fault] for fault in CERTAIN_FAULTS)
 

@@ -1,0 +1,137 @@
+"""Servers whose tables are in memory that another process holds: a new process of a killed server goes on with them."""
+
+import os
+import signal
+
+import numpy as np
+import pytest
+from served_training import OPTIMIZERS
+from server_processes import ServerProcess
+
+from rankless.config.servers import CANNOT_GO_ON, ServerConfig, ServersConfig
+from rankless.errors import TableError
+from rankless.parameter_server.servers.client import ServerClient
+from rankless.parameter_server.tables.settings import TableSettings
+from rankless.parameter_server.tables.table import Table
+
+SETTINGS = {"a": TableSettings(dim=3, expire_after_steps=3), "b": TableSettings(dim=2, dtype="float64")}
+
+
+class RestartedServer:
+    """One server and its processes, one after the other."""
+
+    def __init__(self, folder, descriptor: int, workers: int = 1) -> None:
+        self._address = f"ipc://{folder}/server"
+        self._descriptor = descriptor
+        self._workers = workers
+        self.incarnation = -1
+        self.process: ServerProcess | None = None
+
+    def start(self) -> ServerProcess:
+        self.incarnation += 1
+        config = ServerConfig(
+            index=0,
+            server_count=1,
+            worker_count=self._workers,
+            address=self._address,
+            token="secret",
+            run_id="run",
+            memory_descriptor=self._descriptor,
+            incarnation=self.incarnation,
+        )
+        self.process = ServerProcess(config)
+        return self.process
+
+    def kill(self) -> None:
+        os.kill(self.process.process.pid, signal.SIGKILL)
+        self.process.process.wait(30)
+
+    def client(self, worker: int = 0) -> ServerClient:
+        config = ServersConfig(addresses=(self.process.address,), token="secret")
+        return ServerClient(config, worker=worker, worker_count=self._workers, incarnation=self.incarnation)
+
+
+@pytest.fixture
+def server(tmp_path):
+    descriptor = os.memfd_create("tables")
+    server = RestartedServer(tmp_path, descriptor)
+    yield server
+    server.process.close()
+    os.close(descriptor)
+
+
+def push(tables, step: int) -> None:
+    generator = np.random.default_rng(step)
+    for name, table in tables.items():
+        ids = np.unique(generator.integers(0, 500, 100))
+        gradients = generator.standard_normal((len(ids), SETTINGS[name].dim)).astype(SETTINGS[name].dtype)
+        optimizer = list(OPTIMIZERS.values())[step % len(OPTIMIZERS)]
+        table.push(ids, np.ones(len(ids), np.int64), gradients, optimizer)
+
+
+def pulled(tables) -> list[bytes]:
+    return [table.pull(np.arange(600)).tobytes() for table in tables.values()]
+
+
+def test_a_killed_server_goes_on_with_its_tables(server):
+    expected = {name: Table(settings) for name, settings in SETTINGS.items()}
+    step = 0
+    for _ in range(4):
+        assert server.start().is_durable
+        client = server.client()
+        tables = {name: client.open_table(name, settings) for name, settings in SETTINGS.items()}
+        assert [table.step for table in tables.values()] == [table.step for table in expected.values()]
+        assert pulled(tables) == pulled(expected)
+        for _ in range(5):
+            step += 1
+            push(tables, step)
+            client.commit()
+            push(expected, step)
+        assert pulled(tables) == pulled(expected)
+        push(tables, 1000)  # which is never committed
+        server.kill()
+    server.start()
+    assert "goes on after transaction 20 with 2 tables" in server.process.text()
+
+
+def test_restored_contents_outlive_a_server(server):
+    expected = {name: Table(settings) for name, settings in SETTINGS.items()}
+    for step in range(1, 4):
+        push(expected, step)
+    server.start()
+    client = server.client()
+    for name, settings in SETTINGS.items():
+        client.open_table(name, settings).restore(expected[name].contents())
+    server.kill()
+    server.start()
+    client = server.client()
+    tables = {name: client.open_table(name, settings) for name, settings in SETTINGS.items()}
+    assert pulled(tables) == pulled(expected)
+
+
+def test_a_table_of_an_earlier_process_keeps_its_settings(server):
+    server.start()
+    server.client().open_table("a", SETTINGS["a"])
+    server.kill()
+    server.start()
+    with pytest.raises(TableError, match="an earlier process of this server"):
+        server.client().open_table("a", SETTINGS["b"])
+
+
+def test_a_server_with_damaged_memory_says_that_it_cannot_go_on(server):
+    server.start()
+    server.client().open_table("a", SETTINGS["a"])
+    server.kill()
+    os.pwrite(server._descriptor, b"x" * 8, 0)
+    process = server.start()
+    assert process.process.wait(30) == CANNOT_GO_ON
+    assert "fix:" in process.text()
+
+
+def test_a_server_without_durable_memory_says_so(tmp_path):
+    config = ServerConfig(
+        index=0, server_count=1, worker_count=1, address=f"ipc://{tmp_path}/s", token="secret", run_id="run"
+    )
+    process = ServerProcess(config)
+    assert not process.is_durable
+    process.close()
