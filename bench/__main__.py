@@ -30,6 +30,7 @@ MODULES = {
     "host_collectives": "host_collectives",
     "hang_watch": "hang_watch",
     "tables": "tables",
+    "table_servers": "table_servers",
     "horovod": "horovod",
     "horovod_hosts": "horovod_hosts",
 }

@@ -1,21 +1,24 @@
 """Measures pulls and pushes of a worker at a table server, and at a bare socket server with the same table, in turns.
 
 The bare server speaks over a Unix or TCP socket, without authentication, numbers, transactions or several workers. Both
-run in processes of their own. A push of ours includes the commit. Prints the ratio of speeds, ours / bare.
+run in processes of their own. A push of ours includes the commit. Writes the seconds of ours and bare to the files
+PULL.json and PUSH.json of the working folder. With --durable, our server keeps its tables in memory that outlives it, as
+in a run.
 """
 
 import argparse
 import contextlib
+import json
 import os
 import secrets
 import socket
-import statistics
 import struct
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 
@@ -27,7 +30,7 @@ from rankless.parameter_server.tables.optimizers import SgdSettings
 from rankless.parameter_server.tables.settings import TableSettings
 from rankless.parameter_server.tables.table import Table
 
-SIZES = ((4096, 16), (65536, 64))
+SIZE = (4096, 16)
 ROWS = 400_000
 PAIRS = 9
 HEADER = struct.Struct("<BQ")
@@ -97,17 +100,26 @@ def bare_server(folder: str, dim: int, *, tcp: bool) -> Iterator[BareTable]:
 
 
 @contextlib.contextmanager
-def table_server(folder: str, *, tcp: bool) -> Iterator[ServerClient]:
+def table_server(folder: str, *, tcp: bool, durable: bool) -> Iterator[ServerClient]:
     reading, writing = os.pipe()
+    memory = os.memfd_create("tables") if durable else None
+    passed = [writing] if memory is None else [writing, memory]
     address, token = "tcp://127.0.0.1:0" if tcp else f"ipc://{folder}/server", secrets.token_hex()
     config = ServerConfig(
-        index=0, server_count=1, worker_count=1, address=address, token=token, run_id="bench", ready_descriptor=writing
+        index=0,
+        server_count=1,
+        worker_count=1,
+        address=address,
+        token=token,
+        run_id="bench",
+        ready_descriptor=writing,
+        memory_descriptor=memory,
     )
     command = [sys.executable, "-m", "rankless.parameter_server.servers.process"]
-    process = subprocess.Popen(command, env=server_environment(config), pass_fds=[writing], stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(command, env=server_environment(config), pass_fds=passed, stderr=subprocess.DEVNULL)
     os.close(writing)
     with os.fdopen(reading) as pipe:
-        address = pipe.readline().removeprefix("ready ").strip()
+        address = pipe.readline().split()[1]
     with ServerClient(ServersConfig(addresses=(address,), token=token), worker=0, worker_count=1) as client:
         yield client
     process.terminate()
@@ -122,12 +134,12 @@ def seconds_per_call(call: Callable[[], object], finish: Callable[[], object], c
     return (time.perf_counter() - start) / calls
 
 
-def measure_size(ids_count: int, dim: int, *, tcp: bool) -> None:
+def measure_size(ids_count: int, dim: int, *, tcp: bool, durable: bool) -> None:
     generator = np.random.default_rng(0)
     with (
         tempfile.TemporaryDirectory() as folder,
         bare_server(folder, dim, tcp=tcp) as bare,
-        table_server(folder, tcp=tcp) as client,
+        table_server(folder, tcp=tcp, durable=durable) as client,
     ):
         table = client.open_table("bench", TableSettings(dim=dim))
         for ids in np.arange(ROWS).reshape(8, -1):  # so that all rows exist
@@ -159,19 +171,15 @@ def measure_size(ids_count: int, dim: int, *, tcp: bool) -> None:
                 lambda theirs=theirs: seconds_per_call(theirs, lambda: bare.pull(one), count),
                 pairs=PAIRS,
             )
-            ratio = statistics.median(bare_seconds / our_seconds for our_seconds, bare_seconds in times)
-            ours_ms, bare_ms = (1000 * statistics.median(column) for column in zip(*times, strict=True))
-            kind = "tcp" if tcp else "unix"
-            print(
-                f"{part} {ids_count}x{dim} {kind}: ours {ours_ms:.2f} ms, bare {bare_ms:.2f} ms, {ratio:.2f} x",
-                flush=True,
-            )
+            Path(f"{part}.json").write_text(json.dumps(times))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--serve", nargs=2, type=int, metavar=("DESCRIPTOR", "DIM"), help="be the bare server")
+    parser.add_argument("--size", nargs=2, type=int, default=SIZE, metavar=("IDS", "DIM"))
     parser.add_argument("--tcp", action="store_true")
+    parser.add_argument("--durable", action="store_true")
     arguments = parser.parse_args()
     if arguments.serve:
         with socket.socket(fileno=arguments.serve[0]) as listener:
@@ -179,8 +187,7 @@ def main() -> None:
             with connection:
                 serve_bare(connection, arguments.serve[1])
         return
-    for ids_count, dim in SIZES:
-        measure_size(ids_count, dim, tcp=arguments.tcp)
+    measure_size(*arguments.size, tcp=arguments.tcp, durable=arguments.durable)
 
 
 if __name__ == "__main__":
