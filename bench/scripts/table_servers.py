@@ -2,8 +2,8 @@
 
 The bare server speaks over a Unix or TCP socket, without authentication, numbers, transactions or several workers. Both
 run in processes of their own. A push of ours includes the commit. Writes the seconds of ours and bare to the files
-PULL.json and PUSH.json of the working folder. With --durable, our server keeps its tables in memory that outlives it, as
-in a run.
+pull.json and push.json of the working folder. With --durable, our server keeps its tables in memory that outlives it,
+as in a run.
 """
 
 import argparse

@@ -26,6 +26,9 @@ _TRAININGS: "weakref.WeakSet[TableTraining]" = weakref.WeakSet()
 @functools.cache
 def _register_hooks() -> None:
     """Let every optimizer's step reach all tables, once per process."""
+    checks = torch.sparse.check_sparse_tensor_invariants
+    if not checks.is_enabled():
+        checks.disable()  # as they are: said explicitly, Adagrad's own sparse tensors give no warning
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
 
