@@ -1,8 +1,10 @@
 """The tables of one server, by name, and the steps of committed transactions on them."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
+
+import msgspec
 
 from rankless.errors import TableError
 from rankless.parameter_server.servers.messages import MessageRefusedError
@@ -47,6 +49,19 @@ class ServerTables:
     def committed(self) -> int:
         """The last transaction that an earlier process of this server has committed."""
         return 0 if self._durable is None else self._durable.committed
+
+    @property
+    def left(self) -> dict[int, int]:
+        """The workers that have left, each with its last transaction, as kept for a later process."""
+        return (
+            msgspec.json.decode(self._durable.note, type=dict[int, int]) if self._durable and self._durable.note else {}
+        )
+
+    def keep_left(self, left: Mapping[int, int]) -> None:
+        """Keep which workers have left for a later process of this server."""
+        if self._durable is not None and left != self.left:
+            with self._durable.transaction():
+                self._durable.set_note(msgspec.json.encode(left).decode())
 
     def open(self, name: str, settings: bytes, worker: int) -> int:
         """Return the number of a table, which is made if it does not exist.

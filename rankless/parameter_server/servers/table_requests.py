@@ -51,9 +51,13 @@ class TableRequests:
 
     def __init__(self, tables: ServerTables, worker_count: int) -> None:
         self.tables = tables
-        self.transactions = PendingTransactions(worker_count, tables.committed)
+        self.transactions = PendingTransactions(worker_count, tables.committed, tables.left)
         self.failure: RanklessError | None = None
         """Why no transaction can be committed any more."""
+        try:
+            self.transactions.require_parts()
+        except TableError as error:
+            self.failure = error
         self._actions: Mapping[int, Callable[[WorkerRequest], RequestAnswer]] = {
             Kind.OPEN: self._open,
             Kind.PUSH: self._push,
@@ -68,6 +72,11 @@ class TableRequests:
             Kind.STATISTICS: self._statistics,
             Kind.LEAVE: self._leave,
         }
+
+    def begin_incarnation(self, worker: int) -> None:
+        """Forget what a worker has begun, as it has started anew."""
+        self.transactions.begin_incarnation(worker)
+        self.tables.keep_left(self.transactions.left)
 
     def must_wait(self, header: MessageHeader) -> bool:
         """Return whether other workers must commit before a request can be done."""
@@ -233,6 +242,7 @@ class TableRequests:
     def _leave(self, request: WorkerRequest) -> RequestAnswer:
         _frames(request, 0)
         self.transactions.leave(request.session.worker)
+        self.tables.keep_left(self.transactions.left)
         return _done(request)
 
 

@@ -186,7 +186,7 @@ class TableServer:
         self._sessions[hello.worker] = session
         self._by_identity[identity] = session
         self._waiting = [request for request in self._waiting if request.session.worker != hello.worker]
-        self.requests.transactions.begin_incarnation(hello.worker)
+        self.requests.begin_incarnation(hello.worker)
         self._commit()
         return session
 

@@ -66,8 +66,9 @@ class DurableMemory:
             self._header[_VERSION_WORD] = _VERSION
             self._header[_MAGIC_WORD] = _MAGIC
         self._check_header()
-        require_sound(is_sound(self.log, self._bytes), "an undo log of changes of this memory", "a damaged log")
-        self.undo()
+        if self.is_open:  # otherwise the functions need not be loaded
+            require_sound(is_sound(self.log, self._bytes), "an undo log of changes of this memory", "a damaged log")
+            self.undo()
         expected_checksum = zlib.crc32(self._header[_COMMITTED_WORD:_HEADER_CHECKSUM_WORD].tobytes())
         require_sound(
             int(self._header[_HEADER_CHECKSUM_WORD]) == expected_checksum
@@ -102,7 +103,7 @@ class DurableMemory:
     @property
     def is_open(self) -> bool:
         """Whether something has changed since the last commit."""
-        return int(self.log.words[0]) > 0
+        return int(self.log.words[0]) != 0
 
     def set_text(self, text: bytes) -> None:
         """Change what describes the tables, under the log: the new text lies beside the old one."""

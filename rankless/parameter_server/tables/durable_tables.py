@@ -31,6 +31,11 @@ class _StoredTable(msgspec.Struct, frozen=True):
     """As whoever opened the table encoded them."""
 
 
+class _Directory(msgspec.Struct, frozen=True):
+    tables: tuple[_StoredTable, ...] = ()
+    note: str = ""
+
+
 class DurableTables:
     """Tables in a file in memory that another process holds. It changes by transactions.
 
@@ -58,11 +63,11 @@ class DurableTables:
         """
         self._memory = DurableMemory(descriptor)
         self._in_transaction = False
-        self._stored = _decode_tables(self._memory.text)
-        states = [self._read_state(number) for number in range(len(self._stored))]
+        self._directory = _decode_directory(self._memory.text)
+        states = [self._read_state(number) for number in range(len(self._directory.tables))]
         self.tables: dict[str, Table] = {
             stored.name: Table(decode_settings(stored.settings.encode()), self._memory, state)
-            for stored, state in zip(self._stored, states, strict=True)
+            for stored, state in zip(self._directory.tables, states, strict=True)
         }
         self._decode_settings = decode_settings
         self._memory.keep_only(_positions_of(states))  # also what a killed process has begun to make
@@ -75,7 +80,18 @@ class DurableTables:
     @property
     def settings(self) -> Mapping[str, bytes]:
         """The settings of each table, as it was opened with them."""
-        return {stored.name: stored.settings.encode() for stored in self._stored}
+        return {stored.name: stored.settings.encode() for stored in self._directory.tables}
+
+    @property
+    def note(self) -> str:
+        """A text that the user of the tables keeps with them."""
+        return self._directory.note
+
+    def set_note(self, note: str) -> None:
+        """Change the note, within a transaction."""
+        text = msgspec.json.encode(_Directory(self._directory.tables, note))
+        self._memory.set_text(text)
+        self._directory = _decode_directory(text)
 
     def open(self, name: str, settings: bytes) -> Table:
         """Return the table of that name, which is made if it does not exist. A kill leaves all of it or nothing.
@@ -89,17 +105,19 @@ class DurableTables:
         """
         if name in self.tables:
             return self.tables[name]
-        text = msgspec.json.encode([*self._stored, _StoredTable(name, settings.decode())])
-        if len(self._stored) == MOST_TABLES or len(text) > TEXT_BYTES:
+        text = msgspec.json.encode(
+            _Directory((*self._directory.tables, _StoredTable(name, settings.decode())), self.note)
+        )
+        if len(self._directory.tables) == MOST_TABLES or len(text) > TEXT_BYTES:
             raise TableError(
                 expected=f"at most {MOST_TABLES} tables with names and settings of {TEXT_BYTES:,} bytes",
-                found=f"{len(self._stored) + 1} tables, {len(text):,} bytes",
+                found=f"{len(self._directory.tables) + 1} tables, {len(text):,} bytes",
                 fix="use fewer tables or shorter names",
             )
         with self.transaction():
             table = Table(self._decode_settings(settings), self._memory)
             self._memory.set_text(text)
-            self._stored = _decode_tables(text)
+            self._directory = _decode_directory(text)
             self.tables[name] = table
         return table
 
@@ -141,9 +159,9 @@ class DurableTables:
         assert self._in_transaction
         self._memory.undo()
         self._in_transaction = False
-        self._stored = _decode_tables(self._memory.text)
-        states = [self._read_state(number) for number in range(len(self._stored))]
-        self.tables = {stored.name: self.tables[stored.name] for stored in self._stored}
+        self._directory = _decode_directory(self._memory.text)
+        states = [self._read_state(number) for number in range(len(self._directory.tables))]
+        self.tables = {stored.name: self.tables[stored.name] for stored in self._directory.tables}
         for table, state in zip(self.tables.values(), states, strict=True):
             table.load(state)
         self._give_back(states)
@@ -211,8 +229,8 @@ class DurableTables:
         )
 
 
-def _decode_tables(text: bytes) -> list[_StoredTable]:
-    return msgspec.json.decode(text, type=list[_StoredTable]) if text else []
+def _decode_directory(text: bytes) -> _Directory:
+    return msgspec.json.decode(text, type=_Directory) if text else _Directory()
 
 
 def _positions_of(states: Sequence[TableState]) -> set[int]:

@@ -109,6 +109,45 @@ def test_restored_contents_outlive_a_server(server):
     assert pulled(tables) == pulled(expected)
 
 
+@pytest.fixture
+def server_of_two(tmp_path):
+    descriptor = os.memfd_create("tables")
+    server = RestartedServer(tmp_path, descriptor, workers=2)
+    yield server
+    server.process.close()
+    os.close(descriptor)
+
+
+def push_alike(clients, step: int) -> None:
+    """Push on each worker, and commit."""
+    for client in clients:
+        push({name: client.open_table(name, settings) for name, settings in SETTINGS.items()}, step)
+        client.commit()
+
+
+def test_a_worker_that_has_left_is_not_waited_for_after_a_restart(server_of_two):
+    server_of_two.start()
+    clients = [server_of_two.client(worker) for worker in range(2)]
+    push_alike(clients, 1)
+    clients[1].close()
+    server_of_two.kill()
+    server_of_two.start()
+    client = server_of_two.client(0)
+    push_alike([client], 2)
+    assert client.open_table("a", SETTINGS["a"]).statistics().rows > 0
+
+
+def test_the_lost_part_of_a_worker_that_has_left_is_an_error(server_of_two):
+    server_of_two.start()
+    clients = [server_of_two.client(worker) for worker in range(2)]
+    push_alike(clients[1:], 1)
+    clients[1].close()
+    server_of_two.kill()
+    server_of_two.start()
+    with pytest.raises(TableError, match="the part of worker 1 of transaction 1"):
+        server_of_two.client(0).open_table("a", SETTINGS["a"])
+
+
 def test_a_table_of_an_earlier_process_keeps_its_settings(server):
     server.start()
     server.client().open_table("a", SETTINGS["a"])
