@@ -26,6 +26,7 @@ class RestartedServer:
         self._workers = workers
         self.incarnation = -1
         self.process: ServerProcess | None = None
+        self._clients: list[ServerClient] = []
 
     def start(self) -> ServerProcess:
         self.incarnation += 1
@@ -44,11 +45,20 @@ class RestartedServer:
 
     def kill(self) -> None:
         os.kill(self.process.process.pid, signal.SIGKILL)
-        self.process.process.wait(30)
+        self.close()
+
+    def close(self) -> None:
+        """End the process, and drop all connections. The workers do not leave."""
+        for client in self._clients:
+            client.__exit__(ConnectionError)
+        self._clients.clear()
+        self.process.close()
 
     def client(self, worker: int = 0) -> ServerClient:
         config = ServersConfig(addresses=(self.process.address,), token="secret")
-        return ServerClient(config, worker=worker, worker_count=self._workers, incarnation=self.incarnation)
+        client = ServerClient(config, worker=worker, worker_count=self._workers, incarnation=self.incarnation)
+        self._clients.append(client)
+        return client
 
 
 @pytest.fixture
@@ -56,7 +66,7 @@ def server(tmp_path):
     descriptor = os.memfd_create("tables")
     server = RestartedServer(tmp_path, descriptor)
     yield server
-    server.process.close()
+    server.close()
     os.close(descriptor)
 
 
@@ -114,7 +124,7 @@ def server_of_two(tmp_path):
     descriptor = os.memfd_create("tables")
     server = RestartedServer(tmp_path, descriptor, workers=2)
     yield server
-    server.process.close()
+    server.close()
     os.close(descriptor)
 
 
