@@ -34,13 +34,15 @@ ELEMENTWISE = {
 """Each element's step depends on that element alone (checked below), with these settings."""
 WHOLE = {"Adafactor": [{}], "Muon": [{}]}
 """They use norms or factors of whole tensors: correct because parameters are whole on every worker."""
-REFUSED = {"LBFGS": "computes the loss several times", "SparseAdam": "needs sparse gradients"}
+REFUSED = {"LBFGS": "computes the loss several times"}
+SPARSE = {"SparseAdam"}
+"""They step sparse gradients only: tests/jobs/test_table_runs.py has them."""
 GAIN = 1e4
 """How far the rounding of gradients (1e-16) may grow in three steps of an optimizer that divides by their size."""
 
 
 def test_every_optimizer_of_pytorch_is_classified():
-    assert set(CLASSES) == {*ELEMENTWISE, *WHOLE, *REFUSED}
+    assert set(CLASSES) == {*ELEMENTWISE, *WHOLE, *REFUSED, *SPARSE}
 
 
 def take_steps(name, settings, value, gradients):

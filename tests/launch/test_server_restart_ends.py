@@ -57,13 +57,14 @@ def test_a_server_that_refuses_its_memory_ends_the_run(tmp_path: Path):
     ],
 )
 def test_a_server_that_does_not_come_back_is_the_root_cause(restarted, note, tmp_path: Path, monkeypatch):
+    before = set(psutil.Process().children())  # servers of other tests
     monkeypatch.setattr(processes, "RESTART_SECONDS", 0.5 if "0.5" in note else processes.RESTART_SECONDS)
     (tmp_path / "script.py").write_text(ASK + "kill(0)\nsignal.pause()\n")
     variables = install_server(tmp_path, SERVER + restarted)
     job = rankless_here("run", "--servers", "1", "script.py", folder=tmp_path, **variables)
     assert job.returncode == 128 + signal.SIGKILL
     assert f"rankless: server 0 was killed by signal 9 (SIGKILL){note}\n" in job.stderr
-    assert not [each for each in psutil.Process().children() if "RANKLESS_SERVER" in each.environ()]
+    assert not [each for each in set(psutil.Process().children()) - before if "RANKLESS_SERVER" in each.environ()]
     require_nothing_left(tmp_path)
 
 
