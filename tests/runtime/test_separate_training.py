@@ -78,7 +78,7 @@ assert warnings == []
 train(steps=4)
 (warning,) = warnings
 assert {f"{WARNING}: {NOT_CONNECTED}"!r} in warning, warning
-assert "script.py:16: " in warning, warning
+assert "script.py:15: " in warning, warning
 train(steps=9)
 assert len(warnings) == 1
 """,
