@@ -121,7 +121,7 @@ def run(part: Part, published: Mapping[str, Path]) -> Counts:
     with tempfile.TemporaryDirectory() as folder:
         report, output = Path(folder) / "report.xml", Path(folder) / "output.txt"
         command = [sys.executable, "-m", "pytest", "-q", *ALL_TESTS]
-        command += ["--show-capture=stderr", "--disable-warnings", f"--junitxml={report}"]
+        command += ["--show-capture=stderr", "--disable-warnings", "--timeout=0", f"--junitxml={report}"]
         is_database = part.file == DATABASE
         if is_database:
             command += DATABASE_OPTIONS
