@@ -1,8 +1,22 @@
-"""The tables of rows that all workers of a run share."""
+"""The tables of rows among a script's modules, which all workers of a run share."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+from torch import nn
+
+EMBEDDING_MODULE = "rankless.parameter_server.embedding"
+"""It is imported if the script uses tables."""
+
+
+def find_tables(module: nn.Module) -> dict[str, Any]:
+    """Return the tables (`rankless.parameter_server.Embedding`) of a module, itself included, by their names in it."""
+    known = sys.modules.get(EMBEDDING_MODULE)
+    if known is None:
+        return {}
+    return {name: part for name, part in module.named_modules() if isinstance(part, known.Embedding)}
 
 
 class SharedTables(Protocol):

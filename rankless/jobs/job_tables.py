@@ -1,17 +1,17 @@
 """The tables of rows among a job's models, which all workers share."""
 
 import functools
-import sys
+import importlib
 from collections.abc import Callable
 from typing import Any
 
 from rankless.collectives.byte_messages import all_gather_bytes
-from rankless.context.table_sharing import SharedTables
+from rankless.context.table_sharing import SharedTables, find_tables
 from rankless.context.world import World
 from rankless.errors import TableError
 from rankless.jobs.definition import JobDefinition
 
-EMBEDDING_MODULE = "rankless.parameter_server.embedding"
+WORKER_TABLES = "rankless.parameter_server.worker_tables"
 
 
 class JobTables:
@@ -43,7 +43,7 @@ class JobTables:
 
     def _make_shared_tables(self) -> SharedTables:
         mesh = self._world.mesh
-        make: Callable[..., SharedTables] = sys.modules[EMBEDDING_MODULE].WorkerTables
+        make: Callable[..., SharedTables] = importlib.import_module(WORKER_TABLES).WorkerTables
         gather = functools.partial(all_gather_bytes, mesh=mesh)
         return make(gather, self._world.servers, worker=mesh.rank, worker_count=mesh.size, notify=self._world.notify)
 
@@ -54,11 +54,9 @@ class JobTables:
             raise self._error("a job without tables", found, "look at the first step that differs, in the table above")
 
     def _find_tables(self) -> list[Any]:
-        """Return the tables in the order of the job's models. Without any, their modules are not imported."""
+        """Return the tables in the order of the job's models."""
         if self._tables is None:
-            known = sys.modules.get(EMBEDDING_MODULE)
-            modules = [module for model in self._job.modules.values() for module in model.modules()]
-            self._tables = [] if known is None else [item for item in modules if isinstance(item, known.Embedding)]
+            self._tables = [table for model in self._job.modules.values() for table in find_tables(model).values()]
         return self._tables
 
     def _require_usable(self) -> None:

@@ -18,9 +18,6 @@ from rankless.parameter_server.tables.contents import TableContents, TableStatis
 from rankless.parameter_server.tables.row_store import RowStore
 from rankless.parameter_server.tables.settings import Admission, Initial, Normal, TableSettings
 from rankless.parameter_server.tables.table import Table
-from rankless.parameter_server.worker_tables import WorkerTables
-
-__all__ = ["Embedding", "WorkerTables"]
 
 INDEX_TYPES = (torch.int32, torch.int64)
 
@@ -107,7 +104,8 @@ class Embedding(nn.Module):
             self._close_training()
             self._convert_table()
             self._table = self._shared = tables.share(self._table, self._shared)
-            self._lookups = CapturedLookups(self._current_training)
+            if self._lookups is None:  # programs know its number, also after `load_state_dict`
+                self._lookups = CapturedLookups(self._current_training)
 
     def begin_program(self) -> None:
         """Forget the gradients of earlier calls: a job runs a captured program. Jobs call it."""
@@ -149,7 +147,7 @@ class Embedding(nn.Module):
         table = Table(settings)
         table.restore(TableContents(**values))
         self._close_training()
-        self._table, self._lookups = table, None
+        self._table = table
 
     def _current_training(self) -> TableTraining:
         training = self._training

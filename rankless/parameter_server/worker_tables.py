@@ -1,4 +1,4 @@
-"""The tables of a worker in a run of several: where their rows are, and when all workers see a step."""
+"""The tables of one of several workers: where their rows are, and when all workers see a step."""
 
 from collections.abc import Callable
 

@@ -5,6 +5,7 @@ A frame is a length of 4 bytes, little-endian, and then one of the structs below
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -94,12 +95,16 @@ class StepRecorded(msgspec.Struct, frozen=True, tag="stepped"):
     inputs: StepInputs | None = None
 
 
+TensorKind = Literal["parameter", "buffer", "rows"]
+"""rows: the ids or the rows of a table, which has no gradients of their own."""
+
+
 class FinalTensorMetadata(msgspec.Struct, frozen=True, array_like=True):
     """What the tensor file does not contain about one of its tensors."""
 
     name: str
     dtype: str
-    is_parameter: bool
+    kind: TensorKind
 
 
 class ScriptSurvey(msgspec.Struct, frozen=True, array_like=True):

@@ -212,7 +212,7 @@ def _find_largest_gap(first: Sequence[float], second: Sequence[float]) -> float:
 
 
 def _find_largest_parameter(one: Recording, runs: Sequence[Sequence[Difference]]) -> float:
-    parameters = {final.name for final in one.described if final.is_parameter}
+    parameters = {final.name for final in one.described if final.kind != "buffer"}
     sizes = [
         item.size for differences in runs for item in differences if item.kind == "final" and item.tensor in parameters
     ]

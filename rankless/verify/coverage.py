@@ -59,8 +59,8 @@ def _list_tensor_gaps(one: Recording) -> Iterator[str]:
                 stepped.add(state.name)
                 with_gradient |= {state.name} if state.gradient is not None else set()
                 changed |= {state.name} if state.name in first and state.value != first[state.name].value else set()
-    parameters = [final.name for final in one.described if final.is_parameter]
-    buffers = [final.name for final in one.described if not final.is_parameter]
+    parameters = [final.name for final in one.described if final.kind == "parameter"]
+    buffers = [final.name for final in one.described if final.kind == "buffer"]
     yield from _format_names(
         "parameters of a model that trains which never got a gradient",
         [name for name in parameters if name in stepped and name not in with_gradient],

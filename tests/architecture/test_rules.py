@@ -18,6 +18,7 @@ IMPORTED_LATE = {
     "rankless/__init__.py": "the command line imports rankless, and must not import torch",
     "rankless/cli/__init__.py": "a command is imported when it is called",
     "rankless/config/environment.py": "reads the variables of foreign launchers only if they exist",
+    "rankless/jobs/job_tables.py": "only jobs with tables need numba",
     "rankless/launch/profile.py": "loads a launcher's profile by name, so that a plain run loads none",
     "rankless/launchers/horovodrun/profile.py": "the HTTP server costs 20 ms, and most jobs need none",
     "rankless/parameter_server/__init__.py": "servers are processes that import it, and must not import torch",

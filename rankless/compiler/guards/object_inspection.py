@@ -16,6 +16,7 @@ from rankless.errors import CaptureError
 from rankless.user_code import is_user_code
 
 NOT_RUN_IN_FORWARD = frozenset({"__init__", "__repr__", "__setstate__", "extra_repr", "reset_parameters"})
+ROWS_PACKAGE = "rankless.parameter_server."
 
 
 def list_methods(kind: type) -> list[FunctionType]:
@@ -43,9 +44,6 @@ def get_namespace(value: Any) -> dict[str, Any] | None:
 def return_value(value: Any) -> Any:
     """Return the value unchanged, for guards on objects without a name."""
     return value
-
-
-ROWS_PACKAGE = "rankless.parameter_server."
 
 
 def is_user_class(kind: type) -> bool:

@@ -7,6 +7,7 @@ step. It returns the gradient of the table's weight, which tells optimizers that
 where all workers have all gradients of a lookup, the first of them alone gives them.
 """
 
+import itertools
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
@@ -27,14 +28,15 @@ class RowSource(Protocol):
 
 
 _SOURCES: WeakValueDictionary[int, RowSource] = WeakValueDictionary()
+_NUMBERS = itertools.count()
 
 
 def register_source(source: RowSource) -> int:
-    """Return the number by which operators know a source, for as long as it lives.
+    """Return the number by which operators know a source. No other source gets it, also when this one is gone.
 
     Workers that register their sources in the same order get the same numbers.
     """
-    number = max(_SOURCES, default=-1) + 1
+    number = next(_NUMBERS)
     _SOURCES[number] = source
     return number
 

@@ -103,13 +103,14 @@ class ServerClient:
             self._transaction.changes = 0
 
     def close(self) -> None:
-        """Leave the run after the last commit, and close the connections. The other workers can go on alone.
+        """Leave the run once the last commit has been made, and close the connections. The others can go on alone.
 
+        If the other workers do not make their part of it within half a minute, the worker does not leave.
         A worker with pushes that it has not committed only closes its connections.
         """
         if not self._closed and self._transaction.changes == 0:
             with contextlib.suppress(RanklessError), self._requests.exchange():
-                self._requests.leave(MessageHeader(Kind.LEAVE))
+                self._requests.leave(MessageHeader(Kind.LEAVE, transaction=self._transaction.committed))
         self._close_connections()
 
     def _close_connections(self) -> None:

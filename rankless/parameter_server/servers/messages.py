@@ -55,6 +55,8 @@ class Kind(IntEnum):
     """The request has a later number than the next one, which `sequence` names."""
     REFUSED = 70
     """The request was not understood, and nothing has changed. The payload is the reason."""
+    NO_SESSION = 71
+    """The request came over a connection that has no session, or another one. Nothing has changed."""
 
 
 class MessageHeader(NamedTuple):

@@ -1,7 +1,7 @@
 """The tables of one server, by name, and the steps of committed transactions on them."""
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -51,17 +51,16 @@ class ServerTables:
         return 0 if self._durable is None else self._durable.committed
 
     @property
-    def left(self) -> dict[int, int]:
-        """The workers that have left, each with its last transaction, as kept for a later process."""
-        return (
-            msgspec.json.decode(self._durable.note, type=dict[int, int]) if self._durable and self._durable.note else {}
-        )
+    def left(self) -> set[int]:
+        """The workers that have left, as kept for a later process."""
+        note = "" if self._durable is None else self._durable.note
+        return msgspec.json.decode(note, type=set[int]) if note else set()
 
-    def keep_left(self, left: Mapping[int, int]) -> None:
+    def keep_left(self, left: Collection[int]) -> None:
         """Keep which workers have left for a later process of this server."""
         if self._durable is not None and left != self.left:
             with self._durable.transaction():
-                self._durable.set_note(msgspec.json.encode(left).decode())
+                self._durable.set_note(msgspec.json.encode(sorted(left)).decode())
 
     def open(self, name: str, settings: bytes, worker: int) -> int:
         """Return the number of a table, which is made if it does not exist.

@@ -152,8 +152,8 @@ class ServerConnection:
         """Notice that the connection has broken, and begin to reconnect. Raises ServerError if it takes too long."""
         while self._monitor.poll(0):
             recv_monitor_message(self._monitor)
+            self.receive()
             if self.welcome is not None:
-                self.receive()
                 self._reconnect()
         if self._last_welcome is not None and self.welcome is None:
             self.greet()
@@ -231,6 +231,8 @@ class ServerConnection:
                 raise decode_error(_first(payload), self.name)
             case Kind.FAILED:
                 self._note(header.sequence, decode_error(_first(payload), self.name))
+            case Kind.NO_SESSION if self.welcome is not None:
+                self._reconnect()  # the socket has connected again by itself, before `check_alive` was called
             case Kind.REFUSED if self.welcome is None:
                 raise self._error(f"it refuses {str(_first(payload), 'utf-8', 'replace')}")
             case Kind.REFUSED:

@@ -13,7 +13,7 @@ from rankless.parameter_server.servers.messages import Frame, MessageHeader
 from rankless.parameter_server.servers.server_connection import ConnectionSettings, ServerAnswer, ServerConnection
 
 _SLICE_SECONDS = 0.25
-_LEAVE_SECONDS = 5.0
+_LEAVE_SECONDS = 30.0
 
 
 class ServerRequests:
@@ -117,7 +117,7 @@ class ServerRequests:
         return self.answers([self.send(server, header, payload) for server in range(len(self.connections))])
 
     def leave(self, header: MessageHeader) -> None:
-        """Send a last request to all servers, and wait a few seconds for the answers."""
+        """Send a last request to all servers, and wait half a minute for the answers."""
         requests = [self.send(server, header) for server in range(len(self.connections))]
         self._wait(requests, most_seconds=_LEAVE_SECONDS)
 

@@ -32,8 +32,9 @@ from rankless.parameter_server.tables.row_gradients import RowGradients
 
 _MOST_OCCURRENCES = 1 << 32
 """Of one id in one slice, so that sums over workers do not overflow."""
-_READ_KINDS = (Kind.PULL, Kind.CONTENTS, Kind.RESTORE_END, Kind.STATISTICS)
-"""They see what the worker has committed, and wait for the other workers' part of it."""
+_READ_KINDS = (Kind.PULL, Kind.CONTENTS, Kind.RESTORE_END, Kind.STATISTICS, Kind.LEAVE)
+"""They see what the worker has committed, and wait for the other workers' part of it. A worker leaves no earlier,
+because it keeps its part for a server that is killed before."""
 _CHANGE_KINDS = (Kind.PUSH, Kind.RESET)
 _MOST_WIDTH = 1 << 24
 
@@ -54,10 +55,6 @@ class TableRequests:
         self.transactions = PendingTransactions(worker_count, tables.committed, tables.left)
         self.failure: RanklessError | None = None
         """Why no transaction can be committed any more."""
-        try:
-            self.transactions.require_parts()
-        except TableError as error:
-            self.failure = error
         self._actions: Mapping[int, Callable[[WorkerRequest], RequestAnswer]] = {
             Kind.OPEN: self._open,
             Kind.PUSH: self._push,

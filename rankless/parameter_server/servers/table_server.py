@@ -193,9 +193,11 @@ class TableServer:
     def _handle(self, identity: bytes, header: MessageHeader, payload: Sequence[memoryview]) -> None:
         """Do a request of a session, or answer an earlier one again."""
         session = self._by_identity.get(identity)
+        if session is None or session.number != header.session:
+            self._count("a request without a session")
+            self._send(identity, MessageHeader(Kind.NO_SESSION, sequence=header.sequence))
+            return
         try:
-            if session is None or session.number != header.session:
-                raise MessageRefusedError("a request without a session")
             if session.is_next(header):
                 self._do_next(WorkerRequest(session, header, payload))
             elif header.sequence > session.last_sequence:

@@ -6,7 +6,7 @@ leaves no server with a step that another one lacks.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from rankless.errors import TableError
@@ -38,19 +38,19 @@ class WorkerChange(NamedTuple):
 class PendingTransactions:
     """The parts of transactions that have arrived, and which ones are committed."""
 
-    def __init__(self, worker_count: int, committed: int = 0, left: Mapping[int, int] | None = None) -> None:
+    def __init__(self, worker_count: int, committed: int = 0, left: Iterable[int] = ()) -> None:
         """Begin, or go on after an earlier process of this server.
 
         Args:
             worker_count: Number of workers.
             committed: The last transaction that has been committed.
-            left: The workers that have left, each with its last transaction.
+            left: The workers that have left.
         """
         self.committed = committed
         self.ready = [committed] * worker_count
         """The last transaction of each worker that it has said to be complete."""
-        self.left = dict(left or {})
-        """The workers that have left, each with its last transaction."""
+        self.left = set(left)
+        """The workers that have left."""
         self._held_bytes = [0] * worker_count
         self._changes: defaultdict[int, dict[int, list[WorkerChange]]] = defaultdict(dict)
 
@@ -85,10 +85,15 @@ class PendingTransactions:
         self.ready[worker] = transaction
 
     def leave(self, worker: int) -> None:
-        """Wait no more for a worker. Raises MessageRefusedError if it is within a transaction."""
-        if self._changes.get(self.ready[worker] + 1, {}).get(worker):
-            raise MessageRefusedError("a worker that leaves within a transaction")
-        self.left[worker] = self.ready[worker]
+        """Wait no more for a worker.
+
+        Raises:
+            MessageRefusedError: A part of it is not committed. It must keep that part, because a server that is killed
+                loses it.
+        """
+        if self.ready[worker] > self.committed or self._changes.get(self.ready[worker] + 1, {}).get(worker):
+            raise MessageRefusedError("a worker that leaves before its part of a transaction is committed")
+        self.left.add(worker)
 
     def begin_incarnation(self, worker: int) -> None:
         """Forget the part of a worker's transaction that it has not completed: it begins anew."""
@@ -96,18 +101,9 @@ class PendingTransactions:
             if transaction > self.ready[worker]:
                 for change in parts.pop(worker, []):
                     self._held_bytes[worker] -= _size_of(change)
-        if self.left.pop(worker, None) is not None:
+        if worker in self.left:
+            self.left.remove(worker)
             self.ready[worker] = max(self.ready[worker], self.committed)
-
-    def require_parts(self) -> None:
-        """Raise TableError if a worker has left whose part of a transaction an earlier process has lost."""
-        for worker, transaction in self.left.items():
-            if transaction > self.committed:
-                raise TableError(
-                    expected=f"the part of worker {worker} of transaction {self.committed + 1}",
-                    found=f"the server was started again after that worker had left, up to transaction {transaction}",
-                    fix="start the run again from its last checkpoint",
-                )
 
     def take(self) -> list[list[WorkerChange]] | None:
         """Return the next transaction, as the changes of each worker, if all have completed it.
@@ -118,7 +114,7 @@ class PendingTransactions:
         transaction = self.committed + 1
         taking_part = [worker for worker, ready in enumerate(self.ready) if ready >= transaction]
         missing = [worker for worker in range(len(self.ready)) if worker not in taking_part]
-        if not taking_part or not self.left.keys() >= set(missing):
+        if not taking_part or not self.left.issuperset(missing):
             return None
         parts = self._changes.pop(transaction, {})
         changes = [parts.get(worker, []) for worker in taking_part]

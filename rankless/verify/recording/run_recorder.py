@@ -1,7 +1,6 @@
 """The recording of one rank for `rankless verify`."""
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from rankless.context.table_sharing import find_tables
 from rankless.records.recorded_calls import (
     TEXT,
     FinalTensorMetadata,
@@ -23,6 +23,7 @@ from rankless.records.recorded_calls import (
     ScriptSurvey,
     StepInputs,
     StepRecorded,
+    TensorKind,
     TensorState,
     encode_result,
     results_file,
@@ -30,9 +31,6 @@ from rankless.records.recorded_calls import (
 )
 from rankless.verify.recording.input_digests import InputDigests
 from rankless.verify.recording.tensor_sketch import Sketcher, widen
-
-TABLES = "rankless.parameter_server.embedding"
-"""The module of embeddings by tables, which is imported if the script uses them."""
 
 
 class RunRecorder:
@@ -109,11 +107,11 @@ class RunRecorder:
         tensors: dict[str, Tensor] = {}
         described = []
         for model, module in self._models.items():
-            for name, tensor in _iterate_tensors(module):
+            for name, tensor, kind in _iterate_tensors(module):
                 known = self._gathered.get(id(tensor))
                 tensors[f"{model}.{name}"] = widen(tensor).cpu().clone() if known is None else known
                 dtype = str(tensor.dtype).removeprefix("torch.")
-                described.append(FinalTensorMetadata(f"{model}.{name}", dtype, isinstance(tensor, nn.Parameter)))
+                described.append(FinalTensorMetadata(f"{model}.{name}", dtype, kind))
         safetensors.torch.save_file(tensors, self._tensors_file)
         survey = ScriptSurvey() if self._survey is None else self._survey(self._models.values())
         self._write(RecordingFinished(self._steps, described, stopped, survey))
@@ -135,20 +133,20 @@ class RunRecorder:
 
 
 def _list_named_tensors(models: Mapping[str, nn.Module]) -> dict[str, Tensor]:
-    """Parameters and buffers of models, by their full names."""
-    return {f"{model}.{name}": tensor for model, module in models.items() for name, tensor in _iterate_tensors(module)}
+    """Parameters, buffers and rows of models, by their full names."""
+    listed = ((model, *found) for model, module in models.items() for found in _iterate_tensors(module))
+    return {f"{model}.{name}": tensor for model, name, tensor, _ in listed}
 
 
-def _iterate_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _iterate_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor, TensorKind]]:
     """Yield a module's parameters and buffers, tied ones once, and the ids and rows of its tables."""
-    yield from module.named_parameters()
-    yield from module.named_buffers()
-    tables = sys.modules.get(TABLES)
-    if tables is None:
-        return
-    for name, part in module.named_modules():
-        for kind, tensor in part.list_rows().items() if isinstance(part, tables.Embedding) else ():
-            yield (f"{name}.{kind}" if name else kind), nn.Parameter(tensor, requires_grad=False)
+    for name, parameter in module.named_parameters():
+        yield name, parameter, "parameter"
+    for name, buffer in module.named_buffers():
+        yield name, buffer, "buffer"
+    for table_name, table in find_tables(module).items():
+        for name, tensor in table.list_rows().items():
+            yield f"{table_name}.{name}".removeprefix("."), tensor, "rows"
 
 
 def _make_leaf(path: str, value: Any) -> Leaf:

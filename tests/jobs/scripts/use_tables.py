@@ -21,7 +21,7 @@ class Training:
 
     def __init__(self, job=None, **table) -> None:
         torch.manual_seed(0)
-        self.table, self.layer = Embedding(4, seed=9, **table), nn.Linear(4, 1)
+        self.table, self.layer = Embedding(4, **{"seed": 9, **table}), nn.Linear(4, 1)
         self.model = nn.ModuleList([self.table, self.layer])
         self.optimizers = [
             torch.optim.Adagrad(self.table.parameters(), 0.1),
@@ -74,6 +74,21 @@ def save_and_load(training):
     training.epoch()
 
 
+def restore_one_of_two_models(training):
+    """Programs that were made before go on with their own tables, in whatever order these are restored."""
+    other = Training(seed=4)
+    states = [copy.deepcopy(each.epoch().model.state_dict()) for each in (training, other)]
+    training.epoch().model.load_state_dict(states[0])
+    other.epoch()
+    training.epoch()
+    training.model.load_state_dict(states[0])
+    other.model.load_state_dict(states[1])
+    for each in (other, training):
+        each.epoch()
+    with torch.no_grad():
+        training.copied_rows = other.table(IDS)
+
+
 def change_the_learning_rate(training):
     training.epoch().optimizers[0].param_groups[0]["lr"] = 0.01
     training.epoch()
@@ -109,8 +124,8 @@ CASES = {
     **{
         case.__name__: (case, {})
         for case in (
-            *(use_predictions, train_a_copy, restore_a_state, save_and_load, change_the_learning_rate),
-            *(freeze_the_table, freeze_the_layer, read_on_one_worker),
+            *(use_predictions, train_a_copy, restore_a_state, restore_one_of_two_models, save_and_load),
+            *(change_the_learning_rate, freeze_the_table, freeze_the_layer, read_on_one_worker),
         )
     },
 }

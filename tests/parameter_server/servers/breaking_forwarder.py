@@ -17,18 +17,30 @@ class BreakingForwarder:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._generator = np.random.default_rng(seed)
         self._most_bytes = most_bytes
-        self._threads: list[threading.Thread] = []
+        self._accepted: list[socket.socket] = []
         self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
         self.breaks = 0
         threading.Thread(target=self._accept, daemon=True).start()
 
+    @property
+    def connections(self) -> int:
+        """How many there have been."""
+        return len(self._accepted)
+
     def close(self) -> None:
         self._listener.close()
+
+    def break_all(self) -> None:
+        """Break the connections that there are."""
+        for each in list(self._accepted):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
             while True:
                 accepted, _ = self._listener.accept()
+                self._accepted.append(accepted)
                 bytes_left = int(self._generator.integers(600, self._most_bytes))
                 threading.Thread(target=self._forward, args=(accepted, bytes_left), daemon=True).start()
 

@@ -1,7 +1,8 @@
 """A training on served tables by several workers, and the same one on a table in this process."""
 
+import queue
+import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -63,9 +64,28 @@ def push_sum(table: Table, slices: Sequence[SliceOfStep], settings: OptimizerSet
 
 
 def together(functions: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Call functions at the same time, each in a thread, and return what they return."""
-    with ThreadPoolExecutor(len(functions)) as threads:
-        return [each.result(60) for each in [threads.submit(function) for function in functions]]
+    """Call functions at the same time, each in a thread, and return what they return.
+
+    The error of one is raised at once: the others may wait for it, in threads that are left behind.
+    """
+    results: list[Any] = [None] * len(functions)
+    ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+
+    def call(place: int) -> None:
+        try:
+            results[place] = functions[place]()
+        except BaseException as error:
+            ended.put(error)
+        else:
+            ended.put(None)
+
+    for place in range(len(functions)):
+        threading.Thread(target=call, args=(place,), daemon=True).start()
+    for _ in functions:
+        error = ended.get(timeout=60)
+        if error is not None:
+            raise error
+    return results
 
 
 def assert_equal_contents(found, expected, bound: float = 1e-12) -> None:

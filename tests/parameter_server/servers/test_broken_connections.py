@@ -13,6 +13,7 @@ from served_training import (
     together,
 )
 from server_processes import ServersOfRun
+from support.jobs import wait_until
 
 from rankless.config.servers import ServersConfig
 from rankless.errors import ServerError
@@ -81,6 +82,33 @@ def test_a_training_over_connections_that_break_is_the_same(tmp_path, optimizer,
         for client in clients:
             client.close()
         run.close()
+
+
+def test_a_worker_that_was_busy_while_its_connection_broke_goes_on(tmp_path):
+    """ZeroMQ's sockets connect again by themselves. The worker sends over such a connection before it knows."""
+    run = ServersOfRun(tmp_path, 1, 1, tcp=True)
+    forwarder = BreakingForwarder(run.config.addresses[0], 0, 1 << 40)
+    notices = []
+    client = ServerClient(
+        ServersConfig(addresses=(forwarder.address,), token=run.token),
+        worker=0,
+        worker_count=1,
+        settings=ConnectionSettings(reconnect_seconds=30, notify=notices.append),
+    )
+    table, reference = client.open_table("t", table_settings("every_id")), Table(table_settings("every_id"))
+    generator = np.random.default_rng(0)
+    for connections in range(1, 4):
+        each = draw_slice(generator)
+        table.push(*each, OPTIMIZERS["adagrad"])
+        client.commit()
+        reference.push(*each, OPTIMIZERS["adagrad"])
+        forwarder.break_all()
+        wait_until(lambda connections=connections: forwarder.connections > connections)
+    assert_equal_contents(table.contents(), reference.contents(), bound=0)
+    assert sum("goes on after" in notice for notice in notices) == 3
+    client.close()
+    forwarder.close()
+    run.close()
 
 
 def test_a_server_that_stays_away_is_named(tmp_path):

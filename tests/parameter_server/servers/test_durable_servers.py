@@ -2,6 +2,8 @@
 
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from server_processes import ServerProcess
 from rankless.config.servers import CANNOT_GO_ON, ServerConfig, ServersConfig
 from rankless.errors import TableError
 from rankless.parameter_server.servers.client import ServerClient
+from rankless.parameter_server.servers.server_connection import ConnectionSettings
 from rankless.parameter_server.tables.settings import TableSettings
 from rankless.parameter_server.tables.table import Table
 
@@ -59,6 +62,35 @@ class RestartedServer:
         client = ServerClient(config, worker=worker, worker_count=self._workers, incarnation=self.incarnation)
         self._clients.append(client)
         return client
+
+
+def test_a_worker_that_leaves_keeps_its_part_until_it_is_committed(tmp_path):
+    descriptor = os.memfd_create("tables")
+    run = RestartedServer(tmp_path, descriptor, workers=2)
+    run.start()
+    config = ServersConfig(addresses=(run.process.address,), token="secret")
+    settings = ConnectionSettings(reconnect_seconds=30)
+    first, second = (ServerClient(config, worker=number, worker_count=2, settings=settings) for number in range(2))
+    tables = [client.open_table("a", SETTINGS["b"]) for client in (first, second)]
+    for number, table in enumerate(tables):
+        table.push(np.array([7, number]), np.ones(2, np.int64), np.full((2, 2), 1.0 + number), OPTIMIZERS["adagrad"])
+    first.commit()
+    with ThreadPoolExecutor(1) as threads:
+        leaving = threads.submit(first.close)
+        with pytest.raises(FutureTimeoutError):
+            leaving.result(1)  # the other worker's part is missing
+        os.kill(run.process.process.pid, signal.SIGKILL)
+        run.process.close()
+        run.start()
+        second.commit()
+        leaving.result(30)
+    reference = Table(SETTINGS["b"])
+    gradients = np.array([[3.0, 3.0], [1.0, 1.0], [2.0, 2.0]])
+    reference.push(np.array([7, 0, 1]), np.array([2, 1, 1]), gradients, OPTIMIZERS["adagrad"])
+    np.testing.assert_array_equal(tables[1].pull(np.array([7, 0, 1])), reference.pull(np.array([7, 0, 1])))
+    second.close()
+    run.close()
+    os.close(descriptor)
 
 
 @pytest.fixture
@@ -145,17 +177,6 @@ def test_a_worker_that_has_left_is_not_waited_for_after_a_restart(server_of_two)
     client = server_of_two.client(0)
     push_alike([client], 2)
     assert client.open_table("a", SETTINGS["a"]).statistics().rows > 0
-
-
-def test_the_lost_part_of_a_worker_that_has_left_is_an_error(server_of_two):
-    server_of_two.start()
-    clients = [server_of_two.client(worker) for worker in range(2)]
-    push_alike(clients[1:], 1)
-    clients[1].close()
-    server_of_two.kill()
-    server_of_two.start()
-    with pytest.raises(TableError, match="the part of worker 1 of transaction 1"):
-        server_of_two.client(0).open_table("a", SETTINGS["a"])
 
 
 def test_a_table_of_an_earlier_process_keeps_its_settings(server):

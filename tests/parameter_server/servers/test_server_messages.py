@@ -178,11 +178,25 @@ def test_a_push_with_a_wrong_number_changes_nothing(conversation, field, value):
     kinds = []
     while not kinds or kinds[-1] != Kind.CHALLENGE:
         kinds.append(worker.receive()[0].kind)
-    assert kinds in ([Kind.REFUSED, Kind.CHALLENGE], [Kind.CHALLENGE])
+    refused = Kind.NO_SESSION if field == "session" else Kind.REFUSED
+    assert kinds in ([refused, Kind.CHALLENGE], [Kind.CHALLENGE])
     conversation.check()
     conversation.push()
     conversation.commit()
     conversation.expect_one_push()
+
+
+@pytest.mark.parametrize("is_ready", [False, True])
+def test_a_worker_does_not_leave_before_its_part_is_committed(tmp_path, is_ready):
+    with servers_of_run(tmp_path, workers=2) as run, RawWorker(run.processes[0].address, worker_count=2) as worker:
+        worker.connect(run.token)
+        table = worker.ask(Kind.OPEN, b"t", encode_table_settings(SETTINGS))[0].table
+        worker.ask(Kind.PUSH, *PUSH, table=table, rows=3, transaction=1)
+        if is_ready:
+            worker.ask(Kind.READY, transaction=1)
+        answer, (reason,) = worker.ask(Kind.LEAVE)
+        assert answer.kind == Kind.REFUSED
+        assert reason == b"a worker that leaves before its part of a transaction is committed"
 
 
 @pytest.mark.parametrize("value", [-1, np.iinfo(np.int64).min, np.iinfo(np.int64).max, 2**32 + 1])
@@ -251,7 +265,7 @@ def test_nothing_is_done_without_a_session(run, conversation, kind):
             header = MessageHeader(kind, session=session, sequence=conversation.worker.sequence + 1, rows=3)
             stranger.send(header._replace(table=conversation.table, transaction=conversation.transaction), *PUSH)
             answer, payload = stranger.receive()
-            assert (answer.kind, payload) == (Kind.REFUSED, [b"a request without a session"])
+            assert (answer.kind, payload) == (Kind.NO_SESSION, [])
     conversation.check()
 
 
