@@ -28,9 +28,9 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
         "--server-mode",
         metavar="|".join(SERVER_MODES),
         default=SERVER_MODES[0],
-        help="When steps reach the servers. sync: one step per global batch, as on one device. async: each worker takes "
-        "whole batches of its own, with a step for each, and waits for no other one. bounded: as async, but no worker "
-        "runs ahead of the slowest one by more than --staleness. Default: sync.",
+        help="When steps reach the servers. sync: one step per global batch, as on one device. async: each worker "
+        "takes whole batches of its own, with a step for each, and waits for no other one. bounded: as async, but no "
+        "worker runs ahead of the slowest one by more than --staleness. Default: sync.",
     )
     group.add_argument(
         "--staleness",

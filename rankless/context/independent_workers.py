@@ -88,6 +88,7 @@ class IndependentWorkers:
         self._require_same_calls(operation)
         self.parameters.pull_states()
         self._average_buffers()
+        all_gather_bytes(b"", mesh=self.workers)  # nobody trains on while another one still reads
 
     def on_pass_end(self, ended: AccumulationPass) -> None:  # noqa: ARG002  # of any loader
         """Meet at the end of a pass."""

@@ -89,10 +89,10 @@ def read_states(optimizer: Optimizer, parameter: Tensor) -> ParameterStates:
 
 def write_states(optimizer: Optimizer, parameter: Tensor, found: ParameterStates) -> None:
     """Let an optimizer have the states that servers have for a parameter."""
-    if not found.optimizer:
+    if not _KEYS.get(found.optimizer):
         return
     values: dict[str, Any] = dict(zip(_KEYS[found.optimizer], found.states, strict=True))
-    if found.optimizer not in (SgdRows.name, MomentumRows.name):
+    if found.optimizer != MomentumRows.name:
         number_type = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
         values["step"] = torch.tensor(float(found.steps), dtype=number_type, device="cpu")
     state = optimizer.state[parameter]
@@ -101,7 +101,7 @@ def write_states(optimizer: Optimizer, parameter: Tensor, found: ParameterStates
         if isinstance(known, Tensor) and known.shape == value.shape:
             known.copy_(value)
         else:
-            state[key] = value.to(parameter.device) if key != "step" else value
+            state[key] = value if key == "step" else value.to(parameter.device)
 
 
 def list_state_versions(optimizer: Optimizer, parameter: Tensor) -> Sequence[Any]:
