@@ -48,6 +48,11 @@ class IndependentWorkers:
         assert self._tables.tables is not None
         return self._tables.tables.parameters
 
+    @property
+    def is_current(self) -> bool:
+        """Whether the workers have not trained since they last met: all have the same parameters."""
+        return not self._has_trained
+
     def count_call(self, job: str, tensors: Sequence[Tensor], modules: Iterable[nn.Module]) -> None:
         """Note a call of a train job, which one of the workers makes.
 

@@ -47,16 +47,22 @@ class ServedParameter:
         settings = TableSettings(dim=self._dim, dtype=_dtype_of(parameter), initial=Constant(value=0.0))
         self._store = client.open_table(name, settings)
         self._versions: Sequence[Any] = ()
+        self._pulled = torch.empty_like(parameter, requires_grad=False)
 
-    @property
-    def is_changed(self) -> bool:
-        """Whether the script has changed the parameter, or its optimizer's states, since they were last read."""
-        return list(self._versions) != self._list_versions()
+    def is_changed(self, *, by_elements: bool = False) -> bool:
+        """Return whether the script has changed the parameter, or its optimizer's states, since they were last read.
+
+        Args:
+            by_elements: Whether to look at the parameter's elements. Without it a change by `.data` is not found.
+        """
+        if list(self._versions) != self._list_versions():
+            return True
+        return by_elements and not _have_equal_bits(self.parameter, self._pulled)
 
     def pull(self) -> None:
         """Take the values of the servers."""
         self._write(self.parameter, self._store.pull(self._ids))
-        self._versions = self._list_versions()
+        self._note_read()
 
     def push(self, gradient: Tensor, group: dict[str, Any]) -> None:
         """Make one step on the servers, as part of this worker's transaction."""
@@ -73,7 +79,7 @@ class ServedParameter:
         found = ParameterStates(contents.optimizer, contents.optimizer_steps, tuple(states))
         with torch.no_grad():
             write_states(self.optimizer, self.parameter, found)
-        self._versions = self._list_versions()
+        self._note_read()
 
     def restore(self) -> None:
         """Let the servers have this worker's values and its optimizer's states."""
@@ -103,6 +109,11 @@ class ServedParameter:
             total = zlib.crc32(self._cut(each).tobytes(), total)
         return total.to_bytes(4, "little")
 
+    def _note_read(self) -> None:
+        with torch.no_grad():
+            self._pulled.copy_(self.parameter)
+        self._versions = self._list_versions()
+
     def _list_versions(self) -> Sequence[Any]:
         own = (self.parameter._version, self.parameter.data_ptr())
         return [own, *list_state_versions(self.optimizer, self.parameter)]
@@ -127,17 +138,23 @@ class ServedParameters:
         self._client, self._gather, self._is_first = client, gather, is_first
         self._served: dict[int, ServedParameter] = {}
 
-    def share(self, optimizers: Iterable[Optimizer], table_weights: Iterable[Tensor]) -> None:
+    def share(
+        self, optimizers: Iterable[Optimizer], table_weights: Iterable[Tensor], *, is_current: bool, compares: bool
+    ) -> None:
         """Give the servers parameters that they do not have, or that the script has changed. Collective.
 
         Args:
             optimizers: Those of a job.
             table_weights: Parameters that stand for tables, whose rows are on the servers already.
+            is_current: Whether this worker has the values of the servers. If not, a change would undo others' steps.
+            compares: Whether to look for changes in the elements.
 
         Raises:
-            TableError: The workers' values differ, or servers cannot make an optimizer's steps.
+            TableError: The workers' values differ, or are not current, or servers cannot make an optimizer's steps.
         """
-        changed = [each for each in self._served.values() if each.is_changed]
+        changed = [each for each in self._served.values() if each.is_changed(by_elements=compares)]
+        if changed and not is_current:
+            raise _change_error(f"a change of a parameter of shape {list(changed[0].parameter.shape)} between steps")
         left_out = {id(each) for each in table_weights}
         for optimizer in optimizers:
             parameters = [each for group in optimizer.param_groups for each in group["params"]]
@@ -149,12 +166,7 @@ class ServedParameters:
         everyone = self._gather(digests)  # all have made their earlier steps, too
         other = next((worker for worker, each in enumerate(everyone) if each != everyone[0]), None)
         if other is not None:
-            raise TableError(
-                expected="parameters and optimizer states that are equal on all workers, where the script sets them",
-                found=f"other values on worker {other} than on worker 0",
-                fix="change parameters only where all workers have the same ones: before the first step, or by "
-                "rankless.load. In these modes each worker sees the others' steps at another time",
-            )
+            raise _change_error(f"other values on worker {other} than on worker 0")
         if self._is_first:
             for each in changed:
                 each.restore()
@@ -177,7 +189,7 @@ class ServedParameters:
     def find_changed(self, parameters: Iterable[Tensor]) -> Tensor | None:
         """Return the first parameter that has been changed since its values were read."""
         known = ((parameter, self._served.get(id(parameter))) for parameter in parameters)
-        return next((parameter for parameter, served in known if served is not None and served.is_changed), None)
+        return next((parameter for parameter, served in known if served is not None and served.is_changed()), None)
 
     @contextlib.contextmanager
     def step_on_servers(self, optimizer: Optimizer) -> Iterator[None]:
@@ -207,6 +219,20 @@ class ServedParameters:
         served = ServedParameter(self._client, f"parameter {len(self._served)}", parameter, optimizer)
         self._served[id(parameter)] = served
         return served
+
+
+def _have_equal_bits(one: Tensor, other: Tensor) -> bool:
+    bits = torch.int64 if one.dtype == torch.float64 else torch.int32
+    return torch.equal(one.detach().contiguous().view(bits), other.contiguous().view(bits))
+
+
+def _change_error(found: str) -> TableError:
+    return TableError(
+        expected="parameters and optimizer states that the script changes only where all workers have the same ones",
+        found=found,
+        fix="change them before the first step, after a pass over a loader, or by rankless.load; or use --server-mode "
+        "sync. In the other modes a worker does not have the others' latest steps in between",
+    )
 
 
 def _dtype_of(parameter: Tensor) -> Any:

@@ -45,18 +45,26 @@ class IndependentView:
         if not self._job.trains:
             self._independent.meet(f"job {self._job.name!r}")
             return self._plain.run(arguments)
-        weights = [table.weight for table in self._tables.find()]
-        self._independent.parameters.share(self._job.optimizers, weights)
         number, self._calls = self._calls, self._calls + 1
+        worker = number % self._independent.workers.size
+        is_own = worker == self._independent.workers.rank
+        self._share_parameters(is_own=is_own)
         self._independent.count_call(self._job.name, arguments.tensors, self._job.modules.values())
-        workers = self._independent.workers
-        if number % workers.size == workers.rank:
+        if is_own:
             return self._train(number, arguments)
         self._count_step()
         if self._latest is None:
             return CallResult(self._evaluate(number, arguments), is_elsewhere=True)
-        result = pytree.tree_map(lambda leaf: self._estimate(leaf, number % workers.size), self._latest.result)
+        result = pytree.tree_map(lambda leaf: self._estimate(leaf, worker), self._latest.result)
         return CallResult(result, is_elsewhere=True)
+
+    def _share_parameters(self, *, is_own: bool) -> None:
+        """Let the servers have the job's parameters. After a meeting all workers look for changes, at the same call."""
+        is_current = self._independent.is_current
+        weights = [table.weight for table in self._tables.find()]
+        self._independent.parameters.share(
+            self._job.optimizers, weights, is_current=is_current, compares=is_current or is_own
+        )
 
     def _train(self, number: int, arguments: FlattenedArguments) -> CallResult:
         """Set gradients for the servers' present parameters."""
