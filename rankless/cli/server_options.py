@@ -1,9 +1,15 @@
-"""Options for parameter servers: `--servers`, `--workers`, `--server-mode`, `--staleness` and `--server-restarts`."""
+"""Options for parameter servers: `--servers`, `--workers`, `--server-mode` with its settings, `--server-restarts`."""
 
 import argparse
 
 from rankless.config.hosts import read_endpoints, require_this_host
-from rankless.config.servers import DEFAULT_SERVER_RESTARTS, DEFAULT_STALENESS, SERVER_MODES, RequestedServers
+from rankless.config.servers import (
+    DEFAULT_GEO_STEPS,
+    DEFAULT_SERVER_RESTARTS,
+    DEFAULT_STALENESS,
+    SERVER_MODES,
+    RequestedServers,
+)
 from rankless.errors import ConfigError
 
 _LIST = "127.0.0.1:6170,127.0.0.1:6171"
@@ -30,7 +36,8 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
         default=SERVER_MODES[0],
         help="When steps reach the servers. sync: one step per global batch, as on one device. async: each worker "
         "takes whole batches of its own, with a step for each, and waits for no other one. bounded: as async, but no "
-        "worker runs ahead of the slowest one by more than --staleness. Default: sync.",
+        "worker runs ahead of the slowest one by more than --staleness. geo: as async, but workers step, and send what "
+        "has changed every --geo-steps. Default: sync.",
     )
     group.add_argument(
         "--staleness",
@@ -38,6 +45,13 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="With --server-mode bounded: by how many of its batches a worker may be ahead of the slowest one. "
         f"Default: {DEFAULT_STALENESS}.",
+    )
+    group.add_argument(
+        "--geo-steps",
+        type=int,
+        metavar="N",
+        help="With --server-mode geo: after how many of its batches a worker sends what has changed. "
+        f"Default: {DEFAULT_GEO_STEPS}.",
     )
     group.add_argument(
         "--server-restarts",
@@ -60,29 +74,25 @@ def read_servers(arguments: argparse.Namespace) -> RequestedServers | None:
         raise ConfigError(
             expected=f"--server-mode {', '.join(SERVER_MODES)}",
             found=mode,
-            fix="give one of these; geo: not yet",
+            fix="give one of these",
         )
-    staleness = _read_staleness(arguments)
+    staleness = _read_option(arguments, "--staleness", of_mode="bounded", least=0, default=DEFAULT_STALENESS)
+    geo_steps = _read_option(arguments, "--geo-steps", of_mode="geo", least=1, default=DEFAULT_GEO_STEPS)
     restarts = arguments.server_restarts
     if restarts < 0:
         raise ConfigError(
             expected="--server-restarts as a number from 0 up", found=restarts, fix="give 0 to start no server again"
         )
+    settings = {"mode": mode, "staleness": staleness, "geo_steps": geo_steps, "max_restarts": restarts}
     count = 0 if text is None else _read_count("--servers", text, least=0)
     if count is not None:
         if not count:
             _require_sync(mode)
             return None
-        return RequestedServers(count=count, mode=mode, staleness=staleness, max_restarts=restarts)
+        return RequestedServers(count=count, **settings)
     endpoints = read_endpoints("--servers", text, example=_LIST)
     require_this_host("--servers", endpoints)
-    return RequestedServers(
-        count=len(endpoints),
-        endpoints=tuple(map(str, endpoints)),
-        mode=mode,
-        staleness=staleness,
-        max_restarts=restarts,
-    )
+    return RequestedServers(count=len(endpoints), endpoints=tuple(map(str, endpoints)), **settings)
 
 
 def read_worker_count(arguments: argparse.Namespace) -> int | None:
@@ -117,16 +127,16 @@ def _require_sync(mode: str) -> None:
         )
 
 
-def _read_staleness(arguments: argparse.Namespace) -> int:
-    """Return the staleness, which only the mode `bounded` has."""
-    given, mode = arguments.staleness, arguments.server_mode
+def _read_option(arguments: argparse.Namespace, option: str, *, of_mode: str, least: int, default: int) -> int:
+    """Return the number of an option that one mode has."""
+    given, mode = getattr(arguments, option.removeprefix("--").replace("-", "_")), arguments.server_mode
     if given is None:
-        return DEFAULT_STALENESS
-    if mode != "bounded" or given < 0:
+        return default
+    if mode != of_mode or given < least:
         raise ConfigError(
-            expected="--staleness as a number from 0 up, together with --server-mode bounded",
-            found=f"--staleness {given} --server-mode {mode}",
-            fix="give --server-mode bounded, or omit --staleness" if mode != "bounded" else "give 0 or more",
+            expected=f"{option} as a number from {least} up, together with --server-mode {of_mode}",
+            found=f"{option} {given} --server-mode {mode}",
+            fix=f"give --server-mode {of_mode}, or omit {option}" if mode != of_mode else f"give {least} or more",
         )
     return int(given)
 

@@ -12,18 +12,20 @@ from rankless.errors import ConfigError
 
 SERVER = "RANKLESS_SERVER"
 DEFAULT_STALENESS = 4
+DEFAULT_GEO_STEPS = 10
 DEFAULT_SERVER_RESTARTS = 10
 """How often servers that died are started again, all servers of a run together."""
 CANNOT_GO_ON = 3
 """The exit code of a server that cannot go on, also in a new process: its memory is damaged, say."""
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
 
-ServerMode = Literal["sync", "async", "bounded"]
+ServerMode = Literal["sync", "async", "bounded", "geo"]
 """When steps reach the tables.
 
 - `sync`: one step per global batch, as on one device.
 - `async`: one step per batch of one worker, when it arrives. Workers do not wait for each other.
 - `bounded`: as `async`, but no worker is ahead of the slowest one by more than a given number of its batches.
+- `geo`: workers step, and send to the servers what has changed after a given number of their batches.
 """
 SERVER_MODES: tuple[str, ...] = get_args(ServerMode)
 SERVER_PACKAGES = ("numba", "zmq")
@@ -39,6 +41,8 @@ class RequestedServers(msgspec.Struct, frozen=True, kw_only=True):
     mode: ServerMode = "sync"
     staleness: int = DEFAULT_STALENESS
     """In the mode `bounded`, by how many of its batches a worker may be ahead of the slowest one."""
+    geo_steps: int = DEFAULT_GEO_STEPS
+    """In the mode `geo`, after how many of its batches a worker sends what has changed."""
     max_restarts: int = DEFAULT_SERVER_RESTARTS
     """How often servers that died are started again, all together; 0 for never."""
 
@@ -52,6 +56,7 @@ class ServersConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The run's secret, with which processes of the run prove that they belong to it."""
     mode: ServerMode = "sync"
     staleness: int = DEFAULT_STALENESS
+    geo_steps: int = DEFAULT_GEO_STEPS
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from rankless.collectives.byte_messages import all_gather_bytes
 from rankless.collectives.mesh_collectives import all_reduce, broadcast
 from rankless.context.accumulation_passes import AccumulationPass
-from rankless.context.table_sharing import SharedParameters, TableSharing
+from rankless.context.table_sharing import SharedParameters, TableSharing, WorkerSteps
 from rankless.errors import RanksDiverged
 from rankless.parallel.mesh import Mesh
 
@@ -45,8 +45,12 @@ class IndependentWorkers:
     @property
     def parameters(self) -> SharedParameters:
         """The dense parameters on the servers."""
+        return self._steps.parameters
+
+    @property
+    def _steps(self) -> WorkerSteps:
         assert self._tables.tables is not None
-        return self._tables.tables.parameters
+        return self._tables.tables.own_steps
 
     @property
     def is_current(self) -> bool:
@@ -70,8 +74,7 @@ class IndependentWorkers:
 
     def begin_step(self) -> None:
         """Begin a step of this worker alone."""
-        assert self._tables.tables is not None
-        self._tables.tables.begin_step()
+        self._steps.begin_step()
 
     def step_on_servers(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """Return a context in which the servers make an optimizer's step."""
@@ -90,8 +93,9 @@ class IndependentWorkers:
             return
         self._has_trained = False
         self.workers.check_sync_point(f"{operation}, after {self._calls} training calls")
-        self._require_same_calls(operation)
-        self.parameters.pull_states()
+        self._steps.send()
+        self._require_same_calls(operation)  # all have sent what they have trained
+        self._steps.read_all()
         self._average_buffers()
         all_gather_bytes(b"", mesh=self.workers)  # nobody trains on while another one still reads
 

@@ -54,18 +54,38 @@ class SharedParameters(Protocol):
         ...
 
 
-class SharedTables(Protocol):
-    """Holds tables for all workers: in each of them, or on the servers of the run.
-
-    Attributes:
-        sums_gradients: Whether a step has the gradients of all workers. Otherwise each worker makes steps of its own.
-    """
-
-    sums_gradients: bool
+class WorkerSteps(Protocol):
+    """The steps of a worker that trains on batches of its own."""
 
     @property
     def parameters(self) -> SharedParameters:
-        """The dense parameters on servers, where workers make steps of their own."""
+        """The dense parameters."""
+        ...
+
+    def begin_step(self) -> None:
+        """Begin a training step of this worker."""
+        ...
+
+    def send(self) -> None:
+        """Send to the servers what this worker has trained."""
+        ...
+
+    def read_all(self) -> None:
+        """Take the servers' values of everything."""
+        ...
+
+
+class SharedTables(Protocol):
+    """Holds tables for all workers: in each of them, or on the servers of the run."""
+
+    @property
+    def sums_gradients(self) -> bool:
+        """Whether a step has the gradients of all workers. Otherwise each worker makes steps of its own."""
+        ...
+
+    @property
+    def own_steps(self) -> WorkerSteps:
+        """The steps of this worker, where each makes steps of its own."""
         ...
 
     def share(self, table: Any, before: Any) -> Any:
@@ -75,10 +95,6 @@ class SharedTables(Protocol):
             table: The table.
             before: The store that had its rows before, or None.
         """
-        ...
-
-    def begin_step(self) -> None:
-        """Begin a step of this worker alone."""
         ...
 
     def commit(self) -> None:

@@ -1,24 +1,17 @@
-"""Dense parameters on servers, for workers that train on batches of their own.
-
-Note [parameters as rows]: a parameter's elements are cut into rows of one length, and the rows are those of a table,
-with the numbers from 0 up as ids. So servers divide, step, log and restore them as any other rows. A step has gradients
-for all of them.
-"""
+"""Dense parameters that servers hold and step, for workers that train on batches of their own."""
 
 import contextlib
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.optim import Optimizer
 
 from rankless.errors import TableError
+from rankless.parameter_server.parameter_rows import Floats, ParameterRows, pull_rows
 from rankless.parameter_server.parameter_states import (
-    ParameterStates,
     dense_settings_of,
     list_state_versions,
     read_states,
@@ -27,13 +20,7 @@ from rankless.parameter_server.parameter_states import (
 )
 from rankless.parameter_server.replicated_table import Gather
 from rankless.parameter_server.servers.client import ServerClient
-from rankless.parameter_server.servers.served_table import TablePush, pull_together, push_together
-from rankless.parameter_server.tables.contents import TableContents
-from rankless.parameter_server.tables.settings import Constant, TableSettings
-
-ROW_ELEMENTS = 256
-_DTYPES = {torch.float32: "float32", torch.float64: "float64"}
-Floats = NDArray[np.floating]
+from rankless.parameter_server.servers.served_table import TablePush, push_together
 
 
 class ServedParameter:
@@ -42,11 +29,7 @@ class ServedParameter:
     def __init__(self, client: ServerClient, name: str, parameter: Tensor, optimizer: Optimizer) -> None:
         """Open the rows on all servers. They have no values yet."""
         self.parameter, self.optimizer = parameter, optimizer
-        self._dim = max(1, min(ROW_ELEMENTS, parameter.numel()))
-        self.ids = np.arange(-(-parameter.numel() // self._dim), dtype=np.int64)
-        self._ones = np.ones(len(self.ids), np.int64)
-        settings = TableSettings(dim=self._dim, dtype=_dtype_of(parameter), initial=Constant(value=0.0))
-        self.store = client.open_table(name, settings)
+        self.rows = ParameterRows(client, name, parameter)
         self._versions: Sequence[Any] = ()
         self._pulled = torch.empty_like(parameter, requires_grad=False)
 
@@ -62,53 +45,30 @@ class ServedParameter:
 
     def take(self, rows: Floats) -> None:
         """Take the values of the servers."""
-        self._write(self.parameter, rows)
+        self.rows.write(self.parameter, rows)
         self._note_read()
 
     def make_push(self, gradient: Tensor, group: dict[str, Any]) -> TablePush:
         """Return the push of one step."""
-        settings = dense_settings_of(self.optimizer, group)
-        return TablePush(self.store, self.ids, self._ones, self._cut(gradient), settings)
+        return self.rows.make_push(self.rows.cut(gradient), dense_settings_of(self.optimizer, group))
 
     def pull_states(self) -> None:
         """Take the values and the optimizer's states of the servers."""
-        contents = self.store.contents()
-        parts = contents.rows.reshape(len(self.ids), -1, self._dim)
-        self._write(self.parameter, parts[:, 0])
-        states = [torch.empty_like(self.parameter, requires_grad=False) for _ in range(parts.shape[1] - 1)]
-        for number, state in enumerate(states, 1):
-            self._write(state, parts[:, number])
-        found = ParameterStates(contents.optimizer, contents.optimizer_steps, tuple(states))
+        values, states = self.rows.read_all()
         with torch.no_grad():
-            write_states(self.optimizer, self.parameter, found)
-        self._note_read()
+            write_states(self.optimizer, self.parameter, states)
+        self.take(values)
 
     def restore(self) -> None:
         """Let the servers have this worker's values and its optimizer's states."""
-        found = read_states(self.optimizer, self.parameter)
-        rows = [self._cut(each) for each in (self.parameter, *found.states)]
-        nothing = np.empty(0, np.int64)
-        self.store.restore(
-            TableContents(
-                step=found.steps,
-                optimizer=found.optimizer,
-                optimizer_steps=found.steps,
-                initial_state=0.0,
-                ids=self.ids,
-                rows=np.concatenate(rows, axis=1),
-                used_steps=np.full(len(self.ids), found.steps),
-                waiting_ids=nothing,
-                waiting_occurrences=nothing,
-                waiting_steps=nothing,
-            )
-        )
+        self.rows.restore(read_states(self.optimizer, self.parameter))
 
     def digest(self) -> bytes:
         """Return a digest of the values and the states."""
         found = read_states(self.optimizer, self.parameter)
         total = zlib.crc32(f"{found.optimizer} {found.steps}".encode())
         for each in (self.parameter, *found.states):
-            total = zlib.crc32(self._cut(each).tobytes(), total)
+            total = zlib.crc32(self.rows.cut(each).tobytes(), total)
         return total.to_bytes(4, "little")
 
     def _note_read(self) -> None:
@@ -119,18 +79,6 @@ class ServedParameter:
     def _list_versions(self) -> Sequence[Any]:
         own = (self.parameter._version, self.parameter.data_ptr())
         return [own, *list_state_versions(self.optimizer, self.parameter)]
-
-    def _cut(self, tensor: Tensor) -> Floats:
-        """Return a tensor's elements as rows. The last one is filled with zeros."""
-        flat = tensor.detach().to("cpu", self.parameter.dtype).reshape(-1).numpy()
-        rows = np.zeros(len(self.ids) * self._dim, flat.dtype)
-        rows[: len(flat)] = flat
-        return rows.reshape(len(self.ids), self._dim)
-
-    def _write(self, tensor: Tensor, rows: Floats) -> None:
-        flat = np.ascontiguousarray(rows).reshape(-1)[: tensor.numel()]
-        with torch.no_grad():
-            tensor.copy_(torch.from_numpy(flat).reshape(tensor.shape))
 
 
 class ServedParameters:
@@ -160,7 +108,7 @@ class ServedParameters:
         left_out = {id(each) for each in table_weights}
         for optimizer in optimizers:
             parameters = [each for group in optimizer.param_groups for each in group["params"]]
-            unknown = [each for each in parameters if id(each) not in left_out | self._served.keys()]
+            unknown = [each for each in parameters if each.numel() and id(each) not in left_out | self._served.keys()]
             changed += [self._open(parameter, optimizer) for parameter in unknown]
         if not changed:
             return
@@ -220,10 +168,8 @@ class ServedParameters:
 
 
 def _pull_together(parameters: Sequence[ServedParameter]) -> None:
-    if parameters:
-        pulled = pull_together([each.store for each in parameters], [each.ids for each in parameters])
-        for each, rows in zip(parameters, pulled, strict=True):
-            each.take(rows)
+    for each, rows in zip(parameters, pull_rows([each.rows for each in parameters]), strict=True):
+        each.take(rows)
 
 
 def _have_equal_bits(one: Tensor, other: Tensor) -> bool:
@@ -238,16 +184,6 @@ def _change_error(found: str) -> TableError:
         fix="change them before the first step, after a pass over a loader, or by rankless.load; or use --server-mode "
         "sync. In the other modes a worker does not have the others' latest steps in between",
     )
-
-
-def _dtype_of(parameter: Tensor) -> Any:
-    if parameter.dtype not in _DTYPES:
-        raise TableError(
-            expected="parameters of float32 or float64, which servers can hold",
-            found=f"{parameter.dtype} of shape {list(parameter.shape)}",
-            fix="use float32 parameters and autocast, or --server-mode sync",
-        )
-    return _DTYPES[parameter.dtype]
 
 
 def _require_dense(gradient: Tensor) -> Tensor:

@@ -3,8 +3,10 @@
 from collections.abc import Callable
 
 from rankless.config.servers import ServersConfig
+from rankless.parameter_server.geo_exchange import GeoExchange
+from rankless.parameter_server.geo_table import GeoTable
+from rankless.parameter_server.own_steps import OwnSteps, StepsOnServers
 from rankless.parameter_server.replicated_table import Gather, ReplicatedTable
-from rankless.parameter_server.served_parameters import ServedParameters
 from rankless.parameter_server.servers.client import ServerClient
 from rankless.parameter_server.servers.served_table import ServedTable
 from rankless.parameter_server.servers.server_connection import ConnectionSettings
@@ -41,20 +43,28 @@ class WorkerTables:
         self._gather = gather
         self._is_first = worker == 0
         self._client: ServerClient | None = None
-        self._parameters: ServedParameters | None = None
-        self.sums_gradients = servers is None or servers.mode == "sync"
+        self._own_steps: OwnSteps | None = None
         if servers is not None:
             settings = ConnectionSettings(RECONNECT_SECONDS, notify)
-            self._client = ServerClient(servers, worker=worker, worker_count=worker_count, settings=settings)
-        if self._client is not None and not self.sums_gradients:
-            self._parameters = ServedParameters(self._client, gather, is_first=self._is_first)
+            self._client = client = ServerClient(servers, worker=worker, worker_count=worker_count, settings=settings)
+            if servers.mode == "geo":
+                self._own_steps = GeoExchange(
+                    client, gather, worker=worker, worker_count=worker_count, steps=servers.geo_steps
+                )
+            elif servers.mode != "sync":
+                self._own_steps = StepsOnServers(client, gather, is_first=self._is_first)
         self._opened = 0
 
     @property
-    def parameters(self) -> ServedParameters:
-        """The dense parameters on servers, where workers train on batches of their own."""
-        assert self._parameters is not None
-        return self._parameters
+    def sums_gradients(self) -> bool:
+        """Whether a step has the gradients of all workers. Otherwise each worker makes steps of its own."""
+        return self._own_steps is None
+
+    @property
+    def own_steps(self) -> OwnSteps:
+        """The steps of this worker, where each trains on batches of its own."""
+        assert self._own_steps is not None
+        return self._own_steps
 
     def share(self, table: Table, before: RowStore | None) -> RowStore:
         """Return the store of all workers, with the rows of a table that is equal on all of them. Collective.
@@ -69,25 +79,23 @@ class WorkerTables:
         replicated = ReplicatedTable(table, self._gather)
         if self._client is None:
             return replicated
-        if isinstance(before, ServedTable) and before.settings == table.settings:
-            served = before
+        known = before.served if isinstance(before, GeoTable) else before
+        if isinstance(known, ServedTable) and known.settings == table.settings:
+            served = known
         else:
             served = self._client.open_table(f"table {self._opened}", table.settings)
             self._opened += 1
-        if served is before or table.step > 0:
+        if served is known or table.step > 0:
             if self._is_first:
                 served.restore(table.contents())
             self._gather(b"")  # nobody reads before the rows are there; all have read what was there before
-        return served
-
-    def begin_step(self) -> None:
-        """Begin a step of a job in which this worker trains alone."""
-        if self._client is not None:
-            self._client.begin_step()
+        return served if self._own_steps is None else self._own_steps.add_table(served)
 
     def commit(self) -> None:
-        """End a step of a job: one transaction on all servers, of all workers or of this one alone."""
-        if self._client is not None:
+        """End a step of a job, of all workers or of this one alone. Of all, it is one transaction on all servers."""
+        if self._own_steps is not None:
+            self._own_steps.end_step()
+        elif self._client is not None:
             self._client.commit()
 
     def close(self) -> None:

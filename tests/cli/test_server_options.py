@@ -74,7 +74,9 @@ REFUSED = [
     (("--servers", "198.51.100.7:6170"), "found:    198.51.100.7, which is not this host"),
     (("--servers", "1", "--workers", "127.0.0.1,198.51.100.7"), "servers and workers on several hosts: not yet"),
     (("-n", "2", "--workers", "3"), "found:    -n 2 and --workers 3, which is 3"),
-    (("--servers", "1", "--server-mode", "geo"), "fix:      give one of these; geo: not yet"),
+    (("--servers", "1", "--server-mode", "half"), "expected: --server-mode sync, async, bounded, geo"),
+    (("--servers", "1", "--server-mode", "geo", "--geo-steps", "0"), "fix:      give 1 or more"),
+    (("--servers", "1", "--server-mode", "async", "--geo-steps", "3"), "found:    --geo-steps 3 --server-mode async"),
     (("--server-mode", "async"), "expected: --servers with --server-mode async"),
     (("--servers", "0", "--server-mode", "bounded"), "found:    no servers"),
     (("--servers", "1", "--staleness", "3"), "found:    --staleness 3 --server-mode sync"),
@@ -103,10 +105,9 @@ def test_modes_of_servers_reach_the_run(started: list[RunConfig]):
     options = ("--servers", "1", "--devices", "cpu", __file__)
     assert main(["run", "--server-mode", "bounded", "--staleness", "0", *options]) == 0
     assert main(["run", "--server-mode", "async", *options]) == 0
-    assert [(each.servers.mode, each.servers.staleness) for each in started if each.servers] == [
-        ("bounded", 0),
-        ("async", 4),
-    ]
+    assert main(["run", "--server-mode", "geo", "--geo-steps", "3", *options]) == 0
+    found = [(each.servers.mode, each.servers.staleness, each.servers.geo_steps) for each in started if each.servers]
+    assert found == [("bounded", 0, 10), ("async", 4, 10), ("geo", 4, 3)]
 
 
 def test_an_unresolvable_name_is_no_address_of_this_host(started: list[RunConfig], capsys: pytest.CaptureFixture[str]):

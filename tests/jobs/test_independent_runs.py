@@ -53,6 +53,7 @@ def difference(found, wanted) -> float:
     ("workers", "servers", "mode"),
     [
         (3, 2, "async"),
+        (1, 2, "geo"),
         *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in [(1, 1, "async"), (2, 3, "bounded")]),
     ],
 )
@@ -80,6 +81,15 @@ def test_every_batch_is_trained_once_by_one_worker(tmp_path, workers, mode):
     assert found["rows"] == wanted
     assert found["seen"] == [37, 2 * 37, 3 * 37]
     assert sorted(found["order"]) == list(range(37))
+
+
+@pytest.mark.parametrize("workers", [3, pytest.param(2, marks=pytest.mark.exhaustive)])
+def test_geo_has_the_mean_of_what_workers_train_between_meetings(tmp_path, workers):
+    found = train(tmp_path, SHARED, 0, "saved", workers=workers, mode="geo")
+    wanted = [(3 + (sample < 3)) / workers for sample in range(37)]
+    assert found["epochs"] == 3
+    assert found["counts"] == pytest.approx(wanted, rel=0, abs=1e-12)
+    assert found["rows"] == pytest.approx(wanted, rel=0, abs=1e-12)
 
 
 @pytest.mark.parametrize("kills", [4, pytest.param(50, marks=pytest.mark.exhaustive)])

@@ -42,6 +42,7 @@ def reserve_server_addresses(servers: RequestedServers | None) -> Iterator[Serve
             token=secrets.token_hex(32),
             mode=servers.mode,
             staleness=servers.staleness,
+            geo_steps=servers.geo_steps,
         )
 
 

@@ -124,6 +124,27 @@ class Table:
         if not self._memory.is_logged:
             self._memory.release_grown_shards()
 
+    def assign(self, ids: Numbers, values: Floats) -> None:
+        """Give ids other values, and those without a row one. It is no step, and optimizer states stay.
+
+        Args:
+            ids: Each once, int64, of shape (n,).
+            values: Of shape (n, dim), in the table's type.
+
+        Raises:
+            TableError: There is no memory for more rows.
+        """
+        assert not self._memory.is_logged, "a table in the memory of this process"
+        row_numbers = np.empty(len(ids), np.int64)
+        parts = (self._memory.id_map, self._memory.rows, self._policy)
+        if admit(ids, np.ones(len(ids), np.int64), self.step, parts, row_numbers) == FULL:
+            raise self._full_error()
+        if isinstance(self._optimizer, MomentumRows):
+            self._memory.rows.values[row_numbers] = self._caught_up_rows(ids, row_numbers)
+            self._optimizer.mark_caught_up(row_numbers)
+        self._memory.rows.values[row_numbers, : self.settings.dim] = values
+        self._memory.release_grown_shards()
+
     def reset_states(self) -> None:
         """Forget the optimizer: the next step begins as the first one of its optimizer. Values stay."""
         if self._optimizer is not None:

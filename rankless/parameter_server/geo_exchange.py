@@ -1,0 +1,64 @@
+"""When a worker that trains on its own exchanges rows and parameters with servers; see Note [geo] in `geo_table`."""
+
+from rankless.parameter_server.geo_parameters import GeoParameters
+from rankless.parameter_server.geo_table import GeoTable
+from rankless.parameter_server.replicated_table import Gather
+from rankless.parameter_server.servers.client import ServerClient
+from rankless.parameter_server.servers.served_table import ServedTable, push_together
+
+
+class GeoExchange:
+    """What one worker trains on its own.
+
+    Args:
+        client: The connections to the servers.
+        gather: Exchanges bytes with the other workers.
+        worker: Number of this worker.
+        worker_count: Number of workers.
+        steps: After how many of its steps a worker exchanges.
+    """
+
+    def __init__(self, client: ServerClient, gather: Gather, *, worker: int, worker_count: int, steps: int) -> None:
+        self.parameters = GeoParameters(client, gather, worker=worker, worker_count=worker_count)
+        self._client = client
+        self._worker_count = worker_count
+        self._most_steps = steps
+        self._steps = 0
+        self._is_training = False
+        self._tables: list[GeoTable] = []
+
+    def add_table(self, served: ServedTable) -> GeoTable:
+        """Return this worker's rows of a table on the servers."""
+        table = GeoTable(served, self._worker_count, lambda: self._is_training)
+        self._tables = [each for each in self._tables if each.served is not served] + [table]
+        return table
+
+    def begin_step(self) -> None:
+        """Begin a training step of this worker."""
+        self._is_training = True
+
+    def end_step(self) -> None:
+        """End a step. After every so many of them, exchange."""
+        self._is_training = False
+        self._steps += 1
+        if self._steps == self._most_steps:
+            self.send()
+            self.parameters.take_others()
+            for table in self._tables:
+                table.take_others()
+
+    def send(self) -> None:
+        """Send this worker's shares of what it has trained since the last exchange, as one transaction."""
+        if self._steps == 0:
+            return
+        self._steps = 0
+        pushes = [*self.parameters.make_pushes(), *(table.make_push() for table in self._tables)]
+        if pushes:
+            push_together(pushes)
+        self._client.commit()
+
+    def read_all(self) -> None:
+        """Take the servers' values of everything."""
+        self.parameters.pull_states()
+        for table in self._tables:
+            table.forget()

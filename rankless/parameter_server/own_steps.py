@@ -1,0 +1,49 @@
+"""The steps of a worker that trains on batches of its own."""
+
+from typing import Protocol
+
+from rankless.context.table_sharing import WorkerSteps
+from rankless.parameter_server.replicated_table import Gather
+from rankless.parameter_server.served_parameters import ServedParameters
+from rankless.parameter_server.servers.client import ServerClient
+from rankless.parameter_server.servers.served_table import ServedTable
+from rankless.parameter_server.tables.row_store import RowStore
+
+
+class OwnSteps(WorkerSteps, Protocol):
+    """Those steps, as tables and servers take part in them. `geo_exchange` has another kind than this module."""
+
+    def add_table(self, served: ServedTable) -> RowStore:
+        """Return the rows of a table on the servers, as this worker trains them."""
+        ...
+
+    def end_step(self) -> None:
+        """End a step of this worker."""
+        ...
+
+
+class StepsOnServers:
+    """The modes `async` and `bounded`: servers make each step when its gradients arrive."""
+
+    def __init__(self, client: ServerClient, gather: Gather, *, is_first: bool) -> None:
+        self.parameters = ServedParameters(client, gather, is_first=is_first)
+        self._client = client
+
+    def add_table(self, served: ServedTable) -> ServedTable:
+        """Return the table: a worker has no rows of its own."""
+        return served
+
+    def begin_step(self) -> None:
+        """Begin a training step of this worker."""
+        self._client.begin_step()
+
+    def end_step(self) -> None:
+        """End it: what this worker has pushed is one transaction."""
+        self._client.commit()
+
+    def send(self) -> None:
+        """Do nothing: every step has been sent."""
+
+    def read_all(self) -> None:
+        """Take the servers' values and optimizer states of all parameters."""
+        self.parameters.pull_states()
