@@ -30,6 +30,7 @@ READING_SECONDS = 0.5
 DEFAULT_WATCH_SECONDS = 2.0
 SHORTEST_WATCH_SECONDS = 0.1
 _CLEAR = "\x1b[H\x1b[2J"
+_NONE = "no run of this user goes on on this host (elastic jobs, and processes of rankless.spawn, are not shown)\n"
 
 
 class _ShownRun(NamedTuple):
@@ -124,7 +125,7 @@ def _show(runs: Sequence[_ShownRun], *, as_json: bool, clears: bool) -> None:
     else:
         text = (
             "\n".join(format_status(each.status, script=each.script, arguments=each.arguments) for each in runs)
-            or "no run of this user goes on on this host\n"
+            or _NONE
         )
     print((_CLEAR if clears and not as_json else "") + text, end="", flush=True)
 

@@ -1,6 +1,7 @@
 """Finds the run that a user names: by its id, its log folder, a link to that, or its `run.json`."""
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from rankless.records.live.live_run import LiveRun
 from rankless.records.live.run_status import RunStatus
 from rankless.records.run_summary import RunProgram, RunSummary, decode_run_summary
 
-SUMMARY_PATTERN = "run*.json"
+_SUMMARY_NAME = re.compile(r"run\d*\.json")
 """`run.json` of host 0, `run1.json` of the next host."""
 
 
@@ -67,10 +68,11 @@ def _find_folder(name: str, log_folder: str) -> Path | None:
     if not name or "\0" in name:
         return None
     path = Path(name)
-    candidates = [path.parent] if path.name.startswith("run") and path.suffix == ".json" else [path]
-    if os.sep not in name:
-        candidates.append(Path(log_folder) / name)
     try:
+        is_summary = _SUMMARY_NAME.fullmatch(path.name) is not None and path.is_file()
+        candidates = [path.parent if is_summary else path]
+        if os.sep not in name:
+            candidates.append(Path(log_folder) / name)
         return next((each.resolve() for each in candidates if each.is_dir()), None)
     except OSError:  # a name that is too long, or a link that leads to itself
         return None
@@ -89,7 +91,7 @@ def _find_in(folder: Path) -> FoundRuns | None:
 
 
 def _find_running_in(folder: Path) -> FoundRuns:
-    paths = sorted(folder.glob(SUMMARY_PATTERN))
+    paths = sorted(path for path in folder.glob("run*.json") if _SUMMARY_NAME.fullmatch(path.name))
     summaries = [(path, _read_summary(path)) for path in paths]
     system = current_system()
     agents = [

@@ -87,7 +87,9 @@ class RequestCounter:
         counts = self._shard_ids.get(table)
         if counts is None:
             return []
-        most = heapq.nlargest(_MOST_SHARDS, range(len(counts)), key=counts.__getitem__)
+        shown = min(_MOST_SHARDS, len(counts))
+        most = [int(shard) for shard in np.argpartition(counts, -shown)[-shown:]]
+        most.sort(key=lambda shard: (-counts[shard], shard))
         return [
             ShardActivity(shard=opened.shards[0] + shard, requested_ids=int(counts[shard]))
             for shard in most
