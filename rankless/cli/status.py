@@ -4,14 +4,14 @@ import argparse
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from rankless.cli.json_output import JsonHeader, encode_json_line
 from rankless.config.environment import default_log_folder
 from rankless.errors import ConfigError
 from rankless.launch.status.readings import RunReading, read_run
-from rankless.launch.status.reports import report_running
+from rankless.launch.status.reports import report_gone, report_running
 from rankless.launch.status.run_lookup import FoundRuns, find_named_run
 from rankless.launch.status.running_runs import find_running_runs
 from rankless.records.live.live_run import LiveRun
@@ -31,6 +31,10 @@ DEFAULT_WATCH_SECONDS = 2.0
 SHORTEST_WATCH_SECONDS = 0.1
 _CLEAR = "\x1b[H\x1b[2J"
 _NONE = "no run of this user goes on on this host (elastic jobs, and processes of rankless.spawn, are not shown)\n"
+
+
+_RunKey = tuple[str, int]
+"""A run's id, and the process id of its agent: simulated hosts of one run have several."""
 
 
 class _ShownRun(NamedTuple):
@@ -66,26 +70,49 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             expected="Linux, where agents share what they know", found=sys.platform, fix="read run.json and the logs"
         )
-    before: dict[tuple[str, int], RunReading] = {}
+    clears = interval is not None and not arguments.json and sys.stdout.isatty()
+    before: dict[_RunKey, RunReading] = {}
     while True:
-        found = _find(name)
-        if not before and found.running:
-            before = _read_all(found.running, with_places=False)
-            time.sleep(READING_SECONDS)
-            found = _find(name)
-        after = _read_all(found.running, with_places=True)
-        shown = [
-            _ShownRun(each.run.script, each.run.arguments, each.run.seed, report_running(before.get(key), each))
-            for key, each in after.items()
-        ]
-        if found.ended is not None:
-            program = found.ended.program
-            shown.append(_ShownRun(program.script, program.arguments, program.seed, found.ended.status))
-        _show(shown, as_json=arguments.json, clears=interval is not None and sys.stdout.isatty())
+        shown, after = _take_status(name, before)
+        text = "".join(map(_format_json, shown)) if arguments.json else _format_text(shown)
+        print((_CLEAR if clears else "\n" if before and not arguments.json else "") + text, end="", flush=True)
         if interval is None or (name is not None and not after):
             return 0
         before = after
         time.sleep(interval)
+
+
+def _take_status(
+    name: str | None, before: Mapping[_RunKey, RunReading]
+) -> tuple[list[_ShownRun], dict[_RunKey, RunReading]]:
+    """Return what to show now, and the readings of the runs that go on.
+
+    Args:
+        name: The run to show; None for all that go on.
+        before: The readings of the last call; without any, this takes two.
+
+    Raises:
+        ConfigError: There is no such run, and there was none in the last call.
+    """
+    found = _find(name, is_known=bool(before))
+    if not before and found.running:
+        before = _read_all(found.running, with_places=False)
+        time.sleep(READING_SECONDS)
+        found = _find(name, is_known=True)
+    after = _read_all(found.running, with_places=True)
+    shown = [
+        _ShownRun(each.run.script, each.run.arguments, each.run.seed, report_running(before.get(key), each))
+        for key, each in after.items()
+    ]
+    if found.ended is not None:
+        program = found.ended.program
+        shown.append(_ShownRun(program.script, program.arguments, program.seed, found.ended.status))
+    elif name is not None and not after:  # it has ended meanwhile
+        shown = [
+            _ShownRun(each.run.script, each.run.arguments, each.run.seed, report_gone(each.run))
+            for each in before.values()
+        ]
+    return shown, after
 
 
 def _read_arguments(arguments: argparse.Namespace) -> tuple[str | None, float | None]:
@@ -108,26 +135,26 @@ def _read_arguments(arguments: argparse.Namespace) -> tuple[str | None, float | 
     return name, seconds
 
 
-def _find(name: str | None) -> FoundRuns:
+def _find(name: str | None, *, is_known: bool) -> FoundRuns:
+    """Return the runs to show. A run that was there and is gone has no error."""
     if name is None:
         return FoundRuns(running=find_running_runs())
-    return find_named_run(name, log_folder=default_log_folder())
+    try:
+        return find_named_run(name, log_folder=default_log_folder())
+    except ConfigError:
+        if not is_known:
+            raise
+        return FoundRuns()
 
 
-def _read_all(runs: Sequence[LiveRun], *, with_places: bool) -> dict[tuple[str, int], RunReading]:
-    """Return the readings of runs by their ids and hosts."""
+def _read_all(runs: Sequence[LiveRun], *, with_places: bool) -> dict[_RunKey, RunReading]:
+    """Return the readings of runs."""
     return {(each.run_id, each.process_id): read_run(each, with_places=with_places) for each in runs}
 
 
-def _show(runs: Sequence[_ShownRun], *, as_json: bool, clears: bool) -> None:
-    if as_json:
-        text = "".join(_format_json(each) for each in runs)
-    else:
-        text = (
-            "\n".join(format_status(each.status, script=each.script, arguments=each.arguments) for each in runs)
-            or _NONE
-        )
-    print((_CLEAR if clears and not as_json else "") + text, end="", flush=True)
+def _format_text(runs: Sequence[_ShownRun]) -> str:
+    texts = [format_status(each.status, script=each.script, arguments=each.arguments) for each in runs]
+    return "\n".join(texts) or _NONE
 
 
 def _format_json(shown: _ShownRun) -> str:

@@ -136,8 +136,8 @@ def _format_ahead(rank: int, servers: Sequence[ServerReport]) -> str:
 def _format_servers(servers: Sequence[ServerReport]) -> list[str]:
     if not servers:
         return []
-    heading = ("server", "pid", "state", "restarts", "CPU", "memory", "steps", "steps/s", "requests/s", "rows out/s")
-    rows = [[*heading, "rows in/s", "bytes/s", "address"]]
+    heading = ("server", "pid", "state", "restarts", "CPU", "memory", "steps", "steps/s", "requests/s", "pulled rows/s")
+    rows = [[*heading, "pushed rows/s", "bytes/s", "address"]]
     for server in servers:
         moved = (server.pulled_bytes_per_second, server.pushed_bytes_per_second)
         rates = (

@@ -4,12 +4,11 @@ import json
 import os
 import re
 import signal
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.jobs import is_alive, kill_job, rankless, start_rankless, start_script
+from support.jobs import is_alive, kill_job, rankless, start_rankless, start_script, wait_until
 from support.status_calls import (
     HOLDING,
     TRAINING,
@@ -111,8 +110,7 @@ def test_two_runs_at_once_are_both_shown_and_one_can_be_chosen(held: Path, tmp_p
 
 
 def test_many_calls_at_once_get_the_same_answer_and_disturb_nothing(held: Path):
-    command = [*("python", "-m", "rankless", "status", "log/latest", "--json")]
-    calls = [start_rankless(*command[3:], folder=held) for _ in range(6)]
+    calls = [start_rankless("status", "log/latest", "--json", folder=held) for _ in range(6)]
     texts = [call.communicate(timeout=60)[0] for call in calls]
     places = [[worker["place"] for worker in json.loads(text)["workers"]] for text in texts]
     assert [call.returncode for call in calls] == [0] * 6
@@ -148,6 +146,29 @@ def test_watch_shows_a_run_until_it_has_ended(tmp_path: Path):
         rest, messages = watch.communicate(timeout=60)
         last = json.loads(rest.splitlines()[-1])
         assert (watch.returncode, messages, last["outcome"], last["exit_code"]) == (0, "", "succeeded", 0)
+    finally:
+        kill_job(job)
+        if watch is not None:
+            kill_job(watch)
+
+
+def test_watch_ends_with_a_run_whose_launcher_leaves_no_summary(tmp_path: Path):
+    (tmp_path / "script.py").write_text(HOLDING.replace("signal.pause()", "while not os.path.exists('go'): pass"))
+    job = start_rankless("torchrun", "--nproc-per-node", "1", "--log-dir", "logs", "script.py", folder=tmp_path)
+    watch = None
+    try:
+        wait_for_ranks(job, tmp_path, 0)
+        (run_id,) = [path.name for path in (tmp_path / "logs").iterdir() if not path.is_symlink()]
+        watch = start_rankless("status", "--watch", "0.1", f"logs/{run_id}", folder=tmp_path)
+        assert watch.stdout is not None
+        assert watch.stdout.readline() == f"{run_id}: script.py\n"
+        (tmp_path / "go").touch()
+        text, messages = watch.communicate(timeout=60)
+        assert (watch.returncode, messages) == (0, "")
+        last = text.strip().split("\n\n")[-1].splitlines()
+        assert last[0] == f"{run_id}: script.py"
+        assert last[1].endswith("; it has ended, and its launcher writes no run.json")
+        assert rankless("status", f"logs/{run_id}", folder=tmp_path).returncode == 2
     finally:
         kill_job(job)
         if watch is not None:
@@ -204,6 +225,42 @@ def test_a_run_of_a_notebook_or_of_no_script_is_shown_by_its_code(tmp_path: Path
         kill_job(job)
 
 
+def test_a_script_that_has_closed_all_descriptors_has_a_state_and_no_place(tmp_path: Path):
+    script = HOLDING.replace("signal.pause()", "os.closerange(3, 200)\nopen('closed', 'w').close()\nsignal.pause()")
+    job = start_script(script, "-n", "1", "--no-warm", "--quiet", "--hang-timeout", "0", folder=tmp_path)
+    try:
+        wait_until(lambda: (tmp_path / "closed").exists())
+        assert wait_for_state(tmp_path, 0, "idle")["workers"][0]["place"] == ""
+    finally:
+        kill_job(job)
+
+
+def test_a_stopped_agent_is_read_as_well(tmp_path: Path):
+    job = start_script(HOLDING, "-n", "1", "--no-warm", "--quiet", "--hang-timeout", "0", folder=tmp_path)
+    try:
+        wait_for_ranks(job, tmp_path, 0)
+        wait_for_state(tmp_path, 0, "idle")
+        os.kill(job.pid, signal.SIGSTOP)
+        assert read_one("log/latest", folder=tmp_path)["workers"][0]["place"] == "script.py:4"
+    finally:
+        os.kill(job.pid, signal.SIGCONT)
+        kill_job(job)
+
+
+def test_a_run_whose_log_folder_is_gone_is_found_by_its_id(tmp_path: Path):
+    job = start_script(HOLDING, "-n", "1", "--no-warm", "--quiet", "--hang-timeout", "0", folder=tmp_path)
+    try:
+        wait_for_ranks(job, tmp_path, 0)
+        run_id = read_one("log/latest", folder=tmp_path)["run_id"]
+        (tmp_path / "log").rename(tmp_path / "moved")
+        assert read_one(run_id, folder=tmp_path)["outcome"] == "running"
+        assert rankless("status", "log/latest", folder=tmp_path).returncode == 2
+        moved = read_one("moved/latest", folder=tmp_path)
+        assert (moved["run_id"], moved["outcome"]) == (run_id, "running")
+    finally:
+        kill_job(job)
+
+
 def test_the_agent_survives_a_status_that_is_killed(held: Path):
     call = start_rankless("status", "log/latest", "--watch", "0.1", folder=held)
     assert call.stdout is not None
@@ -221,4 +278,4 @@ def test_ctrl_c_ends_watching(held: Path):
     call.send_signal(signal.SIGINT)
     _, messages = call.communicate(timeout=60)
     assert (call.returncode, messages) == (130, "rankless: ended by SIGINT\n")
-    assert subprocess.run(["kill", "-0", str(read_one("log/latest", folder=held)["agent_process_id"])]).returncode == 0
+    assert is_alive(read_one("log/latest", folder=held)["agent_process_id"])

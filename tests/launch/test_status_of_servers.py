@@ -20,11 +20,13 @@ import os, signal
 import numpy as np
 from rankless.config.environment import read_worker_config
 from rankless.parameter_server.servers.client import ServerClient
+from rankless.parameter_server.servers.server_connection import ConnectionSettings
 from rankless.parameter_server.tables.optimizers import SgdSettings
 from rankless.parameter_server.tables.settings import TableSettings
 
 config = read_worker_config()
-with ServerClient(config.servers, worker=config.rank, worker_count=config.world_size) as client:
+settings = ConnectionSettings(60.0)
+with ServerClient(config.servers, worker=config.rank, worker_count=config.world_size, settings=settings) as client:
     table = client.open_table("users", TableSettings(dim=4))
     ids = np.arange(100)
     for step in range(4 if config.rank == 0 else 1):
@@ -81,7 +83,7 @@ def test_servers_show_what_they_hold_and_what_they_have_done(served: Path):
     assert sum(server["activity"]["pushed_rows"] for server in status["servers"]) == 500
 
 
-def test_a_worker_that_waits_for_servers_is_said_to_wait(served: Path):
+def test_a_worker_that_waits_for_servers_has_that_state_and_line(served: Path):
     status = wait_for_state(served, 0, "waits")
     worker = status["workers"][0]
     assert worker["operation"] == "a request to the servers"

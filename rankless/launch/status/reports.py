@@ -96,6 +96,15 @@ def report_ended(summary: RunSummary, *, outcome: StatusOutcome, verdict: str) -
     )
 
 
+def report_gone(run: LiveRun) -> RunStatus:
+    """Return the status of a run that went on a moment ago, and has left no `run.json`: its launcher writes none."""
+    gone = RunReading(run=run, monotonic=time.monotonic(), workers={}, servers={})
+    verdict = "it has ended, and its launcher writes no run.json"
+    return msgspec.structs.replace(
+        report_running(None, gone), outcome="unknown", verdict=verdict, agent_process_id=None, workers=(), servers=()
+    )
+
+
 def measure_step_rate(before: WorkerStatus | None, after: WorkerStatus, now: float) -> float | None:
     """Return a worker's steps per second: over the time between two readings if it has many steps, else over the last.
 

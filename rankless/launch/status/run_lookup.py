@@ -59,7 +59,7 @@ def find_named_run(name: str, *, log_folder: str) -> FoundRuns:
     raise ConfigError(
         expected="RUN: the id of a run, its log folder, or its run.json",
         found=f"{name!r}, which is none of these" if folder is None else f"{name}, a folder without a run.json",
-        fix=f"name one that runs: {ids}" if ids else f"name a folder in {log_folder}, such as {log_folder}/latest",
+        fix=f"name one that runs: {ids}" if ids else f"no run goes on; name one of the folders in {log_folder}",
     )
 
 
@@ -94,12 +94,13 @@ def _find_running_in(folder: Path) -> FoundRuns:
     paths = sorted(path for path in folder.glob("run*.json") if _SUMMARY_NAME.fullmatch(path.name))
     summaries = [(path, _read_summary(path)) for path in paths]
     system = current_system()
-    agents = [
-        summary.agent
-        for _, (_, summary) in summaries
-        if summary.agent is not None and summary.outcome == "running" and summary.agent.system == system
-    ]
-    running = [run for run in map(read_run_of_agent, agents) if run is not None and _is_folder(run, folder)]
+    running = []
+    for _, (_, summary) in summaries:
+        agent = summary.agent
+        if agent is not None and summary.outcome == "running" and agent.system == system:
+            run = read_run_of_agent(agent)
+            if run is not None and run.log_folder == summary.log_folder:  # an agent may make several runs
+                running.append(run)
     if running or not summaries:
         return FoundRuns(running=running)
     _, (program, summary) = summaries[0]
