@@ -5,6 +5,7 @@ import mmap
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import msgspec
 
@@ -75,9 +76,10 @@ class LiveRunPage:
     def publish(self) -> None:
         """Write the record, if it has changed since the last call."""
         if self._has_changed and self._writer is not None and self._run is not None:
-            data = msgspec.json.encode(self._run)
-            if len(data) <= self._writer.capacity:
-                self._writer.write(data)
+            with suppress(UnicodeEncodeError):  # an argument or a path is no text: the run goes on without a record
+                data = msgspec.json.encode(self._run)
+                if len(data) <= self._writer.capacity:
+                    self._writer.write(data)
         self._has_changed = False
 
     def close(self) -> None:
@@ -110,6 +112,7 @@ def make_live_run(
     """
     start, first = job.start, job.start.first_rank(job.host_index)
     own_pages = dict(zip(range(first, first + len(pages)), pages, strict=True))
+    hosts = [host for host, count in enumerate(start.workers) for _ in range(count)]
     devices = dict(enumerate(device for row in job.devices for device in row))
     if job.host_index > 0:
         devices = dict(enumerate(config.devices, start=first))
@@ -129,11 +132,11 @@ def make_live_run(
         workers=tuple(
             LiveWorker(
                 rank=rank,
-                host=start.host_of(rank),
+                host=host,
                 device=devices.get(rank, ""),
                 log_file=os.path.abspath(log_file(rank)),
                 page=own_pages.get(rank),
             )
-            for rank in range(start.world_size)
+            for rank, host in enumerate(hosts)
         ),
     )

@@ -27,6 +27,7 @@ def find_running_runs() -> list[LiveRun]:
                 run = read_live_run(process_id, int(descriptor))
                 if run is not None:
                     found.append(run)
+                    break  # the mapping of the record has a descriptor of its own
     return sorted(found, key=lambda run: (run.started_monotonic, run.host))
 
 
