@@ -25,7 +25,8 @@ def format_status(status: RunStatus, *, script: str | None, arguments: Sequence[
         lines += _format_elsewhere(status)
     else:
         lines.append(f"  {_format_figures(status)}")
-    return "".join(f"{line}\n" for line in lines)
+    # Names of tables, paths and what servers refuse may have any character.
+    return "".join("".join(each if each.isprintable() else "?" for each in line) + "\n" for line in lines)
 
 
 def format_table(rows: Sequence[Sequence[str]], *, right: Sequence[int]) -> list[str]:
@@ -43,8 +44,8 @@ def format_table(rows: Sequence[Sequence[str]], *, right: Sequence[int]) -> list
 
 def _format_program(script: str | None, arguments: Sequence[str]) -> str:
     text = " ".join([script or "a program that its run.json does not name", *arguments])
-    printable = "".join(letter if letter.isprintable() else " " for letter in text)
-    return printable if len(printable) <= _MOST_PROGRAM_CHARACTERS else f"{printable[:_MOST_PROGRAM_CHARACTERS]}..."
+    text = " ".join(text.split())  # code has several lines
+    return text if len(text) <= _MOST_PROGRAM_CHARACTERS else f"{text[:_MOST_PROGRAM_CHARACTERS]}..."
 
 
 def _format_state(status: RunStatus) -> str:

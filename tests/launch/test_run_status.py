@@ -70,8 +70,8 @@ def test_a_worker_that_makes_no_step_has_a_rate_that_falls(held: Path):
 
 
 def test_the_table_shows_the_same_for_people(held: Path):
-    done = rankless("status", folder=held)
-    text = done.stdout
+    wait_until(lambda: read_one("log/latest", folder=held)["workers"][0]["seconds_since_step"] > 3)
+    text = rankless("status", "log/latest", folder=held).stdout
     status = read_one("log/latest", folder=held)
     assert f"{status['run_id']}: script.py\n" in text
     assert re.search(r"runs since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC, for [\d.]+ s; agent \d+\n", text)
@@ -220,7 +220,7 @@ def test_a_run_of_a_notebook_or_of_no_script_is_shown_by_its_code(tmp_path: Path
         status = read_one("log/latest", folder=tmp_path)
         assert (status["script"], status["arguments"]) == ("-c " + HOLDING, ["--name", "a b"])
         lines = rankless("status", "log/latest", folder=tmp_path).stdout.splitlines()
-        assert lines[0].startswith(f"{status['run_id']}: -c  import os, signal open(")
+        assert lines[0].startswith(f"{status['run_id']}: -c import os, signal open(")
     finally:
         kill_job(job)
 

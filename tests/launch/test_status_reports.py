@@ -90,7 +90,7 @@ def activity(transactions: int, at: float, *, process_id: int = 8, ahead: int = 
         pulled_bytes=0,
         pushed_rows=100 * transactions,
         pushed_bytes=0,
-        refused={"another token than this run's": 2} if ahead else {},
+        refused={"another token than this run's": 2, "\x1b[2J\udcff": 1} if ahead else {},
         transactions_ahead=(ahead,),
         table_count=0,
         tables=(),
@@ -192,11 +192,11 @@ def test_the_state_of_a_server_is_its_process_and_its_stage(
 def test_the_text_names_what_servers_refuse_and_how_far_workers_are_ahead():
     after = reading(NOW, process(), server=activity(3, NOW, ahead=4), server_process=process())
     lines = format_status(status_of(None, after), script="train.py", arguments=["a\nb\x1b[31m"]).splitlines()
-    assert lines[0] == "run: train.py a b [31m"
+    assert lines[0] == "run: train.py a b?[31m"
     heading = next(line for line in lines if line.split()[:2] == ["rank", "pid"])
     row = lines[lines.index(heading) + 1]
     assert row[: heading.index("ahead") + len("ahead")].split()[-1] == "4"
-    assert lines[-1] == "  server 0 has refused 2 messages: 2 of another token than this run's"
+    assert lines[-1] == "  server 0 has refused 3 messages: 2 of another token than this run's, 1 of ?[2J?"
 
 
 def test_a_worker_that_has_not_started_has_no_figures():
