@@ -291,7 +291,7 @@ def rank() -> int:
         >>> rankless.rank()
         0
     """
-    return _current().world.mesh.rank
+    return _current().world.workers.rank
 
 
 def world_size() -> int:
@@ -304,7 +304,7 @@ def world_size() -> int:
         >>> rankless.world_size()
         1
     """
-    return _current().world.mesh.size
+    return _current().world.workers.size
 
 
 def local_rank() -> int:
@@ -734,6 +734,8 @@ def _find_saver(operation: str) -> checkpoint.Saver:
     """Return what saves in this process. Raises RanklessError inside `rankless.once`."""
     context = _current()
     context.world.require_not_in_once(operation)
+    if context.world.independent is not None:
+        context.world.independent.meet(operation)
     return context.saver
 
 

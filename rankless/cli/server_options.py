@@ -1,9 +1,9 @@
-"""Options for parameter servers: `--servers`, `--workers`, `--server-mode` and `--server-restarts`."""
+"""Options for parameter servers: `--servers`, `--workers`, `--server-mode`, `--staleness` and `--server-restarts`."""
 
 import argparse
 
 from rankless.config.hosts import read_endpoints, require_this_host
-from rankless.config.servers import DEFAULT_SERVER_RESTARTS, SERVER_MODES, RequestedServers
+from rankless.config.servers import DEFAULT_SERVER_RESTARTS, DEFAULT_STALENESS, SERVER_MODES, RequestedServers
 from rankless.errors import ConfigError
 
 _LIST = "127.0.0.1:6170,127.0.0.1:6171"
@@ -28,7 +28,16 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
         "--server-mode",
         metavar="|".join(SERVER_MODES),
         default=SERVER_MODES[0],
-        help="When steps reach the tables. sync: one step per global batch, as on one device. Default: sync.",
+        help="When steps reach the servers. sync: one step per global batch, as on one device. async: each worker "
+        "takes whole batches of its own, with a step for each, and waits for no other one. bounded: as async, but no "
+        "worker runs ahead of the slowest one by more than --staleness. Default: sync.",
+    )
+    group.add_argument(
+        "--staleness",
+        type=int,
+        metavar="N",
+        help="With --server-mode bounded: by how many of its batches a worker may be ahead of the slowest one. "
+        f"Default: {DEFAULT_STALENESS}.",
     )
     group.add_argument(
         "--server-restarts",
@@ -51,8 +60,9 @@ def read_servers(arguments: argparse.Namespace) -> RequestedServers | None:
         raise ConfigError(
             expected=f"--server-mode {', '.join(SERVER_MODES)}",
             found=mode,
-            fix="omit it; async, geo and bounded: not yet",
+            fix="give one of these; geo: not yet",
         )
+    staleness = _read_staleness(arguments)
     restarts = arguments.server_restarts
     if restarts < 0:
         raise ConfigError(
@@ -62,11 +72,17 @@ def read_servers(arguments: argparse.Namespace) -> RequestedServers | None:
         return None
     count = _read_count("--servers", text, least=0)
     if count is not None:
-        return RequestedServers(count=count, mode=mode, max_restarts=restarts) if count else None
+        if not count:
+            return None
+        return RequestedServers(count=count, mode=mode, staleness=staleness, max_restarts=restarts)
     endpoints = read_endpoints("--servers", text, example=_LIST)
     require_this_host("--servers", endpoints)
     return RequestedServers(
-        count=len(endpoints), endpoints=tuple(map(str, endpoints)), mode=mode, max_restarts=restarts
+        count=len(endpoints),
+        endpoints=tuple(map(str, endpoints)),
+        mode=mode,
+        staleness=staleness,
+        max_restarts=restarts,
     )
 
 
@@ -91,6 +107,20 @@ def read_worker_count(arguments: argparse.Namespace) -> int | None:
             fix="omit one of the two",
         )
     return count
+
+
+def _read_staleness(arguments: argparse.Namespace) -> int:
+    """Return the staleness, which only the mode `bounded` has."""
+    given, mode = arguments.staleness, arguments.server_mode
+    if given is None:
+        return DEFAULT_STALENESS
+    if mode != "bounded" or given < 0:
+        raise ConfigError(
+            expected="--staleness as a number from 0 up, together with --server-mode bounded",
+            found=f"--staleness {given} --server-mode {mode}",
+            fix="give --server-mode bounded, or omit --staleness" if mode != "bounded" else "give 0 or more",
+        )
+    return int(given)
 
 
 def _read_count(option: str, text: str, *, least: int) -> int | None:

@@ -11,14 +11,20 @@ import msgspec
 from rankless.errors import ConfigError
 
 SERVER = "RANKLESS_SERVER"
+DEFAULT_STALENESS = 4
 DEFAULT_SERVER_RESTARTS = 10
 """How often servers that died are started again, all servers of a run together."""
 CANNOT_GO_ON = 3
 """The exit code of a server that cannot go on, also in a new process: its memory is damaged, say."""
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
 
-ServerMode = Literal["sync"]
-"""When steps reach the tables. `sync`: one step per global batch, as on one device."""
+ServerMode = Literal["sync", "async", "bounded"]
+"""When steps reach the tables.
+
+- `sync`: one step per global batch, as on one device.
+- `async`: one step per batch of one worker, when it arrives. Workers do not wait for each other.
+- `bounded`: as `async`, but no worker is ahead of the slowest one by more than a given number of its batches.
+"""
 SERVER_MODES: tuple[str, ...] = get_args(ServerMode)
 SERVER_PACKAGES = ("numba", "zmq")
 """What the extra `ps` installs."""
@@ -31,6 +37,8 @@ class RequestedServers(msgspec.Struct, frozen=True, kw_only=True):
     endpoints: tuple[str, ...] = ()
     """HOST:PORT of each server, or HOST for a free port; none for sockets in a private folder of the run."""
     mode: ServerMode = "sync"
+    staleness: int = DEFAULT_STALENESS
+    """In the mode `bounded`, by how many of its batches a worker may be ahead of the slowest one."""
     max_restarts: int = DEFAULT_SERVER_RESTARTS
     """How often servers that died are started again, all together; 0 for never."""
 
@@ -43,6 +51,7 @@ class ServersConfig(msgspec.Struct, frozen=True, kw_only=True):
     token: str
     """The run's secret, with which processes of the run prove that they belong to it."""
     mode: ServerMode = "sync"
+    staleness: int = DEFAULT_STALENESS
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,6 +64,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The address on which it serves."""
     token: str
     run_id: str
+    mode: ServerMode = "sync"
+    staleness: int = DEFAULT_STALENESS
+    """In the mode `bounded`, by how many of its batches a worker may be ahead of the slowest one."""
     ready_descriptor: int | None = None
     """An inherited pipe to which it writes one line once it serves: `ready ADDRESS`, or `ready ADDRESS durable`.
 

@@ -89,7 +89,7 @@ def check_servers(request: RunRequest, *, host_count: int) -> None:
         raise ConfigError(
             expected=f"--server-mode {', '.join(SERVER_MODES)}",
             found=servers.mode,
-            fix="omit it; async, geo and bounded: not yet",
+            fix="give one of these; geo: not yet",
         )
     if request.elastic is not None:
         raise ConfigError(

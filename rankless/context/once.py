@@ -32,9 +32,9 @@ def call_once(function: Callable[[], Result], *, name: str, world: World) -> Res
         )
     if world.once.call is not None:
         return function()
-    world.mesh.check_sync_point(f"rankless.once({name})")
-    if world.mesh.rank != 0:
-        received: Result = _decode_outcome(broadcast_bytes(b"", mesh=world.mesh), name)
+    world.workers.check_sync_point(f"rankless.once({name})")
+    if world.workers.rank != 0:
+        received: Result = _decode_outcome(broadcast_bytes(b"", mesh=world.workers), name)
         return received
     outcome = _Outcome(error="it was interrupted")
     world.once.call = f"rankless.once({name})"
@@ -48,7 +48,7 @@ def call_once(function: Callable[[], Result], *, name: str, world: World) -> Res
     finally:
         world.once.call = None
         data = msgspec.msgpack.encode(outcome)
-        broadcast_bytes(data, mesh=world.mesh)
+        broadcast_bytes(data, mesh=world.workers)
     # A copy, as on the other ranks, also with one worker: a script that runs there runs on many.
     own: Result = _decode_outcome(data, name)
     return own

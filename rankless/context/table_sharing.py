@@ -1,11 +1,13 @@
 """The tables of rows among a script's modules, which all workers of a run share."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 EMBEDDING_MODULE = "rankless.parameter_server.embedding"
 """It is imported if the script uses tables."""
@@ -19,8 +21,52 @@ def find_tables(module: nn.Module) -> dict[str, Any]:
     return {name: part for name, part in module.named_modules() if isinstance(part, known.Embedding)}
 
 
+class SharedParameters(Protocol):
+    """The dense parameters that servers hold, where workers train on batches of their own."""
+
+    def share(
+        self, optimizers: Iterable[Optimizer], table_weights: Iterable[Tensor], *, is_current: bool, compares: bool
+    ) -> None:
+        """Give the servers parameters that they do not have, or that the script has changed. Collective.
+
+        Args:
+            optimizers: Those of a job.
+            table_weights: Parameters that stand for tables.
+            is_current: Whether this worker has the values of the servers. If not, the script may change nothing.
+            compares: Whether to look for changes in the elements, too.
+        """
+        ...
+
+    def pull(self, parameters: Iterable[Tensor]) -> None:
+        """Take the servers' values of parameters."""
+        ...
+
+    def pull_states(self) -> None:
+        """Take the servers' values and optimizer states of all parameters."""
+        ...
+
+    def find_changed(self, parameters: Iterable[Tensor]) -> Tensor | None:
+        """Return the first parameter that has been changed since its values were read."""
+        ...
+
+    def step_on_servers(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+        """Within the context, a step of the optimizer is made by the servers."""
+        ...
+
+
 class SharedTables(Protocol):
-    """Holds tables for all workers: in each of them, or on the servers of the run."""
+    """Holds tables for all workers: in each of them, or on the servers of the run.
+
+    Attributes:
+        sums_gradients: Whether a step has the gradients of all workers. Otherwise each worker makes steps of its own.
+    """
+
+    sums_gradients: bool
+
+    @property
+    def parameters(self) -> SharedParameters:
+        """The dense parameters on servers, where workers make steps of their own."""
+        ...
 
     def share(self, table: Any, before: Any) -> Any:
         """Return the store of rows of all workers for the table of this one. Collective.
@@ -29,6 +75,10 @@ class SharedTables(Protocol):
             table: The table.
             before: The store that had its rows before, or None.
         """
+        ...
+
+    def begin_step(self) -> None:
+        """Begin a step of this worker alone."""
         ...
 
     def commit(self) -> None:

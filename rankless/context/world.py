@@ -11,6 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from rankless.config.servers import ServersConfig
 from rankless.context.accumulation_passes import LoaderPasses
 from rankless.context.hidden_gradients import HiddenGradients
+from rankless.context.independent_workers import IndependentWorkers
 from rankless.context.model_change_detector import ModelChangeDetector
 from rankless.context.observers import CallInspector, CompiledProgramRecorder, JobRecorder
 from rankless.context.optimizer_changes import OptimizerChanges
@@ -20,6 +21,7 @@ from rankless.context.table_sharing import TableSharing
 from rankless.context.training_progress import ProgressMeter
 from rankless.errors import RanklessError
 from rankless.ownership.divided_owner import DividedOwner
+from rankless.ownership.served_owner import ServedOwner
 from rankless.ownership.state_owner import StateOwner, WholeOwner
 from rankless.parallel.mesh import Mesh, list_state_axes
 from rankless.records.events import AnyRecord
@@ -77,10 +79,20 @@ class World:
     """The parameter servers of the run, which hold its tables. None: each worker holds them."""
     tables: TableSharing = field(default_factory=TableSharing)
     """The tables that workers share."""
+    independent: IndependentWorkers | None = None
+    """What the workers do together where each trains on batches of its own; `mesh` is one worker then. None: they make
+    all steps together."""
+
+    @property
+    def workers(self) -> Mesh:
+        """The mesh of all workers that run the script. Jobs and loaders use `mesh`."""
+        return self.mesh if self.independent is None else self.independent.workers
 
     @cached_property
     def owner(self) -> StateOwner:
         """Holds parameters, gradients and optimizer state, of which each worker may have only pieces."""
+        if self.independent is not None:
+            return ServedOwner(self.independent.step_on_servers)
         owner: StateOwner = WholeOwner()
         for axis in reversed(list_state_axes(self.mesh) if self.mesh.size > 1 else ()):
             # Only along `data` do workers read each other's parameters.
@@ -90,7 +102,7 @@ class World:
 
     def require_not_in_once(self, operation: str) -> None:
         """Raise RanklessError if rank 0 is alone inside `rankless.once`, where it must not wait for other ranks."""
-        if self.once.call is not None and self.mesh.size > 1:
+        if self.once.call is not None and self.workers.size > 1:
             raise RanklessError(
                 expected=f"inside {self.once.call} only operations of rank 0 alone",
                 found=f"{operation}, in which all ranks must take part",

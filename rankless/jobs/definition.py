@@ -209,6 +209,8 @@ class CallResult:
     """The weights of the loss's terms, if several calls make one step."""
     parameters: Sequence[Tensor] = ()
     """The parameters of a train job, whose gradients the call has set."""
+    is_elsewhere: bool = False
+    """Whether another worker makes the call, and its step."""
 
 
 def detach_leaf(leaf: Any) -> Any:

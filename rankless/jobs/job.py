@@ -206,6 +206,8 @@ class Job(Generic[Parameters, Result]):
                 with disable_autocast(device.type):
                     self._stepped = self._get_stepper(world).add_call(outcome.loss, outcome.weights, outcome.parameters)
                     world.tables.commit()
+            elif outcome.is_elsewhere:
+                self._stepped = True
         except RanklessError as error:
             # The message names the script's line. The frames below this one belong to Rankless and PyTorch.
             raise error.with_traceback(None) from error.__cause__

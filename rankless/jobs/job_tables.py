@@ -25,35 +25,37 @@ class JobTables:
     def share(self) -> None:
         """Share tables that are not shared yet, with other workers or with servers. Collective."""
         world = self._world
-        for table in self._find_tables():
+        for table in self.find():
             self._require_usable()
             if world.mesh.size > 1 or world.servers is not None:
                 table.share(world.tables.get(self._make_shared_tables))
+        if world.independent is not None:
+            world.tables.get(self._make_shared_tables)  # servers hold the other parameters, too
 
     def begin_call(self) -> None:
         """Share tables, and let them forget earlier gradients: the call runs a captured program. Collective."""
         self.share()
-        for table in self._find_tables() if self._job.trains else ():
+        for table in self.find() if self._job.trains else ():
             table.begin_program()
 
     def end_call(self) -> None:
         """Let tables see the gradients that a call has set."""
-        for table in self._find_tables():
+        for table in self.find():
             table.end_program()
 
     def _make_shared_tables(self) -> SharedTables:
-        mesh = self._world.mesh
+        mesh = self._world.workers
         make: Callable[..., SharedTables] = importlib.import_module(WORKER_TABLES).WorkerTables
         gather = functools.partial(all_gather_bytes, mesh=mesh)
         return make(gather, self._world.servers, worker=mesh.rank, worker_count=mesh.size, notify=self._world.notify)
 
     def require_none(self, doing: str) -> None:
         """Raise TableError if the job has tables, whose gradients a program would give them once more."""
-        if self._find_tables():
+        if self.find():
             found = f"{doing} in job {self._job.name!r}, which has tables"
             raise self._error("a job without tables", found, "look at the first step that differs, in the table above")
 
-    def _find_tables(self) -> list[Any]:
+    def find(self) -> list[Any]:
         """Return the tables in the order of the job's models."""
         if self._tables is None:
             self._tables = [table for model in self._job.modules.values() for table in find_tables(model).values()]

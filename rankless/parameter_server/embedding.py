@@ -84,6 +84,8 @@ class Embedding(nn.Module):
         self._table: RowStore = Table(settings)
         self._shared: RowStore | None = None
         """The last store of all workers. After `load_state_dict`, the next job puts the loaded rows there."""
+        self._sums_gradients = True
+        """Whether a step has the gradients of all workers."""
         self._training: TableTraining | None = None
         self._lookups: CapturedLookups | None = None
 
@@ -104,6 +106,7 @@ class Embedding(nn.Module):
             self._close_training()
             self._convert_table()
             self._table = self._shared = tables.share(self._table, self._shared)
+            self._sums_gradients = tables.sums_gradients
             if self._lookups is None:  # programs know its number, also after `load_state_dict`
                 self._lookups = CapturedLookups(self._current_training)
 
@@ -170,7 +173,7 @@ class Embedding(nn.Module):
     def _require_summed_gradients(self) -> None:
         """Raise TableError for a lookup on several workers whose gradients nobody would sum."""
         workers = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-        if workers > 1 and torch.is_grad_enabled() and self.weight.requires_grad:
+        if self._sums_gradients and workers > 1 and torch.is_grad_enabled() and self.weight.requires_grad:
             raise TableError(
                 expected=f"a lookup with gradients inside a captured job, because {workers} workers share the table",
                 found="a lookup outside of one",

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from rankless.config.servers import ServersConfig
 from rankless.parameter_server.replicated_table import Gather, ReplicatedTable
+from rankless.parameter_server.served_parameters import ServedParameters
 from rankless.parameter_server.servers.client import ServerClient
 from rankless.parameter_server.servers.served_table import ServedTable
 from rankless.parameter_server.servers.server_connection import ConnectionSettings
@@ -40,10 +41,20 @@ class WorkerTables:
         self._gather = gather
         self._is_first = worker == 0
         self._client: ServerClient | None = None
+        self._parameters: ServedParameters | None = None
+        self.sums_gradients = servers is None or servers.mode == "sync"
         if servers is not None:
             settings = ConnectionSettings(RECONNECT_SECONDS, notify)
             self._client = ServerClient(servers, worker=worker, worker_count=worker_count, settings=settings)
+        if self._client is not None and not self.sums_gradients:
+            self._parameters = ServedParameters(self._client, gather, is_first=self._is_first)
         self._opened = 0
+
+    @property
+    def parameters(self) -> ServedParameters:
+        """The dense parameters on servers, where workers train on batches of their own."""
+        assert self._parameters is not None
+        return self._parameters
 
     def share(self, table: Table, before: RowStore | None) -> RowStore:
         """Return the store of all workers, with the rows of a table that is equal on all of them. Collective.
@@ -69,8 +80,13 @@ class WorkerTables:
             self._gather(b"")  # nobody reads before the rows are there; all have read what was there before
         return served
 
+    def begin_step(self) -> None:
+        """Begin a step of a job in which this worker trains alone."""
+        if self._client is not None:
+            self._client.begin_step()
+
     def commit(self) -> None:
-        """End a step of a job: one transaction on all servers."""
+        """End a step of a job: one transaction on all servers, of all workers or of this one alone."""
         if self._client is not None:
             self._client.commit()
 

@@ -21,7 +21,9 @@ from rankless.config.distributed_variables import TorchrunWorker
 from rankless.config.plan_file import read_plan
 from rankless.config.run_config import Backend
 from rankless.config.worker_config import WorkerConfig
+from rankless.context.independent_workers import IndependentWorkers
 from rankless.context.step_limit import StepLimit
+from rankless.context.table_sharing import TableSharing
 from rankless.context.training_progress import ProgressMeter
 from rankless.context.world import World
 from rankless.errors import ConfigError, JoinError, RanklessError
@@ -76,15 +78,22 @@ class ProcessContext:
         self._has_left = False
         self._desync_detector = DesyncDetector(mesh, notify=self.notify) if mesh.size > 1 else None
         self._has_agent = config is not None
+        servers = None if config is None else config.servers
+        workers, tables = replace(mesh, desync_detector=self._desync_detector), TableSharing()
+        trains_alone = servers is not None and servers.mode != "sync"
         self.world = World(
-            mesh=replace(mesh, desync_detector=self._desync_detector),
+            mesh=Mesh.solo(mesh.device) if trains_alone else workers,
+            independent=IndependentWorkers(workers, tables) if trains_alone else None,
+            tables=tables,
             notify=self.notify,
             send_record=observer,
             **({} if config is None else self._make_recorders(config)),
             meter=_make_meter(mesh, observer if progress else None, config) if mesh.rank == 0 else None,
-            servers=None if config is None else config.servers,
+            servers=servers,
         )
-        self.saver = Saver(mesh=self.world.mesh, owner=self.world.owner)
+        if self.world.independent is not None:
+            self.world.passes.subscribe(self.world.independent)
+        self.saver = Saver(mesh=self.world.workers, owner=self.world.owner)
         atexit.register(self.leave)
 
     def _make_recorders(self, config: WorkerConfig) -> dict[str, Any]:

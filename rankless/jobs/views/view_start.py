@@ -7,11 +7,12 @@ from rankless.deferred_models.building import find_deferred, materialize
 from rankless.jobs.definition import JobDefinition
 from rankless.jobs.dtype_override import cast_job
 from rankless.jobs.views.consistent import ConsistentView
+from rankless.jobs.views.independent import IndependentView
 from rankless.jobs.views.mirrored import MirroredView
 from rankless.jobs.views.one_device import PlainView
 from rankless.jobs.views.whole_batch import WholeBatchView
 
-JobView = PlainView | ConsistentView | MirroredView | WholeBatchView
+JobView = PlainView | ConsistentView | MirroredView | WholeBatchView | IndependentView
 
 
 def start_view(job: JobDefinition, world: World) -> JobView:
@@ -31,6 +32,8 @@ def start_view(job: JobDefinition, world: World) -> JobView:
 
 def make_view(job: JobDefinition, world: World) -> JobView:
     """Return the view that a job has in this world."""
+    if world.independent is not None:
+        return IndependentView(job, world, world.independent)
     if job.view == "mirrored":
         return MirroredView(job, world)
     # Values are computed again in a program. The run that `verify` compares with is the plain script.

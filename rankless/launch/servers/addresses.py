@@ -37,7 +37,12 @@ def reserve_server_addresses(servers: RequestedServers | None) -> Iterator[Serve
         else:
             folder = stack.enter_context(_private_folder(servers.count))
             addresses = [f"ipc://{folder / str(index)}" for index in range(servers.count)]
-        yield ServersConfig(addresses=tuple(addresses), token=secrets.token_hex(32), mode=servers.mode)
+        yield ServersConfig(
+            addresses=tuple(addresses),
+            token=secrets.token_hex(32),
+            mode=servers.mode,
+            staleness=servers.staleness,
+        )
 
 
 def _reserve(endpoint: str) -> socket.socket:

@@ -34,6 +34,8 @@ def make_server_launches(
             address=address,
             token=servers.token,
             run_id=start.run_id,
+            mode=servers.mode,
+            staleness=servers.staleness,
         )
         for index, address in enumerate(servers.addresses)
     ]

@@ -87,10 +87,15 @@ class ServerClient:
         numbers = [answer.header.table for answer in answers]
         return ServedTable(self._requests, self._transaction, settings, numbers, answers[0].header.start)
 
+    def begin_step(self) -> None:
+        """Begin a training step: in the mode `bounded` its pulls wait for workers that are too far behind."""
+        self._transaction.is_training = True
+
     def commit(self) -> None:
         """End the step: what this worker has pushed since its last commit becomes one transaction.
 
-        All servers have noted it when the call returns. It does not wait for the other workers. The next pull does.
+        All servers have noted it when the call returns. It does not wait for the other workers. In the mode `sync` the
+        next pull does.
 
         Raises:
             TableError: The servers cannot make steps any more.
@@ -101,6 +106,7 @@ class ServerClient:
             self._requests.ask_all(header)
             self._transaction.committed += 1
             self._transaction.changes = 0
+            self._transaction.is_training = False
 
     def close(self) -> None:
         """Leave the run once the last commit has been made, and close the connections. The others can go on alone.

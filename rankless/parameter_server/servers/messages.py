@@ -23,6 +23,9 @@ MOST_IN_FLIGHT = 16
 COPIED_BYTES = 16384
 """Frames up to here are copied when they are sent, which takes less time than to keep them alive."""
 
+FOR_TRAINING = 1
+"""The flag of a pull whose rows are for a training step: the worker must not be too far ahead of the others."""
+
 Frame = Any
 """Bytes, a memoryview, or an array in C's order."""
 
@@ -64,13 +67,13 @@ class MessageHeader(NamedTuple):
 
     Args:
         kind: See `Kind`.
-        flags: Which section, in parts of contents: 0 for rows, 1 for ids that wait for one.
+        flags: Which section, in parts of contents: 0 for rows, 1 for ids that wait for one. In a pull: `FOR_TRAINING`.
         table: Number of the table on this server.
         session: Number of the session, which the server has drawn.
         sequence: Number of the request among the worker's to this server, from 1 on. An answer has its request's.
         acknowledged: All answers up to this one have arrived: the server may forget them.
-        transaction: Number of the transaction, from 1 on. Of a read: the last one that it must see. In an answer: the
-            last one that the server has committed.
+        transaction: Number of the worker's transaction, from 1 on. Of a read: the last one that it must see. In an
+            answer: the last one that the server has committed.
         start: First row of a part. In an answer: the table's step.
         rows: Number of rows, or of ids.
         payload_bytes: Bytes of all payload frames.

@@ -20,7 +20,7 @@ from rankless.parameter_server.servers.contents_transfer import (
     join_contents,
     split_contents,
 )
-from rankless.parameter_server.servers.messages import MOST_MESSAGE_BYTES, Kind, MessageHeader
+from rankless.parameter_server.servers.messages import FOR_TRAINING, MOST_MESSAGE_BYTES, Kind, MessageHeader
 from rankless.parameter_server.servers.routing import RoutedIds, route_ids, scatter_rows, servers_of_shards
 from rankless.parameter_server.servers.server_connection import ServerAnswer, TransferLostError
 from rankless.parameter_server.servers.server_requests import ServerRequests
@@ -43,6 +43,8 @@ class WorkerTransaction:
         """The last transaction that this worker has committed."""
         self.changes = 0
         """Number of changes in the next one so far."""
+        self.is_training = False
+        """Whether rows are read for a training step, which must not be too far ahead of other workers' steps."""
 
 
 class ServedTable:
@@ -92,12 +94,13 @@ class ServedTable:
         routed = self._route(ids)
         row_bytes = settings.dim * np.dtype(settings.dtype).itemsize
         most = max(1, _PULL_BYTES // row_bytes)
+        flags = FOR_TRAINING if self._transaction.is_training else 0
         requests, ranges = [], []
         with self._requests.exchange():
             for server, (start, stop) in enumerate(_ranges(routed)):
                 for first in range(start, stop, most):
                     last = min(first + most, stop)
-                    header = self._header(Kind.PULL, server, rows=last - first)
+                    header = self._header(Kind.PULL, server, rows=last - first)._replace(flags=flags)
                     requests.append(self._requests.send(server, header, (routed.ids[first:last],)))
                     ranges.append((first, last))
             answers = self._requests.answers(requests)

@@ -33,6 +33,18 @@ class OpenTable(NamedTuple):
     shards: tuple[int, int]
 
 
+class KeptTransactions(msgspec.Struct, frozen=True):
+    """What a later process of a server must know about transactions, beside the number of the last one.
+
+    Args:
+        left: The workers that have left.
+        committed: The last transaction of each worker that has been committed, where each has its own. Empty: none.
+    """
+
+    left: list[int] = []
+    committed: list[int] = []
+
+
 class ServerTables:
     """The tables of one server."""
 
@@ -40,27 +52,28 @@ class ServerTables:
         """Begin without tables, or with those that an earlier process of this server has left."""
         self._server_index, self._server_count = server_index, server_count
         self._durable = durable
+        note = "" if durable is None else durable.note
+        self._kept = msgspec.json.decode(note, type=KeptTransactions) if note else KeptTransactions()
         self.tables: list[OpenTable] = []
         if durable is not None:
             for name, table in durable.tables.items():
                 self._add(name, table, durable.settings[name], None)
 
     @property
-    def committed(self) -> int:
-        """The last transaction that an earlier process of this server has committed."""
+    def last_transaction(self) -> int:
+        """The number of the last transaction that an earlier process of this server has committed."""
         return 0 if self._durable is None else self._durable.committed
 
     @property
-    def left(self) -> set[int]:
-        """The workers that have left, as kept for a later process."""
-        note = "" if self._durable is None else self._durable.note
-        return msgspec.json.decode(note, type=set[int]) if note else set()
+    def kept(self) -> KeptTransactions:
+        """What an earlier process of this server has kept of transactions."""
+        return self._kept
 
     def keep_left(self, left: Collection[int]) -> None:
         """Keep which workers have left for a later process of this server."""
-        if self._durable is not None and left != self.left:
-            with self._durable.transaction():
-                self._durable.set_note(msgspec.json.encode(sorted(left)).decode())
+        if sorted(left) != self._kept.left:
+            with self._transaction(None):
+                self._keep(msgspec.structs.replace(self._kept, left=sorted(left)))
 
     def open(self, name: str, settings: bytes, worker: int) -> int:
         """Return the number of a table, which is made if it does not exist.
@@ -92,9 +105,15 @@ class ServerTables:
             raise MessageRefusedError("an unknown table")
         return self.tables[number]
 
-    def apply(self, changes: Sequence[Sequence[WorkerChange]], transaction: int) -> None:
-        """Apply a transaction: the changes of each worker, which are the same but for their slices."""
-        with self._transaction(transaction):
+    def apply(self, changes: Sequence[Sequence[WorkerChange]], number: int, committed: Sequence[int] = ()) -> None:
+        """Apply a transaction.
+
+        Args:
+            changes: The changes of each worker that takes part, which are the same but for their slices.
+            number: The transaction's number.
+            committed: The last transaction of each worker, with this one, where each has its own.
+        """
+        with self._transaction(number):
             for parts in zip(*changes, strict=True):
                 table = self.tables[parts[0].table].table
                 slices = [part.gradient_slice for part in parts if part.gradient_slice is not None]
@@ -104,11 +123,18 @@ class ServerTables:
                     table.push(total.ids, total.occurrences, total.gradients, settings)
                 else:
                     table.reset_states()
+            if committed:
+                self._keep(msgspec.structs.replace(self._kept, committed=list(committed)))
 
     def restore(self, opened: OpenTable, contents: TableContents) -> None:
         """Let a table take contents. Raises TableError if it cannot, and then nothing has changed."""
         with self._transaction(None):
             opened.table.restore(contents)
+
+    def _keep(self, kept: KeptTransactions) -> None:
+        if self._durable is not None:
+            self._durable.set_note(msgspec.json.encode(kept).decode())
+        self._kept = kept
 
     def _transaction(self, number: int | None) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self._durable is None else self._durable.transaction(number)

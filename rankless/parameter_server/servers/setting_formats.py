@@ -10,6 +10,7 @@ from rankless.errors import TableError
 from rankless.parameter_server.servers.messages import MessageRefusedError, decode_json
 from rankless.parameter_server.tables.optimizers import (
     AdagradSettings,
+    AdamSettings,
     OptimizerSettings,
     SgdSettings,
     SparseAdamSettings,
@@ -30,7 +31,7 @@ _MOST_INTEGER = 1 << 62
 _INITIALS: dict[str, type[Initial]] = {kind.__name__: kind for kind in (Constant, Uniform, Normal)}
 _ADMISSIONS: dict[str, type[Admission]] = {kind.__name__: kind for kind in (ByCount, ByHash)}
 _OPTIMIZERS: dict[str, type[OptimizerSettings]] = {
-    kind.__name__: kind for kind in (SgdSettings, AdagradSettings, SparseAdamSettings)
+    kind.__name__: kind for kind in (SgdSettings, AdagradSettings, SparseAdamSettings, AdamSettings)
 }
 
 
@@ -100,7 +101,7 @@ def decode_optimizer(text: bytes) -> OptimizerSettings:
         settings = msgspec.convert(numbers, type=_OPTIMIZERS[name])
     except (MessageRefusedError, msgspec.ValidationError, KeyError) as error:
         raise _not_understood("settings of an optimizer", error) from None
-    if isinstance(settings, SparseAdamSettings) and not all(0 <= beta < 1 for beta in settings.betas):
+    if isinstance(settings, SparseAdamSettings | AdamSettings) and not all(0 <= beta < 1 for beta in settings.betas):
         raise _not_understood("betas from 0 to less than 1", settings.betas)
     if isinstance(settings, AdagradSettings) and settings.lr_decay < 0:
         raise _not_understood("lr_decay of at least 0", settings.lr_decay)

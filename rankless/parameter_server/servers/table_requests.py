@@ -7,6 +7,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from rankless.config.servers import ServerMode
 from rankless.errors import RanklessError, TableError
 from rankless.parameter_server.servers.contents_transfer import (
     ContentsMetadata,
@@ -16,6 +17,7 @@ from rankless.parameter_server.servers.contents_transfer import (
 )
 from rankless.parameter_server.servers.error_messages import encode_error
 from rankless.parameter_server.servers.messages import (
+    FOR_TRAINING,
     MOST_MESSAGE_BYTES,
     Kind,
     MessageHeader,
@@ -27,7 +29,13 @@ from rankless.parameter_server.servers.routing import are_ids_of_shards
 from rankless.parameter_server.servers.served_tables import OpenTable, ServerTables
 from rankless.parameter_server.servers.sessions import RequestAnswer, WorkerSession
 from rankless.parameter_server.servers.setting_formats import decode_optimizer
-from rankless.parameter_server.servers.transactions import MOST_AHEAD, PendingTransactions, WorkerChange
+from rankless.parameter_server.servers.transactions import (
+    MOST_AHEAD,
+    CommonTransactions,
+    IndependentTransactions,
+    PendingTransactions,
+    WorkerChange,
+)
 from rankless.parameter_server.tables.row_gradients import RowGradients
 
 _MOST_OCCURRENCES = 1 << 32
@@ -50,9 +58,11 @@ class WorkerRequest(NamedTuple):
 class TableRequests:
     """Does requests, and commits transactions when they are complete."""
 
-    def __init__(self, tables: ServerTables, worker_count: int) -> None:
+    def __init__(self, tables: ServerTables, worker_count: int, mode: ServerMode, staleness: int) -> None:
+        """Do requests to tables; see `config.servers` for the mode and the staleness."""
         self.tables = tables
-        self.transactions = PendingTransactions(worker_count, tables.committed, tables.left)
+        self.transactions = make_transactions(tables, worker_count, mode)
+        self._most_ahead = staleness if mode == "bounded" else None
         self.failure: RanklessError | None = None
         """Why no transaction can be committed any more."""
         self._actions: Mapping[int, Callable[[WorkerRequest], RequestAnswer]] = {
@@ -75,14 +85,23 @@ class TableRequests:
         self.transactions.begin_incarnation(worker)
         self.tables.keep_left(self.transactions.left)
 
-    def must_wait(self, header: MessageHeader) -> bool:
+    def must_wait(self, request: WorkerRequest) -> bool:
         """Return whether other workers must commit before a request can be done."""
+        header = request.header
         if self.failure is not None:
             return False
-        committed = self.transactions.committed
+        committed = self.transactions.committed_of(request.session.worker)
         if header.kind in _READ_KINDS:
-            return header.transaction > committed
+            return header.transaction > committed or self._is_too_early(header)
         return header.kind in _CHANGE_KINDS and header.transaction > committed + MOST_AHEAD
+
+    def _is_too_early(self, header: MessageHeader) -> bool:
+        """Return whether a training worker is ahead of the slowest one by more than the staleness that is allowed."""
+        transactions, most_ahead = self.transactions, self._most_ahead
+        if most_ahead is None or header.kind != Kind.PULL or not header.flags & FOR_TRAINING:
+            return False
+        assert isinstance(transactions, IndependentTransactions)
+        return header.transaction - transactions.slowest > most_ahead
 
     def check(self, request: WorkerRequest) -> None:
         """Raise MessageRefusedError for a request that is not understood. Nothing has changed then."""
@@ -121,7 +140,7 @@ class TableRequests:
             changes = self.transactions.take()
             if changes is None:
                 return False
-            self.tables.apply(changes, self.transactions.committed)
+            self.tables.apply(changes, self.transactions.number, self.transactions.list_committed())
         except TableError as error:
             self.failure = error
         except Exception as error:
@@ -241,6 +260,14 @@ class TableRequests:
         self.transactions.leave(request.session.worker)
         self.tables.keep_left(self.transactions.left)
         return _done(request)
+
+
+def make_transactions(tables: ServerTables, worker_count: int, mode: ServerMode) -> PendingTransactions:
+    """Return the transactions of a mode, after those that an earlier process of the server has kept."""
+    kept = tables.kept
+    if mode == "sync":
+        return CommonTransactions(worker_count, tables.last_transaction, kept.left)
+    return IndependentTransactions(worker_count, kept.committed, kept.left)
 
 
 def _unforeseen(error: Exception) -> TableError:

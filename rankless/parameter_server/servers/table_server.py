@@ -77,7 +77,7 @@ class TableServer:
         self._last_logs: dict[str, float] = {}
         self._is_durable = durable is not None
         tables = ServerTables(config.index, config.server_count, durable)
-        self.requests = TableRequests(tables, config.worker_count)
+        self.requests = TableRequests(tables, config.worker_count, config.mode, config.staleness)
         self.refused: Counter[str] = Counter()
         self.counter = RequestCounter()
 
@@ -137,7 +137,7 @@ class TableServer:
             instance=self._instance,
             last_sequence=session.last_sequence,
             ready=transactions.ready[session.worker],
-            committed=transactions.committed,
+            committed=transactions.committed_of(session.worker),
             durable=self._is_durable,
         )
         text = msgspec.json.encode(welcome)
@@ -220,7 +220,7 @@ class TableServer:
     def _do_next(self, request: WorkerRequest) -> None:
         """Do the next request of a session. One that is refused does not count as done."""
         self.requests.check(request)
-        if self.requests.must_wait(request.header):
+        if self.requests.must_wait(request):
             request.session.last_sequence = request.header.sequence
             self._waiting.append(request)
             return
@@ -230,6 +230,8 @@ class TableServer:
         self._finish(request, answer)
         if request.header.kind in (Kind.PUSH, Kind.RESET, Kind.READY, Kind.LEAVE):
             self._commit()
+        if request.header.kind == Kind.LEAVE:  # nobody waits for the worker any more
+            self._do_waiting()
 
     def _commit(self) -> None:
         """Commit all transactions that are complete, and do the requests that have waited for them."""
@@ -241,7 +243,7 @@ class TableServer:
     def _do_waiting(self) -> None:
         waiting, self._waiting = self._waiting, []
         for request in waiting:
-            if self.requests.must_wait(request.header):
+            if self.requests.must_wait(request):
                 self._waiting.append(request)
                 continue
             try:
@@ -258,7 +260,7 @@ class TableServer:
         self._reply(request.session, answer)
 
     def _reply(self, session: WorkerSession, answer: RequestAnswer) -> None:
-        committed = self.requests.transactions.committed
+        committed = self.requests.transactions.committed_of(session.worker)
         header = answer.header._replace(session=session.number, transaction=committed)
         self._send(session.identity, header, answer.payload)
 

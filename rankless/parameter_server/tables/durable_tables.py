@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 from rankless.errors import TableError
 from rankless.parameter_server.tables.contents import TableState
 from rankless.parameter_server.tables.durable_memory import STATES_BYTES, TEXT_BYTES, DurableMemory, require_sound
-from rankless.parameter_server.tables.row_optimizers import AdagradRows, MomentumRows, SgdRows, SparseAdamRows
+from rankless.parameter_server.tables.row_optimizers import OPTIMIZER_NAMES
 from rankless.parameter_server.tables.settings import TableSettings
 from rankless.parameter_server.tables.table import Table
 from rankless.parameter_server.tables.undo_log import WORD_BYTES, remember
 
-_OPTIMIZERS = ("", *(kind.name for kind in (SgdRows, MomentumRows, AdagradRows, SparseAdamRows)))
+_OPTIMIZERS = ("", *OPTIMIZER_NAMES)
 _ARRAYS = ("numbers", "slots", "values", "used_steps", "free", "caught_up", "movements", "decays")
 _NOWHERE = -1
 _STATE_WORDS = 32

@@ -5,12 +5,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class SgdSettings:
-    """One step of `torch.optim.SGD`. With momentum, all rows that ever had a gradient move in each step."""
+    """One step of `torch.optim.SGD`. With momentum, all rows that ever had a gradient move in each step.
+
+    With `weight_decay` every step must have a gradient for each row.
+    """
 
     lr: float
     momentum: float = 0.0
     dampening: float = 0.0
     nesterov: bool = False
+    weight_decay: float = 0.0
     maximize: bool = False
 
 
@@ -22,6 +26,7 @@ class AdagradSettings:
     lr_decay: float = 0.0
     eps: float = 1e-10
     initial_accumulator_value: float = 0.0
+    weight_decay: float = 0.0
     maximize: bool = False
 
 
@@ -35,4 +40,17 @@ class SparseAdamSettings:
     maximize: bool = False
 
 
-OptimizerSettings = SgdSettings | AdagradSettings | SparseAdamSettings
+@dataclass(frozen=True, kw_only=True)
+class AdamSettings:
+    """One step of `torch.optim.Adam`, or of `AdamW` with `decouples_decay`."""
+
+    lr: float
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    amsgrad: bool = False
+    decouples_decay: bool = False
+    maximize: bool = False
+
+
+OptimizerSettings = SgdSettings | AdagradSettings | SparseAdamSettings | AdamSettings

@@ -12,6 +12,7 @@ from rankless.parameter_server.tables.id_map import IdMap
 from rankless.parameter_server.tables.momentum import MomentumHistory
 from rankless.parameter_server.tables.optimizers import (
     AdagradSettings,
+    AdamSettings,
     OptimizerSettings,
     SgdSettings,
     SparseAdamSettings,
@@ -20,10 +21,12 @@ from rankless.parameter_server.tables.rows import Rows
 from rankless.parameter_server.tables.table_memory import TableMemory
 from rankless.parameter_server.tables.undo_log import remember_elements, remember_rows
 from rankless.parameter_server.tables.updates import (
+    AdamScalars,
     MomentumScalars,
     catch_up_states,
     subtract_movements,
     update_adagrad,
+    update_adam,
     update_momentum,
     update_sgd,
     update_sparse_adam,
@@ -183,6 +186,59 @@ class SparseAdamRows:
             update_sparse_adam(rows, row_numbers[part], gradients[part], scalars)
 
 
+class AdamRows:
+    """Adam and AdamW. The states are the means of gradients and of their squares."""
+
+    name = "Adam"
+    states = 2
+    initial_state = 0.0
+
+    def __init__(self, steps: int = 0) -> None:
+        self.steps = steps
+
+    def accepts(self, settings: OptimizerSettings) -> bool:
+        """Return whether settings are Adam's without `amsgrad`."""
+        return isinstance(settings, AdamSettings) and not settings.amsgrad
+
+    def step(self, rows: Rows, row_numbers: Numbers, gradients: Floats, settings: OptimizerSettings) -> None:
+        """Step rows. The bias corrections are those of all steps, not of the row's."""
+        assert isinstance(settings, AdamSettings)
+        self.steps += 1
+        scalars = make_adam_scalars(settings, self.steps)
+        for part in noted_parts(rows, row_numbers):
+            update_adam(rows, row_numbers[part], gradients[part], scalars)
+
+
+class AmsgradRows(AdamRows):
+    """Adam and AdamW with `amsgrad`. A third state is the largest mean of squares."""
+
+    name = "Adam with amsgrad"
+    states = 3
+
+    def accepts(self, settings: OptimizerSettings) -> bool:
+        """Return whether settings are Adam's with `amsgrad`."""
+        return isinstance(settings, AdamSettings) and settings.amsgrad
+
+
+OPTIMIZER_NAMES = tuple(
+    kind.name for kind in (SgdRows, MomentumRows, AdagradRows, SparseAdamRows, AdamRows, AmsgradRows)
+)
+
+
+def make_adam_scalars(settings: AdamSettings, step: int) -> AdamScalars:
+    """Return the numbers of one step, from 1 on."""
+    beta1, beta2 = settings.betas
+    return AdamScalars(
+        settings.lr / (1 - beta1**step),
+        beta1,
+        beta2,
+        (1 - beta2**step) ** 0.5,
+        settings.eps,
+        0.0 if settings.decouples_decay else settings.weight_decay,
+        1 - settings.lr * settings.weight_decay if settings.decouples_decay else 1.0,
+    )
+
+
 def make_row_optimizer(settings: OptimizerSettings, memory: TableMemory) -> RowOptimizer:
     """Return the optimizer of settings, before its first step.
 
@@ -199,6 +255,10 @@ def make_row_optimizer(settings: OptimizerSettings, memory: TableMemory) -> RowO
             return AdagradRows(settings.initial_accumulator_value)
         case SparseAdamSettings():
             return SparseAdamRows()
+        case AdamSettings(amsgrad=True):
+            return AmsgradRows()
+        case AdamSettings():
+            return AdamRows()
 
 
 def restore_row_optimizer(contents: TableContents | TableState, memory: TableMemory) -> RowOptimizer | None:
@@ -214,8 +274,12 @@ def restore_row_optimizer(contents: TableContents | TableState, memory: TableMem
             return AdagradRows(contents.initial_state, contents.optimizer_steps)
         case SparseAdamRows.name:
             return SparseAdamRows(contents.optimizer_steps)
+        case AdamRows.name:
+            return AdamRows(contents.optimizer_steps)
+        case AmsgradRows.name:
+            return AmsgradRows(contents.optimizer_steps)
         case name:
-            names = ", ".join(kind.name for kind in (SgdRows, MomentumRows, AdagradRows, SparseAdamRows))
+            names = ", ".join(OPTIMIZER_NAMES)
             raise TableError(
                 expected=f"rows with states of one of {names}",
                 found=name,

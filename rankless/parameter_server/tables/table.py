@@ -10,7 +10,7 @@ from rankless.parameter_server.tables.contents import TableContents, TableState,
 from rankless.parameter_server.tables.id_map import FULL, list_entries, pack_occurrences, unpack_occurrences
 from rankless.parameter_server.tables.memory import ArrayMemory, ProcessMemory
 from rankless.parameter_server.tables.momentum import ARRAYS as HISTORY_ARRAYS
-from rankless.parameter_server.tables.optimizers import OptimizerSettings, SgdSettings
+from rankless.parameter_server.tables.optimizers import AdagradSettings, OptimizerSettings, SgdSettings
 from rankless.parameter_server.tables.row_optimizers import (
     Floats,
     MomentumRows,
@@ -36,6 +36,7 @@ from rankless.parameter_server.tables.rows import (
 )
 from rankless.parameter_server.tables.settings import ByCount, ByHash, Constant, Normal, TableSettings, Uniform
 from rankless.parameter_server.tables.table_memory import TableMemory
+from rankless.parameter_server.tables.updates import add_weight_decay
 
 
 class Table:
@@ -115,6 +116,9 @@ class Table:
             raise self._full_error()
         self.step += 1
         directed = -gradients if settings.maximize else gradients
+        if isinstance(settings, SgdSettings | AdagradSettings) and settings.weight_decay:
+            directed = directed.copy()
+            add_weight_decay(self._memory.rows, row_numbers, directed, settings.weight_decay)
         self._optimizer.step(self._memory.rows, row_numbers, directed, settings)
         expire(self.step, parts)
         if not self._memory.is_logged:

@@ -24,6 +24,28 @@ class MomentumScalars(NamedTuple):
     nesterov: bool
 
 
+class AdamScalars(NamedTuple):
+    """Numbers of one step of Adam, float64.
+
+    Args:
+        rate: The learning rate with the bias correction of the mean.
+        beta1: Decay of the mean.
+        beta2: Decay of the mean of squares.
+        square_correction: The square root of the bias correction of the mean of squares.
+        epsilon: Added to the denominator.
+        weight_decay: Adam's, which is added to the gradient.
+        kept: AdamW's, the factor of the value before the step.
+    """
+
+    rate: float
+    beta1: float
+    beta2: float
+    square_correction: float
+    epsilon: float
+    weight_decay: float
+    kept: float
+
+
 @compiled
 def update_sgd(
     rows: Rows, row_numbers: NDArray[np.int64], gradients: NDArray[np.floating], learning_rate: float
@@ -123,6 +145,51 @@ def update_sparse_adam(
                 square += (gradient[column] * gradient[column] - square) * rest2
                 row[dim + column], row[2 * dim + column] = mean, square
                 row[column] -= rate * mean / (np.sqrt(square) + epsilon)
+
+
+@compiled
+def update_adam(
+    rows: Rows, row_numbers: NDArray[np.int64], gradients: NDArray[np.floating], scalars: AdamScalars
+) -> None:
+    """Make a step of Adam (Kingma and Ba, ICLR 2015) or AdamW (Loshchilov and Hutter, ICLR 2019), dense ones.
+
+    The states are the mean and the mean of squares. A third one is the largest mean of squares (Reddi and others, ICLR
+    2018).
+    """
+    number_type = rows.values.dtype.type
+    rate, epsilon = number_type(scalars.rate), number_type(scalars.epsilon)
+    rest1, beta2 = number_type(1 - scalars.beta1), number_type(scalars.beta2)
+    rest2, correction = number_type(1 - scalars.beta2), number_type(scalars.square_correction)
+    weight_decay, kept = number_type(scalars.weight_decay), number_type(scalars.kept)
+    dim = rows.dim
+    keeps_largest = rows.values.shape[1] == 4 * dim
+    for number in range(row_numbers.shape[0]):
+        if row_numbers[number] >= 0:
+            row, gradient = rows.values[row_numbers[number]], gradients[number]
+            for column in range(dim):
+                value = row[column] * kept
+                term = gradient[column] + weight_decay * value
+                mean, square = row[dim + column], row[2 * dim + column]
+                mean += (term - mean) * rest1
+                square = square * beta2 + rest2 * term * term
+                row[dim + column], row[2 * dim + column] = mean, square
+                if keeps_largest:
+                    square = max(square, row[3 * dim + column])
+                    row[3 * dim + column] = square
+                row[column] = value - rate * mean / (np.sqrt(square) / correction + epsilon)
+
+
+@compiled
+def add_weight_decay(
+    rows: Rows, row_numbers: NDArray[np.int64], gradients: NDArray[np.floating], weight_decay: float
+) -> None:
+    """Add each row's values times the weight decay to its gradients. All rows must hold all steps so far."""
+    decay = rows.values.dtype.type(weight_decay)
+    for number in range(row_numbers.shape[0]):
+        if row_numbers[number] >= 0:
+            row, gradient = rows.values[row_numbers[number]], gradients[number]
+            for column in range(rows.dim):
+                gradient[column] += decay * row[column]
 
 
 @compiled

@@ -63,7 +63,7 @@ class ServerProcess:
 class ServersOfRun:
     """All servers of a run."""
 
-    def __init__(self, folder: Path, servers: int, workers: int, *, tcp: bool = False) -> None:
+    def __init__(self, folder: Path, servers: int, workers: int, *, tcp: bool = False, **mode) -> None:
         self.token = secrets.token_hex(16)
         self.workers = workers
         self.processes = []
@@ -71,7 +71,13 @@ class ServersOfRun:
         for index in range(servers):
             address = "tcp://127.0.0.1:0" if tcp else f"ipc://{folder}/{run}.{index}"
             config = ServerConfig(
-                index=index, server_count=servers, worker_count=workers, address=address, token=self.token, run_id=run
+                index=index,
+                server_count=servers,
+                worker_count=workers,
+                address=address,
+                token=self.token,
+                run_id=run,
+                **mode,
             )
             self.processes.append(ServerProcess(config))
         self.config = ServersConfig(addresses=tuple(each.address for each in self.processes), token=self.token)
@@ -91,3 +97,55 @@ def servers_of_run(folder: Path, servers: int = 1, workers: int = 1, **options) 
         yield run
     finally:
         run.close()
+
+
+class RestartedServer:
+    """One server and its processes, one after the other."""
+
+    def __init__(self, folder: Path, descriptor: int, workers: int = 1, **mode) -> None:
+        self._address = f"ipc://{folder}/server"
+        self._descriptor = descriptor
+        self._workers = workers
+        self._mode = mode
+        self.incarnation = -1
+        self.process: ServerProcess | None = None
+        self._clients: list[ServerClient] = []
+
+    def start(self) -> ServerProcess:
+        self.incarnation += 1
+        config = ServerConfig(
+            index=0,
+            server_count=1,
+            worker_count=self._workers,
+            address=self._address,
+            token="secret",
+            run_id="run",
+            memory_descriptor=self._descriptor,
+            incarnation=self.incarnation,
+            **self._mode,
+        )
+        self.process = ServerProcess(config)
+        return self.process
+
+    def kill(self) -> None:
+        self.process.process.kill()
+        self.close()
+
+    def restart(self) -> ServerProcess:
+        """Kill the process, and start another one, to which the workers connect again."""
+        self.process.close()
+        return self.start()
+
+    def close(self) -> None:
+        """End the process, and drop all connections. The workers do not leave."""
+        for client in self._clients:
+            client.__exit__(ConnectionError)
+        self._clients.clear()
+        self.process.close()
+
+    def client(self, worker: int = 0, **options) -> ServerClient:
+        config = ServersConfig(addresses=(self.process.address,), token="secret")
+        options = {"incarnation": self.incarnation} | options
+        client = ServerClient(config, worker=worker, worker_count=self._workers, **options)
+        self._clients.append(client)
+        return client

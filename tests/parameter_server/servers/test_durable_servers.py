@@ -1,18 +1,16 @@
 """Servers whose tables are in memory that another process holds: a new process of a killed server goes on with them."""
 
 import os
-import signal
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 
 import numpy as np
 import pytest
 from served_training import OPTIMIZERS
-from server_processes import ServerProcess
+from server_processes import RestartedServer, ServerProcess
 
-from rankless.config.servers import CANNOT_GO_ON, ServerConfig, ServersConfig
+from rankless.config.servers import CANNOT_GO_ON, ServerConfig
 from rankless.errors import TableError
-from rankless.parameter_server.servers.client import ServerClient
 from rankless.parameter_server.servers.server_connection import ConnectionSettings
 from rankless.parameter_server.tables.settings import TableSettings
 from rankless.parameter_server.tables.table import Table
@@ -20,57 +18,12 @@ from rankless.parameter_server.tables.table import Table
 SETTINGS = {"a": TableSettings(dim=3, expire_after_steps=3), "b": TableSettings(dim=2, dtype="float64")}
 
 
-class RestartedServer:
-    """One server and its processes, one after the other."""
-
-    def __init__(self, folder, descriptor: int, workers: int = 1) -> None:
-        self._address = f"ipc://{folder}/server"
-        self._descriptor = descriptor
-        self._workers = workers
-        self.incarnation = -1
-        self.process: ServerProcess | None = None
-        self._clients: list[ServerClient] = []
-
-    def start(self) -> ServerProcess:
-        self.incarnation += 1
-        config = ServerConfig(
-            index=0,
-            server_count=1,
-            worker_count=self._workers,
-            address=self._address,
-            token="secret",
-            run_id="run",
-            memory_descriptor=self._descriptor,
-            incarnation=self.incarnation,
-        )
-        self.process = ServerProcess(config)
-        return self.process
-
-    def kill(self) -> None:
-        os.kill(self.process.process.pid, signal.SIGKILL)
-        self.close()
-
-    def close(self) -> None:
-        """End the process, and drop all connections. The workers do not leave."""
-        for client in self._clients:
-            client.__exit__(ConnectionError)
-        self._clients.clear()
-        self.process.close()
-
-    def client(self, worker: int = 0) -> ServerClient:
-        config = ServersConfig(addresses=(self.process.address,), token="secret")
-        client = ServerClient(config, worker=worker, worker_count=self._workers, incarnation=self.incarnation)
-        self._clients.append(client)
-        return client
-
-
 def test_a_worker_that_leaves_keeps_its_part_until_it_is_committed(tmp_path):
     descriptor = os.memfd_create("tables")
     run = RestartedServer(tmp_path, descriptor, workers=2)
     run.start()
-    config = ServersConfig(addresses=(run.process.address,), token="secret")
     settings = ConnectionSettings(reconnect_seconds=30)
-    first, second = (ServerClient(config, worker=number, worker_count=2, settings=settings) for number in range(2))
+    first, second = (run.client(number, settings=settings) for number in range(2))
     tables = [client.open_table("a", SETTINGS["b"]) for client in (first, second)]
     for number, table in enumerate(tables):
         table.push(np.array([7, number]), np.ones(2, np.int64), np.full((2, 2), 1.0 + number), OPTIMIZERS["adagrad"])
@@ -79,9 +32,7 @@ def test_a_worker_that_leaves_keeps_its_part_until_it_is_committed(tmp_path):
         leaving = threads.submit(first.close)
         with pytest.raises(FutureTimeoutError):
             leaving.result(1)  # the other worker's part is missing
-        os.kill(run.process.process.pid, signal.SIGKILL)
-        run.process.close()
-        run.start()
+        run.restart()
         second.commit()
         leaving.result(30)
     reference = Table(SETTINGS["b"])
