@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from rankless.parameter_server.servers.messages import Kind, MessageHeader, array_of
 from rankless.parameter_server.servers.served_tables import OpenTable, ServerTables
 from rankless.parameter_server.servers.table_requests import TableRequests
+from rankless.parameter_server.servers.transactions import PendingTransactions
 from rankless.parameter_server.tables.compiled_functions import compiled
 from rankless.parameter_server.tables.id_map import mix, shard_of
 from rankless.records.live.server_activity import SERVER_PAGE_BYTES, ServerActivity, ShardActivity, TableActivity
@@ -151,14 +152,14 @@ class ServerStatusPage:
         return ServerActivity(
             process_id=os.getpid(),
             monotonic=now,
-            transactions=transactions.committed,
+            transactions=transactions.number,
             requests=counter.requests,
             pulled_rows=counter.pulled_rows,
             pulled_bytes=counter.pulled_bytes,
             pushed_rows=counter.pushed_rows,
             pushed_bytes=counter.pushed_bytes,
             refused=_most_frequent(self._refused),
-            transactions_ahead=tuple(max(0, ready - transactions.committed) for ready in transactions.ready),
+            transactions_ahead=tuple(_count_ahead(transactions)),
             table_count=len(tables),
             tables=tuple(_measure_table(counter, number, tables[number]) for number in shown),
         )
@@ -171,6 +172,18 @@ def encode_activity(activity: ServerActivity, *, most_bytes: int) -> bytes:
         activity = msgspec.structs.replace(activity, tables=activity.tables[: len(activity.tables) // 2])
         data = msgspec.json.encode(activity)
     return data if len(data) <= most_bytes else b""
+
+
+def _count_ahead(transactions: PendingTransactions) -> list[int]:
+    """Return how many transactions each worker is ahead of the last common one, or of the slowest worker's last one.
+
+    A worker that has left is ahead of nothing.
+    """
+    own, left = transactions.list_committed(), transactions.left
+    last = transactions.number
+    if own:
+        last = min((count for worker, count in enumerate(own) if worker not in left), default=0)
+    return [0 if worker in left else max(0, ready - last) for worker, ready in enumerate(transactions.ready)]
 
 
 def _measure_table(counter: RequestCounter, number: int, opened: OpenTable) -> TableActivity:

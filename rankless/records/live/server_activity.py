@@ -38,7 +38,8 @@ class ServerActivity(msgspec.Struct, frozen=True, kw_only=True):
     monotonic: float
     """When it published this, in seconds of `time.monotonic`."""
     transactions: int
-    """The last transaction that it has committed. Each step of a training is one."""
+    """The transactions that it has committed. In the mode `sync` each step of a training is one. In `async` and
+    `bounded` each step of each worker is one."""
     requests: int
     """Requests that it has done."""
     pulled_rows: int
@@ -51,7 +52,9 @@ class ServerActivity(msgspec.Struct, frozen=True, kw_only=True):
     refused: dict[str, int]
     """Messages that it has refused, by reason: the 20 most frequent reasons. `other reasons` has the rest."""
     transactions_ahead: tuple[int, ...]
-    """Of each worker: how many complete transactions it has sent after the last one that is committed."""
+    """Of each worker, its staleness: in the mode `sync` how many complete transactions it has sent after the last one
+    that is committed; in `async` and `bounded` how many more than the slowest worker has made. 0 for a worker that has
+    left."""
     table_count: int
     """Tables on this server."""
     tables: tuple[TableActivity, ...]

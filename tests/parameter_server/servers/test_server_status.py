@@ -12,7 +12,7 @@ from served_training import OPTIMIZERS
 from server_processes import ServerProcess, ServersOfRun
 from support.jobs import wait_until
 
-from rankless.config.servers import ServerConfig, ServersConfig
+from rankless.config.servers import ServerConfig, ServerMode, ServersConfig
 from rankless.parameter_server.servers.client import ServerClient
 from rankless.parameter_server.servers.server_status import encode_activity
 from rankless.parameter_server.tables.id_map import mix, shard_of
@@ -35,7 +35,7 @@ SGD = OPTIMIZERS["sgd"]
 class WatchedServer:
     """One server for two workers, and its status page."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, mode: ServerMode = "sync") -> None:
         page = open_shared_file(SERVER_PAGE_NAME, SERVER_PAGE_BYTES)
         assert page is not None
         self.page = page
@@ -46,10 +46,11 @@ class WatchedServer:
             address=f"ipc://{folder}/0",
             token=TOKEN,
             run_id="run",
+            mode=mode,
             status_descriptor=page,
         )
         self.process = ServerProcess(config)
-        self.config = ServersConfig(addresses=(self.process.address,), token=TOKEN)
+        self.config = ServersConfig(addresses=(self.process.address,), token=TOKEN, mode=mode)
 
     def client(self, worker: int) -> ServerClient:
         return ServerClient(self.config, worker=worker, worker_count=2)
@@ -141,6 +142,22 @@ def test_a_worker_that_is_ahead_of_the_others_is_counted(server: WatchedServer):
             push(tables[1], np.arange(5))
             second.commit()
         assert server.wait_for(lambda found: found.transactions == 3).transactions_ahead == (0, 0)
+
+
+@pytest.mark.parametrize("mode", ["async", "bounded"])
+def test_with_steps_of_their_own_workers_are_ahead_of_the_slowest_one(mode: ServerMode, tmp_path: Path):
+    server = WatchedServer(tmp_path, mode=mode)
+    try:
+        with server.client(0) as first, server.client(1) as second:
+            for client, steps in ((second, 1), (first, 4)):
+                table = client.open_table("users", SETTINGS)
+                for _ in range(steps):
+                    push(table, np.arange(5))
+                    client.commit()
+            activity = server.wait_for(lambda found: found.transactions == 5)
+            assert activity.transactions_ahead == (3, 0)
+    finally:
+        server.close()
 
 
 def test_refused_messages_are_counted_by_reason(server: WatchedServer):
