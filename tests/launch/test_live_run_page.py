@@ -10,7 +10,7 @@ import pytest
 from rankless.launch.servers.processes import ServerRow
 from rankless.launch.status.live_run_page import LiveRunPage
 from rankless.launch.status.running_runs import find_running_runs, read_live_run
-from rankless.records.events import Exited, Notice, Started
+from rankless.records.events import Exited, Notice, ScriptFinished, Started
 from rankless.records.live.live_run import LAYOUT, LiveRun, LiveWorker
 
 SIZE = 1 << 16
@@ -58,6 +58,7 @@ def test_a_run_is_found_once_as_long_as_its_page_is_open(page: LiveRunPage):
 def test_starts_and_ends_of_workers_and_servers_are_published_together(page: LiveRunPage):
     page.begin(make_run())
     page.receive(Started(rank=1, time_ns=0, pid=77, log_file=""))
+    page.receive(ScriptFinished(rank=1, time_ns=0, exit_code=0))
     page.receive(Exited(rank=0, time_ns=0, exit_code=-9))
     page.receive(Notice(rank=0, time_ns=0, text="not about a process"))
     page.receive(Started(rank=5, time_ns=0, pid=1, log_file=""))  # no rank of the run
@@ -68,7 +69,8 @@ def test_starts_and_ends_of_workers_and_servers_are_published_together(page: Liv
     page.publish()
     after = published(page)
     assert after is not None
-    assert [(each.process_id, each.exit_code) for each in after.workers] == [(None, -9), (77, None)]
+    found = [(each.process_id, each.has_finished, each.exit_code) for each in after.workers]
+    assert found == [(None, False, -9), (77, True, None)]
     assert [(each.process_id, each.restarts, each.stage) for each in after.servers] == [(8, 2, "serves")]
     assert after.servers[0].log_file == os.path.abspath("s.log")
 

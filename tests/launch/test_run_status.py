@@ -235,6 +235,20 @@ def test_a_script_that_has_closed_all_descriptors_has_a_state_and_no_place(tmp_p
         kill_job(job)
 
 
+def test_a_worker_whose_script_has_ended_and_whose_process_goes_on_says_so(tmp_path: Path):
+    script = "import atexit, time\n" + HOLDING.replace("signal.pause()", "atexit.register(lambda: time.sleep(1000))")
+    job = start_script(script, "-n", "1", "--no-warm", "--quiet", "--hang-timeout", "0", folder=tmp_path)
+    try:
+        wait_for_ranks(job, tmp_path, 0)
+        wait_until(
+            lambda: read_one("log/latest", folder=tmp_path)["workers"][0]["place"] == "the end of its script",
+            seconds=60,
+        )
+        assert read_one("log/latest", folder=tmp_path)["workers"][0]["exit_code"] is None
+    finally:
+        kill_job(job)
+
+
 def test_a_stopped_agent_is_read_as_well(tmp_path: Path):
     job = start_script(HOLDING, "-n", "1", "--no-warm", "--quiet", "--hang-timeout", "0", folder=tmp_path)
     try:

@@ -12,7 +12,7 @@ import msgspec
 from rankless.config.run_config import RunConfig
 from rankless.launch.job_setup import ReadyJob
 from rankless.launch.servers.processes import ServerRow
-from rankless.records.events import AnyRecord, Exited, Started
+from rankless.records.events import AnyRecord, Exited, ScriptFinished, Started
 from rankless.records.live.live_run import LAYOUT, LIVE_RUN_NAME, LiveRun, LiveServer, LiveWorker
 from rankless.records.live.shared_record import RecordWriter, open_shared_file
 
@@ -41,14 +41,16 @@ class LiveRunPage:
         self.publish()
 
     def receive(self, record: AnyRecord) -> None:
-        """Take note of the start and the end of a worker, also of another host."""
-        if self._run is None or not isinstance(record, Started | Exited):
+        """Take note of the start and the end of a worker and of its script, also on another host."""
+        if self._run is None or not isinstance(record, Started | ScriptFinished | Exited):
             return
         workers = list(self._run.workers)
         if not 0 <= record.rank < len(workers):
             return
         if isinstance(record, Started):
             changed = msgspec.structs.replace(workers[record.rank], process_id=record.pid)
+        elif isinstance(record, ScriptFinished):
+            changed = msgspec.structs.replace(workers[record.rank], has_finished=True)
         else:
             changed = msgspec.structs.replace(workers[record.rank], exit_code=record.exit_code)
         workers[record.rank] = changed

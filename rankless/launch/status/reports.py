@@ -170,8 +170,8 @@ def _report_worker(run: LiveRun, worker: LiveWorker, before: RunReading | None, 
         cpu_percent=_cpu_percent(
             None if earlier is None else earlier.process, process, _seconds_between(before, after)
         ),
-        operation=reading.location.collective,
-        place=reading.location.text,
+        operation="" if worker.has_finished else reading.location.collective,
+        place="the end of its script" if worker.has_finished else reading.location.text,
     )
 
 

@@ -24,6 +24,8 @@ class LiveWorker(msgspec.Struct, frozen=True, kw_only=True):
     """The agent's descriptor of its status page; None for a worker of another host."""
     process_id: int | None = None
     """None before it has started."""
+    has_finished: bool = False
+    """Whether its script has ended; its process may go on for a while."""
     exit_code: int | None = None
 
 
