@@ -68,11 +68,10 @@ def read_servers(arguments: argparse.Namespace) -> RequestedServers | None:
         raise ConfigError(
             expected="--server-restarts as a number from 0 up", found=restarts, fix="give 0 to start no server again"
         )
-    if text is None:
-        return None
-    count = _read_count("--servers", text, least=0)
+    count = 0 if text is None else _read_count("--servers", text, least=0)
     if count is not None:
         if not count:
+            _require_sync(mode)
             return None
         return RequestedServers(count=count, mode=mode, staleness=staleness, max_restarts=restarts)
     endpoints = read_endpoints("--servers", text, example=_LIST)
@@ -107,6 +106,15 @@ def read_worker_count(arguments: argparse.Namespace) -> int | None:
             fix="omit one of the two",
         )
     return count
+
+
+def _require_sync(mode: str) -> None:
+    if mode != "sync":
+        raise ConfigError(
+            expected=f"--servers with --server-mode {mode}, because servers hold the parameters then",
+            found="no servers",
+            fix="give --servers a number from 1 up",
+        )
 
 
 def _read_staleness(arguments: argparse.Namespace) -> int:

@@ -92,6 +92,12 @@ def run(arguments: argparse.Namespace) -> int:
     destination = read_json_destination(arguments)
     seed = secrets.randbelow(2**32) if arguments.seed is None else arguments.seed
     servers, arguments.workers = read_servers(arguments), read_worker_count(arguments)
+    if servers is not None and servers.mode != "sync":
+        raise ConfigError(
+            expected="--server-mode sync, in which several workers make the steps of one",
+            found=servers.mode,
+            fix="verify the script in the mode sync; the other modes are other trainings",
+        )
     cluster, workers = _read_cluster(arguments)
     if servers is not None and cluster is not None:
         require_one_host(servers, len(cluster.hosts))

@@ -7,7 +7,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Generic, ParamSpec, Self, TypeVar, get_args
+from typing import Any, Generic, ParamSpec, Self, TypeVar, cast, get_args
 
 import torch
 from torch import Tensor
@@ -202,12 +202,11 @@ class Job(Generic[Parameters, Result]):
             device = job.device(world.mesh.device)
             with use_default_dtype(world.dtype or self._dtype), world.leftovers.inside_job(), seed_call(job, device):
                 outcome = self._view.run(arguments)
+            self._stepped = outcome.is_elsewhere
             if outcome.loss is not None:
                 with disable_autocast(device.type):
                     self._stepped = self._get_stepper(world).add_call(outcome.loss, outcome.weights, outcome.parameters)
                     world.tables.commit()
-            elif outcome.is_elsewhere:
-                self._stepped = True
         except RanklessError as error:
             # The message names the script's line. The frames below this one belong to Rankless and PyTorch.
             raise error.with_traceback(None) from error.__cause__
@@ -224,8 +223,7 @@ class Job(Generic[Parameters, Result]):
             self._stepper.report_step()
         if not job.trains:
             self._optimizer_check.count_call(outcome.result, world)
-        result: Result = outcome.result
-        return result
+        return cast(Result, outcome.result)
 
     @property
     def stepped(self) -> bool:

@@ -27,6 +27,7 @@ from rankless.parameter_server.parameter_states import (
 )
 from rankless.parameter_server.replicated_table import Gather
 from rankless.parameter_server.servers.client import ServerClient
+from rankless.parameter_server.servers.served_table import TablePush, pull_together, push_together
 from rankless.parameter_server.tables.contents import TableContents
 from rankless.parameter_server.tables.settings import Constant, TableSettings
 
@@ -42,10 +43,10 @@ class ServedParameter:
         """Open the rows on all servers. They have no values yet."""
         self.parameter, self.optimizer = parameter, optimizer
         self._dim = max(1, min(ROW_ELEMENTS, parameter.numel()))
-        self._ids = np.arange(-(-parameter.numel() // self._dim), dtype=np.int64)
-        self._ones = np.ones(len(self._ids), np.int64)
+        self.ids = np.arange(-(-parameter.numel() // self._dim), dtype=np.int64)
+        self._ones = np.ones(len(self.ids), np.int64)
         settings = TableSettings(dim=self._dim, dtype=_dtype_of(parameter), initial=Constant(value=0.0))
-        self._store = client.open_table(name, settings)
+        self.store = client.open_table(name, settings)
         self._versions: Sequence[Any] = ()
         self._pulled = torch.empty_like(parameter, requires_grad=False)
 
@@ -59,19 +60,20 @@ class ServedParameter:
             return True
         return by_elements and not _have_equal_bits(self.parameter, self._pulled)
 
-    def pull(self) -> None:
+    def take(self, rows: Floats) -> None:
         """Take the values of the servers."""
-        self._write(self.parameter, self._store.pull(self._ids))
+        self._write(self.parameter, rows)
         self._note_read()
 
-    def push(self, gradient: Tensor, group: dict[str, Any]) -> None:
-        """Make one step on the servers, as part of this worker's transaction."""
-        self._store.push(self._ids, self._ones, self._cut(gradient), dense_settings_of(self.optimizer, group))
+    def make_push(self, gradient: Tensor, group: dict[str, Any]) -> TablePush:
+        """Return the push of one step."""
+        settings = dense_settings_of(self.optimizer, group)
+        return TablePush(self.store, self.ids, self._ones, self._cut(gradient), settings)
 
     def pull_states(self) -> None:
         """Take the values and the optimizer's states of the servers."""
-        contents = self._store.contents()
-        parts = contents.rows.reshape(len(self._ids), -1, self._dim)
+        contents = self.store.contents()
+        parts = contents.rows.reshape(len(self.ids), -1, self._dim)
         self._write(self.parameter, parts[:, 0])
         states = [torch.empty_like(self.parameter, requires_grad=False) for _ in range(parts.shape[1] - 1)]
         for number, state in enumerate(states, 1):
@@ -86,15 +88,15 @@ class ServedParameter:
         found = read_states(self.optimizer, self.parameter)
         rows = [self._cut(each) for each in (self.parameter, *found.states)]
         nothing = np.empty(0, np.int64)
-        self._store.restore(
+        self.store.restore(
             TableContents(
                 step=found.steps,
                 optimizer=found.optimizer,
                 optimizer_steps=found.steps,
                 initial_state=0.0,
-                ids=self._ids,
+                ids=self.ids,
                 rows=np.concatenate(rows, axis=1),
-                used_steps=np.full(len(self._ids), found.steps),
+                used_steps=np.full(len(self.ids), found.steps),
                 waiting_ids=nothing,
                 waiting_occurrences=nothing,
                 waiting_steps=nothing,
@@ -121,9 +123,9 @@ class ServedParameter:
     def _cut(self, tensor: Tensor) -> Floats:
         """Return a tensor's elements as rows. The last one is filled with zeros."""
         flat = tensor.detach().to("cpu", self.parameter.dtype).reshape(-1).numpy()
-        rows = np.zeros(len(self._ids) * self._dim, flat.dtype)
+        rows = np.zeros(len(self.ids) * self._dim, flat.dtype)
         rows[: len(flat)] = flat
-        return rows.reshape(len(self._ids), self._dim)
+        return rows.reshape(len(self.ids), self._dim)
 
     def _write(self, tensor: Tensor, rows: Floats) -> None:
         flat = np.ascontiguousarray(rows).reshape(-1)[: tensor.numel()]
@@ -171,15 +173,11 @@ class ServedParameters:
             for each in changed:
                 each.restore()
         self._gather(b"")  # nobody reads before the values are there
-        for each in changed:
-            each.pull()
+        _pull_together(changed)
 
     def pull(self, parameters: Iterable[Tensor]) -> None:
         """Take the servers' values of parameters."""
-        for parameter in parameters:
-            served = self._served.get(id(parameter))
-            if served is not None:
-                served.pull()
+        _pull_together([self._served[id(each)] for each in parameters if id(each) in self._served])
 
     def pull_states(self) -> None:
         """Take the servers' values and optimizer states of all parameters."""
@@ -211,14 +209,21 @@ class ServedParameters:
             handle.remove()
             for served, gradient, _ in taken:
                 served.parameter.grad = gradient
-        for served, gradient, group in taken:
-            served.push(_require_dense(gradient), group)
+        if taken:
+            push_together([served.make_push(_require_dense(gradient), group) for served, gradient, group in taken])
 
     def _open(self, parameter: Tensor, optimizer: Optimizer) -> ServedParameter:
         require_known_for_parameters(optimizer)
         served = ServedParameter(self._client, f"parameter {len(self._served)}", parameter, optimizer)
         self._served[id(parameter)] = served
         return served
+
+
+def _pull_together(parameters: Sequence[ServedParameter]) -> None:
+    if parameters:
+        pulled = pull_together([each.store for each in parameters], [each.ids for each in parameters])
+        for each, rows in zip(parameters, pulled, strict=True):
+            each.take(rows)
 
 
 def _have_equal_bits(one: Tensor, other: Tensor) -> bool:

@@ -74,7 +74,11 @@ REFUSED = [
     (("--servers", "198.51.100.7:6170"), "found:    198.51.100.7, which is not this host"),
     (("--servers", "1", "--workers", "127.0.0.1,198.51.100.7"), "servers and workers on several hosts: not yet"),
     (("-n", "2", "--workers", "3"), "found:    -n 2 and --workers 3, which is 3"),
-    (("--servers", "1", "--server-mode", "async"), "fix:      omit it; async, geo and bounded: not yet"),
+    (("--servers", "1", "--server-mode", "geo"), "fix:      give one of these; geo: not yet"),
+    (("--server-mode", "async"), "expected: --servers with --server-mode async"),
+    (("--servers", "0", "--server-mode", "bounded"), "found:    no servers"),
+    (("--servers", "1", "--staleness", "3"), "found:    --staleness 3 --server-mode sync"),
+    (("--servers", "1", "--server-mode", "bounded", "--staleness", "-1"), "fix:      give 0 or more"),
     (("--servers", "1", "--server-restarts", "-1"), "expected: --server-restarts as a number from 0 up"),
     (("--servers", "1", "--workers", "3", "--mesh", "data=2"), "expected: 2 workers, the product of the axes"),
     (("--servers", "1", "--host-rank", "0", "--master", "127.0.0.1", "--host-count", "2"), "workers on 2 hosts"),
@@ -87,6 +91,22 @@ def test_bad_servers_are_refused_before_anything_starts(options, message, comman
     assert main([command, *options, "--devices", "cpu", __file__]) == 2
     assert message in capsys.readouterr().err
     assert not started
+
+
+def test_verify_has_the_mode_sync_alone(started: list[RunConfig], capsys: pytest.CaptureFixture[str]):
+    assert main(["verify", "--servers", "1", "--server-mode", "async", __file__]) == 2
+    assert "found:    async" in capsys.readouterr().err
+    assert not started
+
+
+def test_modes_of_servers_reach_the_run(started: list[RunConfig]):
+    options = ("--servers", "1", "--devices", "cpu", __file__)
+    assert main(["run", "--server-mode", "bounded", "--staleness", "0", *options]) == 0
+    assert main(["run", "--server-mode", "async", *options]) == 0
+    assert [(each.servers.mode, each.servers.staleness) for each in started if each.servers] == [
+        ("bounded", 0),
+        ("async", 4),
+    ]
 
 
 def test_an_unresolvable_name_is_no_address_of_this_host(started: list[RunConfig], capsys: pytest.CaptureFixture[str]):

@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -30,6 +30,8 @@ from rankless.parameter_server.tables.optimizers import OptimizerSettings
 from rankless.parameter_server.tables.settings import TableSettings
 
 Result = TypeVar("Result")
+SentNumber = tuple[int, int]
+"""The server and the number of a request."""
 
 _PULL_BYTES = 64 << 20
 """Rows of one request. In smaller ones they would be copied together here, which takes longer than it gains."""
@@ -45,6 +47,20 @@ class WorkerTransaction:
         """Number of changes in the next one so far."""
         self.is_training = False
         """Whether rows are read for a training step, which must not be too far ahead of other workers' steps."""
+
+
+class PendingPull(NamedTuple):
+    """Requests for rows, whose answers are missing.
+
+    Args:
+        routed: The ids, by server.
+        requests: The server and the number of each request.
+        ranges: The first and the last id of each, in the order by server.
+    """
+
+    routed: RoutedIds
+    requests: list[SentNumber]
+    ranges: list[tuple[int, int]]
 
 
 class ServedTable:
@@ -64,7 +80,7 @@ class ServedTable:
     ) -> None:
         """Take a table that all servers have opened, with its number on each."""
         self.settings = settings
-        self._requests = requests
+        self.requests = requests
         self._transaction = transaction
         self._numbers = numbers
         self._servers = servers_of_shards(len(numbers), settings.shard_bits)
@@ -90,26 +106,33 @@ class ServedTable:
             TableError: A step could not be made, on all workers.
             ServerError: A server has died.
         """
+        return pull_together([self], [ids])[0]
+
+    def send_pull(self, ids: NDArray[np.int64]) -> PendingPull:
+        """Ask for the values of ids, within an exchange."""
         settings = self.settings
         routed = self._route(ids)
         row_bytes = settings.dim * np.dtype(settings.dtype).itemsize
         most = max(1, _PULL_BYTES // row_bytes)
         flags = FOR_TRAINING if self._transaction.is_training else 0
         requests, ranges = [], []
-        with self._requests.exchange():
-            for server, (start, stop) in enumerate(_ranges(routed)):
-                for first in range(start, stop, most):
-                    last = min(first + most, stop)
-                    header = self._header(Kind.PULL, server, rows=last - first)._replace(flags=flags)
-                    requests.append(self._requests.send(server, header, (routed.ids[first:last],)))
-                    ranges.append((first, last))
-            answers = self._requests.answers(requests)
+        for server, (start, stop) in enumerate(_ranges(routed)):
+            for first in range(start, stop, most):
+                last = min(first + most, stop)
+                header = self._header(Kind.PULL, server, rows=last - first)._replace(flags=flags)
+                requests.append(self.requests.send(server, header, (routed.ids[first:last],)))
+                ranges.append((first, last))
+        return PendingPull(routed, requests, ranges)
+
+    def take_pull(self, pending: PendingPull, answers: Sequence[ServerAnswer]) -> NDArray[np.floating]:
+        """Return the values that servers have answered."""
+        settings, routed = self.settings, pending.routed
         if answers:  # another worker may have restored the table
             self._step = answers[0].header.start + self._pending_pushes()
         if len(self._numbers) == len(answers) == 1:  # without a copy: nobody else has these bytes
-            return _array(answers[0].payload[0], settings.dtype).reshape(len(ids), settings.dim)
-        values = np.empty((len(ids), settings.dim), settings.dtype)
-        for answer, (first, last) in zip(answers, ranges, strict=True):
+            return _array(answers[0].payload[0], settings.dtype).reshape(len(routed.ids), settings.dim)
+        values = np.empty((len(routed.ids), settings.dim), settings.dtype)
+        for answer, (first, last) in zip(answers, pending.ranges, strict=True):
             rows = _array(answer.payload[0], settings.dtype).reshape(last - first, settings.dim)
             if len(self._numbers) == 1:
                 values[first:last] = rows
@@ -136,10 +159,15 @@ class ServedTable:
             TableError: Another worker has pushed something else, or the slice is too large.
             ServerError: A server has died.
         """
-        assert gradients.shape == (len(ids), self.settings.dim)
+        push_together([TablePush(self, ids, occurrences, gradients, settings)])
+
+    def send_push(self, push: "TablePush") -> list[SentNumber]:
+        """Send this worker's slice of a step, within an exchange."""
+        gradients, occurrences = push.gradients, push.occurrences
+        assert gradients.shape == (len(push.ids), self.settings.dim)
         assert gradients.dtype == self.settings.dtype
-        text = encode_optimizer(settings)
-        routed = self._route(ids)
+        text = encode_optimizer(push.settings)
+        routed = self._route(push.ids)
         if len(self._numbers) > 1:
             occurrences, gradients = occurrences[routed.places], gradients[routed.places]
         occurrences, gradients = np.ascontiguousarray(occurrences, np.int64), np.ascontiguousarray(gradients)
@@ -150,26 +178,28 @@ class ServedTable:
                 fix="make smaller batches",
             )
         requests = []
-        with self._requests.exchange():
-            for server, (start, stop) in enumerate(_ranges(routed)):
-                header = self._header(Kind.PUSH, server, rows=stop - start)
-                header = header._replace(transaction=header.transaction + 1)
-                payload = (text, routed.ids[start:stop], occurrences[start:stop], gradients[start:stop])
-                requests.append(self._requests.send(server, header, payload))
-            self._requests.answers(requests)
+        for server, (start, stop) in enumerate(_ranges(routed)):
+            header = self._header(Kind.PUSH, server, rows=stop - start)
+            header = header._replace(transaction=header.transaction + 1)
+            payload = (text, routed.ids[start:stop], occurrences[start:stop], gradients[start:stop])
+            requests.append(self.requests.send(server, header, payload))
+        return requests
+
+    def note_push(self) -> None:
+        """Count a push that servers have noted."""
         self._transaction.changes += 1
         self._pending = (self._transaction.committed + 1, self._pending_pushes() + 1)
         self._step += 1
 
     def reset_states(self) -> None:
         """Forget the optimizer, as part of the transaction: once all workers have asked for it."""
-        with self._requests.exchange():
+        with self.requests.exchange():
             self._ask_all(Kind.RESET, transaction=self._transaction.committed + 1)
         self._transaction.changes += 1
 
     def contents(self) -> TableContents:
         """Return a copy of everything that the servers hold after this worker's last commit, in the order of ids."""
-        with self._requests.exchange():
+        with self.requests.exchange():
             parts = begin_anew_if_lost(self._read_all)
         return join_contents(parts)
 
@@ -195,7 +225,7 @@ class ServedTable:
             TableError: The contents are of another number of elements or optimizer than this table can hold.
         """
         split = split_contents(contents, self.settings, len(self._numbers))
-        with self._requests.exchange():
+        with self.requests.exchange():
             begin_anew_if_lost(lambda: self._write_all(split))
         self._step = contents.step + self._pending_pushes()
 
@@ -206,7 +236,7 @@ class ServedTable:
 
     def statistics(self) -> TableStatistics:
         """Return the numbers of all servers together."""
-        with self._requests.exchange():
+        with self.requests.exchange():
             answers = self._ask_all(Kind.STATISTICS)
         parts = [msgspec.json.decode(answer.payload[0], type=TableStatistics) for answer in answers]
         sums = {
@@ -232,27 +262,63 @@ class ServedTable:
 
     def _ask_all(self, kind: Kind, **fields: int) -> list[ServerAnswer]:
         headers = [self._header(kind, server)._replace(**fields) for server in range(len(self._numbers))]
-        return self._requests.answers([self._requests.send(server, header) for server, header in enumerate(headers)])
+        return self.requests.answers([self.requests.send(server, header) for server, header in enumerate(headers)])
 
     def _read(self, server: int, metadata: ContentsMetadata) -> TableContents:
         """Return the contents of one server."""
         incoming = IncomingContents(metadata, self.settings.dtype)
         for section, start, count in _parts(metadata, self.settings.dtype):
             header = self._header(Kind.CONTENTS_PART, server, rows=count)._replace(flags=section, start=start)
-            (answer,) = self._requests.answers([self._requests.send(server, header)])
+            (answer,) = self.requests.answers([self.requests.send(server, header)])
             incoming.add(section, start, count, answer.payload)
-        self._requests.answers([self._requests.send(server, self._header(Kind.CONTENTS_PART, server))])
+        self.requests.answers([self.requests.send(server, self._header(Kind.CONTENTS_PART, server))])
         return incoming.finish()
 
     def _write(self, server: int, snapshot: ContentsSnapshot) -> None:
         """Send contents to one server, which takes them when it is asked to."""
         metadata = snapshot.metadata()
         payload = (msgspec.json.encode(metadata),)
-        self._requests.answers([self._requests.send(server, self._header(Kind.RESTORE, server), payload)])
+        self.requests.answers([self.requests.send(server, self._header(Kind.RESTORE, server), payload)])
         for section, start, count in _parts(metadata, self.settings.dtype):
             header = self._header(Kind.RESTORE_PART, server, rows=count)._replace(flags=section, start=start)
             frames = tuple(np.ascontiguousarray(array) for array in snapshot.part(section, start, count))
-            self._requests.answers([self._requests.send(server, header, frames)])
+            self.requests.answers([self.requests.send(server, header, frames)])
+
+
+class TablePush(NamedTuple):
+    """A worker's slice of a step of one table; see `ServedTable.push`."""
+
+    table: ServedTable
+    ids: NDArray[np.int64]
+    occurrences: NDArray[np.int64]
+    gradients: NDArray[np.floating]
+    settings: OptimizerSettings
+
+
+def pull_together(tables: Sequence[ServedTable], ids: Sequence[NDArray[np.int64]]) -> list[NDArray[np.floating]]:
+    """Return the values of ids of each table. All requests are sent before the first answer is awaited.
+
+    Args:
+        tables: At least one, all of one client.
+        ids: The ids in each table, as for `ServedTable.pull`.
+    """
+    requests = tables[0].requests
+    with requests.exchange():
+        pending = [table.send_pull(wanted) for table, wanted in zip(tables, ids, strict=True)]
+        answers = iter(requests.answers([number for each in pending for number in each.requests]))
+    return [
+        table.take_pull(each, list(itertools.islice(answers, len(each.requests))))
+        for table, each in zip(tables, pending, strict=True)
+    ]
+
+
+def push_together(pushes: Sequence[TablePush]) -> None:
+    """Make pushes, at least one, of tables of one client. All are sent before the first answer is awaited."""
+    requests = pushes[0].table.requests
+    with requests.exchange():
+        requests.answers([number for push in pushes for number in push.table.send_push(push)])
+    for push in pushes:
+        push.table.note_push()
 
 
 def begin_anew_if_lost(transfer: Callable[[], Result]) -> Result:
