@@ -22,6 +22,7 @@ from rankless.version import VERSION
 
 COMMANDS = {
     "run": "Run a script on one or more workers, on this host or on several.",
+    "status": "Show the runs that go on on this host: workers, servers, what each does, and how fast.",
     "doctor": "Check for anything that would make a job hang or fail, on this host or between several.",
     "plan": "Show the parallel plan of a script's jobs, and the data that they move in a step.",
     "verify": "Run a script on one worker and on several, and check that both trainings are the same.",

@@ -124,10 +124,15 @@ def make_json_header(command: str, program: Program | None = None, *, seed: int 
 
 def encode_json(header: JsonHeader, content: msgspec.Struct) -> bytes:
     """Return a result as one indented JSON object. A number that is not finite becomes null."""
+    return msgspec.json.format(encode_json_line(header, content), indent=2) + b"\n"
+
+
+def encode_json_line(header: JsonHeader, content: msgspec.Struct) -> bytes:
+    """Return a result as one JSON object on one line. A number that is not finite becomes null."""
     fields: dict[str, Any] = msgspec.to_builtins(header)
     own: dict[str, Any] = msgspec.to_builtins(content)
     assert not fields.keys() & own.keys(), f"{type(content).__name__} repeats fields of the header"
-    return msgspec.json.format(msgspec.json.encode(fields | own), indent=2) + b"\n"
+    return msgspec.json.encode(fields | own) + b"\n"
 
 
 def make_json_schema(command: str, content: type[msgspec.Struct]) -> dict[str, Any]:

@@ -79,6 +79,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """
     memory_descriptor: int | None = None
     """An inherited file in memory, empty at first, that all processes of this server have; None if there is none."""
+    status_descriptor: int | None = None
+    """An inherited file in memory in which it publishes what it does; None if there is none."""
     incarnation: int = 0
     """How many processes of this server were started before this one."""
 

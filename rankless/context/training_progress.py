@@ -70,7 +70,7 @@ class ProgressMeter:
     """Makes progress records of a script's train jobs: one per 0.2 s at most, and the last one of each epoch.
 
     Without `record` it makes none. After each step, `publish_totals` gets the calls of the train job that was called
-    most often, and rows and nanoseconds of the steps that captured no job.
+    most often, rows and nanoseconds of the steps that captured no job, and the samples per second of the last seconds.
 
     Loaders report batches, train jobs report steps. It counts epochs per job, from 1: each pass over a loader in which
     the job trains is an epoch, whether the script makes its loader once or anew for every epoch.
@@ -82,7 +82,7 @@ class ProgressMeter:
         rank: int,
         record: Callable[[AnyRecord], None] | None,
         clock: Callable[[], int] = time.monotonic_ns,
-        publish_totals: Callable[[int, int, int], None] = lambda *_totals: None,
+        publish_totals: Callable[[int, int, int, float], None] = lambda *_totals: None,
     ) -> None:
         self._rank = rank
         self._publish_totals = publish_totals
@@ -142,7 +142,8 @@ class ProgressMeter:
         if is_timed:
             self._timed_rows += rows
             self._timed_seconds += seconds
-        self._publish_totals(max(self._calls.values()), self._timed_rows, round(self._timed_seconds * 1e9))
+        nanoseconds = round(self._timed_seconds * 1e9)
+        self._publish_totals(max(self._calls.values()), self._timed_rows, nanoseconds, epoch.samples_per_second)
 
     def _epoch_of(self, job: str, now: float) -> EpochMeter:
         """Return the pass whose batch the job trains on, or without a loader one endless pass of the job's own."""

@@ -22,6 +22,8 @@ from rankless.launch.servers.processes import ServerProcesses
 from rankless.launch.servers.server_configs import make_server_launches
 from rankless.launch.signals import Interrupts, name_signal
 from rankless.launch.startup_table import WorkerTable
+from rankless.launch.status.live_run_page import LiveRunPage, make_live_run, measure_live_run
+from rankless.launch.status.process_identity import identify_agent
 from rankless.launch.supervisor.failure_attribution import Verdict
 from rankless.launch.supervisor.fork_server_client import ForkServerClient, InheritedSockets
 from rankless.launch.supervisor.fork_server_pool_client import ForkServerPoolClient
@@ -144,15 +146,16 @@ def _run_on_host(
     run: "HostRun", on_record: Callable[[AnyRecord], None], streams: _TerminalStreams, context: AgentContext
 ) -> int:
     """Run this host's part of a job, write how it ended, and return the exit code."""
-    outcome, has_shown_cause = run.run_to_end(on_record, fork_server=context.fork_server)
-    # On one terminal the user has just seen the traceback; in two files each needs it.
-    with_traceback = not has_shown_cause or streams.cursor is None
-    try:
-        with streams.hide_progress():
-            return conclude(outcome, run.report, write=streams.write_error, with_traceback=with_traceback)
-    finally:
-        if run.report.summary_file is not None and run.report.job.host_index == 0:
-            context.on_summary(run.report.summary_file.summary)
+    with contextlib.closing(run.live):
+        outcome, has_shown_cause = run.run_to_end(on_record, fork_server=context.fork_server)
+        # On one terminal the user has just seen the traceback; in two files each needs it.
+        with_traceback = not has_shown_cause or streams.cursor is None
+        try:
+            with streams.hide_progress():
+                return conclude(outcome, run.report, write=streams.write_error, with_traceback=with_traceback)
+        finally:
+            if run.report.summary_file is not None and run.report.job.host_index == 0:
+                context.on_summary(run.report.summary_file.summary)
 
 
 @contextlib.contextmanager
@@ -195,7 +198,10 @@ class HostRun:
             make_server_launches(config, job.start, job.servers, folder=folder),
             max_restarts=0 if config.servers is None else config.servers.max_restarts,
         )
-        self.report = RunReport(config, job, folder)
+        self.live = LiveRunPage(measure_live_run(config, job, folder=folder))
+        descriptor = self.live.descriptor
+        self.report = RunReport(config, job, folder, agent=None if descriptor is None else identify_agent(descriptor))
+        self.live.begin(make_live_run(config, job, folder=folder, pages=pages, log_file=self.report.log_file))
         self._watchdog = Watchdog(
             WatchdogConfig(
                 worker_configs=[worker.config for worker in self._workers],
@@ -294,6 +300,7 @@ class HostRun:
             self._notices.add(text)
             self._new_notices.append(text)
         self._table.receive(record)
+        self.live.receive(record)
         self._watchdog.receive(record)
         if self.report.summary_file is not None:
             self.report.summary_file.receive(record)
@@ -309,6 +316,8 @@ class HostRun:
         elif self._table.is_shown and not (isinstance(peers, LeaderPeer) and peers.has_unsent_data):
             self._terminal.pump()  # otherwise the output stays in the files until the connection catches up
         self._show_notices()
+        self.live.set_servers(self._servers.list_rows())
+        self.live.publish()
         return self._watchdog.tick(time.monotonic())
 
     def _show_notices(self) -> None:

@@ -17,15 +17,31 @@ from rankless.launch.job_setup import ReadyJob
 from rankless.launch.supervisor.failure_attribution import Verdict
 from rankless.launch.supervisor.secondary_failure_lines import find_script_line
 from rankless.records.events import AnyRecord, Exited, ScriptFinished, ServerExited
-from rankless.records.run_summary import Outcome, RankSummary, RunFailure, RunSummary
+from rankless.records.run_summary import AgentProcess, Outcome, RankSummary, RunFailure, RunSummary
 from rankless.records.worker_status import read_page
 from rankless.version import VERSION
 
 
 class SummaryFile:
-    """The summary of a run, and the file in this host's log folder that holds it."""
+    """The summary of a run, and the file in this host's log folder that holds it.
 
-    def __init__(self, config: RunConfig, job: ReadyJob, *, folder: str, log_file: Callable[[int], str]) -> None:
+    Args:
+        config: What is run.
+        job: The run's hosts.
+        folder: This host's log folder.
+        log_file: Returns the log file of a rank.
+        agent: This process; None outside Linux.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        job: ReadyJob,
+        *,
+        folder: str,
+        log_file: Callable[[int], str],
+        agent: AgentProcess | None = None,
+    ) -> None:
         self._started_at = time.monotonic()
         # The fields that all results in JSON start with (rankless.cli.json_output).
         self._header: dict[str, object] = {
@@ -48,6 +64,7 @@ class SummaryFile:
             log_folder=os.path.abspath(folder),
             started=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             ranks=tuple(self._ranks.values()),
+            agent=agent,
         )
         self._write()
 
@@ -84,6 +101,7 @@ class SummaryFile:
             exit_code=exit_code,
             verdict=verdict,
             failure=None if failure is None else self._describe(failure),
+            agent=None,
         )
         self._write()
 

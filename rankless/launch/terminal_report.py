@@ -30,19 +30,28 @@ from rankless.launch.supervisor.terminal_text import (
     format_summary,
     format_worker_table,
 )
-from rankless.records.run_summary import Outcome
+from rankless.records.run_summary import AgentProcess, Outcome
 
 
 class RunReport:
-    """The texts about one run on this host."""
+    """The texts about one run on this host.
 
-    def __init__(self, config: RunConfig, job: ReadyJob, folder: str) -> None:
+    Args:
+        config: What is run.
+        job: The run's hosts.
+        folder: This host's log folder.
+        agent: This process, for the summary; None outside Linux.
+    """
+
+    def __init__(self, config: RunConfig, job: ReadyJob, folder: str, *, agent: AgentProcess | None = None) -> None:
         self.job = job
         self._config = config
         self._profile = load_profile(config.launcher)
         self._folder = folder
         self.summary_file = (
-            SummaryFile(config, job, folder=folder, log_file=self.log_file) if self._profile.shows_summary else None
+            SummaryFile(config, job, folder=folder, log_file=self.log_file, agent=agent)
+            if self._profile.shows_summary
+            else None
         )
         self.parent_log = os.path.join(folder, "parent.log" if job.host_index == 0 else f"parent{job.host_index}.log")
 

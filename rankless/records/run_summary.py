@@ -37,6 +37,20 @@ class RankSummary(msgspec.Struct, frozen=True, kw_only=True):
     """The most that PyTorch has allocated on its GPU; None without a GPU, or after a signal."""
 
 
+class AgentProcess(msgspec.Struct, frozen=True, kw_only=True):
+    """The process that supervises a run on one host, and where it has the record for `rankless status`."""
+
+    process_id: int
+    start_ticks: int
+    """Clock ticks from the start of the host to that of the process: a later process with the same id has more."""
+    host: str
+    """The name of the host."""
+    system: str
+    """A start of that host, and a namespace of process ids on it, in which the process id is valid."""
+    descriptor: int
+    """The process's descriptor of the record."""
+
+
 class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     """A run, from its start. What is known only at its end is None until then."""
 
@@ -70,6 +84,16 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     samples_per_second: float | None = None
     """Samples of all ranks per second, without the steps that captured a job; None without a `rankless.loader`."""
     ranks: tuple[RankSummary, ...] = ()
+    agent: AgentProcess | None = None
+    """None once the run has ended, and outside Linux."""
+
+
+class RunProgram(msgspec.Struct, frozen=True, kw_only=True):
+    """What the first fields of such a file say about the program."""
+
+    script: str | None = None
+    arguments: tuple[str, ...] = ()
+    seed: int | None = None
 
 
 def decode_run_summary(data: bytes) -> RunSummary:

@@ -1,6 +1,7 @@
 """The status that a worker publishes in memory that it shares with its agent: its main thread, its training steps.
 
-The stacks of all its threads follow in the same memory. The worker writes them on request (`runtime.status_publisher`).
+The place of its main thread and the stacks of all its threads follow in the same memory. The worker writes them on
+request (`runtime.status_publisher`): the stacks for the watchdog of its agent, the place for `rankless status`.
 """
 
 import os
@@ -10,8 +11,15 @@ import tempfile
 
 import msgspec
 
-PAGE_BYTES = 4096
-"""The size of the status. The stacks follow it."""
+PLACE_START = 4096
+"""Where the page has the place of the main thread: a record of `records.live.shared_record`."""
+PLACE_BYTES = 28672
+PAGE_BYTES = PLACE_START + PLACE_BYTES
+"""The size of status and place. The stacks follow them."""
+STACKS_REQUEST = b"?"
+"""What the pipe takes: a request for the stacks of all threads, which the watchdog of the run makes."""
+PLACE_REQUEST = b"p"
+"""A request for the stack of the main thread, as the place. Any number of processes may make it at once."""
 (
     MAIN_THREAD,
     STEPS,
@@ -22,13 +30,18 @@ PAGE_BYTES = 4096
     TIMED_NANOSECONDS,
     REQUESTS,
     REQUEST_PIPE,
-) = range(9)
+    MILLISAMPLES_PER_SECOND,
+) = range(10)
 """The fields of the page: the main thread's identity, the number of optimizer steps, the time of the last one
 (`monotonic_ns`), and the worker's descriptor of the page, whose number may differ from the agent's. Then the calls of
 the train job that is called most often, and samples and time of the steps that captured nothing; on rank 0 only. Then
-the worker's descriptor of the pipe that takes requests for stacks, and the number of the pipe's inode.
+the worker's descriptor of the pipe that takes requests for stacks, and the number of the pipe's inode; and a thousand
+times the samples of all ranks per second over the last seconds, on rank 0 only.
 """
-_FIELDS = struct.Struct("=9Q")
+STEP_TIMES = 16
+"""The first of `STEPS_KEPT` fields that have the times of the last steps, in the order of a ring."""
+STEPS_KEPT = 16
+_FIELDS = struct.Struct(f"={STEP_TIMES + STEPS_KEPT}Q")
 NAME = "rankless-worker-status"
 
 
@@ -48,6 +61,10 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     """The worker's descriptor of the pipe that takes requests for stacks."""
     request_pipe: int = 0
     """The number of the pipe's inode."""
+    samples_per_second: float = 0.0
+    """Of all ranks, over the last seconds before the last step; 0 if unknown."""
+    step_times: tuple[float, ...] = ()
+    """The times of the last steps, in seconds of `time.monotonic`, the earliest first."""
 
 
 def open_page() -> int:
@@ -64,11 +81,20 @@ def open_page() -> int:
 
 def read_page(descriptor: int) -> WorkerStatus:
     """Read the present status of a worker."""
-    main_thread, count, last, own, job_steps, samples, timed, requests, pipe = _FIELDS.unpack(
-        os.pread(descriptor, _FIELDS.size, 0)
+    fields = _FIELDS.unpack(os.pread(descriptor, _FIELDS.size, 0))
+    return WorkerStatus(
+        main_thread=fields[MAIN_THREAD],
+        count=fields[STEPS],
+        last=fields[LAST_STEP] / 1e9 if fields[STEPS] else None,
+        descriptor=fields[DESCRIPTOR],
+        job_steps=fields[JOB_STEPS],
+        timed_samples=fields[TIMED_SAMPLES],
+        timed_seconds=fields[TIMED_NANOSECONDS] / 1e9,
+        requests=fields[REQUESTS],
+        request_pipe=fields[REQUEST_PIPE],
+        samples_per_second=fields[MILLISAMPLES_PER_SECOND] / 1e3,
+        step_times=tuple(sorted(each / 1e9 for each in fields[STEP_TIMES:] if each)),
     )
-    last_step = last / 1e9 if count else None
-    return WorkerStatus(main_thread, count, last_step, own, job_steps, samples, timed / 1e9, requests, pipe)
 
 
 def stack_dump_signal() -> int | None:

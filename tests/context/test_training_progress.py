@@ -22,13 +22,14 @@ class Script:
         self.records: list[Progress] = []
         self.losses_read = 0
         self.dataset = TensorDataset(torch.zeros(rows))
-        self.totals = (0, 0, 0)
+        self.totals: tuple[int, ...] = (0, 0, 0)
+        self.rate = 0.0
         self.meter = ProgressMeter(
             rank=0, record=self.records.append, clock=lambda: self.nanoseconds, publish_totals=self.publish
         )
 
-    def publish(self, *totals: int) -> None:
-        self.totals = totals
+    def publish(self, steps: int, samples: int, nanoseconds: int, rate: float) -> None:
+        self.totals, self.rate = (steps, samples, nanoseconds), rate
 
     def loader(self, **options: Any) -> Loader:
         world = World(mesh=Mesh.solo(), notify=print, send_record=print, meter=self.meter)

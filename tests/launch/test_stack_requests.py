@@ -9,8 +9,17 @@ import pytest
 from support.jobs import wait_until
 
 from rankless.launch.watchdog import stacks
-from rankless.launch.watchdog.stacks import Frame, StackRequest, parse_main_stack
-from rankless.records.worker_status import PAGE_BYTES, open_page, read_page
+from rankless.launch.watchdog.stacks import Frame, StackRequest, ask_thread, parse_main_stack
+from rankless.records.live.shared_record import read_record
+from rankless.records.worker_status import (
+    PAGE_BYTES,
+    PLACE_BYTES,
+    PLACE_REQUEST,
+    PLACE_START,
+    STACKS_REQUEST,
+    open_page,
+    read_page,
+)
 
 WORKER = """
 import os, sys, threading, time
@@ -159,3 +168,53 @@ def test_a_stopped_process_and_one_that_has_ended_do_not_answer(start, monkeypat
     process.kill()
     process.wait()
     assert ask(process.pid, page) == {}
+
+
+def read_place(page):
+    record = read_record(page, offset=PLACE_START, size=PLACE_BYTES)
+    return "" if record is None else record.data.decode()
+
+
+def test_places_and_stacks_are_read_at_once_and_do_not_mix(start, monkeypatch):
+    monkeypatch.setattr(StackRequest, "_send_signal", lambda *_: pytest.fail("it needs no signal"))
+    page, process, _ = start("run_threads(1)\nwait()")
+    for _ in range(100):
+        request = StackRequest(process.pid, page, time.monotonic())
+        for _ in range(3):
+            assert ask_thread(process.pid, read_page(page), PLACE_REQUEST)
+        wait_until(lambda request=request: request.is_complete(time.monotonic()))
+        text, place = request.stacks[process.pid], read_place(page)
+        assert text.count("Thread 0x") == 2
+        assert text.startswith(f"Process {process.pid}\n")
+        assert [frame.function for frame in parse_main_stack(place, read_page(page).main_thread)] == [
+            "wait",
+            "<module>",
+        ]
+        assert place.count("Thread 0x") == 1
+    assert process.poll() is None
+
+
+def test_one_read_of_several_requests_answers_both_kinds(start):
+    page, process, _ = start("wait()")
+    assert ask_thread(process.pid, read_page(page), STACKS_REQUEST + PLACE_REQUEST + PLACE_REQUEST)
+    wait_until(lambda: read_place(page) != "" and os.fstat(page).st_size > PAGE_BYTES)
+
+
+def test_a_place_with_long_names_is_cut_at_the_outer_end(start):
+    name = "f" * 1000
+    code = f"def {name}(n):\n    {name}(n - 1) if n else wait()\n{name}(90)"
+    page, process, _ = start(code)
+    assert ask_thread(process.pid, read_page(page), PLACE_REQUEST)
+    wait_until(lambda: read_place(page) != "")
+    frames = parse_main_stack(read_place(page), read_page(page).main_thread)
+    assert [frame.function for frame in frames[:2]] == ["wait", name]
+    assert 20 < len(frames) < 30
+
+
+def test_the_page_has_the_times_of_the_last_steps(start):
+    code = "count = publish_status(int(sys.argv[1]), main_thread=0)\nfor _ in range(20): count()\nwait()"
+    page, _, _ = start(code)
+    status = read_page(page)
+    assert (status.count, len(status.step_times)) == (20, 16)
+    assert status.step_times[-1] == status.last
+    assert list(status.step_times) == sorted(status.step_times)

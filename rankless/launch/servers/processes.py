@@ -20,6 +20,7 @@ from rankless.launch.servers.server_configs import ServerLaunch
 from rankless.launch.servers.server_process import ServerPhase, ServerProcess
 from rankless.launch.signals import Interrupts
 from rankless.records.events import NO_RANK, ServerExited, ServerRestarted
+from rankless.records.live.live_run import ServerStage
 from rankless.runtime.process_tree import descendants, send_signal
 
 START_SECONDS = 60.0
@@ -42,6 +43,10 @@ class ServerRow:
     log_file: str
     is_restarting: bool = False
     """Whether its process has died and no other one serves yet."""
+    stage: ServerStage = "serves"
+    restarts: int = 0
+    status_descriptor: int | None = None
+    """The descriptor of its status page; None if it has none."""
 
 
 class ServerProcesses:
@@ -78,7 +83,10 @@ class ServerProcesses:
                 process_id=each.process.pid,
                 address=each.launch.config.address,
                 log_file=os.path.relpath(each.launch.log_file),
-                is_restarting=each.outage is not None and each.phase is not ServerPhase.ENDED,
+                is_restarting=each.stage == "restarting",
+                stage=each.stage,
+                restarts=each.incarnation,
+                status_descriptor=each.status_descriptor,
             )
             for each in self._servers
         ]

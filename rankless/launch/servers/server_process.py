@@ -16,6 +16,9 @@ from rankless.config.environment import WORKER_PLAN
 from rankless.config.servers import ServerConfig, server_environment
 from rankless.launch.servers.server_configs import ServerLaunch
 from rankless.launch.signals import name_signal
+from rankless.records.live.live_run import ServerStage
+from rankless.records.live.server_activity import SERVER_PAGE_BYTES, SERVER_PAGE_NAME
+from rankless.records.live.shared_record import open_shared_file
 from rankless.records.quantities import format_seconds
 from rankless.runtime.process_tree import delayed_interrupts
 from rankless.runtime.subprocess_command import module_command
@@ -62,6 +65,8 @@ class ServerProcess:
         self._memory: int | None = None
         if hasattr(os, "memfd_create"):
             self._memory = os.memfd_create(f"rankless-server-{self.index}", os.MFD_CLOEXEC)
+        self.status_descriptor = open_shared_file(SERVER_PAGE_NAME, SERVER_PAGE_BYTES)
+        """A page in which each process of the server publishes what it does; None outside Linux."""
         self._ready: int | None = None
         with contextlib.ExitStack() as stack:
             stack.callback(self.close)
@@ -72,6 +77,15 @@ class ServerProcess:
     def index(self) -> int:
         """The server's index among those of the run."""
         return self.launch.config.index
+
+    @property
+    def stage(self) -> ServerStage:
+        """What the server does, for people."""
+        if self.phase is ServerPhase.ENDED:
+            return "ended"
+        if self.outage is not None:
+            return "restarting"
+        return "serves" if self.phase is ServerPhase.SERVING else "starting"
 
     @property
     def ready_descriptor(self) -> int:
@@ -127,11 +141,11 @@ class ServerProcess:
                 os.killpg(self.process.pid, signal.SIGKILL)  # a server leads its own group
 
     def close(self) -> None:
-        """Release the memory and the pipe."""
-        for descriptor in (self._memory, self._ready):
+        """Release the memory, the status page and the pipe."""
+        for descriptor in (self._memory, self.status_descriptor, self._ready):
             if descriptor is not None:
                 os.close(descriptor)
-        self._memory = self._ready = None
+        self._memory = self.status_descriptor = self._ready = None
 
     def _start(self) -> None:
         if self._ready is not None:
@@ -143,8 +157,10 @@ class ServerProcess:
             self.launch.config,
             ready_descriptor=ready_end,
             memory_descriptor=self._memory,
+            status_descriptor=self.status_descriptor,
             incarnation=self.incarnation,
         )
+        inherited = (ready_end, self._memory, self.status_descriptor)
         try:
             # All processes append to the log file. The first one begins it.
             if self.incarnation == 0:
@@ -156,7 +172,7 @@ class ServerProcess:
                     stdout=log,
                     stderr=log,
                     env=_make_environment(config, self.launch.variables),
-                    pass_fds=(ready_end,) if self._memory is None else (ready_end, self._memory),
+                    pass_fds=[descriptor for descriptor in inherited if descriptor is not None],
                     start_new_session=True,
                 )
         finally:

@@ -11,7 +11,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rankless.launch.watchdog.process_stats import read_process_stats
-from rankless.records.worker_status import NAME, PAGE_BYTES, read_page, stack_dump_signal
+from rankless.records.worker_status import (
+    NAME,
+    PAGE_BYTES,
+    STACKS_REQUEST,
+    WorkerStatus,
+    read_page,
+    stack_dump_signal,
+)
 
 RESPONSE_TIMEOUT_SECONDS = 1.0
 """For the stacks of one process."""
@@ -94,21 +101,7 @@ class StackRequest:
 
     def _ask_thread(self, process_id: int) -> bool:
         """Ask the thread of a worker that writes stacks. Return whether that was possible."""
-        page = read_page(self._descriptor)
-        pipe = f"/proc/{process_id}/fd/{page.requests}"
-        try:
-            if not _has_page(process_id, page.descriptor) or os.stat(pipe).st_ino != page.request_pipe:
-                return False
-            requests = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
-        except OSError:
-            return False
-        try:
-            os.write(requests, b"?")
-        except OSError:  # it is full: the thread has not answered for long
-            return False
-        finally:
-            os.close(requests)
-        return True
+        return ask_thread(process_id, read_page(self._descriptor), STACKS_REQUEST)
 
     def _send_signal(self, process_id: int) -> bool:
         """Send a process the signal for its stack. Return whether that was possible."""
@@ -119,6 +112,30 @@ class StackRequest:
         except (ProcessLookupError, PermissionError):
             return False
         return True
+
+
+def ask_thread(process_id: int, page: WorkerStatus, request: bytes) -> bool:
+    """Send a request to the thread of a worker that writes stacks. Return whether that was possible.
+
+    Args:
+        process_id: The worker.
+        page: Its status.
+        request: `STACKS_REQUEST`, for the agent of the run only, or `PLACE_REQUEST`.
+    """
+    pipe = f"/proc/{process_id}/fd/{page.requests}"
+    try:
+        if not _has_page(process_id, page.descriptor) or os.stat(pipe).st_ino != page.request_pipe:
+            return False
+        requests = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        os.write(requests, request)
+    except OSError:  # it is full: the thread has not answered for long
+        return False
+    finally:
+        os.close(requests)
+    return True
 
 
 def _can_respond(process_id: int, descriptor: int) -> bool:

@@ -14,12 +14,12 @@ import zmq
 from rankless.config.servers import CANNOT_GO_ON, ServerConfig, read_server_config
 from rankless.errors import RanklessError, TableError
 from rankless.parameter_server.servers.addresses import bound
+from rankless.parameter_server.servers.server_status import ServerStatusPage
 from rankless.parameter_server.servers.setting_formats import decode_table_settings
 from rankless.parameter_server.servers.table_server import TableServer, configure, log_line
 from rankless.parameter_server.tables.durable_tables import DurableTables
 from rankless.terminal import process_title
 
-_POLL_MILLISECONDS = 1000
 _MOST_MESSAGES = 64
 """Messages before it looks for a signal again."""
 _MOST_LAST_MESSAGES = 4096
@@ -54,13 +54,15 @@ def serve(config: ServerConfig) -> None:
         poller = zmq.Poller()
         poller.register(router, zmq.POLLIN)
         poller.register(wakeup, zmq.POLLIN)
+        status = ServerStatusPage(config.status_descriptor, server.requests, server.counter, server.refused)
         while os.getppid() == parent:
-            events = dict(poller.poll(_POLL_MILLISECONDS))
+            events = dict(poller.poll(status.poll_milliseconds))
             if wakeup.fileno() in events and signal.SIGTERM in wakeup.recv(4096):
                 break
             for _ in range(_MOST_MESSAGES):
                 if not server.receive():
                     break
+            status.publish(is_idle=not events)
         else:
             log(f"the parent process {parent} has ended")
         for _ in range(_MOST_LAST_MESSAGES):  # what had arrived

@@ -30,6 +30,7 @@ from rankless.parameter_server.servers.messages import (
     make_message,
 )
 from rankless.parameter_server.servers.served_tables import ServerTables
+from rankless.parameter_server.servers.server_status import RequestCounter
 from rankless.parameter_server.servers.sessions import RequestAnswer, WorkerSession
 from rankless.parameter_server.servers.table_requests import TableRequests, WorkerRequest, failed
 from rankless.parameter_server.tables.durable_tables import DurableTables
@@ -78,6 +79,7 @@ class TableServer:
         tables = ServerTables(config.index, config.server_count, durable)
         self.requests = TableRequests(tables, config.worker_count, config.mode, config.staleness)
         self.refused: Counter[str] = Counter()
+        self.counter = RequestCounter()
 
     def receive(self) -> bool:
         """Handle one message, if one is there. Return whether one was."""
@@ -254,6 +256,7 @@ class TableServer:
 
     def _finish(self, request: WorkerRequest, answer: RequestAnswer) -> None:
         request.session.answers[request.header.sequence] = answer
+        self.counter.count(request.header, request.payload, answer.header, self.requests.tables)
         self._reply(request.session, answer)
 
     def _reply(self, session: WorkerSession, answer: RequestAnswer) -> None:

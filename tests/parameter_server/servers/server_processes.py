@@ -26,11 +26,12 @@ class ServerProcess:
                 **{**{f: getattr(config, f) for f in config.__struct_fields__}, "ready_descriptor": writing}
             )
             environment = server_environment(config) | {"PYTHONPATH": str(ROOT)}
+            kept = (config.memory_descriptor, config.status_descriptor)
             self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115  # it lives as long as the process
             self.process = subprocess.Popen(
                 [sys.executable, "-m", PROGRAM],
                 env=environment,
-                pass_fds=[writing, *([] if config.memory_descriptor is None else [config.memory_descriptor])],
+                pass_fds=[writing, *(descriptor for descriptor in kept if descriptor is not None)],
                 stderr=self.log,
             )
         finally:

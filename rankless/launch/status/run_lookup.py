@@ -1,0 +1,134 @@
+"""Finds the run that a user names: by its id, its log folder, a link to that, or its `run.json`."""
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from rankless.errors import ConfigError
+from rankless.launch.status.process_identity import current_system, is_agent_alive
+from rankless.launch.status.reports import report_ended
+from rankless.launch.status.running_runs import find_running_runs, read_run_of_agent
+from rankless.records.live.live_run import LiveRun
+from rankless.records.live.run_status import RunStatus
+from rankless.records.run_summary import RunProgram, RunSummary, decode_run_summary
+
+_SUMMARY_NAME = re.compile(r"run\d*\.json")
+"""`run.json` of host 0, `run1.json` of the next host."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndedRun:
+    """A run of which there is a summary, and no agent on this host."""
+
+    program: RunProgram
+    status: RunStatus
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundRuns:
+    """What a name stands for: one run, of which several hosts may be this one, or none that goes on."""
+
+    running: Sequence[LiveRun] = ()
+    ended: EndedRun | None = None
+
+
+def find_named_run(name: str, *, log_folder: str) -> FoundRuns:
+    """Return the run with a name.
+
+    Args:
+        name: Its id, its log folder, a link to that, or its `run.json`.
+        log_folder: The folder of the log folders, for the id of a run that has ended.
+
+    Raises:
+        ConfigError: There is no such run.
+    """
+    folder = _find_folder(name, log_folder)
+    if folder is not None:
+        found = _find_in(folder)
+        if found is not None:
+            return found
+    running = find_running_runs()
+    matches = [run for run in running if name == run.run_id or (folder is not None and _is_folder(run, folder))]
+    if matches:
+        return FoundRuns(running=matches)
+    ids = ", ".join(dict.fromkeys(run.run_id for run in running))
+    raise ConfigError(
+        expected="RUN: the id of a run, its log folder, or its run.json",
+        found=f"{name!r}, which is none of these" if folder is None else f"{name}, a folder without a run.json",
+        fix=f"name one that runs: {ids}" if ids else f"no run goes on; name one of the folders in {log_folder}",
+    )
+
+
+def _find_folder(name: str, log_folder: str) -> Path | None:
+    """Return the existing folder that a name may stand for."""
+    if not name or "\0" in name:
+        return None
+    path = Path(name)
+    try:
+        is_summary = _SUMMARY_NAME.fullmatch(path.name) is not None and path.is_file()
+        candidates = [path.parent if is_summary else path]
+        if os.sep not in name:
+            candidates.append(Path(log_folder) / name)
+        return next((each.resolve() for each in candidates if each.is_dir()), None)
+    except OSError:  # a name that is too long, or a link that leads to itself
+        return None
+
+
+def _is_folder(run: LiveRun, folder: Path) -> bool:
+    return Path(run.log_folder).resolve() == folder
+
+
+def _find_in(folder: Path) -> FoundRuns | None:
+    """Return the run whose summary is in a folder; None if there is no summary."""
+    found = _find_running_in(folder)
+    if found.running or found.ended is None or found.ended.status.outcome not in ("killed", "unknown"):
+        return found if found.running or found.ended is not None else None
+    return _find_running_in(folder)  # between two looks the run may have ended
+
+
+def _find_running_in(folder: Path) -> FoundRuns:
+    paths = sorted(path for path in folder.glob("run*.json") if _SUMMARY_NAME.fullmatch(path.name))
+    summaries = [(path, _read_summary(path)) for path in paths]
+    system = current_system()
+    running = []
+    for _, (_, summary) in summaries:
+        agent = summary.agent
+        if agent is not None and summary.outcome == "running" and agent.system == system:
+            run = read_run_of_agent(agent)
+            if run is not None and run.log_folder == summary.log_folder:  # an agent may make several runs
+                running.append(run)
+    if running or not summaries:
+        return FoundRuns(running=running)
+    _, (program, summary) = summaries[0]
+    return FoundRuns(ended=EndedRun(program=program, status=_report(summary, system)))
+
+
+def _read_summary(path: Path) -> tuple[RunProgram, RunSummary]:
+    try:
+        data = path.read_bytes()
+        return msgspec.json.decode(data, type=RunProgram), decode_run_summary(data)
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(
+            expected=f"the summary of a run in {path}", found=str(error), fix="name the log folder of another run"
+        ) from None
+
+
+def _report(summary: RunSummary, system: str) -> RunStatus:
+    if summary.outcome != "running":
+        return report_ended(summary, outcome=summary.outcome, verdict=summary.verdict)
+    agent = summary.agent
+    if agent is None:
+        verdict = "it ran when an earlier version of Rankless wrote run.json, which does not name its agent"
+        return report_ended(summary, outcome="unknown", verdict=verdict)
+    if agent.system != system:
+        verdict = f"its agent was process {agent.process_id} of the host {agent.host}: call rankless status there"
+        return report_ended(summary, outcome="unknown", verdict=verdict)
+    if is_agent_alive(agent):
+        verdict = f"its agent, process {agent.process_id}, is alive, but shows nothing to this user and this version"
+        return report_ended(summary, outcome="unknown", verdict=verdict)
+    verdict = f"its agent, process {agent.process_id}, is gone and has left no verdict"
+    return report_ended(summary, outcome="killed", verdict=verdict)

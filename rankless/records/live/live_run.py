@@ -1,0 +1,68 @@
+"""What an agent publishes about its run while the run goes on: where each process is, and where its figures are."""
+
+from typing import Literal
+
+import msgspec
+
+LIVE_RUN_NAME = "rankless-live-run"
+"""The name of the file in memory that has the record of a run."""
+LAYOUT = 1
+"""Grows when this record or a page that it names changes its meaning."""
+
+ServerStage = Literal["starting", "serves", "restarting", "ended"]
+
+
+class LiveWorker(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker of the run."""
+
+    rank: int
+    host: int
+    """The index of its host."""
+    device: str
+    log_file: str
+    page: int | None = None
+    """The agent's descriptor of its status page; None for a worker of another host."""
+    process_id: int | None = None
+    """None before it has started."""
+    has_finished: bool = False
+    """Whether its script has ended; its process may go on for a while."""
+    exit_code: int | None = None
+
+
+class LiveServer(msgspec.Struct, frozen=True, kw_only=True):
+    """A parameter server of the run."""
+
+    index: int
+    address: str
+    log_file: str
+    process_id: int
+    stage: ServerStage
+    restarts: int
+    page: int | None = None
+    """The agent's descriptor of its status page; None if it has none."""
+
+
+class LiveRun(msgspec.Struct, frozen=True, kw_only=True):
+    """A run that goes on, as the agent of one host knows it."""
+
+    layout: int
+    process_id: int
+    """The agent's."""
+    run_id: str
+    log_folder: str
+    script: str
+    arguments: tuple[str, ...]
+    seed: int | None
+    started: str
+    """Date and time in UTC, in the format of ISO 8601."""
+    started_monotonic: float
+    """The same in seconds of `time.monotonic`."""
+    host: int
+    """The index of this host."""
+    host_names: tuple[str, ...]
+    """The name of each host; "" if there is one."""
+    workers: tuple[LiveWorker, ...]
+    """Those of all hosts, in the order of their ranks."""
+    server_count: int
+    servers: tuple[LiveServer, ...] = ()
+    """None before they have started, nor once they have ended."""

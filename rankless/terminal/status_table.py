@@ -1,0 +1,210 @@
+"""The status of a run as text: a heading, a table of workers, and tables of servers and of their tables of rows."""
+
+import os
+from collections.abc import Sequence
+
+from rankless.records.live.run_status import RunStatus, ServerReport, WorkerReport
+from rankless.records.live.server_activity import TableActivity
+from rankless.records.quantities import format_bytes, format_seconds
+
+_MOST_PROGRAM_CHARACTERS = 100
+_UNKNOWN = "-"
+
+
+def format_status(status: RunStatus, *, script: str | None, arguments: Sequence[str]) -> str:
+    """Return the status of a run as lines.
+
+    Args:
+        status: The status.
+        script: The run's program, as on the command line.
+        arguments: The program's arguments.
+    """
+    lines = [f"{status.run_id}: {_format_program(script, arguments)}", f"  {_format_state(status)}"]
+    if status.outcome == "running":
+        lines += [f"  {_format_figures(status)}", *_format_workers(status), *_format_servers(status.servers)]
+        lines += _format_elsewhere(status)
+    else:
+        lines.append(f"  {_format_figures(status)}")
+    # Names of tables, paths and what servers refuse may have any character.
+    return "".join("".join(each if each.isprintable() else "?" for each in line) + "\n" for line in lines)
+
+
+def format_table(rows: Sequence[Sequence[str]], *, right: Sequence[int]) -> list[str]:
+    """Return lines with columns of equal width, of which those with the numbers `right` are aligned on the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  "
+        + "  ".join(
+            cell.rjust(width) if number in right else cell.ljust(width)
+            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def _format_program(script: str | None, arguments: Sequence[str]) -> str:
+    text = " ".join([script or "a program that its run.json does not name", *arguments])
+    text = " ".join(text.split())  # code has several lines
+    return text if len(text) <= _MOST_PROGRAM_CHARACTERS else f"{text[:_MOST_PROGRAM_CHARACTERS]}..."
+
+
+def _format_state(status: RunStatus) -> str:
+    started = status.started[:19].replace("T", " ")
+    if status.outcome == "running":
+        agent = f"agent {status.agent_process_id}" + (f" on {status.host}" if status.host else "")
+        return f"runs since {started} UTC, for {format_seconds(status.seconds or 0.0)}; {agent}"
+    if status.outcome == "unknown":
+        return f"started {started} UTC; {status.verdict}"
+    code = "" if status.exit_code is None else f", exit code {status.exit_code}"
+    after = "" if status.seconds is None else f" after {format_seconds(status.seconds)}"
+    return f"started {started} UTC, {status.outcome}{after}{code}: {status.verdict}"
+
+
+def _format_figures(status: RunStatus) -> str:
+    parts = [_count(status.worker_count, "worker")]
+    if status.server_count:
+        parts.append(_count(status.server_count, "server"))
+    if status.steps is not None:
+        parts.append(_count(status.steps, "step"))
+    if status.samples_per_second is not None:
+        parts.append(f"{_format_number(status.samples_per_second)} samples/s")
+    return f"{', '.join(parts)}; logs in {_shorten(status.log_folder)}"
+
+
+def _format_workers(status: RunStatus) -> list[str]:
+    workers = [worker for worker in status.workers if worker.state != "elsewhere"]
+    if not workers:
+        return []
+    has_servers = any(server.activity is not None for server in status.servers)
+    heading = [
+        "rank",
+        "pid",
+        "state",
+        "steps",
+        "steps/s",
+        "CPU",
+        "memory",
+        *(["ahead"] if has_servers else []),
+        "where",
+    ]
+    rows = [heading]
+    for worker in workers:
+        row = [
+            str(worker.rank),
+            _or_unknown(worker.process_id),
+            worker.state if worker.exit_code is None else f"{worker.state}, {worker.exit_code}",
+            _or_unknown(worker.steps),
+            _UNKNOWN if worker.steps_per_second is None else _format_number(worker.steps_per_second),
+            _UNKNOWN if worker.cpu_percent is None else f"{worker.cpu_percent:.0f} %",
+            _UNKNOWN if worker.memory_bytes is None else format_bytes(worker.memory_bytes),
+        ]
+        rows.append(
+            [*row, *([_format_ahead(worker.rank, status.servers)] if has_servers else []), _format_place(worker)]
+        )
+    return format_table(rows, right=[0, 1, 3, 4, 5, 6, 7] if has_servers else [0, 1, 3, 4, 5, 6])
+
+
+def _format_elsewhere(status: RunStatus) -> list[str]:
+    lines = []
+    for host in dict.fromkeys(worker.host for worker in status.workers if worker.state == "elsewhere"):
+        ranks = [worker.rank for worker in status.workers if worker.state == "elsewhere" and worker.host == host]
+        text = f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]} are"
+        lines.append(f"  {text} on {host}: `rankless status` there shows more")
+    return lines
+
+
+def _format_place(worker: WorkerReport) -> str:
+    pause = ""
+    if worker.seconds_since_step is not None and worker.steps_per_second is not None:
+        usual = 1 / worker.steps_per_second if worker.steps_per_second else 0.0
+        if worker.seconds_since_step > max(2.0, 2 * usual):
+            pause = f"; last step {format_seconds(worker.seconds_since_step)} ago"
+    if worker.operation and worker.operation not in worker.place:
+        return f"{worker.operation} at {worker.place}{pause}"
+    return (worker.place or _UNKNOWN) + pause
+
+
+def _format_ahead(rank: int, servers: Sequence[ServerReport]) -> str:
+    """Return by how many transactions a worker is ahead of the server that has committed least of them."""
+    ahead = [
+        each.activity.transactions_ahead[rank]
+        for each in servers
+        if each.activity is not None and rank < len(each.activity.transactions_ahead)
+    ]
+    return str(max(ahead)) if ahead else _UNKNOWN
+
+
+def _format_servers(servers: Sequence[ServerReport]) -> list[str]:
+    if not servers:
+        return []
+    heading = ("server", "pid", "state", "restarts", "CPU", "memory", "steps", "steps/s", "requests/s", "pulled rows/s")
+    rows = [[*heading, "pushed rows/s", "bytes/s", "address"]]
+    for server in servers:
+        moved = (server.pulled_bytes_per_second, server.pushed_bytes_per_second)
+        rates = (
+            server.transactions_per_second,
+            server.requests_per_second,
+            server.pulled_rows_per_second,
+            server.pushed_rows_per_second,
+        )
+        rows.append(
+            [
+                str(server.index),
+                str(server.process_id),
+                server.state,
+                str(server.restarts),
+                _UNKNOWN if server.cpu_percent is None else f"{server.cpu_percent:.0f} %",
+                _UNKNOWN if server.memory_bytes is None else format_bytes(server.memory_bytes),
+                _UNKNOWN if server.activity is None else str(server.activity.transactions),
+                *(_UNKNOWN if rate is None else _format_number(rate) for rate in rates),
+                _UNKNOWN if None in moved else format_bytes(sum(rate or 0.0 for rate in moved)),
+                server.address,
+            ]
+        )
+    lines = format_table(rows, right=[0, 1, *range(3, 12)])
+    return [*lines, *_format_tables(servers), *_format_refused(servers)]
+
+
+def _format_tables(servers: Sequence[ServerReport]) -> list[str]:
+    rows = [["table", "server", "rows", "memory", "hottest shards"]]
+    for server in servers:
+        for table in () if server.activity is None else server.activity.tables:
+            hottest = _format_hottest(table)
+            rows.append([table.name, str(server.index), f"{table.rows:,}", format_bytes(table.memory_bytes), hottest])
+    return format_table(rows, right=[1, 2, 3]) if len(rows) > 1 else []
+
+
+def _format_hottest(table: TableActivity) -> str:
+    """Return the shards with their shares of the requested ids. On average each of N shards has 1/N."""
+    shares = [
+        f"{shard.shard}: {100 * shard.requested_ids / table.requested_ids:.2g} %"
+        for shard in table.hottest_shards
+        if table.requested_ids
+    ]
+    return f"{', '.join(shares)} of the ids; {100 / table.shards:.2g} % on average" if shares else _UNKNOWN
+
+
+def _format_refused(servers: Sequence[ServerReport]) -> list[str]:
+    return [
+        f"  server {server.index} has refused {sum(server.activity.refused.values()):,} messages: "
+        + ", ".join(f"{count:,} of {reason}" for reason, count in server.activity.refused.items())
+        for server in servers
+        if server.activity is not None and server.activity.refused
+    ]
+
+
+def _format_number(number: float) -> str:
+    return f"{number:,.0f}" if number >= 99.5 or number == 0 else f"{number:.3g}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def _or_unknown(number: int | None) -> str:
+    return _UNKNOWN if number is None else str(number)
+
+
+def _shorten(path: str) -> str:
+    relative = os.path.relpath(path)
+    return path if relative.startswith("..") else relative
