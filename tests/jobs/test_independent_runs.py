@@ -20,7 +20,7 @@ def read_result(output: str):
 
 def run(folder, script, *arguments, servers=2, workers=3, mode="async", **options):
     given = ("--servers", servers, "--workers", workers, "--server-mode", mode, "--server-restarts", 200)
-    given += ("--seed", "1", "--no-progress")
+    given += ("--seed", "1", "--no-progress", *(("--geo-steps", 50) if mode == "geo" else ()))
     return rankless("run", *map(str, given), str(script), *map(str, arguments), folder=folder, **options)
 
 
