@@ -87,6 +87,7 @@ class Watchdog:
 
     def receive(self, record: AnyRecord) -> None:
         """Take note of a record."""
+        self._servers.receive(record, time.monotonic())
         if isinstance(record, Started) and record.rank in self._pages:
             config, page = self._worker_configs[record.rank], self._pages[record.rank]
             self._workers[record.rank] = WorkerMonitor(config, record.pid, page, time.monotonic())
@@ -182,6 +183,8 @@ class Watchdog:
         # A waiting GPU looks like a computing one. Assume that it waits if another rank surely holds up the job.
         if any(where.state in ("blocked", "stopped", "debugged") for where in local.values()):
             local = self._local_statuses(now, gpu_waits=True)
+        if not self._config.peers.attributes_failures:  # host 0 waits for the statuses of ranks, which follow
+            yield from self._servers.make_records(now)
         yield from (msgspec.structs.replace(where, requested=self._is_requested) for where in local.values())
         self._is_requested = False
         if not self._config.peers.attributes_failures:
