@@ -206,6 +206,7 @@ class HostRun:
                 stacks_file=os.path.join(folder, f"stacks{job.host_index or ''}.txt"),
                 host_name=self.report.host_name,
                 list_servers=self._servers.list_rows,
+                server_host_name=self.report.server_host_name,
             )
         )
         lead, is_quiet = self._workers[0], config.agent_output == "quiet"

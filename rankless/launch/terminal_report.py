@@ -92,7 +92,7 @@ class RunReport:
         shared = format_shared_gpus(config.devices) if len(job.names) == 1 and not has_error_files else ""
         is_several = len(job.names) > 1
         server_table = format_server_table(
-            servers, hosts=[job.names[self.server_host(row.index)] for row in servers] if is_several else None
+            servers, hosts=[self.server_host_name(row.index) for row in servers] if is_several else None
         )
         return server_table + format_worker_table(rows, has_error_files=has_error_files) + shared
 
@@ -126,12 +126,14 @@ class RunReport:
         servers = self.job.start.servers
         return 0 if servers is None else servers.hosts[index]
 
+    def server_host_name(self, index: int) -> str:
+        """Return the name of a server's host; "" if the job has one host."""
+        return self.job.names[self.server_host(index)] if len(self.job.names) > 1 else ""
+
     def name_server_host(self, record: ServerRestarted) -> str:
         """Return the text of a restart, with the name of the server's host if there are several."""
-        name = f"server {record.server}"
-        if len(self.job.names) == 1:
-            return record.text
-        return record.text.replace(name, f"{name} on {self.job.names[self.server_host(record.server)]}", 1)
+        name, host = f"server {record.server}", self.server_host_name(record.server)
+        return record.text.replace(name, f"{name} on {host}", 1) if host else record.text
 
     def root_cause_host(self, verdict: Verdict) -> int:
         """Return the index of the host of the rank or server that caused a failure."""

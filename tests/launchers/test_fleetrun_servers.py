@@ -6,7 +6,7 @@ import pytest
 from rankless.cli import CommandParser, fleetrun, main
 from rankless.config import validation
 from rankless.config.run_config import AgreedJobConfig, Program, RunConfig
-from rankless.config.servers import ServersConfig
+from rankless.config.servers import AgreedServers, ServersConfig
 from rankless.errors import ConfigError
 from rankless.launch.job_setup import ReadyJob
 from rankless.launch.profile import load_profile
@@ -46,6 +46,8 @@ def job_of(config: RunConfig, *addresses: str) -> ReadyJob:
     with services as variables:
         start = msgspec.structs.replace(start, launcher_variables=variables)
     servers = ServersConfig(addresses=tuple(f"tcp://{each}" for each in addresses), token="secret")
+    agreed = AgreedServers(addresses=servers.addresses, hosts=(0,) * len(addresses))
+    start = msgspec.structs.replace(start, servers=agreed)
     return ReadyJob(peers=NoPeers(), start=start, devices=(config.devices,), servers=servers)
 
 
@@ -129,7 +131,8 @@ def test_the_tables_show_the_servers():
     rows = [line.strip(" |").split() for line in box.splitlines()]
     assert ["TRAINING_ROLE", "TRAINER"] in rows
     assert ["PADDLE_PSERVERS_IP_PORT_LIST", "127.0.0.1:6170"] in rows
-    line = format_server_lines(config, lead.config.servers, "log/run")
+    assert job.start.servers is not None
+    line = format_server_lines(config, job.start.servers, 0, "log/run")
     assert "2 servers on the CPU at 127.0.0.1:6170, 127.0.0.1:6171" in line
     assert "log/serverlog.0 to serverlog.1" in line
     assert "secret" not in box + line
@@ -146,8 +149,12 @@ CONTRADICTIONS = [
     ("--server_num=2 --servers=127.0.0.1:6170 --worker_num=1", "expected: --server_num 1"),
     ("--servers=127.0.0.1:6170,127.0.0.1:6170 --worker_num=1", "expected: each address of --servers once"),
     ("--servers=127.0.0.1:99999 --worker_num=1", "expected: --servers as a number, or as a list"),
-    ("--servers=198.51.100.7:6170 --workers=198.51.100.7,198.51.100.7", "198.51.100.7, which is not this host"),
-    ("--server_num=1 --worker_num=2 --nnodes=2 --master=127.0.0.1:9988", "servers on several hosts: not yet"),
+    ("--servers=198.51.100.7:6170 --workers=198.51.100.7,198.51.100.7", "this host among 198.51.100.7"),
+    ("--servers=198.51.100.7:6170 --workers=127.0.0.1", "198.51.100.7, which is not this host"),
+    ("--servers=127.0.0.1:6170 --workers=127.0.0.1,198.51.100.7", "127.0.0.1, which every host has for itself"),
+    ("--servers=198.51.100.7 --workers=198.51.100.7,198.51.100.8,198.51.100.7", "side by side"),
+    ("--server_num=1 --workers=198.51.100.7,198.51.100.8", "give both lists, or both numbers"),
+    ("--servers=127.0.0.1 --worker_num=2 --nnodes=2 --master=127.0.0.1:9988", "give both lists, or both numbers"),
 ]
 
 

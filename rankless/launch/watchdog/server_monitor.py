@@ -5,7 +5,7 @@ That of this host's servers is read from `/proc`. Host 0 learns that of the othe
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rankless.launch.servers.processes import ServerRow
 from rankless.launch.watchdog.process_stats import ActivityTracker
@@ -30,6 +30,13 @@ class ServerStatus:
     doing: str
     """To follow "server 1", like "is idle (0 % CPU)"."""
     state: ServerState = "runs"
+    host: str = ""
+    """The name of its host, if there are several."""
+
+    @property
+    def name(self) -> str:
+        """The server, like "server 1", or "server 1 on 10.0.0.2"."""
+        return f"server {self.index} on {self.host}" if self.host else f"server {self.index}"
 
     @property
     def holds_up(self) -> bool:
@@ -42,10 +49,16 @@ class ServerMonitor:
 
     Args:
         list_servers: Returns those of this host once they have started.
+        host_name: Returns the name of a server's host, by its index; "" if there is one host only.
     """
 
-    def __init__(self, list_servers: Callable[[], Sequence[ServerRow]]) -> None:
+    def __init__(
+        self,
+        list_servers: Callable[[], Sequence[ServerRow]],
+        host_name: Callable[[int], str] = lambda _server: "",
+    ) -> None:
         self._list_servers = list_servers
+        self._host_name = host_name
         self._trackers: dict[int, ActivityTracker] = {}
         self._restarting: set[int] = set()
         self._remote: dict[int, ServerStatus] = {}
@@ -94,7 +107,8 @@ class ServerMonitor:
         restarting = [ServerStatus(index=index, doing=_RESTARTING) for index in self._remote_restarting]
         remote = [each for each in self._remote.values() if each.index not in self._remote_restarting]
         found = [*self._list_own(now), *remote, *restarting]
-        return sorted(found, key=lambda status: (not status.holds_up, status.index))
+        named = [replace(each, host=self._host_name(each.index)) for each in found]
+        return sorted(named, key=lambda status: (not status.holds_up, status.index))
 
     def make_records(self, now: float) -> Iterator[ServerObserved]:
         """Yield for host 0 what each server of this host does."""

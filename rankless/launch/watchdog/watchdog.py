@@ -59,6 +59,8 @@ class WatchdogConfig:
     host_name: Callable[[int], str] = lambda _rank: ""
     list_servers: Callable[[], Sequence[ServerRow]] = list
     """Returns the parameter servers of this host."""
+    server_host_name: Callable[[int], str] = lambda _server: ""
+    """Returns the name of the host of a server of the job."""
 
 
 class Watchdog:
@@ -74,7 +76,7 @@ class Watchdog:
         self._remote_ranks = RemoteRanks(
             config.peers, set(range(size)) - set(self._worker_configs) if config.peers.attributes_failures else ()
         )
-        self._servers = ServerMonitor(config.list_servers)
+        self._servers = ServerMonitor(config.list_servers, config.server_host_name)
         self._timed_out: dict[int, RankStatus] = {}
         self._is_requested = False
         """Whether host 0, or a collective that timed out on a rank, requested the statuses."""
