@@ -53,7 +53,7 @@ def start(
     variables["PYTHONPATH"] += f"{os.pathsep}{ROOT}"
     line = [sys.executable, "-m", "rankless", "run", "--no-warm", "--no-ssh", "--insecure", "--hang-timeout", "4"]
     return [
-        hosts.start(name, [*line, own, workers, "script.py"], cwd=folder, env=variables)
+        hosts.start(name, [*line, *own.split(), workers, "script.py"], cwd=folder, env=variables)
         for name, own in zip("ab", servers, strict=True)
     ]
 
@@ -296,3 +296,93 @@ def test_an_interrupt_while_servers_start_ends_both_hosts(place: int, hosts: Hos
     assert job.codes == ([130, 130] if place == 1 else [130, 2]), job.errors
     assert ("host 0 received a signal" if place == 0 else f"host {B} received SIGINT") in job.errors[1 - place]
     assert not (tmp_path / "started").exists()
+
+
+SLOW_AND_STUBBORN = """
+import threading
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if index == {index}:
+    threading.Event().wait(6.0)
+answer()
+"""
+
+
+@pytest.mark.ci_sample(1)
+@pytest.mark.parametrize("index", [0, 1])
+def test_servers_that_start_slowly_and_ignore_their_end_lose_no_host(index: int, hosts: Hosts, tmp_path: Path):
+    server = SERVER + SLOW_AND_STUBBORN.format(index=index)
+    job = run(hosts, tmp_path, "print('done')", server=server)
+    assert (job.codes, job.outputs) == ([0, 0], ["done\n", ""]), job.errors
+
+
+def test_a_server_that_dies_after_the_workers_of_its_host_starts_again(hosts: Hosts, tmp_path: Path):
+    script = ASK + textwrap.dedent(
+        """
+        if os.environ["RANK"] == "0":
+            wait_for("ended")
+            print(*ask(1, kill(1))[:2])
+        """
+    )
+    jobs = start(hosts, tmp_path, script, server=DURABLE)
+    wait_until(lambda: "server1" in read_process_ids(tmp_path) or any(job.poll() is not None for job in jobs))
+    agent = psutil.Process(jobs[1].pid)
+    log = tmp_path / "log" / "latest" / "rank1.log"
+    wait_until(lambda: log.exists() and len(agent.children()) == 1)  # the server alone
+    (tmp_path / "ended").touch()
+    job = finish(jobs, tmp_path)
+    assert (job.codes, job.outputs) == ([0, 0], ["1 2\n", ""]), job.errors
+
+
+def test_two_runs_at_once_do_not_share_addresses(hosts: Hosts, tmp_path: Path):
+    waits = start(hosts, tmp_path, WAITING, servers=(f"--servers={A}:6171,{B}:6172",) * 2)
+    wait_until(lambda: len(read_process_ids(tmp_path)) == 4 or any(job.poll() is not None for job in waits))
+    (tmp_path / "second").mkdir()
+    second = run(hosts, tmp_path / "second", "pass", servers=[f"--servers={A},{B}:6172 --port=9955"] * 2)
+    assert second.codes == [2, 2], second.errors
+    assert f"expected: {B}:6172 of --servers to be free" in second.errors[0]
+    assert run(hosts, tmp_path / "second", "pass", servers=[f"--servers={A},{B} --port=9955"] * 2).codes == [0, 0]
+    for job in waits:
+        job.send_signal(signal.SIGTERM)
+    assert finish(waits, tmp_path).codes == [143, 143]
+
+
+@pytest.mark.exhaustive
+def test_a_firewall_before_a_server_is_found_before_the_run_starts(tmp_path: Path):
+    with two_hosts(tmp_path, sshd=()) as apart:
+        apart.firewall("b", closed_port=6171)
+        job = run(apart, tmp_path, "open('started', 'w').close()", servers=(f"--servers={A},{B}:6171",) * 2)
+    assert job.codes == [2, 2], job.errors
+    for text in job.errors:
+        assert f"{A} → {B}:6171 (server 1): no answer, so a firewall drops packets" in text
+    assert not (tmp_path / "started").exists()
+
+
+@pytest.mark.exhaustive
+def test_a_host_whose_name_is_a_loopback_address_there_serves_at_its_outward_one(tmp_path: Path):
+    with two_hosts(tmp_path, sshd=()) as apart:
+        apart.names("b", f"127.0.0.1 localhost\n127.0.1.1 b\n{A} a\n")
+        job = run(apart, tmp_path, "print('done')", servers=("--servers=a,b",) * 2, workers="--workers=a,b")
+    assert (job.codes, job.outputs) == ([0, 0], ["done\n", ""]), job.errors
+    assert f"tcp://{B}:" in job.errors[0]
+
+
+IPV6 = (
+    SERVER.replace("socket.create_server((host, int(port)))", "six(host, port)")
+    + """
+def six(host, port):
+    return socket.create_server((host.strip("[]"), int(port)), family=socket.AF_INET6)
+
+answer()
+"""
+)
+
+
+@pytest.mark.exhaustive
+def test_servers_have_addresses_of_ipv6(tmp_path: Path):
+    with two_hosts(tmp_path, sshd=()) as apart:
+        for name, number in (("a", 1), ("b", 2)):
+            apart.ip(name, "address", "add", f"fd77::{number}/64", "dev", "eth0", "nodad")
+        servers, workers = "--servers=[fd77::1]:6170,fd77::2", "--workers=fd77::1,[fd77::2]:7000"
+        job = run(apart, tmp_path, "print('done')", servers=(servers,) * 2, workers=workers, server=IPV6)
+    assert (job.codes, job.outputs) == ([0, 0], ["done\n", ""]), job.errors
+    assert "tcp://[fd77::1]:6170" in job.errors[0]
