@@ -20,11 +20,19 @@ def find_worker_hosts(option: str, workers: Sequence[Endpoint], servers: Sequenc
         servers: The address of each server.
 
     Raises:
-        ConfigError: The workers of a host do not stand side by side, or an address means another host on each.
+        ConfigError: The workers of a host do not stand side by side, an address means another host on each, or this
+            host has servers and no worker.
     """
     if all(is_here(each.host) for each in (*workers, *servers)):
         return ()
     names = list(dict.fromkeys(each.host for each in workers))
+    own_servers = [each for each in servers if is_here(each.host)]
+    if own_servers and not any(map(is_here, names)):
+        raise ConfigError(
+            expected=f"a worker of each host of a server in {option}; servers on hosts without workers: not yet",
+            found=f"{own_servers[0]}, a server of this host, and no worker of it",
+            fix=f"add a worker of this host: {option}={','.join(map(str, workers))},{own_servers[0].host}",
+        )
     if len(names) == 1 and is_here(names[0]):
         return ()  # the servers elsewhere are found out with the other checks
     found = [name for name, _ in groupby(each.host for each in workers)]
