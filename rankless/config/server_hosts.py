@@ -104,4 +104,5 @@ def describe_servers(servers: RequestedServers | None) -> tuple[str, ...]:
     """Return what all hosts of a run must request alike, as texts to compare."""
     if servers is None:
         return ()
-    return (*(servers.endpoints or (f"{servers.count} servers",)), f"mode {servers.mode}")
+    requested = servers.endpoints or (f"{servers.count} servers",)
+    return (*requested, f"mode {servers.mode}", f"{servers.max_restarts} restarts")

@@ -5,68 +5,25 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import psutil
 import pytest
-from support.hosts import ROOT, Hosts, two_hosts
+from support.hosts import Hosts, two_hosts
 from support.jobs import is_alive, read_process_ids, wait_until
+from support.server_hosts import A, B, finish, run, start, wait_for_processes
 from support.server_jobs import WAITING, summary_of
-from support.servers import ASK, DURABLE, SERVE, SERVER, install_server
+from support.servers import ASK, DURABLE, SERVE, SERVER
 
 pytestmark = pytest.mark.slow
-
-A, B = "10.77.0.1", "10.77.0.2"
 
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
     with two_hosts(tmp_path_factory.mktemp("two"), sshd=()) as found:
         yield found
-
-
-class Ended(NamedTuple):
-    """What the command on each host has left: exit codes, standard outputs and errors."""
-
-    codes: list[int]
-    outputs: list[str]
-    errors: list[str]
-
-
-def start(
-    hosts: Hosts,
-    folder: Path,
-    script: str,
-    *,
-    servers: Sequence[str] = (f"--servers={A},{B}",) * 2,
-    workers: str = f"--workers={A},{B}",
-    server: str = SERVE,
-) -> list[subprocess.Popen[str]]:
-    """Type a line on both hosts, with stand-ins for servers."""
-    (folder / "script.py").write_text(script)
-    variables = install_server(folder, server)
-    variables["PYTHONPATH"] += f"{os.pathsep}{ROOT}"
-    line = [sys.executable, "-m", "rankless", "run", "--no-warm", "--no-ssh", "--insecure", "--hang-timeout", "4"]
-    return [
-        hosts.start(name, [*line, *own.split(), workers, "script.py"], cwd=folder, env=variables)
-        for name, own in zip("ab", servers, strict=True)
-    ]
-
-
-def finish(jobs: list[subprocess.Popen[str]], folder: Path) -> Ended:
-    """Wait until both commands have ended, and check that they have left no process."""
-    texts = [job.communicate(timeout=120) for job in jobs]
-    assert not [name for name, process_id in read_process_ids(folder).items() if is_alive(process_id)]
-    return Ended([job.returncode for job in jobs], [out for out, _ in texts], [err for _, err in texts])
-
-
-def run(hosts: Hosts, folder: Path, script: str, **options) -> Ended:
-    return finish(start(hosts, folder, script, **options), folder)
 
 
 SLOW_SERVER = (
@@ -85,14 +42,13 @@ MEETING = (
     + """
 rank = int(os.environ["RANK"])
 found = [ask(server)[0] for server in range(2)]
-if rank == 1:
-    other = json.loads(os.environ["RANKLESS_WORKER_PLAN"])["log_file"].replace("rank1.log", "rank0.log")
-    while "done" not in open(other).read():
+if rank == 0:
+    os.symlink(f"/proc/{os.getpid()}/exe", "first")
+else:
+    while not os.path.islink("first") or os.path.exists("first"):  # until the other host's worker has ended
         time.sleep(0.01)
-    time.sleep(0.5)
     print(found, [ask(server)[0] for server in range(2)], file=open("seen", "w"))
     open("ended", "w").close()
-print("done", flush=True)
 """
 )
 
@@ -131,8 +87,7 @@ with open("digest" + os.environ["RANK"], "w") as file:
 
 def test_each_host_derives_the_token_and_no_host_writes_or_sends_it(hosts: Hosts, tmp_path: Path):
     jobs = start(hosts, tmp_path, DIGEST + WAITING)
-    wait_until(lambda: len(read_process_ids(tmp_path)) == 4 or any(job.poll() is not None for job in jobs))
-    ids = read_process_ids(tmp_path)
+    ids = wait_for_processes(jobs, tmp_path)
     tokens = {json.loads(psutil.Process(ids[f"server{n}"]).environ()["RANKLESS_SERVER"])["token"] for n in (0, 1)}
     commands = str([psutil.Process(each).cmdline() for each in (*ids.values(), *(job.pid for job in jobs))])
     jobs[0].send_signal(signal.SIGINT)
@@ -147,27 +102,21 @@ def test_each_host_derives_the_token_and_no_host_writes_or_sends_it(hosts: Hosts
 
 
 @pytest.mark.ci_sample(1)
-@pytest.mark.parametrize("victim_server", [1, 0])
-def test_a_killed_server_starts_again_and_workers_of_both_hosts_go_on(victim_server, hosts: Hosts, tmp_path: Path):
+@pytest.mark.parametrize("killed", [1, 0])
+def test_a_killed_server_starts_again_and_workers_of_both_hosts_go_on(killed, hosts: Hosts, tmp_path: Path):
     script = ASK + "".join(
         (
-            f"if os.environ['RANK'] == '{1 - victim_server}':\n    kill({victim_server})\n",
-            f"found = ask({victim_server}, 1)\n",
+            f"if os.environ['RANK'] == '{1 - killed}':\n    kill({killed})\n",
+            f"found = ask({killed}, 1)\n",
             "print(*found[:2], file=open('seen' + os.environ['RANK'], 'w'))\n",
         )
     )
     job = run(hosts, tmp_path, script, server=DURABLE)
     assert job.codes == [0, 0], job.errors
     assert [(tmp_path / f"seen{rank}").read_text() for rank in range(2)] == ["1 2\n", "1 2\n"]
-    host = (A, B)[victim_server]
-    assert (
-        len(re.findall(rf"server {victim_server} on {host} was killed by SIGKILL; started again", job.errors[0])) == 1
-    )
-    assert summary_of_host_0(tmp_path).server_restarts == tuple(int(n == victim_server) for n in range(2))
-
-
-def summary_of_host_0(folder: Path):
-    return summary_of(folder)
+    host = (A, B)[killed]
+    assert len(re.findall(rf"server {killed} on {host} was killed by SIGKILL; started again", job.errors[0])) == 1
+    assert summary_of(tmp_path).server_restarts == tuple(int(n == killed) for n in range(2))
 
 
 ENDS = [
@@ -184,14 +133,14 @@ ENDS = [
 @pytest.mark.parametrize(("server", "name", "code", "how"), ENDS)
 def test_a_server_that_cannot_go_on_ends_the_run_on_all_hosts(server, name, code, how, hosts: Hosts, tmp_path: Path):
     jobs = start(hosts, tmp_path, WAITING, server=server)
-    wait_until(lambda: len(read_process_ids(tmp_path)) == 4 or any(job.poll() is not None for job in jobs))
+    wait_for_processes(jobs, tmp_path)
     os.kill(read_process_ids(tmp_path)["server1"], signal.Signals[name])
     job = finish(jobs, tmp_path)
     assert job.codes == [code, code], job.errors
     for text in job.errors:  # that of the server's own host has it whole, too
         assert f"rankless: server 1 on {B} {how}" in text
         assert re.search(rf"its log file is log/\S+/server1\.log on {B}\S*, this report .*the job was ended", text)
-    failure = summary_of_host_0(tmp_path).failure
+    failure = summary_of(tmp_path).failure
     assert failure is not None
     assert (failure.rank, failure.server, failure.host) == (None, 1, B)
 
@@ -210,56 +159,13 @@ def test_a_server_that_cannot_start_ends_the_run_before_any_worker(index, host, 
     assert not (tmp_path / "started").exists()
 
 
-LISTEN = textwrap.dedent(
-    """
-    import socket, sys
-    listening = socket.create_server((sys.argv[1], 6171))
-    open("listens", "w").close()
-    while True:
-        listening.accept()[0].close()
-    """
-)
-
-
-@pytest.mark.parametrize(("name", "host"), [("b", B), pytest.param("a", A, marks=pytest.mark.exhaustive)])
-def test_a_port_in_use_ends_the_run_on_all_hosts(name: str, host: str, hosts: Hosts, tmp_path: Path):
-    other = hosts.start(name, [sys.executable, "-c", LISTEN, host], cwd=tmp_path)
-    wait_until(lambda: (tmp_path / "listens").exists())
-    job = run(hosts, tmp_path, "open('started', 'w').close()", servers=(f"--servers={A}:6171,{B}:6171",) * 2)
-    other.kill()
-    other.communicate()
-    assert job.codes == [2, 2], job.errors
-    for text in job.errors:
-        assert f"expected: {host}:6171 of --servers to be free" in text
-        assert f"taken by process {other.pid}" in text
-    assert not (tmp_path / "started").exists()
-
-
-WRONG_ADDRESSES = [
-    ((f"--servers={A},10.77.0.9:6171",) * 2, f"10.77.0.9:6171, which is an address of none of {A}, {B}"),
-    ((f"--servers={A},{B}:6171", f"--servers={A},{B}:6172"), f"the parameter servers: {B} has {A}, {B}:6172"),
-    ((f"--servers={A}", "--servers=2"), f"the parameter servers: {B} has 2 servers, mode sync, {A} has {A}, mode sync"),
-]
-
-
-@pytest.mark.ci_sample(2)
-@pytest.mark.parametrize(("servers", "message"), WRONG_ADDRESSES)
-def test_addresses_that_hosts_cannot_share_are_refused(servers, message: str, hosts: Hosts, tmp_path: Path):
-    job = run(hosts, tmp_path, "open('started', 'w').close()", servers=servers)
-    assert job.codes == [2, 2], job.errors
-    for text in job.errors:
-        assert message in text
-    assert not (tmp_path / "log").exists()
-
-
 LEAVES_EARLY = WAITING.replace("signal.pause()", "os.environ['RANK'] == '1' or signal.pause()")
 
 
 @pytest.mark.parametrize("script", [WAITING, LEAVES_EARLY], ids=["with workers", "without workers"])
 def test_a_host_that_dies_takes_its_servers_with_it_and_is_named(script: str, hosts: Hosts, tmp_path: Path):
     jobs = start(hosts, tmp_path, script, server=DURABLE)
-    wait_until(lambda: len(read_process_ids(tmp_path)) == 4 or any(job.poll() is not None for job in jobs))
-    ids = read_process_ids(tmp_path)
+    ids = wait_for_processes(jobs, tmp_path)
     if script is LEAVES_EARLY:
         wait_until(lambda: not is_alive(ids["rank1"]))
         wait_until(
@@ -272,10 +178,28 @@ def test_a_host_that_dies_takes_its_servers_with_it_and_is_named(script: str, ho
     assert f"rankless: host {B} was lost: the connection" in job.errors[0]
 
 
+@pytest.mark.ci_sample(1)
+@pytest.mark.parametrize("how", ["link", "kill"])
+def test_servers_and_workers_end_on_a_host_that_has_lost_the_first(how: str, hosts: Hosts, tmp_path: Path):
+    jobs = start(hosts, tmp_path, WAITING, server=DURABLE)
+    wait_for_processes(jobs, tmp_path)
+    try:
+        if how == "link":
+            hosts.link("b", up=False)
+        else:
+            jobs[0].kill()
+        job = finish(jobs, tmp_path)
+    finally:
+        hosts.link("b", up=True)
+    assert job.codes == [1 if how == "link" else -signal.SIGKILL, 1], job.errors
+    assert f"rankless: host 0, {A}, was lost: " in job.errors[1]
+    assert how == "kill" or f"rankless: host {B} was lost: no heartbeat for" in job.errors[0]
+
+
 def test_a_stopped_server_of_another_host_is_named(hosts: Hosts, tmp_path: Path):
     script = "import torch, torch.distributed as dist\ndist.init_process_group('gloo')\n" + WAITING
     jobs = start(hosts, tmp_path, script)
-    wait_until(lambda: len(read_process_ids(tmp_path)) == 4 or any(job.poll() is not None for job in jobs))
+    wait_for_processes(jobs, tmp_path)
     server = read_process_ids(tmp_path)["server1"]
     os.kill(server, signal.SIGSTOP)
     job = finish(jobs, tmp_path)
@@ -290,7 +214,7 @@ def test_a_stopped_server_of_another_host_is_named(hosts: Hosts, tmp_path: Path)
 def test_an_interrupt_while_servers_start_ends_both_hosts(place: int, hosts: Hosts, tmp_path: Path):
     server = SERVER + "if index == 1:\n    while True:\n        signal.pause()\n" + SERVE.removeprefix(SERVER)
     jobs = start(hosts, tmp_path, "open('started', 'w').close()", server=server)
-    wait_until(lambda: len(read_process_ids(tmp_path)) == 2 or any(job.poll() is not None for job in jobs))
+    wait_for_processes(jobs, tmp_path, 2)
     jobs[place].send_signal(signal.SIGINT)
     job = finish(jobs, tmp_path)
     assert job.codes == ([130, 130] if place == 1 else [130, 2]), job.errors
@@ -331,58 +255,3 @@ def test_a_server_that_dies_after_the_workers_of_its_host_starts_again(hosts: Ho
     (tmp_path / "ended").touch()
     job = finish(jobs, tmp_path)
     assert (job.codes, job.outputs) == ([0, 0], ["1 2\n", ""]), job.errors
-
-
-def test_two_runs_at_once_do_not_share_addresses(hosts: Hosts, tmp_path: Path):
-    waits = start(hosts, tmp_path, WAITING, servers=(f"--servers={A}:6171,{B}:6172",) * 2)
-    wait_until(lambda: len(read_process_ids(tmp_path)) == 4 or any(job.poll() is not None for job in waits))
-    (tmp_path / "second").mkdir()
-    second = run(hosts, tmp_path / "second", "pass", servers=[f"--servers={A},{B}:6172 --port=9955"] * 2)
-    assert second.codes == [2, 2], second.errors
-    assert f"expected: {B}:6172 of --servers to be free" in second.errors[0]
-    assert run(hosts, tmp_path / "second", "pass", servers=[f"--servers={A},{B} --port=9955"] * 2).codes == [0, 0]
-    for job in waits:
-        job.send_signal(signal.SIGTERM)
-    assert finish(waits, tmp_path).codes == [143, 143]
-
-
-@pytest.mark.exhaustive
-def test_a_firewall_before_a_server_is_found_before_the_run_starts(tmp_path: Path):
-    with two_hosts(tmp_path, sshd=()) as apart:
-        apart.firewall("b", closed_port=6171)
-        job = run(apart, tmp_path, "open('started', 'w').close()", servers=(f"--servers={A},{B}:6171",) * 2)
-    assert job.codes == [2, 2], job.errors
-    for text in job.errors:
-        assert f"{A} → {B}:6171 (server 1): no answer, so a firewall drops packets" in text
-    assert not (tmp_path / "started").exists()
-
-
-@pytest.mark.exhaustive
-def test_a_host_whose_name_is_a_loopback_address_there_serves_at_its_outward_one(tmp_path: Path):
-    with two_hosts(tmp_path, sshd=()) as apart:
-        apart.names("b", f"127.0.0.1 localhost\n127.0.1.1 b\n{A} a\n")
-        job = run(apart, tmp_path, "print('done')", servers=("--servers=a,b",) * 2, workers="--workers=a,b")
-    assert (job.codes, job.outputs) == ([0, 0], ["done\n", ""]), job.errors
-    assert f"tcp://{B}:" in job.errors[0]
-
-
-IPV6 = (
-    SERVER.replace("socket.create_server((host, int(port)))", "six(host, port)")
-    + """
-def six(host, port):
-    return socket.create_server((host.strip("[]"), int(port)), family=socket.AF_INET6)
-
-answer()
-"""
-)
-
-
-@pytest.mark.exhaustive
-def test_servers_have_addresses_of_ipv6(tmp_path: Path):
-    with two_hosts(tmp_path, sshd=()) as apart:
-        for name, number in (("a", 1), ("b", 2)):
-            apart.ip(name, "address", "add", f"fd77::{number}/64", "dev", "eth0", "nodad")
-        servers, workers = "--servers=[fd77::1]:6170,fd77::2", "--workers=fd77::1,[fd77::2]:7000"
-        job = run(apart, tmp_path, "print('done')", servers=(servers,) * 2, workers=workers, server=IPV6)
-    assert (job.codes, job.outputs) == ([0, 0], ["done\n", ""]), job.errors
-    assert "tcp://[fd77::1]:6170" in job.errors[0]
