@@ -17,6 +17,7 @@ from rankless.config.hosts import Host
 from rankless.config.mesh_option import MESH_HELP, parse_mesh
 from rankless.config.plan_file import count_default_workers, find_plan
 from rankless.config.run_config import Cluster, Precision, Program
+from rankless.config.server_hosts import require_server_hosts
 from rankless.config.validation import check_program, choose_mesh
 from rankless.errors import ConfigError
 from rankless.launch.agent import make_job_runner
@@ -95,6 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
     servers = read_servers(arguments)
     arguments.workers, worker_hosts = read_workers(arguments)
     cluster, workers = _read_cluster(arguments, worker_hosts)
+    require_server_hosts(servers, cluster)
     plan = None if arguments.plan is None else find_plan(arguments.plan, program, workers=workers)
     choose_mesh(arguments.mesh, plan, workers)
     with_servers = "" if servers is None else f" with {format_count(servers.count, 'server')}"

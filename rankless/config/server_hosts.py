@@ -59,9 +59,9 @@ def require_reachable_names(option: str, endpoints: Sequence[Endpoint]) -> None:
         )
 
 
-def require_server_hosts(servers: RequestedServers, cluster: Cluster | None) -> None:
+def require_server_hosts(servers: RequestedServers | None, cluster: Cluster | None) -> None:
     """Raise `ConfigError` for addresses of servers that no host of the run can have."""
-    endpoints = list(map(parse_endpoint, servers.endpoints))
+    endpoints = [] if servers is None else list(map(parse_endpoint, servers.endpoints))
     if cluster is not None:
         require_reachable_names("--servers", endpoints)
         return

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from rankless.cli import CommandParser, fleetrun, main
-from rankless.config import validation
+from rankless.config import hosts, server_hosts, validation
 from rankless.config.run_config import AgreedJobConfig, Program, RunConfig
 from rankless.config.servers import AgreedServers, ServersConfig
 from rankless.errors import ConfigError
@@ -136,6 +136,53 @@ def test_the_tables_show_the_servers():
     assert "2 servers on the CPU at 127.0.0.1:6170, 127.0.0.1:6171" in line
     assert "log/serverlog.0 to serverlog.1" in line
     assert "secret" not in box + line
+
+
+@pytest.fixture
+def host_yy(monkeypatch: pytest.MonkeyPatch):
+    """Give this host the address 198.51.100.8."""
+    for module in (hosts, server_hosts):
+        monkeypatch.setattr(module, "own_addresses", lambda: frozenset({"198.51.100.8", "127.0.0.1"}))
+
+
+ON_HOSTS = [
+    ("xx,xx,xx,xx,yy,yy,yy,yy", [f"{host}:{port}" for host in ("xx", "yy") for port in range(6070, 6074)]),
+    (
+        "xx:6172,xx:6173,xx:6174,xx:6175,yy:6176,yy:6177,yy:6178,yy:6179",
+        [f"{'xx' if port < 6176 else 'yy'}:{port}" for port in range(6172, 6180)],
+    ),
+    ("xx:6071,xx,xx,yy,yy", ["xx:6071", "xx:6070", "xx:6072", "yy:6070", "yy:6071"]),
+]
+
+
+@pytest.mark.usefixtures("host_yy")
+@pytest.mark.parametrize(("workers", "wanted"), ON_HOSTS)
+def test_lists_of_several_hosts_give_each_host_its_part(workers: str, wanted: list[str], gpus):
+    def named(text: str) -> str:
+        return text.replace("xx", "198.51.100.7").replace("yy", "198.51.100.8")
+
+    gpus(8, "0,1,2,3,4,5,6,7")
+    config = config_of(named("--servers=xx:6170,yy:6171"), named(f"--workers={workers}"))
+    assert config.cluster is not None
+    assert config.servers is not None
+    counts = [workers.count("xx"), workers.count("yy")]
+    assert ([host.workers for host in config.cluster.hosts], config.cluster.host_index) == (counts, 1)
+    assert (config.cluster.agent_start, config.worker_count, config.servers.count) == ("script", counts[1], 2)
+    assert config.devices == tuple(f"cuda:{number}" for number in range(counts[1]))
+    services = load_profile(config.launcher).open_services(
+        config, addresses=named("xx,yy").split(","), worker_counts=counts, store_address=named("xx")
+    )
+    with services as variables:
+        assert variables["PADDLE_TRAINER_ENDPOINTS"] == named(",".join(wanted))
+        assert str(variables["PADDLE_GLOO_HTTP_ENDPOINT"]).startswith(named("xx:"))
+
+
+def test_numbers_are_those_of_each_host():
+    config = config_of("--server_num=2", "--worker_num=3", "--nnodes=2", "--master=127.0.0.1:9988", "--rank=1")
+    assert config.cluster is not None
+    assert config.servers is not None
+    assert ([host.workers for host in config.cluster.hosts], config.worker_count) == ([3, 3], 3)
+    assert (config.servers.count, config.servers.endpoints) == (4, ())
 
 
 CONTRADICTIONS = [

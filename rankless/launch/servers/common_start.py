@@ -86,9 +86,7 @@ class CommonStart:
     def _poll_leader(self, leader: LeaderPeer) -> None:
         leader.receive(time.monotonic())
         if leader.refusal is not None:
-            raise JoinError(
-                expected=leader.refusal.expected, found=leader.refusal.found, fix=leader.refusal.fix
-            ) from None
+            raise JoinError(expected=leader.refusal.expected, found=leader.refusal.found, fix=leader.refusal.fix)
         if leader.lost_reason is not None:
             raise JoinError(
                 expected=f"host 0, {self.names[0]}, to start the workers",
