@@ -52,7 +52,8 @@ def read_parameter_server_job(flags: FleetrunFlags) -> ParameterServerJob | None
             "processes on the CPU (--nproc_per_node=2)",
         )
     _require_one_way(flags, len(workers))
-    hosts = find_worker_hosts("--workers", workers, servers) if flags.workers else ()
+    named_servers = servers if flags.servers else ()
+    hosts = find_worker_hosts("--workers", workers, named_servers) if flags.workers else ()
     is_per_host = host_count > 1 and not hosts
     if (hosts and not flags.servers) or (is_per_host and (flags.servers or flags.workers)):
         raise ConfigError(
