@@ -10,6 +10,8 @@ from rankless.errors import ConfigError
 
 LOG_FOLDER_HELP = "Folder for the logs of runs. Default: RANKLESS_LOG_DIR, else log."
 
+_NUMBERED = "--host-rank, --master, --host-count"
+
 
 def add_host_options(parser: argparse.ArgumentParser) -> None:
     """Add the options to `parser`."""
@@ -53,41 +55,33 @@ def add_host_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def make_cluster(arguments: argparse.Namespace) -> Cluster | None:
+def make_cluster(arguments: argparse.Namespace, worker_hosts: tuple[Host, ...] = ()) -> Cluster | None:
     """Return the hosts that the options name, or None for this host only.
+
+    Args:
+        arguments: The options.
+        worker_hosts: The hosts of a list of workers, with their numbers of workers.
 
     Raises:
         ConfigError: If the options contradict each other.
     """
     ranked = {name: getattr(arguments, name) for name in ("host_rank", "master", "host_count")}
     given = {name: value for name, value in ranked.items() if value is not None}
-    methods = [arguments.hosts is not None, arguments.hostfile is not None, bool(given)]
-    if sum(methods) > 1:
-        raise ConfigError(
-            expected="one way of naming the hosts",
-            found=" and ".join(
-                name
-                for name, is_given in zip(
-                    ("--hosts", "--hostfile", "--host-rank, --master, --host-count"), methods, strict=True
-                )
-                if is_given
-            ),
-            fix="use only one of them",
-        )
-    if arguments.env and (arguments.no_ssh or given or not any(methods)):
-        raise ConfigError(
-            expected="--env with hosts that ssh starts: --hosts or --hostfile, without --no-ssh",
-            found=" ".join(f"--env {item}" for item in arguments.env)
-            + (" although you start each host yourself" if any(methods) else " on this host only"),
-            fix="set it in the shell in which you run the command" + (", on each host" if any(methods) else ""),
-        )
-    if not any(methods):
+    methods = {
+        "--hosts": arguments.hosts is not None,
+        "--hostfile": arguments.hostfile is not None,
+        _NUMBERED: bool(given),
+        "--workers": bool(worker_hosts),
+    }
+    if not _has_one_method(arguments, [name for name, is_used in methods.items() if is_used]):
         return None
     _require_number("--join-timeout", arguments.join_timeout)
     port = DEFAULT_PORT if arguments.port is None else arguments.port
     if given:
         return _make_numbered_cluster(arguments, ranked, port)
-    if arguments.hosts is not None:
+    if worker_hosts:
+        hosts = worker_hosts
+    elif arguments.hosts is not None:
         hosts = parse_hosts(arguments.hosts, workers_per_host=arguments.workers)
     else:
         hosts = read_hostfile(arguments.hostfile, workers_per_host=arguments.workers)
@@ -99,6 +93,22 @@ def make_cluster(arguments: argparse.Namespace) -> Cluster | None:
             fix=f"run it on {hosts[0]}, list this host first, or run the same command with --no-ssh on every host",
         )
     return _build_cluster(arguments, hosts, place, port, is_listed=True, without_ssh=arguments.no_ssh)
+
+
+def _has_one_method(arguments: argparse.Namespace, methods: list[str]) -> bool:
+    """Return whether the hosts are named in some way. Raises `ConfigError` for several ways, or for `--env` besides."""
+    if len(methods) > 1:
+        raise ConfigError(
+            expected="one way of naming the hosts", found=" and ".join(methods), fix="use only one of them"
+        )
+    if arguments.env and (arguments.no_ssh or _NUMBERED in methods or not methods):
+        raise ConfigError(
+            expected="--env with hosts that ssh starts: --hosts, --hostfile or --workers, without --no-ssh",
+            found=" ".join(f"--env {item}" for item in arguments.env)
+            + (" although you start each host yourself" if methods else " on this host only"),
+            fix="set it in the shell in which you run the command" + (", on each host" if methods else ""),
+        )
+    return bool(methods)
 
 
 def _make_numbered_cluster(arguments: argparse.Namespace, ranked: dict[str, object], port: int) -> Cluster:

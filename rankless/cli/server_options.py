@@ -2,7 +2,8 @@
 
 import argparse
 
-from rankless.config.hosts import read_endpoints, require_this_host
+from rankless.config.hosts import Endpoint, Host, read_endpoints
+from rankless.config.server_hosts import find_worker_hosts
 from rankless.config.servers import (
     DEFAULT_GEO_STEPS,
     DEFAULT_SERVER_RESTARTS,
@@ -21,14 +22,15 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--servers",
         metavar="N|A:PORT,…",
-        help="Parameter servers, which hold the rows of tables: their number, or their addresses on this host, with a "
-        "free port where none is given. Default: none, and workers hold the rows.",
+        help="Parameter servers, which hold the rows of tables: their number, which several hosts share evenly, or "
+        "their addresses, with a free port where none is given. Default: none, and workers hold the rows.",
     )
     group.add_argument(
         "--workers",
         dest="requested_workers",
         metavar="M|A[:PORT],…",
-        help="Workers: their number, as -n, or one address on this host for each. Their ports are not used.",
+        help="Workers: their number, as -n, or one address for each, as --hosts if they are on several hosts. Their "
+        "ports are not used.",
     )
     group.add_argument(
         "--server-mode",
@@ -58,7 +60,7 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         default=DEFAULT_SERVER_RESTARTS,
-        help="How often to start servers again that die and can go on with their tables, all servers of the run "
+        help="How often to start servers again that die and can go on with their tables, all servers of a host "
         f"together. 0: the first death ends the run. Default: {DEFAULT_SERVER_RESTARTS}.",
     )
 
@@ -90,24 +92,28 @@ def read_servers(arguments: argparse.Namespace) -> RequestedServers | None:
             _require_sync(mode)
             return None
         return RequestedServers(count=count, **settings)
-    endpoints = read_endpoints("--servers", text, example=_LIST)
-    require_this_host("--servers", endpoints)
+    endpoints = _read_server_endpoints(text)
     return RequestedServers(count=len(endpoints), endpoints=tuple(map(str, endpoints)), **settings)
 
 
-def read_worker_count(arguments: argparse.Namespace) -> int | None:
-    """Return the number of workers that `-n` or `--workers` gives, or None.
+def read_workers(arguments: argparse.Namespace) -> tuple[int | None, tuple[Host, ...]]:
+    """Return the number of workers that `-n` or `--workers` gives, or None, and the hosts of `--workers`.
+
+    There are no such hosts if all workers are on this one, or if the option has no addresses.
 
     Raises:
-        ConfigError: The two differ, or `--workers` is no number and no list of addresses of this host.
+        ConfigError: The two differ, or `--workers` is no number and no list of addresses.
     """
     text, given = arguments.requested_workers, arguments.workers
     if text is None:
-        return None if given is None else int(given)
+        return (None if given is None else int(given)), ()
     count = _read_count("--workers", text, least=1)
+    hosts: tuple[Host, ...] = ()
     if count is None:
         endpoints = read_endpoints("--workers", text, example="127.0.0.1,127.0.0.1", may_repeat=True)
-        require_this_host("--workers", endpoints)
+        servers = arguments.servers
+        is_list = servers is not None and _read_count("--servers", servers, least=0) is None
+        hosts = find_worker_hosts("--workers", endpoints, _read_server_endpoints(servers) if is_list else ())
         count = len(endpoints)
     if given not in (None, count):
         raise ConfigError(
@@ -115,7 +121,11 @@ def read_worker_count(arguments: argparse.Namespace) -> int | None:
             found=f"-n {given} and --workers {text}, which is {count}",
             fix="omit one of the two",
         )
-    return count
+    return count, hosts
+
+
+def _read_server_endpoints(text: str) -> list[Endpoint]:
+    return read_endpoints("--servers", text, example=_LIST)
 
 
 def _require_sync(mode: str) -> None:

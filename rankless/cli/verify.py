@@ -11,12 +11,14 @@ from typing import get_args
 from rankless.cli.host_options import LOG_FOLDER_HELP, add_host_options, make_cluster
 from rankless.cli.json_output import add_json_option, make_json_header, read_json_destination
 from rankless.cli.program_options import PLAN_HELP, add_program_options, read_program
-from rankless.cli.server_options import add_server_options, read_servers, read_worker_count
+from rankless.cli.server_options import add_server_options, read_servers, read_workers
 from rankless.config.environment import default_log_folder
+from rankless.config.hosts import Host
 from rankless.config.mesh_option import MESH_HELP, parse_mesh
 from rankless.config.plan_file import count_default_workers, find_plan
 from rankless.config.run_config import Cluster, Precision, Program
-from rankless.config.validation import check_program, choose_mesh, require_one_host
+from rankless.config.server_hosts import require_server_hosts
+from rankless.config.validation import check_program, choose_mesh
 from rankless.errors import ConfigError
 from rankless.launch.agent import make_job_runner
 from rankless.launch.supervisor.fork_server_pool_client import ForkServerPoolClient
@@ -91,16 +93,16 @@ def run(arguments: argparse.Namespace) -> int:
     _check_options(arguments)
     destination = read_json_destination(arguments)
     seed = secrets.randbelow(2**32) if arguments.seed is None else arguments.seed
-    servers, arguments.workers = read_servers(arguments), read_worker_count(arguments)
+    servers = read_servers(arguments)
     if servers is not None and servers.mode != "sync":
         raise ConfigError(
             expected="--server-mode sync, in which several workers make the steps of one",
             found=servers.mode,
             fix="verify the script in the mode sync; the other modes are other trainings",
         )
-    cluster, workers = _read_cluster(arguments)
-    if servers is not None and cluster is not None:
-        require_one_host(servers, len(cluster.hosts))
+    arguments.workers, worker_hosts = read_workers(arguments)
+    cluster, workers = _read_cluster(arguments, worker_hosts)
+    require_server_hosts(servers, cluster)
     plan = None if arguments.plan is None else find_plan(arguments.plan, program, workers=workers)
     choose_mesh(arguments.mesh, plan, workers)
     with_servers = "" if servers is None else f" with {format_count(servers.count, 'server')}"
@@ -162,9 +164,9 @@ def _describe_program(program: Program) -> str:
     return {"script": program.target, "module": f"-m {program.target}", "code": "-c …"}[program.kind]
 
 
-def _read_cluster(arguments: argparse.Namespace) -> tuple[Cluster | None, int]:
+def _read_cluster(arguments: argparse.Namespace, worker_hosts: tuple[Host, ...]) -> tuple[Cluster | None, int]:
     """Return the hosts, if there are several, and the total number of workers."""
-    cluster = make_cluster(arguments)
+    cluster = make_cluster(arguments, worker_hosts)
     if cluster is None:
         if arguments.workers is not None:
             return None, arguments.workers

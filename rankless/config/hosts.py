@@ -222,18 +222,6 @@ def read_endpoints(option: str, text: str, *, example: str, may_repeat: bool = F
     return found
 
 
-def require_this_host(option: str, endpoints: Sequence[Endpoint]) -> None:
-    """Raise `ConfigError` if an endpoint is on another host."""
-    others = sorted({each.host for each in endpoints if not is_here(each.host)})
-    if others:
-        raise ConfigError(
-            expected=f"addresses of this host in {option}, because servers and workers on several hosts: not yet",
-            found=f"{', '.join(others)}, which {'is' if len(others) == 1 else 'are'} not this host",
-            fix="give addresses of this host, as 127.0.0.1; or omit --servers, and run workers on several hosts with "
-            "rankless run --hosts",
-        )
-
-
 def _host(address: str, workers: str | None, user: str | None, workers_per_host: int | None, item: str) -> Host:
     if workers is None or workers == "":
         count = 1 if workers_per_host is None else workers_per_host

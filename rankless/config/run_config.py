@@ -8,7 +8,7 @@ import msgspec
 from rankless.config.elastic import Elastic
 from rankless.config.hosts import DEFAULT_PORT, Host
 from rankless.config.launcher_spec import LauncherSpec
-from rankless.config.servers import RequestedServers
+from rankless.config.servers import AgreedServers, RequestedServers
 from rankless.records.parallel_plan import PlannedAxis
 
 ProgramKind = Literal["script", "module", "code", "command"]
@@ -124,6 +124,8 @@ class AgreedJobConfig(msgspec.Struct, frozen=True, kw_only=True):
     plan: PlanFile | None = None
     mesh: tuple[PlannedAxis, ...] = ()
     observation: RunObservation = RunObservation()
+    servers: AgreedServers | None = None
+    """The parameter servers of the run; None for a run without."""
 
     @property
     def world_size(self) -> int:

@@ -4,6 +4,7 @@ A server process has its configuration in one environment variable, which only t
 """
 
 import os
+from collections.abc import Iterable
 from typing import Literal, get_args
 
 import msgspec
@@ -14,7 +15,7 @@ SERVER = "RANKLESS_SERVER"
 DEFAULT_STALENESS = 4
 DEFAULT_GEO_STEPS = 10
 DEFAULT_SERVER_RESTARTS = 10
-"""How often servers that died are started again, all servers of a run together."""
+"""How often servers that died are started again, all servers of a host together."""
 CANNOT_GO_ON = 3
 """The exit code of a server that cannot go on, also in a new process: its memory is damaged, say."""
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
@@ -37,14 +38,32 @@ class RequestedServers(msgspec.Struct, frozen=True, kw_only=True):
 
     count: int
     endpoints: tuple[str, ...] = ()
-    """HOST:PORT of each server, or HOST for a free port; none for sockets in a private folder of the run."""
+    """HOST:PORT of each server, or HOST for a free port.
+
+    None: sockets in a private folder of the run on one host; on several hosts free ports, on each as many servers.
+    """
     mode: ServerMode = "sync"
     staleness: int = DEFAULT_STALENESS
     """In the mode `bounded`, by how many of its batches a worker may be ahead of the slowest one."""
     geo_steps: int = DEFAULT_GEO_STEPS
     """In the mode `geo`, after how many of its batches a worker sends what has changed."""
     max_restarts: int = DEFAULT_SERVER_RESTARTS
-    """How often servers that died are started again, all together; 0 for never."""
+    """How often servers that died are started again, all of a host together; 0 for never."""
+
+
+class AgreedServers(msgspec.Struct, frozen=True, kw_only=True):
+    """The servers of a run on which all its hosts have agreed. It has no secret."""
+
+    addresses: tuple[str, ...]
+    """ZeroMQ's address of each server, in their order."""
+    hosts: tuple[int, ...]
+    """The index of each server's host."""
+    salt: str = ""
+    """Random text. With the job's token, which no host sends, it gives the token of the servers."""
+
+    def on_host(self, host_index: int) -> list[int]:
+        """Return the servers of a host."""
+        return [server for server, host in enumerate(self.hosts) if host == host_index]
 
 
 class ServersConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,6 +76,17 @@ class ServersConfig(msgspec.Struct, frozen=True, kw_only=True):
     mode: ServerMode = "sync"
     staleness: int = DEFAULT_STALENESS
     geo_steps: int = DEFAULT_GEO_STEPS
+
+
+def make_servers_config(requested: RequestedServers, addresses: Iterable[str], token: str) -> ServersConfig:
+    """Return the requested servers as workers see them, with their addresses and the run's secret."""
+    return ServersConfig(
+        addresses=tuple(addresses),
+        token=token,
+        mode=requested.mode,
+        staleness=requested.staleness,
+        geo_steps=requested.geo_steps,
+    )
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,6 +113,17 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """An inherited file in memory in which it publishes what it does; None if there is none."""
     incarnation: int = 0
     """How many processes of this server were started before this one."""
+
+
+def format_server_address(host: str, port: int) -> str:
+    """Return ZeroMQ's address of a server at a numeric address and a port."""
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+def parse_server_address(address: str) -> tuple[str, int]:
+    """Return the numeric address and the port of ZeroMQ's address `tcp://HOST:PORT`."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    return host.strip("[]"), int(port)
 
 
 def server_environment(config: ServerConfig) -> dict[str, str]:

@@ -11,9 +11,10 @@ from rankless.config.elastic import check_elastic
 from rankless.config.environment import user_hang_timeout, user_preload, user_threads, user_visible_devices
 from rankless.config.mesh_option import format_mesh, require_workers
 from rankless.config.resource_limits import core_count
-from rankless.config.run_config import PlanFile, Program, RunConfig, RunRequest
+from rankless.config.run_config import Cluster, PlanFile, Program, RunConfig, RunRequest
 from rankless.config.script_source import names_rankless
-from rankless.config.servers import SERVER_MODES, SERVER_PACKAGES, RequestedServers
+from rankless.config.server_hosts import count_own_servers, require_server_hosts
+from rankless.config.servers import SERVER_MODES, SERVER_PACKAGES
 from rankless.errors import ConfigError
 from rankless.records.parallel_plan import PlannedAxis
 
@@ -31,7 +32,7 @@ def make_run_config(program: Program, request: RunRequest) -> RunConfig:
     if count < 1:
         raise ConfigError(expected="at least 1 worker", found=count, fix="give -n a number from 1 up")
     check_numbers(request)
-    check_servers(request, host_count=1 if cluster is None else len(cluster.hosts))
+    check_servers(request, cluster)
     check_program(program)
     devices, backend = choose_devices(request.devices, worker_count=count), read_requested_backend(request.backend)
     require_usable_backend(backend, devices, host_count=1 if cluster is None else len(cluster.hosts))
@@ -42,7 +43,7 @@ def make_run_config(program: Program, request: RunRequest) -> RunConfig:
         worker_count=count,
         devices=devices,
         backend=backend,
-        threads_per_worker=threads or user_threads() or share_cores(count, request.servers),
+        threads_per_worker=threads or user_threads() or share_cores(count, count_own_servers(request.servers, cluster)),
         log_folder=request.log_folder,
         show=request.show,
         warm=request.warm,
@@ -78,8 +79,8 @@ def check_numbers(request: RunRequest) -> None:
         raise ConfigError(expected="a seed from 0 to 2**63 - 1", found=seed, fix="choose another --seed")
 
 
-def check_servers(request: RunRequest, *, host_count: int) -> None:
-    """Raise `ConfigError` for parameter servers that no run can have."""
+def check_servers(request: RunRequest, cluster: Cluster | None) -> None:
+    """Raise `ConfigError` for parameter servers that no run on these hosts can have."""
     servers = request.servers
     if servers is None:
         return
@@ -97,7 +98,7 @@ def check_servers(request: RunRequest, *, host_count: int) -> None:
             found=f"{servers.count} servers, and workers that may join and leave",
             fix="omit the options of elastic jobs, or the servers",
         )
-    require_one_host(servers, host_count)
+    require_server_hosts(servers, cluster)
     require_server_packages()
 
 
@@ -112,20 +113,10 @@ def require_server_packages() -> None:
         )
 
 
-def require_one_host(servers: RequestedServers, host_count: int) -> None:
-    """Raise `ConfigError` if the workers beside servers are on several hosts."""
-    if host_count > 1:
-        raise ConfigError(
-            expected="servers and workers on one host, because servers on several hosts: not yet",
-            found=f"{servers.count} servers, and workers on {host_count} hosts",
-            fix="omit the other hosts, or the servers",
-        )
-
-
-def share_cores(worker_count: int, servers: RequestedServers | None) -> int:
+def share_cores(worker_count: int, server_count: int) -> int:
     """Return the threads of each worker: its share of the cores, one of which each server keeps if all have one."""
     cores = core_count()
-    left = cores - (0 if servers is None else servers.count)
+    left = cores - server_count
     return max(1, (left if left >= worker_count else cores) // worker_count)
 
 

@@ -18,7 +18,8 @@ from rankless.launch.ports import require_own_address
 from rankless.launch.profile import load_profile
 from rankless.launch.rendezvous.leader import RendezvousInterrupted
 from rankless.launch.rendezvous.peers import FollowerPeers, LeaderPeer
-from rankless.launch.servers.processes import ServerProcesses
+from rankless.launch.servers.common_start import CommonStart
+from rankless.launch.servers.processes import ServerProcesses, ServerRow
 from rankless.launch.servers.server_configs import make_server_launches
 from rankless.launch.signals import Interrupts, name_signal
 from rankless.launch.startup_table import WorkerTable
@@ -195,7 +196,7 @@ class HostRun:
         self._pages = pages = open_status_pages(config.worker_count)
         self._workers = make_worker_configs(config, job, folder=folder, pages=pages)
         self._servers = ServerProcesses(
-            make_server_launches(config, job.start, job.servers, folder=folder),
+            make_server_launches(config, job.start, job.servers, folder=folder, host_index=job.host_index),
             max_restarts=0 if config.servers is None else config.servers.max_restarts,
         )
         self.live = LiveRunPage(measure_live_run(config, job, folder=folder))
@@ -211,13 +212,16 @@ class HostRun:
                 stacks_file=os.path.join(folder, f"stacks{job.host_index or ''}.txt"),
                 host_name=self.report.host_name,
                 list_servers=self._servers.list_rows,
+                server_host_name=self.report.server_host_name,
             )
         )
         lead, is_quiet = self._workers[0], config.agent_output == "quiet"
         if not is_quiet:
             streams.write_error(self.report.format_opening(lead))
+        self._server_rows: Sequence[ServerRow] = ()
+        """On host 0 those of all hosts, once they serve."""
         self._table = WorkerTable(
-            lambda process_ids: "" if is_quiet else self.report.format_processes(lead, process_ids, self._servers),
+            lambda process_ids: "" if is_quiet else self.report.format_processes(lead, process_ids, self._server_rows),
             streams.write_table,
             world_size=job.start.world_size,
         )
@@ -246,10 +250,18 @@ class HostRun:
         with contextlib.ExitStack() as stack:
             for page in self._pages:
                 stack.callback(os.close, page)
-            stack.callback(self._servers.close)
-            with self.report.recorded_start():
-                self._servers.start(self._interrupts)
+            stack.callback(self._servers.close, lambda: self._job.peers.poll(time.monotonic()))  # sends heartbeats
+            self._start_servers()
             return self._run_workers(on_record, fork_server)
+
+    def _start_servers(self) -> None:
+        """Start the servers of this host, and wait for those of the others."""
+        if self._config.servers is not None:
+            start = CommonStart(
+                servers=self._servers, peers=self._job.peers, names=self._job.names, notify=self._streams.notify
+            )
+            with self.report.recorded_start():
+                self._server_rows = start.run(self._interrupts)
 
     def _run_workers(
         self, on_record: Callable[[AnyRecord], None], fork_server: ForkServerPoolClient | None
@@ -282,7 +294,8 @@ class HostRun:
         """See `RunObserver`."""
         self._has_parent_ended = self._parent.poll() is not None
         self._terminal.measure()
-        return [] if self._has_parent_ended else self._servers.poll()
+        # The servers of this host serve the workers of others, too.
+        return self._servers.poll() if not self._has_parent_ended or self._job.peers.are_running else []
 
     def receive(self, record: AnyRecord) -> None:
         """See `RunObserver`."""
@@ -293,7 +306,7 @@ class HostRun:
         elif isinstance(record, Notice):
             text = record.text
         elif isinstance(record, ServerRestarted):
-            self._new_notices.append(record.text)  # also if another restart has had the same text
+            self._new_notices.append(self.report.name_server_host(record))  # also if another one had the same text
         elif self._profile.withholds_tracebacks and record.rank in self._log_files:
             self._withhold(record)
         if text is not None and text not in self._notices and is_host_0:

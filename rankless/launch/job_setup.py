@@ -13,7 +13,7 @@ from rankless.config import environment
 from rankless.config.backends import choose_backend
 from rankless.config.hosts import addresses_of, interface_of, interface_towards, is_loopback, own_addresses
 from rankless.config.run_config import AgreedJobConfig, Cluster, RunConfig
-from rankless.config.servers import ServersConfig
+from rankless.config.servers import AgreedServers, ServersConfig, make_servers_config
 from rankless.errors import ConfigError, JoinError
 from rankless.launch.doctor.preflight import run_preflight
 from rankless.launch.log_files import make_run_id
@@ -24,6 +24,7 @@ from rankless.launch.rendezvous.follower import join_leader
 from rankless.launch.rendezvous.host_facts import HostFacts, collect_host_facts
 from rankless.launch.rendezvous.job_token import (
     FixedToken,
+    derive_server_token,
     make_follower_token_source,
     make_leader_token,
     needs_token_delivery,
@@ -33,6 +34,7 @@ from rankless.launch.rendezvous.peers import FollowerPeers, LeaderPeer, NoPeers
 from rankless.launch.rendezvous.port_test import PortTest, run_port_test
 from rankless.launch.rendezvous.ssh import RemoteTask, SshAgent, SshTokenDelivery
 from rankless.launch.servers.addresses import reserve_server_addresses
+from rankless.launch.servers.host_agreement import ServerReservation, agree_on_servers
 from rankless.launch.signals import Interrupts
 
 
@@ -81,6 +83,9 @@ def set_up_job(
             variables = stack.enter_context(_open_services(config, start, [config.master_address]))
             start = msgspec.structs.replace(start, launcher_variables=variables)
             servers = stack.enter_context(reserve_server_addresses(config.servers))
+            if servers is not None:
+                agreed = AgreedServers(addresses=servers.addresses, hosts=(0,) * len(servers.addresses))
+                start = msgspec.structs.replace(start, servers=agreed)
             yield ReadyJob(peers=NoPeers(), start=start, devices=(config.devices,), store=store, servers=servers)
         return
     run_preflight(config, notify)
@@ -98,43 +103,47 @@ def _set_up_as_leader(config: RunConfig, request: _SetupRequest) -> Iterator[Rea
     token = make_leader_token(cluster) if request.token is None else request.token
     interface, address = own_address(cluster)
     own = _collect_facts(config, cluster, address)
-    followers = range(1, len(cluster.hosts))
     with contextlib.ExitStack() as stack:
         server = ControlServer(_listen(address, cluster), token=token, host_count=len(cluster.hosts))
         stack.callback(server.close)
-        starters: Mapping[int, SshAgent | SshTokenDelivery] = {}
-        if cluster.agent_start == "ssh":
-            starters = {host: SshAgent(_make_task(config, cluster, host, token), notify=notify) for host in followers}
-        elif needs_token_delivery(cluster):
-            starters = {host: SshTokenDelivery(cluster, host, token) for host in followers}
+        starters = _start_agents(config, cluster, token, notify)
         for starter in starters.values():
             stack.callback(starter.close)
         store = stack.enter_context(open_store_socket(address))
         reserved = stack.enter_context(reserve_master_port())
-        facts = wait_for_hosts(
+        joined = wait_for_hosts(
             server, cluster, own=own, starters=starters, interrupts=request.interrupts, notify=notify
         )
-        devices = [config.devices, *(facts[host].devices for host in sorted(facts))]
+        facts = [own, *(joined[host] for host in sorted(joined))]
+        devices = [config.devices, *(each.devices for each in facts[1:])]
         addresses = [_address(cluster, host, facts, own=address) for host in range(len(cluster.hosts))]
         start = _make_start(config, devices, store=store, reserved=reserved)
         start = msgspec.structs.replace(
             start,
-            addresses=(address, *(facts[host].address for host in sorted(facts))),
+            addresses=tuple(each.address for each in facts),
             launcher_variables=stack.enter_context(_open_services(config, start, addresses)),
         )
-        names = [cluster.hosts[0].address, *(_name(cluster, host, facts) for host in sorted(facts))]
-        if environment.wants_port_test():
-            run_port_test(
-                server,
-                PortTest(
-                    names=names, address=address, control_port=cluster.port, master_port=start.master_port, store=store
-                ),
-                interrupts=request.interrupts,
-                notify=notify,
-            )
+        names = [cluster.hosts[0].address, *(_name(cluster, host, facts) for host in range(1, len(facts)))]
+        servers = agree_on_servers(
+            server,
+            config.servers,
+            stack.enter_context(ServerReservation()),
+            facts=facts,
+            names=names,
+            interrupts=request.interrupts,
+        )
+        start = msgspec.structs.replace(start, servers=servers)
+        _test_ports(server, request, start, names, store)
         start_hosts(server, start)
-        peers = FollowerPeers(server, start, names)
-        yield ReadyJob(peers=peers, start=start, names=names, devices=devices, interface=interface, store=store)
+        yield ReadyJob(
+            peers=FollowerPeers(server, start, names),
+            start=start,
+            names=names,
+            devices=devices,
+            interface=interface,
+            store=store,
+            servers=_make_servers(config, start, token),
+        )
 
 
 @contextlib.contextmanager
@@ -146,21 +155,38 @@ def _set_up_as_follower(config: RunConfig, request: _SetupRequest) -> Iterator[R
         _, address = interface_towards(cluster.hosts[0].address)
         return _collect_facts(config, cluster, address)
 
-    connection, job = join_leader(cluster, collect_facts, tokens, interrupts=request.interrupts, notify=request.notify)
-    try:
-        interface, _ = interface_towards(cluster.hosts[0].address)
-        name = cluster.hosts[job.host_index].address
-        names = [host.address for host in cluster.hosts]
-        yield ReadyJob(
-            peers=LeaderPeer(connection, job.start, job.host_index, name),
-            start=job.start,
-            host_index=job.host_index,
-            names=names,
-            devices=(config.devices,),
-            interface=interface,
+    with ServerReservation() as reservation:
+        joined = join_leader(
+            cluster,
+            collect_facts,
+            tokens,
+            interrupts=request.interrupts,
+            notify=request.notify,
+            answer=reservation.answer,
         )
-    finally:
-        connection.close()
+        job = joined.started
+        try:
+            interface, _ = interface_towards(cluster.hosts[0].address)
+            name = cluster.hosts[job.host_index].address
+            yield ReadyJob(
+                peers=LeaderPeer(joined.leader, job.start, job.host_index, name),
+                start=job.start,
+                host_index=job.host_index,
+                names=[host.address for host in cluster.hosts],
+                devices=(config.devices,),
+                interface=interface,
+                servers=_make_servers(config, job.start, joined.token),
+            )
+        finally:
+            joined.leader.close()
+
+
+def _make_servers(config: RunConfig, start: AgreedJobConfig, token: bytes) -> ServersConfig | None:
+    """Return the servers of a run on several hosts as workers see them, with the token that each host derives."""
+    if config.servers is None or start.servers is None:
+        return None
+    server_token = derive_server_token(token, start.servers.salt)
+    return make_servers_config(config.servers, start.servers.addresses, server_token)
 
 
 def require_own_name(cluster: Cluster) -> None:
@@ -210,6 +236,34 @@ def _listen(address: str, cluster: Cluster) -> socket.socket:
         ) from None
 
 
+def _test_ports(
+    server: ControlServer, request: _SetupRequest, start: AgreedJobConfig, names: Sequence[str], store: socket.socket
+) -> None:
+    """Let the hosts try the ports of the ranks and servers, unless the user does not want that."""
+    if environment.wants_port_test():
+        test = PortTest(
+            names=names,
+            address=start.store_address,
+            control_port=request.cluster.port,
+            master_port=start.master_port,
+            store=store,
+            servers=start.servers,
+        )
+        run_port_test(server, test, interrupts=request.interrupts, notify=request.notify)
+
+
+def _start_agents(
+    config: RunConfig, cluster: Cluster, token: bytes, notify: Callable[[str], None]
+) -> Mapping[int, SshAgent | SshTokenDelivery]:
+    """Start the agents of the other hosts by ssh, or bring the token there, if that is host 0's part."""
+    followers = range(1, len(cluster.hosts))
+    if cluster.agent_start == "ssh":
+        return {host: SshAgent(_make_task(config, cluster, host, token), notify=notify) for host in followers}
+    if needs_token_delivery(cluster):
+        return {host: SshTokenDelivery(cluster, host, token) for host in followers}
+    return {}
+
+
 def _make_task(config: RunConfig, cluster: Cluster, host_index: int, token: bytes) -> RemoteTask:
     """Return what the agent of another host receives when ssh starts it."""
     own_cluster = msgspec.structs.replace(cluster, host_index=host_index)
@@ -231,14 +285,16 @@ def _make_task(config: RunConfig, cluster: Cluster, host_index: int, token: byte
 def _collect_facts(config: RunConfig, cluster: Cluster, address: str) -> HostFacts:
     hosts = [f"{host.address}:{host.workers}" for host in cluster.hosts]
     known = hosts if cluster.is_listed else [f"{len(hosts)} hosts"]
-    return collect_host_facts(config.program, hosts=known, devices=config.devices, address=address)
+    return collect_host_facts(
+        config.program, hosts=known, devices=config.devices, address=address, servers=config.servers
+    )
 
 
-def _name(cluster: Cluster, host_index: int, facts: Mapping[int, HostFacts]) -> str:
+def _name(cluster: Cluster, host_index: int, facts: Sequence[HostFacts]) -> str:
     return cluster.hosts[host_index].address if cluster.is_listed else facts[host_index].name
 
 
-def _address(cluster: Cluster, host_index: int, facts: Mapping[int, HostFacts], *, own: str) -> str:
+def _address(cluster: Cluster, host_index: int, facts: Sequence[HostFacts], *, own: str) -> str:
     if cluster.is_listed:
         return cluster.hosts[host_index].address
     return own if host_index == 0 else facts[host_index].address

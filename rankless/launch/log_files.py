@@ -36,9 +36,10 @@ def make_run_folder(config: RunConfig, start: AgreedJobConfig, host_index: int) 
         link = os.path.join(config.log_folder, f".latest-{start.run_id}-{secrets.token_hex(3)}")
         os.symlink(os.path.basename(folder), link)
         os.replace(link, os.path.join(config.log_folder, "latest"))
-        server_count = 0 if config.servers is None else config.servers.count
         ranks = range(first, first + start.workers[host_index])
-        profile.link_logs(folder, ranks, start.world_size, server_count=server_count)
+        profile.link_logs(
+            folder, ranks, start, servers=[] if start.servers is None else start.servers.on_host(host_index)
+        )
     except OSError as error:
         raise LaunchError(
             expected=f"a folder for log files, {folder}",

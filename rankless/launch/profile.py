@@ -105,10 +105,12 @@ class LauncherProfile(Protocol):
         """Return the path of the log file of a parameter server."""
         return os.path.join(folder, f"server{index}.log")
 
-    def link_logs(self, folder: str, ranks: Sequence[int], world_size: int, *, server_count: int = 0) -> None:
+    def link_logs(
+        self, folder: str, ranks: Sequence[int], start: AgreedJobConfig, *, servers: Sequence[int] = ()
+    ) -> None:
         """Link the log files of this host's `ranks` to where the launcher's users look for those of the latest run.
 
-        So it does with those of `server_count` servers.
+        So it does with those of this host's `servers`.
         """
         return
 
@@ -157,7 +159,9 @@ class LauncherProfile(Protocol):
         """
         yield {}
 
-    def opening_text(self, config: RunConfig, lead: WorkerLaunch, folder: str, first_host: str) -> str | None:
+    def opening_text(
+        self, config: RunConfig, lead: WorkerLaunch, start: AgreedJobConfig, *, folder: str, first_host: str
+    ) -> str | None:
         """Return what this host's terminal shows at the start instead of Rankless's table, or None.
 
         `lead` is this host's first worker, `folder` its folder of log files, `first_host` the name of host 0.

@@ -54,6 +54,8 @@ class SummaryFile:
         self._path = os.path.join(folder, f"run{job.host_index or ''}.json")
         self._ranks = {each.rank: each for each in _list_ranks(config, job, log_file)}
         self._host_name = {rank: each.host for rank, each in self._ranks.items()}
+        servers = job.start.servers
+        self._server_host_names = [job.names[host] for host in (() if servers is None else servers.hosts)]
         self.summary = RunSummary(
             command_line=config.request.command or tuple(sys.argv),
             workers=job.start.world_size,
@@ -108,6 +110,8 @@ class SummaryFile:
     def _describe(self, failure: Verdict) -> RunFailure:
         rank, server = failure.root_cause_rank, failure.root_cause_server
         host, line = self._host_name.get(rank, ""), find_script_line(failure.traceback)
+        if server is not None:
+            host = self._server_host_names[server]
         return RunFailure(
             rank=rank if server is None else None, server=server, host=host, error=failure.headline, line=line
         )

@@ -6,13 +6,13 @@ from contextlib import contextmanager, suppress
 
 from rankless.config.run_config import RunConfig
 from rankless.config.worker_config import WorkerLaunch
-from rankless.errors import LaunchError
+from rankless.errors import JoinError, LaunchError
 from rankless.launch.job_setup import ReadyJob
 from rankless.launch.log_files import run_folder
 from rankless.launch.profile import WorkerLogFiles, load_profile
 from rankless.launch.rendezvous.leader import RendezvousInterrupted
 from rankless.launch.rendezvous.peers import FollowerPeers, LeaderPeer
-from rankless.launch.servers.processes import ServerProcesses
+from rankless.launch.servers.processes import ServerRow
 from rankless.launch.signals import name_signal
 from rankless.launch.summary_file import SummaryFile
 from rankless.launch.supervisor.failure_attribution import Verdict
@@ -25,11 +25,13 @@ from rankless.launch.supervisor.terminal_text import (
     format_hosts_line,
     format_secondary_failures,
     format_server_table,
+    format_servers,
     format_shared_gpus,
     format_start_line,
     format_summary,
     format_worker_table,
 )
+from rankless.records.events import ServerRestarted
 from rankless.records.run_summary import AgentProcess, Outcome
 
 
@@ -62,14 +64,15 @@ class RunReport:
         """
         config, job = self._config, self.job
         count = len(job.start.workers)
-        text = self._profile.opening_text(config, lead, self._folder, job.names[0])
+        text = self._launcher_text(lead)
         if text is not None:
             return text
         if job.host_index > 0:
             first, own = job.start.first_rank(job.host_index), job.start.workers[job.host_index]
             ranks = f"rank {first}" if own == 1 else f"ranks {first} to {first + own - 1}"
+            servers = "" if job.start.servers is None else format_servers(job.start.servers.on_host(job.host_index))
             return (
-                f"rankless: host {job.host_index + 1} of {count}, {ranks}, logs in {self._folder}; "
+                f"rankless: host {job.host_index + 1} of {count}, {ranks}{servers}, logs in {self._folder}; "
                 f"{job.names[0]} shows the training\n"
             )
         if count == 1:
@@ -77,11 +80,11 @@ class RunReport:
         return format_hosts_line(config, folder=self._folder, worker_count=job.start.world_size, host_count=count)
 
     def format_processes(
-        self, lead: WorkerLaunch, process_ids: Mapping[int, int], servers: ServerProcesses | None = None
+        self, lead: WorkerLaunch, process_ids: Mapping[int, int], servers: Sequence[ServerRow] = ()
     ) -> str:
         """Return the tables of all servers and workers, to follow `format_opening`; "" if this host shows none."""
         config, job = self._config, self.job
-        if job.host_index > 0 or self._profile.opening_text(config, lead, self._folder, job.names[0]) is not None:
+        if job.host_index > 0 or self._launcher_text(lead) is not None:
             return ""
         places = [(job.names[host], device) for host, devices in enumerate(job.devices) for device in devices]
         has_error_files = len(job.names) == 1 and self._log_files(0).error is not None
@@ -96,8 +99,16 @@ class RunReport:
             for rank, (host, device) in enumerate(places)
         ]
         shared = format_shared_gpus(config.devices) if len(job.names) == 1 and not has_error_files else ""
-        server_table = format_server_table([] if servers is None else servers.list_rows())
+        is_several = len(job.names) > 1
+        server_table = format_server_table(
+            servers, hosts=[self.server_host_name(row.index) for row in servers] if is_several else None
+        )
         return server_table + format_worker_table(rows, has_error_files=has_error_files) + shared
+
+    def _launcher_text(self, lead: WorkerLaunch) -> str | None:
+        return self._profile.opening_text(
+            self._config, lead, self.job.start, folder=self._folder, first_host=self.job.names[0]
+        )
 
     @property
     def plain_process_advice(self) -> str:
@@ -115,18 +126,37 @@ class RunReport:
         return os.path.relpath(files.error or files.output)
 
     def server_log_file(self, index: int) -> str:
-        """Return the log file of a server."""
-        folder = run_folder(self._config, self.job.start.run_id, 0)
+        """Return the log file of a server, on its host."""
+        folder = run_folder(self._config, self.job.start.run_id, self.server_host(index))
         return os.path.relpath(self._profile.server_log_file(folder, index))
+
+    def server_host(self, index: int) -> int:
+        """Return the index of a server's host."""
+        servers = self.job.start.servers
+        return 0 if servers is None else servers.hosts[index]
+
+    def server_host_name(self, index: int) -> str:
+        """Return the name of a server's host; "" if the job has one host."""
+        return self.job.names[self.server_host(index)] if len(self.job.names) > 1 else ""
+
+    def name_server_host(self, record: ServerRestarted) -> str:
+        """Return the text of a restart, with the name of the server's host if there are several."""
+        name, host = f"server {record.server}", self.server_host_name(record.server)
+        return record.text.replace(name, f"{name} on {host}", 1) if host else record.text
+
+    def root_cause_host(self, verdict: Verdict) -> int:
+        """Return the index of the host of the rank or server that caused a failure."""
+        server = verdict.root_cause_server
+        return self.job.start.host_of(verdict.root_cause_rank) if server is None else self.server_host(server)
 
     def format_failure(self, verdict: Verdict, *, with_traceback: bool = True) -> str:
         """Return at most 15 lines about the rank that failed, and the launcher's own note after them."""
         rank, server = verdict.root_cause_rank, verdict.root_cause_server
-        host = self.job.start.host_of(rank)
+        host = self.root_cause_host(verdict)
         text = format_failure(
             verdict,
             log_file=self.log_file(rank) if server is None else self.server_log_file(server),
-            host=self.host_name(rank),
+            host=self.job.names[host] if len(self.job.names) > 1 else "",
             report=self.report_file(host) if host > 0 else "",
             with_traceback=with_traceback,
         )
@@ -144,7 +174,7 @@ class RunReport:
         """Record in the summary that the servers do not start, if so."""
         try:
             yield
-        except LaunchError as error:
+        except (JoinError, LaunchError) as error:
             if self.summary_file is not None:
                 self.summary_file.finish("failed", 2, verdict=f"expected {error.expected}, found {error.found}")
             raise
@@ -249,7 +279,7 @@ def _text_for_host(host: int, outcome: RunOutcome, report: RunReport, text: str)
     verdict = outcome.verdict
     if not text or outcome.interrupted_by is not None or verdict is None:
         return text.replace("ended by", f"{report.job.names[0]} was stopped by") if text else ""
-    if report.job.start.host_of(verdict.root_cause_rank) == host:
+    if report.root_cause_host(verdict) == host:
         return text
     return f"rankless: the job was ended: {text.splitlines()[0].removeprefix('rankless: ')}\n"
 

@@ -84,6 +84,19 @@ class ServerRestarted(Record, frozen=True, tag="server_restarted"):
     """A line for the user, like "server 1 was killed by SIGKILL; started again in 0.2 s"."""
 
 
+ServerState = Literal["runs", "stopped", "debugged"]
+"""stopped: by a signal. debugged: a debugger has stopped it."""
+
+
+class ServerObserved(Record, frozen=True, tag="server_observed"):
+    """What a parameter server does. Its host's agent makes it if host 0 asks; its rank is NO_RANK."""
+
+    server: int
+    doing: str
+    """To follow "server 1", like "is idle (0 % CPU)"."""
+    state: ServerState = "runs"
+
+
 class Progress(Record, frozen=True, tag="progress"):
     """The progress of a training loop."""
 
@@ -178,6 +191,7 @@ AnyRecord = (
     | Exited
     | ServerExited
     | ServerRestarted
+    | ServerObserved
     | Progress
     | Notice
     | FileOpened

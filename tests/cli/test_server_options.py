@@ -72,7 +72,7 @@ REFUSED = [
     (("--servers", "127.0.0.1:0"), "ports are numbers from 1 to 65535"),
     (("--servers", "127.0.0.1:6170,127.0.0.1:6170"), "expected: each address of --servers once"),
     (("--servers", "198.51.100.7:6170"), "found:    198.51.100.7, which is not this host"),
-    (("--servers", "1", "--workers", "127.0.0.1,198.51.100.7"), "servers and workers on several hosts: not yet"),
+    (("--servers", "1", "--workers", "127.0.0.1,198.51.100.7"), "127.0.0.1, which every host has for itself"),
     (("-n", "2", "--workers", "3"), "found:    -n 2 and --workers 3, which is 3"),
     (("--servers", "1", "--server-mode", "half"), "expected: --server-mode sync, async, bounded, geo"),
     (("--servers", "1", "--server-mode", "geo", "--geo-steps", "0"), "fix:      give 1 or more"),
@@ -83,7 +83,12 @@ REFUSED = [
     (("--servers", "1", "--server-mode", "bounded", "--staleness", "-1"), "fix:      give 0 or more"),
     (("--servers", "1", "--server-restarts", "-1"), "expected: --server-restarts as a number from 0 up"),
     (("--servers", "1", "--workers", "3", "--mesh", "data=2"), "expected: 2 workers, the product of the axes"),
-    (("--servers", "1", "--host-rank", "0", "--master", "127.0.0.1", "--host-count", "2"), "workers on 2 hosts"),
+    (("--servers", "1", "--workers", "198.51.100.7,198.51.100.8"), "expected: this host among 198.51.100.7, 198"),
+    (("--workers", "198.51.100.7,198.51.100.8", "--hosts", "198.51.100.7"), "found:    --hosts and --workers"),
+    (
+        ("--servers", "127.0.0.1", "--host-rank", "0", "--master", "127.0.0.1", "--host-count", "2"),
+        "127.0.0.1, which every host has for itself",
+    ),
 ]
 
 
@@ -131,9 +136,9 @@ def test_elastic_jobs_have_no_servers():
 
 def test_servers_keep_a_core_each_if_there_are_enough(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(validation, "core_count", lambda: 8)
-    threads = [validation.share_cores(3, RequestedServers(count=count)) for count in (1, 2, 5, 6)]
+    threads = [validation.share_cores(3, count) for count in (1, 2, 5, 6)]
     assert threads == [2, 2, 1, 2]
-    assert validation.share_cores(3, None) == 2
+    assert validation.share_cores(3, 0) == 2
 
 
 ENDPOINTS = [

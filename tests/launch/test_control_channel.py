@@ -283,7 +283,8 @@ def test_hosts_join_report_and_end(server: ControlServer):
     assert server.running_hosts == {2}
     one.close()
     two.close()
-    assert poll_all(server) == [HostDisconnected(2, "the connection was closed")]
+    closed = "the connection was closed"
+    assert poll_all(server) == [HostDisconnected(1, closed, has_ended=True), HostDisconnected(2, closed)]
     assert server.connected_hosts == frozenset()
 
 

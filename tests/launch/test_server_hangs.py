@@ -24,7 +24,14 @@ from rankless.launch.signals import Interrupts
 from rankless.launch.supervisor.failure_attribution import has_lost_server
 from rankless.launch.watchdog.missing_ranks import BLOCKED_SECONDS, blame_servers
 from rankless.launch.watchdog.server_monitor import ServerMonitor, ServerStatus
-from rankless.records.events import Raised, RankStatus
+from rankless.records.events import (
+    NO_RANK,
+    Raised,
+    RankStatus,
+    ServerExited,
+    ServerObserved,
+    ServerRestarted,
+)
 from rankless.records.run_summary import decode_run_summary
 
 WAITING = RankStatus(rank=0, time_ns=0, state="waits", doing="a request to the servers", idle_seconds=100.0)
@@ -91,6 +98,27 @@ def test_the_monitor_follows_a_server_that_is_started_again():
     rows[0] = dataclasses.replace(rows[0], process_id=os.getpid())  # between two updates it died and served again
     monitor.update(9.0)
     assert monitor.seconds_since_restart(9.0) == 0.0
+
+
+def test_host_0_knows_the_servers_of_other_hosts_from_records():
+    own = ServerRow(index=0, process_id=os.getpid(), address="tcp://a:1", log_file="server0.log")
+    monitor = ServerMonitor(lambda: [own], lambda server: "ab"[server])
+    about = {"rank": NO_RANK, "time_ns": 0, "server": 1}
+    monitor.receive(ServerObserved(**about, doing="does not answer", state="stopped"), 1.0)
+    monitor.receive(ServerObserved(**(about | {"server": 0}), doing="is another host's"), 1.0)
+    monitor.update(1.0)
+    first, second = monitor.list_statuses(1.0)
+    assert (first.name, first.doing, first.holds_up) == ("server 1 on b", "does not answer", True)
+    assert (second.name, second.holds_up) == ("server 0 on a", False)
+    monitor.receive(ServerExited(**about, exit_code=-9, is_restarted=True), 2.0)
+    monitor.update(5.0)
+    assert (monitor.is_restarting, monitor.seconds_since_restart(5.0)) == (True, 0.0)
+    assert {each.name: each.doing for each in monitor.list_statuses(5.0)}["server 1 on b"] == "is being started again"
+    monitor.receive(ServerRestarted(**about, text="server 1 was killed"), 6.0)
+    monitor.update(8.0)
+    assert (monitor.is_restarting, monitor.seconds_since_restart(8.0)) == (False, 2.0)
+    (record,) = monitor.make_records(8.0)
+    assert (record.server, record.state) == (0, "runs")
 
 
 PULLING = """

@@ -4,9 +4,9 @@ import msgspec
 import pytest
 
 from rankless.cli import CommandParser, fleetrun, main
-from rankless.config import validation
+from rankless.config import hosts, server_hosts, validation
 from rankless.config.run_config import AgreedJobConfig, Program, RunConfig
-from rankless.config.servers import ServersConfig
+from rankless.config.servers import AgreedServers, ServersConfig
 from rankless.errors import ConfigError
 from rankless.launch.job_setup import ReadyJob
 from rankless.launch.profile import load_profile
@@ -46,6 +46,8 @@ def job_of(config: RunConfig, *addresses: str) -> ReadyJob:
     with services as variables:
         start = msgspec.structs.replace(start, launcher_variables=variables)
     servers = ServersConfig(addresses=tuple(f"tcp://{each}" for each in addresses), token="secret")
+    agreed = AgreedServers(addresses=servers.addresses, hosts=(0,) * len(addresses))
+    start = msgspec.structs.replace(start, servers=agreed)
     return ReadyJob(peers=NoPeers(), start=start, devices=(config.devices,), servers=servers)
 
 
@@ -129,10 +131,58 @@ def test_the_tables_show_the_servers():
     rows = [line.strip(" |").split() for line in box.splitlines()]
     assert ["TRAINING_ROLE", "TRAINER"] in rows
     assert ["PADDLE_PSERVERS_IP_PORT_LIST", "127.0.0.1:6170"] in rows
-    line = format_server_lines(config, lead.config.servers, "log/run")
+    assert job.start.servers is not None
+    line = format_server_lines(config, job.start.servers, 0, "log/run")
     assert "2 servers on the CPU at 127.0.0.1:6170, 127.0.0.1:6171" in line
     assert "log/serverlog.0 to serverlog.1" in line
     assert "secret" not in box + line
+
+
+@pytest.fixture
+def host_yy(monkeypatch: pytest.MonkeyPatch):
+    """Give this host the address 198.51.100.8."""
+    for module in (hosts, server_hosts):
+        monkeypatch.setattr(module, "own_addresses", lambda: frozenset({"198.51.100.8", "127.0.0.1"}))
+
+
+ON_HOSTS = [
+    ("xx,xx,xx,xx,yy,yy,yy,yy", [f"{host}:{port}" for host in ("xx", "yy") for port in range(6070, 6074)]),
+    (
+        "xx:6172,xx:6173,xx:6174,xx:6175,yy:6176,yy:6177,yy:6178,yy:6179",
+        [f"{'xx' if port < 6176 else 'yy'}:{port}" for port in range(6172, 6180)],
+    ),
+    ("xx:6071,xx,xx,yy,yy", ["xx:6071", "xx:6070", "xx:6072", "yy:6070", "yy:6071"]),
+]
+
+
+@pytest.mark.usefixtures("host_yy")
+@pytest.mark.parametrize(("workers", "wanted"), ON_HOSTS)
+def test_lists_of_several_hosts_give_each_host_its_part(workers: str, wanted: list[str], gpus):
+    def named(text: str) -> str:
+        return text.replace("xx", "198.51.100.7").replace("yy", "198.51.100.8")
+
+    gpus(8, "0,1,2,3,4,5,6,7")
+    config = config_of(named("--servers=xx:6170,yy:6171"), named(f"--workers={workers}"))
+    assert config.cluster is not None
+    assert config.servers is not None
+    counts = [workers.count("xx"), workers.count("yy")]
+    assert ([host.workers for host in config.cluster.hosts], config.cluster.host_index) == (counts, 1)
+    assert (config.cluster.agent_start, config.worker_count, config.servers.count) == ("script", counts[1], 2)
+    assert config.devices == tuple(f"cuda:{number}" for number in range(counts[1]))
+    services = load_profile(config.launcher).open_services(
+        config, addresses=named("xx,yy").split(","), worker_counts=counts, store_address=named("xx")
+    )
+    with services as variables:
+        assert variables["PADDLE_TRAINER_ENDPOINTS"] == named(",".join(wanted))
+        assert str(variables["PADDLE_GLOO_HTTP_ENDPOINT"]).startswith(named("xx:"))
+
+
+def test_numbers_are_those_of_each_host():
+    config = config_of("--server_num=2", "--worker_num=3", "--nnodes=2", "--master=127.0.0.1:9988", "--rank=1")
+    assert config.cluster is not None
+    assert config.servers is not None
+    assert ([host.workers for host in config.cluster.hosts], config.worker_count) == ([3, 3], 3)
+    assert (config.servers.count, config.servers.endpoints) == (4, ())
 
 
 CONTRADICTIONS = [
@@ -146,8 +196,12 @@ CONTRADICTIONS = [
     ("--server_num=2 --servers=127.0.0.1:6170 --worker_num=1", "expected: --server_num 1"),
     ("--servers=127.0.0.1:6170,127.0.0.1:6170 --worker_num=1", "expected: each address of --servers once"),
     ("--servers=127.0.0.1:99999 --worker_num=1", "expected: --servers as a number, or as a list"),
-    ("--servers=198.51.100.7:6170 --workers=198.51.100.7,198.51.100.7", "198.51.100.7, which is not this host"),
-    ("--server_num=1 --worker_num=2 --nnodes=2 --master=127.0.0.1:9988", "servers on several hosts: not yet"),
+    ("--servers=198.51.100.7:6170 --workers=198.51.100.7,198.51.100.7", "this host among 198.51.100.7"),
+    ("--servers=198.51.100.7:6170 --workers=127.0.0.1", "198.51.100.7, which is not this host"),
+    ("--servers=127.0.0.1:6170 --workers=127.0.0.1,198.51.100.7", "127.0.0.1, which every host has for itself"),
+    ("--servers=198.51.100.7 --workers=198.51.100.7,198.51.100.8,198.51.100.7", "side by side"),
+    ("--server_num=1 --workers=198.51.100.7,198.51.100.8", "give both lists, or both numbers"),
+    ("--servers=127.0.0.1 --worker_num=2 --nnodes=2 --master=127.0.0.1:9988", "give both lists, or both numbers"),
 ]
 
 

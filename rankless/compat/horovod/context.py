@@ -14,9 +14,9 @@ from rankless.compat.horovod.engine.rendezvous import ConnectedRanks, connect_ra
 from rankless.compat.horovod.settings import Settings, read_settings
 from rankless.config import environment
 from rankless.config.horovod_variables import rank_variables, read_rank_assignment
-from rankless.config.local_ranks import assign_ranks
 from rankless.errors import JoinError
 from rankless.records.elastic_messages import RankAssignment
+from rankless.records.local_ranks import assign_ranks
 from rankless.runtime.current_context import current_rendezvous
 from rankless.runtime.elastic_round import current_member
 from rankless.runtime.rendezvous.job_rendezvous import RendezvousInfo

@@ -22,6 +22,9 @@ from rankless.launch.rendezvous.messages import (
     PortOpened,
     PortsTried,
     RecordingChunk,
+    ServersRefused,
+    ServersReserved,
+    ServersStarted,
     WorkerOutput,
     WorkerRecords,
 )
@@ -29,6 +32,19 @@ from rankless.launch.rendezvous.messages import (
 AUTHENTICATION_TIMEOUT_SECONDS = 10.0
 CLOSE_TIMEOUT_SECONDS = 1.0
 MAX_UNAUTHENTICATED_CONNECTIONS = 64
+
+
+HostReport = (
+    PortOpened
+    | PortsTried
+    | ServersReserved
+    | ServersRefused
+    | ServersStarted
+    | WorkerRecords
+    | RecordingChunk
+    | WorkerOutput
+    | HostEnded
+)
 
 
 @dataclass(frozen=True)
@@ -43,10 +59,10 @@ class HostJoined:
 
 @dataclass(frozen=True)
 class HostReported:
-    """A host has sent a message about its ports or its workers."""
+    """A host has sent a message about its ports, its servers or its workers."""
 
     host: int
-    message: PortOpened | PortsTried | WorkerRecords | RecordingChunk | WorkerOutput | HostEnded
+    message: HostReport
 
 
 @dataclass(frozen=True)
@@ -55,6 +71,8 @@ class HostDisconnected:
 
     host: int
     reason: str
+    has_ended: bool = False
+    """Whether it had sent `HostEnded`: none of its workers was alive."""
 
 
 @dataclass(frozen=True)
@@ -173,8 +191,8 @@ class ControlServer:
                 self._drop(client)
                 if client.host is None:
                     events.append(ConnectionRejected(client.address, str(error)))
-                elif not client.has_ended:
-                    events.append(HostDisconnected(client.host, str(error)))
+                else:
+                    events.append(HostDisconnected(client.host, str(error), has_ended=client.has_ended))
         return events
 
     def _process(self, client: _Client, message: ControlMessage) -> list[ServerEvent]:
@@ -182,7 +200,7 @@ class ControlServer:
             return self._admit(client, message)
         if client.host is None:
             raise ConnectionBrokenError("a message out of order")
-        if isinstance(message, PortOpened | PortsTried | WorkerRecords | RecordingChunk | WorkerOutput | HostEnded):
+        if isinstance(message, HostReport):
             client.has_ended = client.has_ended or isinstance(message, HostEnded)
             return [HostReported(client.host, message)]
         if not isinstance(message, Heartbeat):

@@ -1,8 +1,11 @@
 """A host other than host 0 before the start: it connects to host 0 and waits until the job starts."""
 
+import contextlib
+import functools
 import selectors
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from rankless.config.run_config import Cluster
 from rankless.errors import JoinError
@@ -16,13 +19,31 @@ from rankless.launch.rendezvous.control_connection import ConnectionBrokenError
 from rankless.launch.rendezvous.host_facts import HostFacts
 from rankless.launch.rendezvous.job_token import TokenSource
 from rankless.launch.rendezvous.leader import PROGRESS_SECONDS, RendezvousInterrupted
-from rankless.launch.rendezvous.messages import JobStarted, JoinProgress, JoinRefused, JoinRequest
+from rankless.launch.rendezvous.messages import (
+    ControlMessage,
+    JobStarted,
+    JoinProgress,
+    JoinRefused,
+    JoinRequest,
+)
 from rankless.launch.rendezvous.port_test import PortTester
 from rankless.launch.signals import Interrupts
+
+Answer = Callable[[str, ControlMessage], ControlMessage | None]
 
 CONNECT_TIMEOUT_SECONDS = 2.0
 RETRY_SECONDS = 0.1
 POLL_SECONDS = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoinedJob:
+    """A job that this host has joined."""
+
+    leader: LeaderConnection
+    started: JobStarted
+    token: bytes
+    """The job's token."""
 
 
 def join_leader(
@@ -32,8 +53,11 @@ def join_leader(
     *,
     interrupts: Interrupts,
     notify: Callable[[str], None],
-) -> tuple[LeaderConnection, JobStarted]:
+    answer: Answer = lambda _address, _message: None,
+) -> JoinedJob:
     """Connect to host 0 and wait until it starts the job.
+
+    `answer` gets this host's address on its route to host 0 and each message, and returns what to send host 0.
 
     Raises `JoinError` if host 0 cannot be reached before the timeout, or refuses this host. Raises
     `RendezvousInterrupted` on a signal.
@@ -45,20 +69,9 @@ def join_leader(
             token = token_source.read()
             if token is None:
                 raise LeaderUnreachableError("it has not delivered the job's token here by ssh yet")
-            connection = connect_to_leader(
-                cluster.hosts[0].address, cluster.port, token=token, timeout_seconds=CONNECT_TIMEOUT_SECONDS
-            )
-            facts = collect_facts()
-            connection.send(JoinRequest(host=cluster.host_index, facts=facts))
-            tester = PortTester(facts.address)
-            try:
-                joined = _wait_for_start(
-                    LeaderConnection(connection), cluster, tester, interrupts=interrupts, notify=notify
-                )
-            finally:
-                tester.close()
+            leader, started = _join(cluster, token, collect_facts, answer, interrupts=interrupts, notify=notify)
             token_source.discard()
-            return joined
+            return JoinedJob(leader=leader, started=started, token=token)
         except LeaderUnreachableError as error:
             reason = str(error)
         except TokenRejectedError as error:
@@ -76,10 +89,37 @@ def join_leader(
     )
 
 
+def _join(
+    cluster: Cluster,
+    token: bytes,
+    collect_facts: Callable[[], HostFacts],
+    answer: Answer,
+    *,
+    interrupts: Interrupts,
+    notify: Callable[[str], None],
+) -> tuple[LeaderConnection, JobStarted]:
+    """Try once to join the job of host 0. Raises `LeaderUnreachableError` and `TokenRejectedError` besides."""
+    connection = connect_to_leader(
+        cluster.hosts[0].address, cluster.port, token=token, timeout_seconds=CONNECT_TIMEOUT_SECONDS
+    )
+    facts = collect_facts()
+    connection.send(JoinRequest(host=cluster.host_index, facts=facts))
+    with contextlib.closing(PortTester(facts.address)) as tester:
+        return _wait_for_start(
+            LeaderConnection(connection),
+            cluster,
+            tester,
+            functools.partial(answer, facts.address),
+            interrupts=interrupts,
+            notify=notify,
+        )
+
+
 def _wait_for_start(
     leader: LeaderConnection,
     cluster: Cluster,
     tester: PortTester,
+    answer: Callable[[ControlMessage], ControlMessage | None],
     *,
     interrupts: Interrupts,
     notify: Callable[[str], None],
@@ -100,8 +140,9 @@ def _wait_for_start(
                         raise JoinError(expected=message.expected, found=message.found, fix=message.fix)
                     if isinstance(message, JoinProgress):
                         notify(message.text)
-                    if (answer := tester.receive(message)) is not None:
-                        leader.send(answer)
+                    for sent in (tester.receive(message), answer(message)):
+                        if sent is not None:
+                            leader.send(sent)
     except TokenRejectedError:
         leader.close()
         raise

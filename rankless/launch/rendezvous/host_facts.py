@@ -11,6 +11,8 @@ from importlib import metadata
 import msgspec
 
 from rankless.config.run_config import Program
+from rankless.config.server_hosts import describe_servers, find_own_servers
+from rankless.config.servers import RequestedServers
 from rankless.version import VERSION
 
 MAX_CLOCK_SKEW_SECONDS = 30.0
@@ -32,6 +34,10 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The job's hosts with their numbers of workers, as given on this host: "a:4"."""
     devices: tuple[str, ...]
     """The devices of this host's workers."""
+    servers: tuple[str, ...] = ()
+    """The parameter servers of the job, as given on this host."""
+    own_servers: tuple[int, ...] = ()
+    """Those of them whose given addresses are this host's."""
     address: str = ""
     """This host's address on its route to host 0."""
     time_seconds: float
@@ -48,7 +54,12 @@ class HostDifference(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def collect_host_facts(
-    program: Program, *, hosts: Sequence[str], devices: Sequence[str], address: str = ""
+    program: Program,
+    *,
+    hosts: Sequence[str],
+    devices: Sequence[str],
+    address: str = "",
+    servers: RequestedServers | None = None,
 ) -> HostFacts:
     """Return the facts of this host."""
     return HostFacts(
@@ -59,6 +70,8 @@ def collect_host_facts(
         arguments=program.arguments,
         hosts=tuple(hosts),
         devices=tuple(devices),
+        servers=describe_servers(servers),
+        own_servers=find_own_servers(servers),
         address=address,
         time_seconds=time.time(),
     )
@@ -114,6 +127,22 @@ def find_differences(here: HostFacts, there: HostFacts, *, received_seconds: flo
                 fix="use the same command line on every host",
             )
         )
+    found += _find_differences_in_hosts(here, there)
+    skew = there.time_seconds - received_seconds
+    if abs(skew) > MAX_CLOCK_SKEW_SECONDS:
+        found.append(
+            HostDifference(
+                what="the clock",
+                there=f"{abs(skew):.0f} s {'ahead' if skew > 0 else 'behind'}",
+                here="right",
+                fix="set the clocks: timedatectl set-ntp true",
+            )
+        )
+    return found
+
+
+def _find_differences_in_hosts(here: HostFacts, there: HostFacts) -> list[HostDifference]:
+    found = []
     if there.hosts != here.hosts:
         found.append(
             HostDifference(
@@ -123,14 +152,13 @@ def find_differences(here: HostFacts, there: HostFacts, *, received_seconds: flo
                 fix="name the same hosts, in the same order, with the same numbers of workers, on every host",
             )
         )
-    skew = there.time_seconds - received_seconds
-    if abs(skew) > MAX_CLOCK_SKEW_SECONDS:
+    if there.servers != here.servers:
         found.append(
             HostDifference(
-                what="the clock",
-                there=f"{abs(skew):.0f} s {'ahead' if skew > 0 else 'behind'}",
-                here="right",
-                fix="set the clocks: timedatectl set-ntp true",
+                what="the parameter servers",
+                there=", ".join(there.servers) or "none",
+                here=", ".join(here.servers) or "none",
+                fix="give the same options about servers on every host",
             )
         )
     return found

@@ -4,6 +4,8 @@ The token never appears on a command line, and no host sends it over the control
 """
 
 import contextlib
+import hashlib
+import hmac
 import os
 import secrets
 from pathlib import Path
@@ -111,6 +113,14 @@ def make_follower_token_source(cluster: Cluster) -> TokenSource:
     if cluster.agent_start == "script":
         return DeliveredToken(cluster)
     raise make_missing_token_error()
+
+
+def derive_server_token(token: bytes, salt: str) -> str:
+    """Return the token of a run's parameter servers, which every host of the run computes from its own copy of `token`.
+
+    So no host sends it. In a job without a token it is no secret for those who read the network.
+    """
+    return hmac.digest(token, b"rankless servers" + salt.encode(), hashlib.sha256).hex()
 
 
 def needs_token_delivery(cluster: Cluster) -> bool:

@@ -10,7 +10,7 @@ from rankless.launch.worker_output import Source
 from rankless.records.connection_attempts import ConnectionAttempt, ConnectionTarget
 from rankless.records.events import AnyRecord
 
-PROTOCOL = 3
+PROTOCOL = 4
 HEARTBEAT_SECONDS = 1.0
 HEARTBEAT_TIMEOUT_SECONDS = 4.0
 """An agent that sends nothing for so long counts as lost."""
@@ -35,6 +35,15 @@ class ServerHello(msgspec.Struct, frozen=True, kw_only=True, tag="challenge"):
 
     protocol: int = PROTOCOL
     nonce: bytes
+
+
+class StartedServer(msgspec.Struct, frozen=True, kw_only=True):
+    """A parameter server that serves, as the table at the start shows it."""
+
+    index: int
+    process_id: int
+    address: str
+    log_file: str
 
 
 class JoinRequest(msgspec.Struct, frozen=True, kw_only=True, tag="join_request"):
@@ -67,12 +76,45 @@ class JoinProgress(msgspec.Struct, frozen=True, kw_only=True, tag="join_progress
     text: str
 
 
+class ReserveServers(msgspec.Struct, frozen=True, kw_only=True, tag="reserve_servers"):
+    """The receiver reserves the addresses of its parameter servers."""
+
+    endpoints: tuple[str, ...]
+    """HOST:PORT of each, or HOST for a free port."""
+
+
+class ServersReserved(msgspec.Struct, frozen=True, kw_only=True, tag="servers_reserved"):
+    """The addresses that the sender has reserved, in the order of the endpoints."""
+
+    addresses: tuple[str, ...]
+
+
+class ServersRefused(msgspec.Struct, frozen=True, kw_only=True, tag="servers_refused"):
+    """The sender cannot reserve an address of its servers, or a server of it does not serve."""
+
+    expected: str
+    found: str
+    fix: str
+
+
+class ServersStarted(msgspec.Struct, frozen=True, kw_only=True, tag="servers_started"):
+    """All servers of the sender serve."""
+
+    servers: tuple[StartedServer, ...]
+
+
+class StartWorkers(msgspec.Struct, frozen=True, kw_only=True, tag="start_workers"):
+    """All servers of all hosts serve. The receiver starts its workers."""
+
+
 class OpenPort(msgspec.Struct, frozen=True, kw_only=True, tag="open_port"):
-    """The receiver listens on a free port, for clients that know the secret."""
+    """The receiver listens on a free port, and on those of its servers, for clients that know the secret."""
 
     secret: bytes
     host_index: int
     """The index of the receiving host."""
+    servers: tuple[str, ...] = ()
+    """ZeroMQ's addresses of the receiver's servers, which do not run yet."""
 
 
 class PortOpened(msgspec.Struct, frozen=True, kw_only=True, tag="port_opened"):
@@ -152,6 +194,11 @@ ControlMessage = (
     | JoinRefused
     | JobStarted
     | JoinProgress
+    | ReserveServers
+    | ServersReserved
+    | ServersRefused
+    | ServersStarted
+    | StartWorkers
     | OpenPort
     | PortOpened
     | ConnectToPorts

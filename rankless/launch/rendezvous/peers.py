@@ -18,10 +18,15 @@ from rankless.launch.rendezvous.control_server import (
     HostReported,
 )
 from rankless.launch.rendezvous.messages import (
+    ControlMessage,
     HostEnded,
     JobEnded,
+    JoinRefused,
     RankStatusRequest,
     RecordingChunk,
+    ServersRefused,
+    ServersStarted,
+    StartWorkers,
     StopMode,
     StopWorkers,
     WorkerOutput,
@@ -141,6 +146,8 @@ class FollowerPeers:
         self._start = start
         self._names = names
         self._show: Callable[[Source, bytes], None] = lambda _source, _data: None
+        self.started_servers: dict[int, ServersStarted | ServersRefused] = {}
+        """What each other host has sent of the start of its servers, by host index."""
 
     def set_output_sink(self, show: Callable[[Source, bytes], None]) -> None:
         """Pass the output of other hosts' workers to `show` from now on."""
@@ -166,7 +173,9 @@ class FollowerPeers:
                 self._show(event.message.source, event.message.data)
             elif isinstance(event, HostReported) and isinstance(event.message, HostEnded):
                 records += self._make_end_records(event.host, event.message)
-            elif isinstance(event, HostDisconnected):
+            elif isinstance(event, HostReported) and isinstance(event.message, ServersStarted | ServersRefused):
+                self.started_servers[event.host] = event.message
+            elif isinstance(event, HostDisconnected) and (not event.has_ended or self._has_servers(event.host)):
                 records.append(self._make_lost_record(event.host, f"was lost: {event.reason}"))
             elif isinstance(event, ConnectionRejected):
                 text = f"a client at {event.address} tried to join, and was rejected: {event.reason}"
@@ -204,6 +213,17 @@ class FollowerPeers:
         for host, text in enumerate(texts):
             self._server.send(host, JobEnded(exit_code=exit_code, text=text))
 
+    def start_workers(self) -> None:
+        """Let all followers start their workers."""
+        self._server.broadcast(StartWorkers())
+
+    def refuse_start(self, refusal: JoinRefused) -> None:
+        """Tell all followers that the job does not start."""
+        self._server.broadcast(refusal)
+
+    def _has_servers(self, host: int) -> bool:
+        return self._start.servers is not None and host in self._start.servers.hosts
+
     def _make_end_records(self, host: int, end: HostEnded) -> list[AnyRecord]:
         if end.interrupted_by is not None or not end.fork_server_exit_code:
             return []
@@ -229,6 +249,11 @@ class LeaderPeer:
         self.lost_reason: str | None = None
         self.job_end: JobEnded | None = None
         self._has_status_request = False
+        self._stop: StopMode | None = None
+        self.may_start_workers = False
+        """Whether all servers of all hosts serve."""
+        self.refusal: JoinRefused | None = None
+        """Why the job does not start, if it does not."""
 
     def host_of(self, rank: int) -> int:
         """Return the index of the host on which a rank runs."""
@@ -240,21 +265,36 @@ class LeaderPeer:
 
     def poll(self, now: float) -> PeerPollResult:
         """Return host 0's request to stop, if there is one. A lost host 0 is such a request too."""
+        self.receive(now)
+        stop, self._stop = self._stop, None
+        return PeerPollResult(stop=stop)
+
+    def receive(self, now: float) -> None:
+        """Take what host 0 has sent. The next `poll` returns a request to stop."""
         if self.lost_reason is not None:
-            return PeerPollResult()
-        stop: StopMode | None = None
+            return
         try:
             for message in self._connection.poll(now):
-                if isinstance(message, StopWorkers):
-                    stop = message.mode
-                elif isinstance(message, RankStatusRequest):
-                    self._has_status_request = True
-                elif isinstance(message, JobEnded):
-                    self.job_end = message
+                self._take(message)
         except ConnectionBrokenError as error:
             self.lost_reason = str(error)
-            stop = None if self.job_end is not None else "lost"
-        return PeerPollResult(stop=stop)
+            self._stop = None if self.job_end is not None else "lost"
+
+    def _take(self, message: ControlMessage) -> None:
+        if isinstance(message, StopWorkers):
+            self._stop = message.mode
+        elif isinstance(message, RankStatusRequest):
+            self._has_status_request = True
+        elif isinstance(message, JobEnded):
+            self.job_end = message
+        elif isinstance(message, StartWorkers):
+            self.may_start_workers = True
+        elif isinstance(message, JoinRefused):
+            self.refusal = message
+
+    def send_server_start(self, message: ServersStarted | ServersRefused) -> None:
+        """Tell host 0 that this host's servers serve, or why they do not."""
+        self._connection.send(message)
 
     def send_records(self, records: Sequence[AnyRecord]) -> None:
         """Send records to host 0."""

@@ -6,9 +6,7 @@ the others. Host 0 evaluates the outcomes.
 """
 
 import secrets
-import selectors
 import socket
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -18,14 +16,14 @@ from typing import TypeVar
 import psutil  # type: ignore[import-untyped]  # it has no stubs
 
 from rankless.config.environment import PORT_TEST, user_interfaces
+from rankless.config.servers import AgreedServers, parse_server_address
 from rankless.errors import JoinError
-from rankless.launch.rendezvous.control_server import ControlServer, HostDisconnected, HostReported
-from rankless.launch.rendezvous.leader import RendezvousInterrupted
+from rankless.launch.rendezvous.answers import ANSWER_TIMEOUT_SECONDS, announced_failures, receive_answers
+from rankless.launch.rendezvous.control_server import ControlServer
 from rankless.launch.rendezvous.link_test import SECRET_BYTES, connect_all, start_listener, stop_listener
 from rankless.launch.rendezvous.messages import (
     ConnectToPorts,
     ControlMessage,
-    JoinRefused,
     OpenPort,
     PortOpened,
     PortsTried,
@@ -35,11 +33,8 @@ from rankless.records.connection_attempts import ConnectionAttempt, ConnectionTa
 
 CONNECT_TIMEOUT_SECONDS = 5.0
 """For one connection: the kernel repeats its first packet after 1 and 3 s."""
-ANSWER_TIMEOUT_SECONDS = 20.0
-"""For one host's answer. An overloaded host may be late, so the job starts without it."""
 MAX_TARGETS = 64
 """Other hosts that one host tries. With more hosts, each tries the next ones in the list, and host 0."""
-_POLL_SECONDS = 0.05
 _MAX_LISTED = 4
 
 _Answer = TypeVar("_Answer", PortOpened, PortsTried)
@@ -69,6 +64,8 @@ class PortTester:
             )
         elif isinstance(message, OpenPort):
             self._host_index, self._secret = message.host_index, message.secret
+            for address, port in map(parse_server_address, message.servers):
+                self.listen(address, port)
             return PortOpened(address=self._address, port=self.listen(self._address))
         return None
 
@@ -107,11 +104,31 @@ class PortTest:
     master_port: int
     store: socket.socket
     """The listening socket on which rank 0 will serve the store."""
+    servers: AgreedServers | None = None
+    """The parameter servers, which do not run yet."""
 
     @property
-    def uses(self) -> Mapping[int, str]:
-        """What the ports of host 0 that are no free ones are for."""
-        return {self.master_port: "MASTER_PORT", self.store.getsockname()[1]: "the store"}
+    def uses(self) -> Mapping[tuple[int, int], str]:
+        """What the ports that are no free ones are for, by host index and port."""
+        uses = {(0, self.master_port): "MASTER_PORT", (0, self.store.getsockname()[1]): "the store"}
+        if self.servers is not None:
+            for index, (host, address) in enumerate(zip(self.servers.hosts, self.servers.addresses, strict=True)):
+                uses[host, parse_server_address(address)[1]] = f"server {index}"
+        return uses
+
+    def servers_of(self, host: int) -> tuple[str, ...]:
+        """Return the addresses of a host's servers."""
+        return (
+            () if self.servers is None else tuple(self.servers.addresses[each] for each in self.servers.on_host(host))
+        )
+
+    def server_targets(self, host: int, opened: Collection[int]) -> tuple[ConnectionTarget, ...]:
+        """Return the addresses of servers that a host tries: those of the other hosts that have opened ports."""
+        return tuple(
+            ConnectionTarget(host_index=other, address=address, port=port)
+            for other in sorted(set(opened) - {host})
+            for address, port in map(parse_server_address, self.servers_of(other))
+        )
 
 
 def run_port_test(
@@ -126,10 +143,8 @@ def run_port_test(
     tester = PortTester(test.address)
     conversation = _Conversation(server, tester, test.names, interrupts)
     try:
-        _check_attempts(test, conversation.run(test))
-    except JoinError as error:
-        server.broadcast(JoinRefused(expected=str(error.expected), found=str(error.found), fix=error.fix))
-        raise
+        with announced_failures(server):
+            _check_attempts(test, conversation.run(test))
     finally:
         tester.close()
         _drain(test.store)
@@ -151,11 +166,11 @@ class _Conversation:
     def run(self, test: PortTest) -> dict[int, Sequence[ConnectionAttempt]]:
         """Return the outcomes of each host that has answered."""
         secret = secrets.token_bytes(SECRET_BYTES)
-        own = self._tester.receive(OpenPort(secret=secret, host_index=0))
+        own = self._tester.receive(OpenPort(secret=secret, host_index=0, servers=test.servers_of(0)))
         assert own is not None
         others = sorted(self._server.connected_hosts)
         for host in others:
-            self._server.send(host, OpenPort(secret=secret, host_index=host))
+            self._server.send(host, OpenPort(secret=secret, host_index=host, servers=test.servers_of(host)))
         opened = {0: own, **self._receive(PortOpened, others)}
         fixed = [
             ConnectionTarget(host_index=0, address=test.address, port=test.store.getsockname()[1], has_probe=False)
@@ -163,42 +178,21 @@ class _Conversation:
         if self._tester.listen(test.address, test.master_port):
             fixed.append(ConnectionTarget(host_index=0, address=test.address, port=test.master_port))
         for host in sorted(opened.keys() - {0}):
-            self._server.send(host, ConnectToPorts(targets=(*_choose_targets(host, opened), *fixed)))
-        self._tester.receive(ConnectToPorts(targets=_choose_targets(0, opened)))
-        answers = self._receive(PortsTried, opened.keys())
+            targets = (*_choose_targets(host, opened), *fixed, *test.server_targets(host, opened))
+            self._server.send(host, ConnectToPorts(targets=targets))
+        self._tester.receive(ConnectToPorts(targets=(*_choose_targets(0, opened), *test.server_targets(0, opened))))
+        answers = self._receive(PortsTried, opened.keys(), self._tester.take_result)
         return {host: answer.attempts for host, answer in answers.items()}
 
-    def _receive(self, kind: type[_Answer], hosts: Collection[int]) -> dict[int, _Answer]:
+    def _receive(
+        self, kind: type[_Answer], hosts: Collection[int], own_answer: Callable[[], _Answer | None] = lambda: None
+    ) -> dict[int, _Answer]:
         """Return the answers of these hosts; those that are late go into `late_hosts`."""
-        found: dict[int, _Answer] = {}
-        deadline = time.monotonic() + ANSWER_TIMEOUT_SECONDS
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._server, selectors.EVENT_READ)
-            selector.register(self._interrupts, selectors.EVENT_READ)
-            while (missing := set(hosts) - found.keys()) and time.monotonic() < deadline:
-                selector.select(_POLL_SECONDS)
-                self._raise_if_interrupted()
-                for event in self._server.poll(time.monotonic()):
-                    if isinstance(event, HostReported) and isinstance(event.message, kind):
-                        found[event.host] = event.message
-                    elif isinstance(event, HostDisconnected):
-                        raise JoinError(
-                            expected="all hosts to stay in the job until it starts",
-                            found=f"{self._names[event.host]} left: {event.reason}",
-                            fix="look at its terminal, or its agent's messages here; then start the job again",
-                        )
-                own = self._tester.take_result() if 0 in missing else None
-                if isinstance(own, kind):
-                    found[0] = own
+        found = receive_answers(
+            self._server, (kind,), hosts, names=self._names, interrupts=self._interrupts, own_answer=own_answer
+        )
         self.late_hosts |= set(hosts) - found.keys()
         return found
-
-    def _raise_if_interrupted(self) -> None:
-        if numbers := self._interrupts.read():
-            self._server.broadcast(
-                JoinRefused(expected="a job that starts", found="host 0 received a signal", fix="start it again")
-            )
-            raise RendezvousInterrupted(numbers[0])
 
 
 def _choose_targets(host: int, opened: Mapping[int, PortOpened]) -> tuple[ConnectionTarget, ...]:
@@ -232,8 +226,8 @@ def _check_attempts(test: PortTest, attempts: Mapping[int, Sequence[ConnectionAt
     concerned = sorted({host for source, attempt in failures for host in (source, attempt.target.host_index)})
     names = " and ".join(test.names[host] for host in concerned) if len(concerned) <= _MAX_LISTED else "all hosts"
     raise JoinError(
-        expected="ports that the ranks need to be open between the hosts: MASTER_PORT, the store's port, and the free "
-        "ports that Gloo and NCCL choose",
+        expected="ports that the ranks need to be open between the hosts: MASTER_PORT, the store's port, "
+        f"{'' if test.servers is None else 'those of the servers, '}and the free ports that Gloo and NCCL choose",
         found="; ".join(seen[:_MAX_LISTED]) + more,
         fix=f"open all TCP ports between {names}, not only {test.control_port} and ssh's; rankless doctor --hosts "
         f"tests every pair; {PORT_TEST}=0 starts a job whose ranks do not communicate",
@@ -241,7 +235,7 @@ def _check_attempts(test: PortTest, attempts: Mapping[int, Sequence[ConnectionAt
 
 
 def _describe_target(test: PortTest, target: ConnectionTarget) -> str:
-    use = test.uses.get(target.port, "a free port") if target.host_index == 0 else "a free port"
+    use = test.uses.get((target.host_index, target.port), "a free port")
     address = f"[{target.address}]" if ":" in target.address else target.address
     name = test.names[target.host_index]
     return f"{'' if name == target.address else f'{name}, '}{address}:{target.port} ({use})"

@@ -10,8 +10,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from rankless.config.hosts import addresses_of, parse_endpoint
-from rankless.config.servers import RequestedServers, ServersConfig
+from rankless.config.hosts import addresses_of, is_loopback, own_addresses, parse_endpoint
+from rankless.config.servers import RequestedServers, ServersConfig, format_server_address, make_servers_config
 from rankless.errors import ConfigError
 from rankless.launch.ports import find_port_conflict
 
@@ -23,7 +23,7 @@ _LOCK = "lock"
 
 @contextlib.contextmanager
 def reserve_server_addresses(servers: RequestedServers | None) -> Iterator[ServersConfig | None]:
-    """Yield the addresses of the servers and a new token, or None without servers.
+    """Yield the addresses of the servers of a run on one host and a new token, or None without servers.
 
     Raises `ConfigError` if an address that the user has given is not free.
     """
@@ -32,45 +32,51 @@ def reserve_server_addresses(servers: RequestedServers | None) -> Iterator[Serve
         return
     with contextlib.ExitStack() as stack:
         if servers.endpoints:
-            held = [stack.enter_context(_reserve(endpoint)) for endpoint in servers.endpoints]
-            addresses = [_tcp_address(each) for each in held]
+            addresses = [reserve_address(endpoint, stack) for endpoint in servers.endpoints]
         else:
             folder = stack.enter_context(_private_folder(servers.count))
             addresses = [f"ipc://{folder / str(index)}" for index in range(servers.count)]
-        yield ServersConfig(
-            addresses=tuple(addresses),
-            token=secrets.token_hex(32),
-            mode=servers.mode,
-            staleness=servers.staleness,
-            geo_steps=servers.geo_steps,
-        )
+        yield make_servers_config(servers, addresses, secrets.token_hex(32))
 
 
-def _reserve(endpoint: str) -> socket.socket:
-    """Return a socket that is bound and does not listen: the server may listen on its port, and no other process."""
+def reserve_address(endpoint: str, stack: contextlib.ExitStack, *, outward: str | None = None) -> str:
+    """Return ZeroMQ's address of an endpoint HOST:PORT, or HOST for a free port, which `stack` holds.
+
+    A socket holds it that is bound and does not listen: the server may listen on its port, and no other process.
+
+    Args:
+        endpoint: What the user has given.
+        stack: Its end releases the address.
+        outward: In a run on several hosts this host's address on its route to the others. It takes the place of a
+            loopback address, which a host may have under its own name.
+
+    Raises:
+        ConfigError: The address is not free, or is no address of this host.
+    """
     wanted = parse_endpoint(endpoint)
-    # ZeroMQ binds to numeric addresses only.
-    address = min(addresses_of(wanted.host), key=lambda each: (":" in each, each), default=wanted.host)
+    address = _choose_address(wanted.host, outward)
     conflict = None if wanted.port is None else find_port_conflict(wanted.port, address)
-    held = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+    held = stack.enter_context(socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM))
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         held.bind((address, wanted.port or 0))
     except OSError as error:
         conflict = conflict or (error.strerror or str(error)).lower()
     if conflict is not None:
-        held.close()
         raise ConfigError(
             expected=f"{endpoint} of --servers to be free, because a server listens there",
             found=conflict,
             fix="end that process, or give another port, or the address without a port to get a free one",
         )
-    return held
+    return format_server_address(*held.getsockname()[:2])
 
 
-def _tcp_address(held: socket.socket) -> str:
-    host, port = held.getsockname()[:2]
-    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+def _choose_address(host: str, outward: str | None) -> str:
+    """Return the numeric address at which a server binds: ZeroMQ binds to no others."""
+    found = addresses_of(host)
+    if outward is not None:
+        found = frozenset(each for each in found & own_addresses() if not is_loopback(each)) or frozenset({outward})
+    return min(found, key=lambda each: (":" in each, each), default=host)
 
 
 @contextlib.contextmanager

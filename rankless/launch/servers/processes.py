@@ -10,7 +10,7 @@ import selectors
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rankless.config.servers import CANNOT_GO_ON, DEFAULT_SERVER_RESTARTS
@@ -29,6 +29,7 @@ RESTART_SECONDS = 60.0
 """The same for a server that is started again."""
 STOP_GRACE_SECONDS = 3.0
 """How long servers may take to end after SIGTERM."""
+_POLL_SECONDS = 0.1
 _LOG_LINES = 10
 _MAX_LOG_BYTES = 4000
 
@@ -62,17 +63,18 @@ class ServerProcesses:
         self._max_restarts = self._restarts_left = max_restarts
         self._servers: list[ServerProcess] = []
 
-    def start(self, interrupts: Interrupts) -> None:
-        """Start all servers, and wait until they serve.
+    def start(self, interrupts: Interrupts, *, on_wait: Callable[[], None] = lambda: None) -> None:
+        """Start all servers, and wait until they serve. Calls `on_wait` several times a second meanwhile.
 
-        Raises `LaunchError` if one does not, and `RendezvousInterrupted` on a signal. No server is alive then.
+        Raises `LaunchError` if one does not, `RendezvousInterrupted` on a signal, and what `on_wait` raises. No server
+        is alive then.
         """
         with contextlib.ExitStack() as stack:
             stack.callback(self.close)
             for launch in self._launches:
                 self._servers.append(ServerProcess(launch))
             if self._servers:
-                self._wait_until_ready(interrupts)
+                self._wait_until_ready(interrupts, on_wait)
             stack.pop_all()
 
     def list_rows(self) -> list[ServerRow]:
@@ -107,15 +109,17 @@ class ServerProcesses:
                 records.append(self._take_end(each, code))
         return [record for record in records if record is not None]
 
-    def close(self) -> None:
-        """End all servers: by SIGTERM and, after a grace period, by SIGKILL."""
+    def close(self, on_wait: Callable[[], object] = lambda: None) -> None:
+        """End all servers: by SIGTERM and, after a grace period, by SIGKILL. Calls `on_wait` meanwhile."""
         deadline = time.monotonic() + STOP_GRACE_SECONDS
         running = [each.process for each in self._servers if each.process.poll() is None]
         for process in running:
             send_signal(process.pid, signal.SIGTERM)
-        for process in running:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, deadline - time.monotonic()))
+        while any(process.poll() is None for process in running) and time.monotonic() < deadline:
+            on_wait()
+            for process in running:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(min(_POLL_SECONDS, max(0.0, deadline - time.monotonic())))
         for each in self._servers:
             if each.process.poll() is None:
                 each.kill()
@@ -140,14 +144,15 @@ class ServerProcesses:
         server.phase = ServerPhase.ENDED
         return _make_exit_record(server, code, note=note)
 
-    def _wait_until_ready(self, interrupts: Interrupts) -> None:
+    def _wait_until_ready(self, interrupts: Interrupts, on_wait: Callable[[], None]) -> None:
         deadline = time.monotonic() + START_SECONDS
         with selectors.DefaultSelector() as selector:
             selector.register(interrupts, selectors.EVENT_READ)
             for each in self._servers:
                 selector.register(each.ready_descriptor, selectors.EVENT_READ, each)
             while not all(each.phase is ServerPhase.SERVING for each in self._servers):
-                for key, _ in selector.select(max(0.0, deadline - time.monotonic())):
+                on_wait()
+                for key, _ in selector.select(min(_POLL_SECONDS, max(0.0, deadline - time.monotonic()))):
                     if key.data is None:
                         _raise_interrupt(interrupts)
                     elif not key.data.read_ready_line() and key.data.phase is ServerPhase.STARTING:

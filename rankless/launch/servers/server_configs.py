@@ -20,24 +20,25 @@ class ServerLaunch:
 
 
 def make_server_launches(
-    config: RunConfig, start: AgreedJobConfig, servers: ServersConfig | None, *, folder: str
+    config: RunConfig, start: AgreedJobConfig, servers: ServersConfig | None, *, folder: str, host_index: int = 0
 ) -> list[ServerLaunch]:
-    """Return every server of a run; none for a run without servers. Their log files lie in `folder`."""
+    """Return the servers of a host, with log files in its `folder`; none for a run without servers."""
     if servers is None:
         return []
     profile = load_profile(config.launcher)
+    own = range(len(servers.addresses)) if start.servers is None else start.servers.on_host(host_index)
     configs = [
         ServerConfig(
             index=index,
             server_count=len(servers.addresses),
             worker_count=start.world_size,
-            address=address,
+            address=servers.addresses[index],
             token=servers.token,
             run_id=start.run_id,
             mode=servers.mode,
             staleness=servers.staleness,
         )
-        for index, address in enumerate(servers.addresses)
+        for index in own
     ]
     return [
         ServerLaunch(

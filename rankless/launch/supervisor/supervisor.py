@@ -111,8 +111,8 @@ class Supervisor:
             self._register_sources(selector, stack)
             while True:
                 exit_code = self._fork_server.poll()  # before reading: its last records have arrived by then
-                self._process_records(self._observer.before_records())
-                self._read_records()
+                self._take_records(self._observer.before_records())
+                self._take_records(receive_records(self._fork_server.records)[0])
                 self._process_local_records(self._observer.tick())
                 now = time.monotonic()
                 self._extend_deadlines(now)
@@ -157,8 +157,8 @@ class Supervisor:
                     selector.unregister(key.fileobj)
         return not self._peers.are_running
 
-    def _read_records(self) -> None:
-        records, _ = receive_records(self._fork_server.records)
+    def _take_records(self, records: Sequence[AnyRecord]) -> None:
+        """Process records of this host, and send them to host 0."""
         self._peers.send_records(records)
         self._process_records(records)
 

@@ -41,7 +41,8 @@ def format_hosts_line(config: RunConfig, *, folder: str, worker_count: int, host
     """Return the first line about the workers of a job on several hosts."""
     counts = f"{format_count(worker_count, 'worker')} on {format_count(host_count, 'host')}"
     seed = "" if config.seed is None else f", seed {config.seed}"
-    return f"rankless: {counts}{seed}, logs in {folder} on each\n"
+    servers = "" if config.servers is None else f", {format_count(config.servers.count, 'server')}"
+    return f"rankless: {counts}{servers}{seed}, logs in {folder} on each\n"
 
 
 def format_worker_table(rows: Sequence[WorkerRow], *, has_error_files: bool = False) -> str:
@@ -64,18 +65,33 @@ def format_worker_table(rows: Sequence[WorkerRow], *, has_error_files: bool = Fa
     return "\n".join(lines) + "\n"
 
 
-def format_server_table(rows: Sequence[ServerRow]) -> str:
-    """Return a table of all servers of a job; "" without servers."""
+def format_server_table(rows: Sequence[ServerRow], *, hosts: Sequence[str] | None = None) -> str:
+    """Return a table of all servers of a job; "" without servers.
+
+    `hosts` names the host of each, if there are several.
+    """
     if not rows:
         return ""
     id_width = max(3, *(len(str(row.process_id)) for row in rows))
     address_width = max(len(row.address) for row in rows)
-    lines = [f"  {'server':>6}  {'pid':>{id_width}}  {'address':<{address_width}}  log file"]
+    names = [""] * len(rows) if hosts is None else hosts
+    host_width = 0 if hosts is None else max(4, *map(len, hosts)) + 2
+    head = f"{'host'[:host_width]:<{host_width}}{'pid':>{id_width}}  {'address':<{address_width}}"
+    lines = [f"  {'server':>6}  {head}  log file"]
     lines += [
-        f"  {row.index:>6}  {row.process_id:>{id_width}}  {row.address:<{address_width}}  {row.log_file}"
-        for row in rows
+        f"  {row.index:>6}  {name:<{host_width}}{row.process_id:>{id_width}}  {row.address:<{address_width}}  "
+        f"{row.log_file}"
+        for row, name in zip(rows, names, strict=True)
     ]
     return "\n".join(lines) + "\n"
+
+
+def format_servers(indices: Sequence[int]) -> str:
+    """Return the servers of a host as ", servers 0 and 1"; "" for none."""
+    if not indices:
+        return ""
+    *others, last = map(str, indices)
+    return f", servers {', '.join(others)} and {last}" if others else f", server {last}"
 
 
 def format_shared_gpus(devices: Sequence[str]) -> str:

@@ -28,7 +28,7 @@ def format_report(
         steps += f", a step took {format_seconds(step_rate.step_seconds)}"
     lines = [f"no progress for {format_seconds(diagnosis.seconds)} ({steps}): {describe_waiting(diagnosis)}"]
     for server in (diagnosis.servers or servers)[:MAX_LISTED]:
-        lines.append(f"  server {server.index} {server.doing}")
+        lines.append(f"  {server.name} {server.doing}")
     for missing_rank in diagnosis.missing[:MAX_LISTED]:
         lines.append(f"  {format_rank(missing_rank, host_name)} {describe_missing(diagnosis, missing_rank)}")
         frames = truncate_stack(missing_rank.stack)
@@ -46,7 +46,7 @@ def format_report(
 def format_headline(diagnosis: HangDiagnosis, *, host_name: HostName) -> str:
     """Return the cause for which the job ends, to follow "rank 1" of the first missing rank, or "server 1"."""
     if diagnosis.servers:
-        more = "".join(f"; server {server.index} {server.doing}" for server in diagnosis.servers[1:])
+        more = "".join(f"; {server.name} {server.doing}" for server in diagnosis.servers[1:])
         seconds = format_seconds(diagnosis.seconds)
         return f"{diagnosis.servers[0].doing}; {describe_waiting(diagnosis)} for {seconds}{more}"
     first = diagnosis.missing[0] if diagnosis.missing else diagnosis.waiting[0]

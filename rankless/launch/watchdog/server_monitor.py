@@ -1,16 +1,25 @@
-"""The state of the parameter servers of a run, read from `/proc`: a stopped server holds up every worker."""
+"""The state of the parameter servers of a run: a stopped server holds up every worker.
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+That of this host's servers is read from `/proc`. Host 0 learns that of the others from their agents' records.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from rankless.launch.servers.processes import ServerRow
 from rankless.launch.watchdog.process_stats import ActivityTracker
+from rankless.records.events import (
+    NO_RANK,
+    AnyRecord,
+    ServerExited,
+    ServerObserved,
+    ServerRestarted,
+    ServerState,
+)
 
 _IDLE_SECONDS = 1.5
-
-ServerState = Literal["runs", "stopped", "debugged"]
-"""stopped: by a signal. debugged: a debugger has stopped it."""
+_RESTARTING = "is being started again"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +30,13 @@ class ServerStatus:
     doing: str
     """To follow "server 1", like "is idle (0 % CPU)"."""
     state: ServerState = "runs"
+    host: str = ""
+    """The name of its host, if there are several."""
+
+    @property
+    def name(self) -> str:
+        """The server, like "server 1", or "server 1 on 10.0.0.2"."""
+        return f"server {self.index} on {self.host}" if self.host else f"server {self.index}"
 
     @property
     def holds_up(self) -> bool:
@@ -29,17 +45,39 @@ class ServerStatus:
 
 
 class ServerMonitor:
-    """The parameter servers of this host.
+    """The parameter servers of this host, and on host 0 those of the others.
 
     Args:
-        list_servers: Returns them once they have started.
+        list_servers: Returns those of this host once they have started.
+        host_name: Returns the name of a server's host, by its index; "" if there is one host only.
     """
 
-    def __init__(self, list_servers: Callable[[], Sequence[ServerRow]]) -> None:
+    def __init__(
+        self,
+        list_servers: Callable[[], Sequence[ServerRow]],
+        host_name: Callable[[int], str] = lambda _server: "",
+    ) -> None:
         self._list_servers = list_servers
+        self._host_name = host_name
         self._trackers: dict[int, ActivityTracker] = {}
         self._restarting: set[int] = set()
+        self._remote: dict[int, ServerStatus] = {}
+        self._remote_restarting: set[int] = set()
         self._interrupted_at = float("-inf")
+
+    def receive(self, record: AnyRecord, now: float) -> None:
+        """Take note of a record about a server of another host."""
+        if not isinstance(record, ServerExited | ServerRestarted | ServerObserved):
+            return
+        if record.server in {row.index for row in self._list_servers()}:
+            return
+        if isinstance(record, ServerObserved):
+            self._remote[record.server] = ServerStatus(index=record.server, doing=record.doing, state=record.state)
+        else:
+            self._interrupted_at = now
+            self._remote_restarting.discard(record.server)
+            if isinstance(record, ServerExited) and record.is_restarted:
+                self._remote_restarting.add(record.server)
 
     def update(self, now: float) -> None:
         """Read the counters of each server's present process."""
@@ -52,13 +90,13 @@ class ServerMonitor:
                     self._interrupted_at = now
                 tracker = self._trackers[row.index] = ActivityTracker(row.process_id, now)
             tracker.update(now)
-        if self._restarting:
+        if self.is_restarting:
             self._interrupted_at = now
 
     @property
     def is_restarting(self) -> bool:
         """Whether workers may wait for a server that is being started again."""
-        return bool(self._restarting)
+        return bool(self._restarting or self._remote_restarting)
 
     def seconds_since_restart(self, now: float) -> float:
         """Return for how long all servers have served: 0 while one is started again, infinity if none ever was."""
@@ -66,13 +104,26 @@ class ServerMonitor:
 
     def list_statuses(self, now: float) -> list[ServerStatus]:
         """Return what each server does; those that hold up the job come first."""
-        found = [
-            ServerStatus(index=index, doing="is being started again")
+        restarting = [ServerStatus(index=index, doing=_RESTARTING) for index in self._remote_restarting]
+        remote = [each for each in self._remote.values() if each.index not in self._remote_restarting]
+        found = [*self._list_own(now), *remote, *restarting]
+        named = [replace(each, host=self._host_name(each.index)) for each in found]
+        return sorted(named, key=lambda status: (not status.holds_up, status.index))
+
+    def make_records(self, now: float) -> Iterator[ServerObserved]:
+        """Yield for host 0 what each server of this host does."""
+        for each in self._list_own(now):
+            yield ServerObserved(
+                rank=NO_RANK, time_ns=time.monotonic_ns(), server=each.index, doing=each.doing, state=each.state
+            )
+
+    def _list_own(self, now: float) -> list[ServerStatus]:
+        return [
+            ServerStatus(index=index, doing=_RESTARTING)
             if index in self._restarting
             else _describe(index, tracker, now)
             for index, tracker in self._trackers.items()
         ]
-        return sorted(found, key=lambda status: (not status.holds_up, status.index))
 
 
 def _describe(index: int, tracker: ActivityTracker, now: float) -> ServerStatus:

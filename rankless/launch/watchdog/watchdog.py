@@ -59,6 +59,8 @@ class WatchdogConfig:
     host_name: Callable[[int], str] = lambda _rank: ""
     list_servers: Callable[[], Sequence[ServerRow]] = list
     """Returns the parameter servers of this host."""
+    server_host_name: Callable[[int], str] = lambda _server: ""
+    """Returns the name of the host of a server of the job."""
 
 
 class Watchdog:
@@ -74,7 +76,7 @@ class Watchdog:
         self._remote_ranks = RemoteRanks(
             config.peers, set(range(size)) - set(self._worker_configs) if config.peers.attributes_failures else ()
         )
-        self._servers = ServerMonitor(config.list_servers)
+        self._servers = ServerMonitor(config.list_servers, config.server_host_name)
         self._timed_out: dict[int, RankStatus] = {}
         self._is_requested = False
         """Whether host 0, or a collective that timed out on a rank, requested the statuses."""
@@ -87,6 +89,7 @@ class Watchdog:
 
     def receive(self, record: AnyRecord) -> None:
         """Take note of a record."""
+        self._servers.receive(record, time.monotonic())
         if isinstance(record, Started) and record.rank in self._pages:
             config, page = self._worker_configs[record.rank], self._pages[record.rank]
             self._workers[record.rank] = WorkerMonitor(config, record.pid, page, time.monotonic())
@@ -182,6 +185,8 @@ class Watchdog:
         # A waiting GPU looks like a computing one. Assume that it waits if another rank surely holds up the job.
         if any(where.state in ("blocked", "stopped", "debugged") for where in local.values()):
             local = self._local_statuses(now, gpu_waits=True)
+        if not self._config.peers.attributes_failures:  # host 0 waits for the statuses of ranks, which follow
+            yield from self._servers.make_records(now)
         yield from (msgspec.structs.replace(where, requested=self._is_requested) for where in local.values())
         self._is_requested = False
         if not self._config.peers.attributes_failures:

@@ -14,15 +14,26 @@ from rankless.errors import ConfigError
 from rankless.launchers.fleetrun.parsed_options import FleetrunFlags
 
 
-def make_cluster(flags: FleetrunFlags, *, workers: int) -> Cluster | None:
+def make_cluster(flags: FleetrunFlags, *, workers: int, listed: tuple[Host, ...] = ()) -> Cluster | None:
     """Return the hosts, on each of which the user types the command; None for this host only.
+
+    Args:
+        flags: The options.
+        workers: The number of workers of each host.
+        listed: The hosts of a list of workers, with their own numbers of workers.
 
     Raises `ConfigError` for options that contradict each other.
     """
     _require_fixed(flags)
+    if listed and flags.ips:
+        raise ConfigError(
+            expected="one way of naming the hosts", found=f"--ips={flags.ips} and --workers", fix="omit --ips"
+        )
+    if listed:
+        return _listed("--workers", flags, check_hosts(listed))
     if flags.ips:
-        return _listed(flags, [address.strip() for address in flags.ips.split(",")], workers)
-    count = _host_count(flags)
+        return _listed_addresses(flags, [address.strip() for address in flags.ips.split(",")], workers)
+    count = count_hosts(flags)
     if count == 1:
         if flags.rank not in (None, -1, 0):
             raise ConfigError(
@@ -32,8 +43,8 @@ def make_cluster(flags: FleetrunFlags, *, workers: int) -> Cluster | None:
     return _numbered(flags, count, workers)
 
 
-def _listed(flags: FleetrunFlags, addresses: list[str], workers: int) -> Cluster | None:
-    """Return the hosts of `--ips`. The first host sends the token by ssh, unless the others have a file with it."""
+def _listed_addresses(flags: FleetrunFlags, addresses: list[str], workers: int) -> Cluster | None:
+    """Return the hosts of `--ips`."""
     if any(not address or address.count(":") == 1 or "]:" in address for address in addresses):
         raise ConfigError(
             expected='--ips as "10.0.0.1,10.0.0.2": addresses without ports',
@@ -47,13 +58,18 @@ def _listed(flags: FleetrunFlags, addresses: list[str], workers: int) -> Cluster
             fix="name it once; --gpus or --nproc_per_node give the number of processes of a host",
         )
     hosts = check_hosts([Host(address=address.strip("[]"), workers=workers) for address in addresses])
+    return _listed("--ips", flags, hosts)
+
+
+def _listed(option: str, flags: FleetrunFlags, hosts: tuple[Host, ...]) -> Cluster | None:
+    """Return the hosts of a list. The first host sends the token by ssh, unless the others have a file with it."""
     host_index = own_host_index(hosts)
-    number = {"--nnodes": (_host_count(flags) if flags.nnodes or flags.np else len(hosts), len(hosts))}
+    number = {"--nnodes": (_read_host_count(flags) if flags.nnodes or flags.np else len(hosts), len(hosts))}
     number["--rank"] = (host_index if flags.rank in (None, -1) else flags.rank, host_index)
     for name, (given, found) in number.items():
         if given != found:
             raise ConfigError(
-                expected=f"{name} {found}, as --ips and this host's addresses say", found=given, fix="omit it"
+                expected=f"{name} {found}, as {option} and this host's addresses say", found=given, fix="omit it"
             )
     if len(hosts) == 1:
         return None
@@ -62,7 +78,7 @@ def _listed(flags: FleetrunFlags, addresses: list[str], workers: int) -> Cluster
         address, port = _master(flags.master)
         if address != hosts[0].address:
             raise ConfigError(
-                expected=f"--master={hosts[0]}:PORT, the first host of --ips", found=flags.master, fix="correct it"
+                expected=f"--master={hosts[0]}:PORT, the first host of {option}", found=flags.master, fix="correct it"
             )
     return Cluster(
         hosts=hosts, host_index=host_index, port=port, agent_start="script", is_listed=True, insecure=flags.insecure
@@ -105,7 +121,12 @@ def _master(text: str) -> tuple[str, int]:
     return address.strip("[]"), int(port)
 
 
-def _host_count(flags: FleetrunFlags) -> int:
+def count_hosts(flags: FleetrunFlags) -> int:
+    """Return the number of hosts of `--ips`, or of `--nnodes`."""
+    return len(flags.ips.split(",")) if flags.ips else _read_host_count(flags)
+
+
+def _read_host_count(flags: FleetrunFlags) -> int:
     text = flags.nnodes or flags.np or "1"
     least, _, most = text.partition(":")
     if not least.isdigit() or int(least) < 1 or (most and not most.isdigit()):

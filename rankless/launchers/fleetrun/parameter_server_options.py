@@ -1,11 +1,13 @@
-"""fleetrun's options for parameter servers: numbers or addresses of servers and workers, on one host."""
+"""fleetrun's options for parameter servers: numbers or addresses of servers and workers, on one host or on several."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rankless.config.hosts import Endpoint, read_endpoints, require_this_host
+from rankless.config.hosts import Endpoint, Host, read_endpoints
+from rankless.config.server_hosts import find_worker_hosts
 from rankless.config.servers import RequestedServers
 from rankless.errors import ConfigError
+from rankless.launchers.fleetrun.hosts import count_hosts
 from rankless.launchers.fleetrun.parsed_options import FleetrunFlags
 
 SERVER_FLAGS = ("server_num", "servers", "worker_num", "workers", "http_port", "gloo_port")
@@ -22,7 +24,11 @@ class ParameterServerJob:
 
     servers: RequestedServers
     workers: tuple[Endpoint, ...]
-    """The endpoint of each worker; without a port it gets a free one."""
+    """The endpoint of each worker; without a port it gets a free one. None if only numbers are given for each host."""
+    worker_count: int
+    """The number of workers: of each host if only numbers are given, else of all."""
+    hosts: tuple[Host, ...] = ()
+    """The hosts of the lists; none if all addresses are of this host."""
 
 
 def read_parameter_server_job(flags: FleetrunFlags) -> ParameterServerJob | None:
@@ -36,6 +42,7 @@ def read_parameter_server_job(flags: FleetrunFlags) -> ParameterServerJob | None
         return None
     servers = _read_endpoints("server", flags.server_num, flags.servers)
     workers = _read_endpoints("worker", flags.worker_num, flags.workers, may_repeat=True)
+    host_count = count_hosts(flags)
     if not servers or not workers:
         raise ConfigError(
             expected="servers and workers, as --server_num=1 --worker_num=4, or lists of addresses by --servers and "
@@ -45,8 +52,22 @@ def read_parameter_server_job(flags: FleetrunFlags) -> ParameterServerJob | None
             "processes on the CPU (--nproc_per_node=2)",
         )
     _require_one_way(flags, len(workers))
+    named_servers = servers if flags.servers else ()
+    hosts = find_worker_hosts("--workers", workers, named_servers) if flags.workers else ()
+    is_per_host = host_count > 1 and not hosts
+    if (hosts and not flags.servers) or (is_per_host and (flags.servers or flags.workers)):
+        raise ConfigError(
+            expected="on several hosts --servers and --workers with the addresses of all, or --server_num and "
+            "--worker_num of each host",
+            found=" ".join(f"{name}={value}" for name, value in given.items()),
+            fix="give both lists, or both numbers",
+        )
+    endpoints = () if is_per_host else tuple(map(str, servers))
     return ParameterServerJob(
-        servers=RequestedServers(count=len(servers), endpoints=tuple(map(str, servers))), workers=tuple(workers)
+        servers=RequestedServers(count=len(servers) * (host_count if is_per_host else 1), endpoints=endpoints),
+        workers=() if is_per_host else tuple(workers),
+        worker_count=len(workers),
+        hosts=hosts,
     )
 
 
@@ -75,7 +96,6 @@ def _read_endpoints(role: str, count: int | None, text: str | None, *, may_repea
             found=count,
             fix=f"omit --{role}_num",
         )
-    require_this_host(option, endpoints)
     return endpoints
 
 

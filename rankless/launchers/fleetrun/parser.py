@@ -112,25 +112,28 @@ FLAGS = (
             "auto-tuner-json",
         )
     ),
-    Flag(name="server-num", kind=int, metavar="N", help="Number of parameter servers on this host."),
+    Flag(
+        name="server-num", kind=int, metavar="N", help="Number of parameter servers, of each host if there are several."
+    ),
     Flag(
         name="servers",
         metavar="A:PORT,…",
-        help="Addresses of the parameter servers, all of this host, instead of --server_num.",
+        help="Addresses of the parameter servers instead of --server_num; run the same command on each of their hosts.",
     ),
     Flag(
         name="worker-num",
         also=("trainer-num",),
         kind=int,
         metavar="N",
-        help="Number of workers beside parameter servers. Each takes a GPU, which others share if there are too few.",
+        help="Number of workers beside parameter servers, of each host if there are several. Each takes a GPU, which "
+        "others share if there are too few.",
     ),
     Flag(
         name="workers",
         also=("trainers",),
         metavar="A:PORT,…",
-        help="Addresses of the workers, all of this host, instead of --worker_num. A repeated address is another "
-        "worker. Default port: a free one.",
+        help="Addresses of the workers instead of --worker_num. A repeated address is another worker. Default port: a "
+        "free one.",
     ),
     Flag(name="heter-worker-num", metavar="N", help=_HETEROGENEOUS),
     Flag(name="heter-workers", metavar="A:PORT,…", help=_HETEROGENEOUS),

@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from rankless.config.hosts import parse_endpoint
+from rankless.config.hosts import Endpoint, parse_endpoint
 from rankless.config.launcher_spec import decode_settings
 from rankless.config.run_config import AgreedJobConfig, RunConfig
 from rankless.config.servers import ServerConfig, ServersConfig
@@ -65,21 +65,23 @@ class FleetrunProfile(LauncherProfile):
         """Return the path of a worker's log file, under Paddle's name."""
         return WorkerLogFiles(os.path.join(folder, LOG_NAME.format(rank)))
 
-    def link_logs(self, folder: str, ranks: Sequence[int], world_size: int, *, server_count: int = 0) -> None:
+    def link_logs(
+        self, folder: str, ranks: Sequence[int], start: AgreedJobConfig, *, servers: Sequence[int] = ()
+    ) -> None:
         """Link `workerlog.N` and `serverlog.N` beside the run's folder to this run's.
 
         Links of an earlier, larger run are removed.
         """
         log_folder, run = os.path.split(folder)
-        servers = [SERVER_LOG_NAME.format(index) for index in range(server_count)]
-        for name in (*(LOG_NAME.format(rank) for rank in ranks), *servers):
+        for name in (*map(LOG_NAME.format, ranks), *map(SERVER_LOG_NAME.format, servers)):
             path = os.path.join(log_folder, name)
             if os.path.isfile(path) and not os.path.islink(path):
                 os.replace(path, path + ".old")  # Paddle has written it: it is the user's
             link = os.path.join(log_folder, f".{name}-{secrets.token_hex(3)}")
             os.symlink(os.path.join(run, name), link)
             os.replace(link, path)
-        counts = {LOG_NAME.format(""): world_size, SERVER_LOG_NAME.format(""): server_count}
+        server_count = 0 if start.servers is None else len(start.servers.addresses)
+        counts = {LOG_NAME.format(""): start.world_size, SERVER_LOG_NAME.format(""): server_count}
         for name in os.listdir(log_folder):
             path, stem, number = os.path.join(log_folder, name), *name.partition(".")[::2]
             count = counts.get(f"{stem}.")
@@ -147,37 +149,38 @@ class FleetrunProfile(LauncherProfile):
         On one host each is a free port, held until the run ends. Otherwise ports count up from the first, as in Paddle.
         """
         with contextlib.ExitStack() as stack:
-            if self.settings.endpoints:
-                yield self._reserve_endpoints(config, stack)
-                return
-            if len(addresses) == 1 and self.settings.first_port is None:
-                held = [stack.enter_context(reserve_master_port()) for _ in range(worker_counts[0])]
-                found = [endpoint(addresses[0], each.getsockname()[1]) for each in held]
-            else:
-                first = self.settings.first_port or FIRST_PORT
-                hosts = zip(addresses, worker_counts, strict=True)
-                found = [endpoint(address, first + number) for address, count in hosts for number in range(count)]
-            yield {ENDPOINTS: ",".join(found)}
+            wanted = self._list_endpoints(addresses, worker_counts)
+            if config.servers is not None:
+                wanted.append(self._http_endpoint(config, addresses[0]))
+            is_single = len(addresses) == 1 and self.settings.first_port is None
+            ports = None if is_single else _CountedPorts(self.settings.first_port or FIRST_PORT, wanted)
+            found = []
+            for each in wanted:
+                port = each.port or (
+                    stack.enter_context(reserve_master_port()).getsockname()[1] if ports is None else ports.take(each)
+                )
+                found.append(endpoint(each.host, port))
+            http = {} if config.servers is None else {HTTP_ENDPOINT: found.pop()}
+            yield {ENDPOINTS: ",".join(found), **http}
 
-    def _reserve_endpoints(self, config: RunConfig, stack: contextlib.ExitStack) -> Mapping[str, str | None]:
-        """Return the endpoints of workers beside servers. Ports that the user does not give are free ones."""
-        found = []
-        for text in (*self.settings.endpoints, self._http_endpoint(config)):
-            wanted = parse_endpoint(text)
-            port = wanted.port or stack.enter_context(reserve_master_port()).getsockname()[1]
-            found.append(endpoint(wanted.host, port))
-        return {ENDPOINTS: ",".join(found[:-1]), HTTP_ENDPOINT: found[-1]}
+    def _list_endpoints(self, addresses: Sequence[str], worker_counts: Sequence[int]) -> list[Endpoint]:
+        """Return each worker's endpoint, without a port if the user has given none."""
+        if self.settings.endpoints:
+            return list(map(parse_endpoint, self.settings.endpoints))
+        hosts = zip(addresses, worker_counts, strict=True)
+        return [Endpoint(address) for address, count in hosts for _ in range(count)]
 
-    def _http_endpoint(self, config: RunConfig) -> str:
+    def _http_endpoint(self, config: RunConfig, first_address: str) -> Endpoint:
         """Return the address of the first server with `--http_port`, as in Paddle."""
         servers = () if config.servers is None else config.servers.endpoints
-        host = parse_endpoint((*servers, "127.0.0.1")[0]).host
-        return host if self.settings.http_port is None else endpoint(host, self.settings.http_port)
+        return Endpoint(parse_endpoint((*servers, first_address)[0]).host, self.settings.http_port)
 
-    def opening_text(self, config: RunConfig, lead: WorkerLaunch, folder: str, first_host: str) -> str:
-        """Return Paddle's table of the first worker's variables, and a line about this host's workers."""
+    def opening_text(
+        self, config: RunConfig, lead: WorkerLaunch, start: AgreedJobConfig, *, folder: str, first_host: str
+    ) -> str:
+        """Return Paddle's table of the first worker's variables, and lines about this host's servers and workers."""
         table = format_environment_table(lead.environment, local_count=config.worker_count)
-        servers = format_server_lines(config, lead.config.servers, folder)
+        servers = "" if start.servers is None else format_server_lines(config, start.servers, lead.config.host, folder)
         return table + servers + format_worker_line(config, lead.config, folder, first_host)
 
 
@@ -187,4 +190,18 @@ def _list_endpoints(servers: ServersConfig) -> str:
 
 def endpoint(address: str, port: int) -> str:
     """Return HOST:PORT, also for an IPv6 address."""
-    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+    return str(Endpoint(address, port))
+
+
+class _CountedPorts:
+    """Ports that count up on each host from the first, without those that the user has given there."""
+
+    def __init__(self, first: int, given: Sequence[Endpoint]) -> None:
+        self._first = first
+        self._taken = {(each.host, each.port) for each in given}
+
+    def take(self, wanted: Endpoint) -> int:
+        """Return the next port of a host."""
+        port = next(port for port in range(self._first, 2**16) if (wanted.host, port) not in self._taken)
+        self._taken.add((wanted.host, port))
+        return port

@@ -38,7 +38,10 @@ def fleetrun_request(flags: FleetrunFlags, program: Program) -> RunRequest:
     job = read_parameter_server_job(flags)
     _require_known(flags, with_servers=job is not None)
     gpus = chosen_gpus(flags)
-    count = flags.nproc_per_node if job is None else len(job.workers)
+    cluster = None if job is None or not job.hosts else make_cluster(flags, workers=1, listed=job.hosts)
+    count = flags.nproc_per_node if job is None else job.worker_count
+    if cluster is not None:
+        count = cluster.hosts[cluster.host_index].workers
     if count is None:
         count = len(gpus) or 1
     if count < 1:
@@ -62,7 +65,7 @@ def fleetrun_request(flags: FleetrunFlags, program: Program) -> RunRequest:
                 http_port=flags.http_port,
             )
         ),
-        cluster=make_cluster(flags, workers=count),
+        cluster=cluster or make_cluster(flags, workers=count),
         servers=None if job is None else job.servers,
     )
 

@@ -4,9 +4,9 @@ import os
 from collections.abc import Mapping
 
 from rankless.config.run_config import RunConfig
-from rankless.config.servers import ServersConfig
+from rankless.config.servers import AgreedServers
 from rankless.config.worker_config import WorkerConfig
-from rankless.launch.supervisor.terminal_text import format_count
+from rankless.launch.supervisor.terminal_text import format_count, format_servers
 
 LOG_NAME = "workerlog.{}"
 """Paddle's name for the log file of a rank. Its users look for it directly in the log folder."""
@@ -53,20 +53,20 @@ def format_environment_table(environment: Mapping[str, str | None], *, local_cou
     return "\n".join([title, thick, head, thin, *body, thick]) + "\n"
 
 
-def format_server_lines(config: RunConfig, servers: ServersConfig | None, folder: str) -> str:
-    """Return a line about the parameter servers and their log files; "" without servers."""
-    if servers is None:
-        return ""
-    count = len(servers.addresses)
-    logs = os.path.join(config.log_folder, SERVER_LOG_NAME.format(0))
-    if count > 1:
-        logs += f" to {SERVER_LOG_NAME.format(count - 1)}"
+def format_server_lines(config: RunConfig, servers: AgreedServers, host_index: int, folder: str) -> str:
+    """Return lines about the parameter servers of all hosts, and about the log files of those of this host."""
+    count, own = len(servers.addresses), servers.on_host(host_index)
     shown = [name_endpoint(address) for address in servers.addresses[:MOST_LINES]]
     more = f" and {count - len(shown)} more" if count > len(shown) else ""
-    return (
-        f"rankless: {format_count(count, 'server')} on the CPU at {', '.join(shown)}{more}; "
-        f"logs: {logs} (in {folder}, where they stay)\n"
-    )
+    lines = [f"rankless: {format_count(count, 'server')} on the CPU at {', '.join(shown)}{more}"]
+    if own:
+        logs = os.path.join(config.log_folder, SERVER_LOG_NAME.format(own[0]))
+        rest = [SERVER_LOG_NAME.format(index) for index in own[1:]]
+        if rest:
+            logs += f" to {rest[-1]}" if own[-1] - own[0] == len(rest) else f", {', '.join(rest)}"
+        here = "" if len(own) == count else f"{format_servers(own)} here"
+        lines[0] += f"{here}; logs: {logs} (in {folder}, where they stay)"
+    return "\n".join(lines) + "\n"
 
 
 def name_endpoint(address: str) -> str:

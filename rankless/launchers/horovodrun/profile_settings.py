@@ -3,8 +3,8 @@
 import msgspec
 
 from rankless.config.launcher_spec import LauncherSpec, make_launcher_spec
-from rankless.config.local_ranks import assign_ranks
 from rankless.records.elastic_messages import RankAssignment
+from rankless.records.local_ranks import assign_ranks
 
 
 class NamedHost(msgspec.Struct, frozen=True, kw_only=True):

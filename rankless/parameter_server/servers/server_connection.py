@@ -233,6 +233,8 @@ class ServerConnection:
                 self._note(header.sequence, decode_error(_first(payload), self.name))
             case Kind.NO_SESSION if self.welcome is not None:
                 self._reconnect()  # the socket has connected again by itself, before `check_alive` was called
+            case Kind.REFUSED if self.welcome is None and self._last_welcome is not None:
+                return  # the challenge was that of a process that has died meanwhile: `check_alive` greets again
             case Kind.REFUSED if self.welcome is None:
                 raise self._error(f"it refuses {str(_first(payload), 'utf-8', 'replace')}")
             case Kind.REFUSED:

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from rankless.config import environment
 from rankless.config.distributed_variables import TorchrunWorker
 from rankless.config.hosts import interface_towards
-from rankless.config.local_ranks import assign_ranks
 from rankless.config.worker_config import WorkerConfig
 from rankless.errors import JoinError
 from rankless.records.elastic_messages import RankAssignment
+from rankless.records.local_ranks import assign_ranks
 from rankless.runtime.rendezvous.parameters import RendezvousParameters
 from rankless.runtime.rendezvous.tcp import join_tcp_rendezvous
 

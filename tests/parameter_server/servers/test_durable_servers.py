@@ -6,11 +6,15 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 
 import numpy as np
 import pytest
+import zmq
 from served_training import OPTIMIZERS
 from server_processes import RestartedServer, ServerProcess
 
-from rankless.config.servers import CANNOT_GO_ON, ServerConfig
+from rankless.config.servers import CANNOT_GO_ON, ServerConfig, ServersConfig
 from rankless.errors import TableError
+from rankless.parameter_server.servers.authentication import PROOF_BYTES
+from rankless.parameter_server.servers.client import ServerClient
+from rankless.parameter_server.servers.messages import Kind, MessageHeader, make_message
 from rankless.parameter_server.servers.server_connection import ConnectionSettings
 from rankless.parameter_server.tables.settings import TableSettings
 from rankless.parameter_server.tables.table import Table
@@ -40,6 +44,32 @@ def test_a_worker_that_leaves_keeps_its_part_until_it_is_committed(tmp_path):
     reference.push(np.array([7, 0, 1]), np.array([2, 1, 1]), gradients, OPTIMIZERS["adagrad"])
     np.testing.assert_array_equal(tables[1].pull(np.array([7, 0, 1])), reference.pull(np.array([7, 0, 1])))
     second.close()
+    run.close()
+    os.close(descriptor)
+
+
+def refuse_once(address: str) -> None:
+    """Be a process that refuses a proof, because the challenge was that of another one."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.bind(address)
+        for answer, payload in ((Kind.CHALLENGE, bytes(PROOF_BYTES)), (Kind.REFUSED, b"another token than this run's")):
+            identity, *_ = router.recv_multipart()
+            router.send_multipart([identity, *make_message(MessageHeader(answer), (payload,))])
+
+
+def test_a_worker_whose_server_dies_between_challenge_and_proof_goes_on(tmp_path):
+    descriptor = os.memfd_create("tables")
+    run = RestartedServer(tmp_path, descriptor)
+    config = ServersConfig(addresses=(run.start().address,), token="secret")
+    with ServerClient(config, worker=0, worker_count=1, settings=ConnectionSettings(reconnect_seconds=30)) as client:
+        table = client.open_table("b", SETTINGS["b"])
+        wanted = table.pull(np.arange(5))
+        run.kill()
+        with ThreadPoolExecutor(1) as threads:
+            pulling = threads.submit(table.pull, np.arange(5))
+            refuse_once(run.process.address)
+            run.start()
+            np.testing.assert_array_equal(pulling.result(30), wanted)
     run.close()
     os.close(descriptor)
 

@@ -1,0 +1,109 @@
+"""Which hosts of a run have which parameter servers and workers, from the addresses that a user gives."""
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from rankless.config.hosts import Endpoint, Host, addresses_of, is_here, is_loopback, own_addresses, parse_endpoint
+from rankless.config.run_config import UNKNOWN_HOST, Cluster
+from rankless.config.servers import RequestedServers
+from rankless.errors import ConfigError
+
+_LOCALHOST = "localhost"
+
+
+def find_worker_hosts(option: str, workers: Sequence[Endpoint], servers: Sequence[Endpoint]) -> tuple[Host, ...]:
+    """Return the hosts of a list of workers, in its order; none if all workers and servers are on this host.
+
+    Args:
+        option: The option that has the list, for errors.
+        workers: The address of each worker.
+        servers: The address of each server.
+
+    Raises:
+        ConfigError: The workers of a host do not stand side by side, an address means another host on each, or this
+            host has servers and no worker.
+    """
+    if all(is_here(each.host) for each in (*workers, *servers)):
+        return ()
+    names = list(dict.fromkeys(each.host for each in workers))
+    own_servers = [each for each in servers if is_here(each.host)]
+    if own_servers and not any(map(is_here, names)):
+        raise ConfigError(
+            expected=f"a worker of each host of a server in {option}; servers on hosts without workers: not yet",
+            found=f"{own_servers[0]}, a server of this host, and no worker of it",
+            fix=f"add a worker of this host: {option}={','.join(map(str, workers))},{own_servers[0].host}",
+        )
+    if len(names) == 1 and is_here(names[0]):
+        return ()  # the servers elsewhere are found out with the other checks
+    found = [name for name, _ in groupby(each.host for each in workers)]
+    if found != names:
+        ordered = sorted(workers, key=lambda each: names.index(each.host))
+        raise ConfigError(
+            expected=f"the workers of each host side by side in {option}, because ranks follow the order of hosts",
+            found=",".join(map(str, workers)),
+            fix=f"reorder them: {option}={','.join(map(str, ordered))}",
+        )
+    require_reachable_names(option, workers)
+    counts = [sum(each.host == name for each in workers) for name in names]
+    return tuple(Host(address=name, workers=count) for name, count in zip(names, counts, strict=True))
+
+
+def require_reachable_names(option: str, endpoints: Sequence[Endpoint]) -> None:
+    """Raise `ConfigError` for an address that each host has for itself, as 127.0.0.1, in a run on several hosts."""
+    own = next((each for each in endpoints if each.host == _LOCALHOST or is_loopback(each.host)), None)
+    if own is not None:
+        raise ConfigError(
+            expected=f"addresses in {option} by which the hosts of the run reach each other",
+            found=f"{own}, which every host has for itself",
+            fix="give an address of that host in the network of the run",
+        )
+
+
+def require_server_hosts(servers: RequestedServers | None, cluster: Cluster | None) -> None:
+    """Raise `ConfigError` for addresses of servers that no host of the run can have."""
+    endpoints = [] if servers is None else list(map(parse_endpoint, servers.endpoints))
+    if cluster is not None:
+        require_reachable_names("--servers", endpoints)
+        return
+    others = sorted({each.host for each in endpoints if not is_here(each.host)})
+    if others:
+        raise ConfigError(
+            expected="addresses of this host in --servers, because all workers of this run are here",
+            found=f"{', '.join(others)}, which {'is' if len(others) == 1 else 'are'} not this host",
+            fix="list the workers of all hosts: --workers A,A,B,B; servers on hosts without workers: not yet",
+        )
+
+
+def find_own_servers(servers: RequestedServers | None) -> tuple[int, ...]:
+    """Return the indices of the servers whose given addresses are this host's."""
+    endpoints = () if servers is None else servers.endpoints
+    own = own_addresses()
+    return tuple(index for index, text in enumerate(endpoints) if addresses_of(parse_endpoint(text).host) & own)
+
+
+def divide_servers(count: int, host_count: int) -> tuple[int, ...]:
+    """Return the index of the host of each of `count` servers without addresses.
+
+    Neighbours share a host. The first hosts have one more if it is uneven.
+    """
+    size, more = divmod(count, host_count)
+    return tuple(host for host in range(host_count) for _ in range(size + (host < more)))
+
+
+def count_own_servers(servers: RequestedServers | None, cluster: Cluster | None) -> int:
+    """Return how many servers will run on this host; at most so many if its index is not known yet."""
+    if servers is None or cluster is None:
+        return 0 if servers is None else servers.count
+    if servers.endpoints:
+        return len(find_own_servers(servers))
+    hosts = divide_servers(servers.count, len(cluster.hosts))
+    return hosts.count(0 if cluster.host_index == UNKNOWN_HOST else cluster.host_index)
+
+
+def describe_servers(servers: RequestedServers | None) -> tuple[str, ...]:
+    """Return what all hosts of a run must request alike, as texts to compare."""
+    if servers is None:
+        return ()
+    requested = servers.endpoints or (f"{servers.count} servers",)
+    settings = (f"mode {servers.mode}", f"staleness {servers.staleness}", f"{servers.geo_steps} geo steps")
+    return (*requested, *settings, f"{servers.max_restarts} restarts")

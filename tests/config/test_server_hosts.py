@@ -1,0 +1,103 @@
+"""Which hosts of a run have which servers and workers, from the addresses that a user gives."""
+
+import pytest
+
+from rankless.config import server_hosts
+from rankless.config.hosts import Endpoint, Host, parse_endpoint
+from rankless.config.run_config import UNKNOWN_HOST, Cluster
+from rankless.config.server_hosts import (
+    count_own_servers,
+    divide_servers,
+    find_own_servers,
+    find_worker_hosts,
+    require_server_hosts,
+)
+from rankless.config.servers import RequestedServers, format_server_address, parse_server_address
+from rankless.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def _this_host_is_a(monkeypatch: pytest.MonkeyPatch):
+    """Give this host the addresses of `a`: 10.0.0.1 and loopback."""
+    names = {"a": {"10.0.0.1"}, "b": {"10.0.0.2"}, "localhost": {"127.0.0.1"}}
+    monkeypatch.setattr(server_hosts, "addresses_of", lambda name: frozenset(names.get(name, {name})))
+    monkeypatch.setattr(server_hosts, "own_addresses", lambda: frozenset({"10.0.0.1", "127.0.0.1", "::1"}))
+    monkeypatch.setattr(server_hosts, "is_here", lambda name: name in ("a", "10.0.0.1", "127.0.0.1", "localhost"))
+
+
+def endpoints(text: str) -> list[Endpoint]:
+    return [parse_endpoint(each) for each in text.split(",")]
+
+
+def requested(text: str) -> RequestedServers:
+    return RequestedServers(count=len(text.split(",")), endpoints=tuple(text.split(",")))
+
+
+def cluster(index: int, count: int = 3) -> Cluster:
+    return Cluster(hosts=tuple(Host(address=f"10.0.0.{n}", workers=1) for n in range(1, count + 1)), host_index=index)
+
+
+@pytest.mark.parametrize(
+    ("workers", "servers", "hosts"),
+    [
+        ("a,a,b,b", "a:6170,b:6171", [("a", 2), ("b", 2)]),
+        ("a:6172,a:6173,10.0.0.2:6174", "10.0.0.2", [("a", 2), ("10.0.0.2", 1)]),
+        ("b,a", "a", [("b", 1), ("a", 1)]),
+        ("127.0.0.1,localhost,a", "127.0.0.1:6170", []),
+        ("a", "a:6170,b:6170", []),  # which require_server_hosts refuses
+    ],
+)
+def test_workers_name_the_hosts_in_their_order(workers: str, servers: str, hosts: list[tuple[str, int]]):
+    found = find_worker_hosts("--workers", endpoints(workers), endpoints(servers))
+    assert [(each.address, each.workers) for each in found] == hosts
+
+
+@pytest.mark.parametrize(
+    ("workers", "servers", "message"),
+    [
+        ("a,b,a", "a", "--workers=a,a,b"),
+        ("127.0.0.1,b", "b", "127.0.0.1, which every host has for itself"),
+        ("a,localhost:7,b", "b", "localhost:7, which every host has for itself"),
+        ("b,b", "b:6170,a:6171", "a:6171, a server of this host, and no worker of it"),
+    ],
+)
+def test_lists_that_name_no_hosts_are_refused(workers: str, servers: str, message: str):
+    with pytest.raises(ConfigError) as error:
+        find_worker_hosts("--workers", endpoints(workers), endpoints(servers))
+    assert message in str(error.value)
+
+
+def test_servers_of_other_hosts_need_workers_there():
+    with pytest.raises(ConfigError, match=r"10\.0\.0\.2, b, which are not this host"):
+        require_server_hosts(requested("a:1,b:2,10.0.0.2:3"), None)
+    with pytest.raises(ConfigError, match=r"127\.0\.0\.1:6170, which every host has for itself"):
+        require_server_hosts(requested("a,127.0.0.1:6170"), cluster(0))
+    require_server_hosts(requested("a,b:2"), cluster(0))
+    require_server_hosts(RequestedServers(count=2), None)
+
+
+def test_a_number_of_servers_is_divided_evenly_in_the_order_of_hosts():
+    assert divide_servers(5, 3) == (0, 0, 1, 1, 2)
+    assert divide_servers(2, 3) == (0, 1)
+    for count in range(1, 12):
+        hosts = divide_servers(count, 4)
+        assert (len(hosts), sorted(hosts)) == (count, list(hosts))
+        sizes = [hosts.count(host) for host in range(4)]
+        assert max(sizes) - min(sizes) <= 1
+
+
+def test_a_host_counts_its_own_servers():
+    assert find_own_servers(requested("b,a:1,10.0.0.1:2,b:3")) == (1, 2)
+    assert find_own_servers(None) == ()
+    assert count_own_servers(None, cluster(0)) == 0
+    assert count_own_servers(requested("a:1,b:2"), None) == 2
+    assert count_own_servers(requested("b,a:1,10.0.0.1:2"), cluster(0)) == 2
+    five = RequestedServers(count=5)
+    assert [count_own_servers(five, cluster(index)) for index in (0, 1, 2, UNKNOWN_HOST)] == [2, 2, 1, 2]
+
+
+@pytest.mark.parametrize("host", ["10.0.0.1", "fd77::1"])
+def test_addresses_of_servers_can_be_read_again(host: str):
+    address = format_server_address(host, 6170)
+    assert address.startswith("tcp://")
+    assert parse_server_address(address) == (host, 6170)
