@@ -18,6 +18,7 @@ from rankless.config.mesh_option import MESH_HELP, parse_mesh
 from rankless.config.plan_file import count_default_workers, find_plan
 from rankless.config.run_config import Cluster, Precision, Program
 from rankless.config.server_hosts import require_server_hosts
+from rankless.config.servers import RequestedServers
 from rankless.config.validation import check_program, choose_mesh
 from rankless.errors import ConfigError
 from rankless.launch.agent import make_job_runner
@@ -93,13 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
     _check_options(arguments)
     destination = read_json_destination(arguments)
     seed = secrets.randbelow(2**32) if arguments.seed is None else arguments.seed
-    servers = read_servers(arguments)
-    if servers is not None and servers.mode != "sync":
-        raise ConfigError(
-            expected="--server-mode sync, in which several workers make the steps of one",
-            found=servers.mode,
-            fix="verify the script in the mode sync; the other modes are other trainings",
-        )
+    servers = _read_sync_servers(arguments)
     arguments.workers, worker_hosts = read_workers(arguments)
     cluster, workers = _read_cluster(arguments, worker_hosts)
     require_server_hosts(servers, cluster)
@@ -142,6 +137,18 @@ def run(arguments: argparse.Namespace) -> int:
 def _tell(text: str) -> None:
     """Show what is being done, on standard error: the verdict comes first on standard output."""
     print(text, file=sys.stderr, flush=True)
+
+
+def _read_sync_servers(arguments: argparse.Namespace) -> RequestedServers | None:
+    """Return the servers of the run on several workers."""
+    servers = read_servers(arguments)
+    if servers is not None and servers.mode != "sync":
+        raise ConfigError(
+            expected="--server-mode sync, in which several workers make the steps of one",
+            found=servers.mode,
+            fix="verify the script in the mode sync; the other modes are other trainings",
+        )
+    return servers
 
 
 def _check_options(arguments: argparse.Namespace) -> None:

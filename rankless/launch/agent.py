@@ -203,18 +203,7 @@ class HostRun:
         descriptor = self.live.descriptor
         self.report = RunReport(config, job, folder, agent=None if descriptor is None else identify_agent(descriptor))
         self.live.begin(make_live_run(config, job, folder=folder, pages=pages, log_file=self.report.log_file))
-        self._watchdog = Watchdog(
-            WatchdogConfig(
-                worker_configs=[worker.config for worker in self._workers],
-                pages=pages if config.hang_timeout_seconds != 0 else (),
-                timeout_seconds=config.hang_timeout_seconds,
-                peers=job.peers,
-                stacks_file=os.path.join(folder, f"stacks{job.host_index or ''}.txt"),
-                host_name=self.report.host_name,
-                list_servers=self._servers.list_rows,
-                server_host_name=self.report.server_host_name,
-            )
-        )
+        self._watchdog = self._make_watchdog(folder)
         lead, is_quiet = self._workers[0], config.agent_output == "quiet"
         if not is_quiet:
             streams.write_error(self.report.format_opening(lead))
@@ -238,6 +227,21 @@ class HostRun:
         self._has_parent_ended = False
         self._traceback_ends: dict[int, int] = {}
         """The size of a rank's log file with the traceback that ends the rank."""
+
+    def _make_watchdog(self, folder: str) -> Watchdog:
+        config, job = self._config, self._job
+        return Watchdog(
+            WatchdogConfig(
+                worker_configs=[worker.config for worker in self._workers],
+                pages=self._pages if config.hang_timeout_seconds != 0 else (),
+                timeout_seconds=config.hang_timeout_seconds,
+                peers=job.peers,
+                stacks_file=os.path.join(folder, f"stacks{job.host_index or ''}.txt"),
+                host_name=self.report.host_name,
+                list_servers=self._servers.list_rows,
+                server_host_name=self.report.server_host_name,
+            )
+        )
 
     def run_to_end(
         self, on_record: Callable[[AnyRecord], None], *, fork_server: ForkServerPoolClient | None = None

@@ -92,6 +92,7 @@ class ServerConnection:
         self._next_hello = 0.0
         self._last_welcome: ServerWelcome | None = None
         self._lost_at = 0.0
+        self._is_broken = False
         self._connect()
 
     def close(self) -> None:
@@ -152,6 +153,7 @@ class ServerConnection:
         """Notice that the connection has broken, and begin to reconnect. Raises ServerError if it takes too long."""
         while self._monitor.poll(0):
             recv_monitor_message(self._monitor)
+            self._is_broken = True
             self.receive()
             if self.welcome is not None:
                 self._reconnect()
@@ -166,7 +168,7 @@ class ServerConnection:
             raise self._error("the connection has broken: the server has ended, or cannot be reached any more")
         self._lost_at = time.monotonic()
         self._notify(f"worker {self._hello.worker} waits for {self.name}: the connection has broken")
-        self._last_welcome, self.welcome = self.welcome, None
+        self._last_welcome, self.welcome, self._is_broken = self.welcome, None, True
         self._next_hello = 0.0
         self.close()
         self._connect()
@@ -233,12 +235,19 @@ class ServerConnection:
                 self._note(header.sequence, decode_error(_first(payload), self.name))
             case Kind.NO_SESSION if self.welcome is not None:
                 self._reconnect()  # the socket has connected again by itself, before `check_alive` was called
-            case Kind.REFUSED if self.welcome is None and self._last_welcome is not None:
-                return  # the challenge was that of a process that has died meanwhile: `check_alive` greets again
+            case Kind.REFUSED if self.welcome is None and self._has_broken():
+                return  # the challenge was that of a process that has died meanwhile: another greeting follows
             case Kind.REFUSED if self.welcome is None:
                 raise self._error(f"it refuses {str(_first(payload), 'utf-8', 'replace')}")
             case Kind.REFUSED:
                 self._refuse(header.sequence, str(_first(payload), "utf-8", "replace"))
+
+    def _has_broken(self) -> bool:
+        """Return whether the connection has broken since there was a session, or before the first one."""
+        while self._monitor.poll(0):
+            recv_monitor_message(self._monitor)
+            self._is_broken = True
+        return self._is_broken
 
     def _refuse(self, sequence: int, reason: str) -> None:
         """Raise ServerError for a refused request, or let a transfer begin anew of which the server knows nothing."""
@@ -280,7 +289,7 @@ class ServerConnection:
         welcome = decode_json(text, ServerWelcome)
         if self._last_welcome is not None:
             self._go_on(self._last_welcome, welcome, header.session)
-        self.welcome, self._session = welcome, header.session
+        self.welcome, self._session, self._is_broken = welcome, header.session, False
         self._send_queued()
 
     def _go_on(self, before: ServerWelcome, welcome: ServerWelcome, session: int) -> None:

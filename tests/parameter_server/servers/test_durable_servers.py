@@ -48,13 +48,18 @@ def test_a_worker_that_leaves_keeps_its_part_until_it_is_committed(tmp_path):
     os.close(descriptor)
 
 
-def refuse_once(address: str) -> None:
-    """Be a process that refuses a proof, because the challenge was that of another one."""
+def answer_once(address: str, kind: Kind, payload: bytes) -> None:
+    """Be a process of a server that answers one message, and dies."""
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         router.bind(address)
-        for answer, payload in ((Kind.CHALLENGE, bytes(PROOF_BYTES)), (Kind.REFUSED, b"another token than this run's")):
-            identity, *_ = router.recv_multipart()
-            router.send_multipart([identity, *make_message(MessageHeader(answer), (payload,))])
+        identity, *_ = router.recv_multipart()
+        router.send_multipart([identity, *make_message(MessageHeader(kind), (payload,))])
+
+
+def refuse_once(address: str) -> None:
+    """Refuse a proof, because the challenge was that of a process that has died."""
+    answer_once(address, Kind.CHALLENGE, bytes(PROOF_BYTES))
+    answer_once(address, Kind.REFUSED, b"another token than this run's")
 
 
 def test_a_worker_whose_server_dies_between_challenge_and_proof_goes_on(tmp_path):
@@ -70,6 +75,21 @@ def test_a_worker_whose_server_dies_between_challenge_and_proof_goes_on(tmp_path
             refuse_once(run.process.address)
             run.start()
             np.testing.assert_array_equal(pulling.result(30), wanted)
+    run.close()
+    os.close(descriptor)
+
+
+def test_a_worker_that_begins_while_its_server_dies_goes_on(tmp_path):
+    descriptor = os.memfd_create("tables")
+    run = RestartedServer(tmp_path, descriptor)
+    config = ServersConfig(addresses=(run.start().address,), token="secret")
+    run.kill()
+    with ThreadPoolExecutor(1) as threads:
+        connecting = threads.submit(ServerClient, config, worker=0, worker_count=1, connect_timeout=30)
+        refuse_once(run.process.address)
+        run.start()
+        with connecting.result(40) as client:
+            assert client.open_table("b", SETTINGS["b"]).step == 0
     run.close()
     os.close(descriptor)
 
