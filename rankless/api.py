@@ -203,7 +203,9 @@ def check_synchronized(model: torch.nn.Module, optimizer: torch.optim.Optimizer 
     """
     world = _current().world
     world.require_not_in_once("rankless.check_synchronized")
-    if world.mesh.size > 1:
+    if world.independent is not None:
+        world.independent.meet("rankless.check_synchronized")
+    if world.workers.size > 1:
         require_synchronized(model, optimizer)
 
 
