@@ -1,7 +1,10 @@
-"""A table server against a bare socket server with the same table: one worker, one server, Unix sockets and TCP.
+"""A table server against other servers with the same rows: one worker, one server.
 
-The bare server has no authentication, no numbered requests, no transactions, and one client. With `durable`, ours keeps
-its tables in memory that outlives it, as in a run; the bare one never does.
+- A bare socket server with the same table, over Unix sockets and TCP. It has no authentication, no numbered requests,
+  no transactions, and one client. With `durable`, ours keeps its tables in memory that outlives it, as in a run; the
+  bare one never does.
+- PyTorch's RPC with a dense matrix, which needs no lookup, and `index_add_`.
+- gRPC with the same table, and raw arrays as bytes.
 """
 
 import json
@@ -13,21 +16,31 @@ from pathlib import Path
 from bench.commands import SCRIPTS, run
 from bench.pairs import Row, make_row
 
-AIMS = {4096: None, 65536: 1.25}
-"""0.8 x the speed of the bare server, by number of ids."""
+AIMS = {
+    **{(kind, part, 65536): 1 / 0.8 for kind in ("unix", "tcp", "unix_durable") for part in ("pull", "push")},
+    ("torch_rpc", "pull", 4096): 1 / 1.5,
+    ("torch_rpc", "pull", 65536): 1 / 1.2,
+    ("torch_rpc", "push", 65536): 1 / 3,
+}
+"""Our time divided by the peer's, by kind, part and number of ids."""
 SIZES = ((4096, 16), (65536, 64))
-KINDS = {"unix": (), "tcp": ("--tcp",), "unix_durable": ("--durable",)}
+KINDS = {
+    "unix": ("a bare socket", ()),
+    "tcp": ("a bare socket", ("--tcp",)),
+    "unix_durable": ("a bare socket", ("--durable",)),
+    "torch_rpc": ("torch RPC", ("--peer", "torch_rpc")),
+    "grpc": ("gRPC", ("--peer", "grpc")),
+}
 
 
 def rows() -> Iterator[Row]:
     """Yield one row per number of ids and elements of a row, kind of server, and part: pull, or push with commit."""
     for ids, dim in SIZES:
-        for kind, options in KINDS.items():
+        for kind, (peer, options) in KINDS.items():
             with tempfile.TemporaryDirectory() as folder:
                 command = [sys.executable, str(SCRIPTS / "table_servers.py"), "--size", str(ids), str(dim), *options]
                 run(command, threads=1, folder=folder)
                 for part in ("pull", "push"):
                     times = json.loads((Path(folder) / f"{part}.json").read_text())
-                    yield make_row(
-                        f"table_server_{part}_{ids}x{dim}_{kind}", peer="a bare socket", times=times, aim=AIMS[ids]
-                    )
+                    aim = AIMS.get((kind, part, ids))
+                    yield make_row(f"table_server_{part}_{ids}x{dim}_{kind}", peer=peer, times=times, aim=aim)

@@ -1,13 +1,14 @@
 """Measures pulls and pushes of a worker at a table server, and at a bare socket server with the same table, in turns.
 
-The bare server speaks over a Unix or TCP socket, without authentication, numbers, transactions or several workers. Both
-run in processes of their own. A push of ours includes the commit. Writes the seconds of ours and bare to the files
-pull.json and push.json of the working folder. With --durable, our server keeps its tables in memory that outlives it,
-as in a run.
+The bare server speaks over a Unix or TCP socket, without authentication, numbers, transactions or several workers. All
+servers run in processes of their own. --peer compares with another one than the bare: see table_peers. A push of ours
+includes the commit. Writes the seconds of ours and of the peer to the files pull.json and push.json of the working
+folder. With --durable, our server keeps its tables in memory that outlives it, as in a run.
 """
 
 import argparse
 import contextlib
+import importlib
 import json
 import os
 import secrets
@@ -19,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
@@ -60,6 +62,16 @@ def serve_bare(connection: socket.socket, dim: int) -> None:
         find_distinct(ids)
         table.push(ids, occurrences, gradients, SGD)
         connection.sendall(b"\1")
+
+
+class PeerTable(Protocol):
+    """A table at another server."""
+
+    def pull(self, ids: np.ndarray) -> np.ndarray:
+        """Return rows, float32, of shape (n, dim)."""
+
+    def push(self, ids: np.ndarray, occurrences: np.ndarray, gradients: np.ndarray) -> None:
+        """Make a step."""
 
 
 class BareTable:
@@ -134,11 +146,18 @@ def seconds_per_call(call: Callable[[], object], finish: Callable[[], object], c
     return (time.perf_counter() - start) / calls
 
 
-def measure_size(ids_count: int, dim: int, *, tcp: bool, durable: bool) -> None:
+def peer_server(kind: str, folder: str, dim: int, *, tcp: bool) -> contextlib.AbstractContextManager[PeerTable]:
+    if kind == "bare":
+        return bare_server(folder, dim, tcp=tcp)
+    peers = importlib.import_module("bench.scripts.table_peers")  # with torch and grpc, which a server does not import
+    return peers.rpc_server(ROWS, dim) if kind == "torch_rpc" else peers.grpc_server(dim)
+
+
+def measure_size(ids_count: int, dim: int, *, peer: str, tcp: bool, durable: bool) -> None:
     generator = np.random.default_rng(0)
     with (
         tempfile.TemporaryDirectory() as folder,
-        bare_server(folder, dim, tcp=tcp) as bare,
+        peer_server(peer, folder, dim, tcp=tcp) as bare,
         table_server(folder, tcp=tcp, durable=durable) as client,
     ):
         table = client.open_table("bench", TableSettings(dim=dim))
@@ -180,6 +199,7 @@ def main() -> None:
     parser.add_argument("--size", nargs=2, type=int, default=SIZE, metavar=("IDS", "DIM"))
     parser.add_argument("--tcp", action="store_true")
     parser.add_argument("--durable", action="store_true")
+    parser.add_argument("--peer", choices=["bare", "torch_rpc", "grpc"], default="bare")
     arguments = parser.parse_args()
     if arguments.serve:
         with socket.socket(fileno=arguments.serve[0]) as listener:
@@ -187,7 +207,7 @@ def main() -> None:
             with connection:
                 serve_bare(connection, arguments.serve[1])
         return
-    measure_size(*arguments.size, tcp=arguments.tcp, durable=arguments.durable)
+    measure_size(*arguments.size, peer=arguments.peer, tcp=arguments.tcp, durable=arguments.durable)
 
 
 if __name__ == "__main__":

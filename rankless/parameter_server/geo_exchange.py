@@ -42,15 +42,19 @@ class GeoExchange:
         self._is_training = False
         self._steps += 1
         if self._steps == self._most_steps:
-            self.send()
+            self._push_shares()
             self.parameters.take_others()
             for table in self._tables:
                 table.take_others()
 
     def send(self) -> None:
-        """Send this worker's shares of what it has trained since the last exchange, as one transaction."""
-        if self._steps == 0:
-            return
+        """Send shares of what this worker has trained since the last exchange, and wait until servers have them."""
+        if self._steps:
+            self._push_shares()
+        self._client.wait_until_committed()
+
+    def _push_shares(self) -> None:
+        """Push shares as one transaction."""
         self._steps = 0
         pushes = [*self.parameters.make_pushes(), *(table.make_push() for table in self._tables)]
         if pushes:

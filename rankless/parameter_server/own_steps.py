@@ -42,7 +42,8 @@ class StepsOnServers:
         self._client.commit()
 
     def send(self) -> None:
-        """Do nothing: every step has been sent."""
+        """Wait until the servers have made all steps of this worker, which have been sent."""
+        self._client.wait_until_committed()
 
     def read_all(self) -> None:
         """Take the servers' values and optimizer states of all parameters."""

@@ -53,6 +53,32 @@ def test_a_batch_with_fewer_ratings_than_workers_gives_the_same_numbers(tmp_path
     assert found["rmse"] == pytest.approx(wanted["rmse"], rel=0, abs=1e-10)
 
 
+MODES = {mode: ("--servers", "2", "--workers", "3", "--server-mode", mode) for mode in ("async", "bounded", "geo")}
+
+
+@pytest.mark.parametrize(
+    "mode", [pytest.param(mode, marks=() if mode == "bounded" else pytest.mark.exhaustive) for mode in MODES]
+)
+def test_workers_with_batches_of_their_own_learn(tmp_path, mode):
+    found = report_of("recommend", tmp_path, "--epochs", "2", where=MODES[mode])
+    assert found["rmse"] < 0.9 * found["rmse_of_mean"]
+    assert found["auc"] > 0.7
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("mode", ["async", "bounded"])
+def test_modes_reach_the_metrics_of_one_device(tmp_path, mode):
+    """The means over three seeds. The metrics of one device differ by about 1 % from seed to seed."""
+    found, wanted = [
+        [report_of("recommend", tmp_path, "--seed", str(seed), where=where) for seed in range(3)]
+        for where in (MODES[mode], ("-n", "1"))
+    ]
+    for metric in ("rmse", "auc"):
+        ours, theirs = ([report[metric] for report in reports] for reports in (found, wanted))
+        print(f"{metric}, {mode}: {ours}, one device: {theirs}")
+        assert sum(ours) / 3 == pytest.approx(sum(theirs) / 3, rel=0.005)
+
+
 def test_verify_calls_the_example_with_servers_the_same_training(tmp_path):
     options = ("--epochs", "1", "--batch-size", "64", "--ratings", str(write_ratings(tmp_path / "u.data")))
     done = rankless(

@@ -65,7 +65,7 @@ def test_calls_steps_and_final_tensors_are_written_in_order(tmp_path):
     tensors = safetensors.numpy.load_file(tensors_file(str(tmp_path), 1))
     expected = model[0].weight.detach().double().numpy()
     np.testing.assert_array_equal(tensors["model.0.weight"], expected)
-    parameters = {final.name for final in finished.tensors if final.is_parameter}
+    parameters = {final.name for final in finished.tensors if final.kind == "parameter"}
     assert len(parameters) == 4
     assert {final.dtype for final in finished.tensors} == {"bfloat16", "int64"}
 

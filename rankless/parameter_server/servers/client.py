@@ -108,6 +108,12 @@ class ServerClient:
             self._transaction.changes = 0
             self._transaction.is_training = False
 
+    def wait_until_committed(self) -> None:
+        """Wait until all servers have made this worker's transactions, also those that are killed meanwhile."""
+        if self._transaction.committed:
+            with self._requests.exchange():
+                self._requests.ask_all(MessageHeader(Kind.STATISTICS, transaction=self._transaction.committed))
+
     def close(self) -> None:
         """Leave the run once the last commit has been made, and close the connections. The others can go on alone.
 

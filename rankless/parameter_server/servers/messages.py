@@ -74,7 +74,8 @@ class MessageHeader(NamedTuple):
         acknowledged: All answers up to this one have arrived: the server may forget them.
         transaction: Number of the worker's transaction, from 1 on. Of a read: the last one that it must see. In an
             answer: the last one that the server has committed.
-        start: First row of a part. In an answer: the table's step.
+        start: First row of a part. Of a reset: how many of them the worker has asked for. In an answer: the table's
+            step.
         rows: Number of rows, or of ids.
         payload_bytes: Bytes of all payload frames.
     """

@@ -85,6 +85,7 @@ class ServedTable:
         self._numbers = numbers
         self._servers = servers_of_shards(len(numbers), settings.shard_bits)
         self._step = step
+        self._resets = 0
         self._pending = (0, 0)
         """The transaction of the last push, and the number of pushes to this table in it."""
 
@@ -192,9 +193,10 @@ class ServedTable:
         self._step += 1
 
     def reset_states(self) -> None:
-        """Forget the optimizer, as part of the transaction: once all workers have asked for it."""
+        """Forget the optimizer, as part of the transaction. All workers ask for it, and it happens once."""
+        self._resets += 1
         with self.requests.exchange():
-            self._ask_all(Kind.RESET, transaction=self._transaction.committed + 1)
+            self._ask_all(Kind.RESET, transaction=self._transaction.committed + 1, start=self._resets)
         self._transaction.changes += 1
 
     def contents(self) -> TableContents:

@@ -39,10 +39,12 @@ class KeptTransactions(msgspec.Struct, frozen=True):
     Args:
         left: The workers that have left.
         committed: The last transaction of each worker that has been committed, where each has its own. Empty: none.
+        resets: How often the optimizer of a table has been reset, by the table's number.
     """
 
     left: list[int] = []
     committed: list[int] = []
+    resets: dict[int, int] = {}
 
 
 class ServerTables:
@@ -113,6 +115,7 @@ class ServerTables:
             number: The transaction's number.
             committed: The last transaction of each worker, with this one, where each has its own.
         """
+        resets = dict(self._kept.resets)
         with self._transaction(number):
             for parts in zip(*changes, strict=True):
                 table = self.tables[parts[0].table].table
@@ -121,10 +124,12 @@ class ServerTables:
                     total = sum_gradients(slices)
                     settings = decode_optimizer(parts[0].settings)
                     table.push(total.ids, total.occurrences, total.gradients, settings)
-                else:
+                elif parts[0].reset > resets.get(parts[0].table, 0):  # otherwise another worker has asked before
+                    resets[parts[0].table] = parts[0].reset
                     table.reset_states()
-            if committed:
-                self._keep(msgspec.structs.replace(self._kept, committed=list(committed)))
+            kept = msgspec.structs.replace(self._kept, committed=list(committed), resets=resets)
+            if kept != self._kept:
+                self._keep(kept)
 
     def restore(self, opened: OpenTable, contents: TableContents) -> None:
         """Let a table take contents. Raises TableError if it cannot, and then nothing has changed."""

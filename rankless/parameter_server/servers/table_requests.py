@@ -174,7 +174,7 @@ class TableRequests:
     def _reset(self, request: WorkerRequest) -> RequestAnswer:
         _frames(request, 0)
         what = f"reset of the states of the table {self.tables.find(request.header.table).name!r}"
-        return self._add(request, WorkerChange(request.header.table, what, b"", None))
+        return self._add(request, WorkerChange(request.header.table, what, b"", None, request.header.start))
 
     def _add(self, request: WorkerRequest, change: WorkerChange) -> RequestAnswer:
         try:

@@ -28,12 +28,14 @@ class WorkerChange(NamedTuple):
         text: What it does, for people. Equal for all workers.
         settings: Settings of the optimizer as JSON. Empty: reset the optimizer's states.
         gradient_slice: The worker's slice of the gradients. None: reset.
+        reset: How many resets of the table the worker has asked for, with this one. 0: it is a push.
     """
 
     table: int
     text: str
     settings: bytes
     gradient_slice: RowGradients | None
+    reset: int = 0
 
 
 class PendingTransactions(Protocol):

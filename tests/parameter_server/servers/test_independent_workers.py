@@ -158,3 +158,29 @@ def test_every_acknowledged_push_counts_once_though_servers_are_killed(tmp_path,
     assert table.contents().step == sum(acknowledged)
     run.close()
     os.close(descriptor)
+
+
+@pytest.mark.parametrize("kills", [0, 1])
+def test_an_optimizer_that_all_workers_begin_with_resets_once(tmp_path, kills):
+    """Each worker asks for a reset before its first push with an optimizer, at another time."""
+    descriptor = os.memfd_create("tables")
+    run = RestartedServer(tmp_path, descriptor, workers=3, mode="async")
+    run.start()
+    settings = ConnectionSettings(reconnect_seconds=60)
+    clients = [run.client(worker, settings=settings) for worker in range(3)]
+    tables = [client.open_table("t", SETTINGS) for client in clients]
+    reference = Table(SETTINGS)
+    for name in ("adagrad", "momentum", "adagrad"):
+        reference.reset_states()
+        for client, table in zip(clients, tables, strict=True):
+            table.reset_states()
+            for each in (table, reference):
+                each.push(IDS, np.ones(3, np.int64), np.ones((3, 2)), OPTIMIZERS[name])
+            client.commit()
+            if kills:
+                run.restart()
+    for client in clients:
+        client.wait_until_committed()
+    assert_equal_contents(tables[1].contents(), reference.contents())
+    run.close()
+    os.close(descriptor)
