@@ -144,7 +144,7 @@ def test_a_job_whose_server_is_stopped_ends_and_names_the_server(tmp_path: Path)
     pytest.importorskip("zmq")
     pytest.importorskip("numba")
     (tmp_path / "script.py").write_text(PULLING)
-    options = ("--no-warm", "--hang-timeout", "4", "--servers", "2", "--workers", "2")
+    options = ("--no-warm", "--hang-timeout", "8", "--servers", "2", "--workers", "2")
     job = start_rankless("run", *options, "script.py", folder=tmp_path)
     try:
         wait_until(lambda: len(read_process_ids(tmp_path)) == 2 or job.poll() is not None)
