@@ -68,15 +68,15 @@ def test_workers_with_batches_of_their_own_learn(tmp_path, mode):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("mode", ["async", "bounded"])
 def test_modes_reach_the_metrics_of_one_device(tmp_path, mode):
-    """The means over three seeds. The metrics of one device differ by about 1 % from seed to seed."""
+    """The means over eight seeds, whose error is about 0.4 %: metrics of one device differ by 1 % from seed to seed."""
     found, wanted = [
-        [report_of("recommend", tmp_path, "--seed", str(seed), where=where) for seed in range(3)]
+        [report_of("recommend", tmp_path, "--seed", str(seed), where=where) for seed in range(8)]
         for where in (MODES[mode], ("-n", "1"))
     ]
     for metric in ("rmse", "auc"):
         ours, theirs = ([report[metric] for report in reports] for reports in (found, wanted))
         print(f"{metric}, {mode}: {ours}, one device: {theirs}")
-        assert sum(ours) / 3 == pytest.approx(sum(theirs) / 3, rel=0.005)
+        assert sum(ours) / 8 == pytest.approx(sum(theirs) / 8, rel=0.01)
 
 
 def test_verify_calls_the_example_with_servers_the_same_training(tmp_path):
