@@ -19,7 +19,7 @@ from rankless.collectives.byte_messages import all_gather_bytes
 from rankless.collectives.mesh_collectives import all_reduce, broadcast
 from rankless.context.accumulation_passes import AccumulationPass
 from rankless.context.table_sharing import SharedParameters, TableSharing, WorkerSteps
-from rankless.errors import RanksDiverged
+from rankless.errors import ConfigError, RanksDiverged
 from rankless.parallel.mesh import Mesh
 
 _SAMPLED_ELEMENTS = 64
@@ -32,10 +32,13 @@ class IndependentWorkers:
     Args:
         workers: The mesh of all of them.
         tables: What this worker shares through servers.
+        staleness: By how many of its steps a worker may be ahead of the slowest one. None: there is no bound.
     """
 
-    def __init__(self, workers: Mesh, tables: TableSharing) -> None:
+    def __init__(self, workers: Mesh, tables: TableSharing, staleness: int | None = None) -> None:
         self.workers = workers
+        self._staleness = staleness
+        self._jobs: set[str] = set()
         self._tables = tables
         self._calls = 0
         self._digest = 0
@@ -61,10 +64,21 @@ class IndependentWorkers:
         """Note a call of a train job, which one of the workers makes.
 
         Args:
-            job: The job's label.
+            job: The job's name and line.
             tensors: Its arguments, of which a part is compared when the workers meet.
             modules: The job's models.
+
+        Raises:
+            ConfigError: There are more train jobs than the staleness allows. A worker may have made one more call of
+                each job than another one. At the last call before a meeting the two would wait for each other.
         """
+        self._jobs.add(job)
+        if self._staleness is not None and len(self._jobs) > self._staleness + 1:
+            raise ConfigError(
+                expected=f"at most {self._staleness + 1} train jobs with --staleness {self._staleness}",
+                found=f"{len(self._jobs)}: {', '.join(sorted(self._jobs))}",
+                fix=f"give --staleness {len(self._jobs) - 1} or more",
+            )
         self._calls += 1
         self._has_trained = True
         self._modules += [module for module in modules if module not in self._modules]

@@ -81,9 +81,10 @@ class ProcessContext:
         servers = None if config is None else config.servers
         workers, tables = replace(mesh, desync_detector=self._desync_detector), TableSharing()
         trains_alone = servers is not None and servers.mode != "sync"
+        staleness = servers.staleness if servers is not None and servers.mode == "bounded" else None
         self.world = World(
             mesh=Mesh.solo(mesh.device) if trains_alone else workers,
-            independent=IndependentWorkers(workers, tables) if trains_alone else None,
+            independent=IndependentWorkers(workers, tables, staleness) if trains_alone else None,
             tables=tables,
             notify=self.notify,
             send_record=observer,

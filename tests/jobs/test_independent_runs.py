@@ -18,10 +18,10 @@ def read_result(output: str):
     return json.loads(next(line for line in output.splitlines() if line.startswith("RESULT")).removeprefix("RESULT"))
 
 
-def run(folder, script, *arguments, servers=2, workers=3, mode="async", **options):
+def run(folder, script, *arguments, servers=2, workers=3, mode="async", options=()):
     given = ("--servers", servers, "--workers", workers, "--server-mode", mode, "--server-restarts", 200)
     given += ("--seed", "1", "--no-progress", *(("--geo-steps", 50) if mode == "geo" else ()))
-    return rankless("run", *map(str, given), str(script), *map(str, arguments), folder=folder, **options)
+    return rankless("run", *map(str, given), *options, str(script), *map(str, arguments), folder=folder)
 
 
 def train(folder, script, *arguments, **options):
@@ -190,3 +190,18 @@ def test_what_independent_workers_cannot_do_is_refused(tmp_path, name):
     done = run(tmp_path, script, workers=2, servers=1)
     assert done.returncode == 1, done.stdout + done.stderr
     assert re.search(message, done.stderr), done.stderr
+
+
+def test_more_jobs_than_the_staleness_allows_are_refused(tmp_path):
+    """Worker 0 would wait at its last call for worker 1, which would wait for it at the end of the pass."""
+    script = tmp_path / "script.py"
+    body = (
+        "for batch in rankless.loader([torch.ones(4, 3)] * 3, batch_size=None):\n    train(batch)\n    again(batch)\n"
+    )
+    again = "again = rankless.job(model=model, optimizer=optimizer)(lambda x: model(x).sum())\n"
+    script.write_text(START + JOB + again + body)
+    done = run(tmp_path, script, mode="bounded", options=("--staleness", "0"))
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "fix:      give --staleness 1 or more" in done.stderr
+    done = run(tmp_path, script, mode="bounded", options=("--staleness", "1"), workers=2)
+    assert done.returncode == 0, done.stdout + done.stderr

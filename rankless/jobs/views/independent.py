@@ -49,7 +49,8 @@ class IndependentView:
         worker = number % self._independent.workers.size
         is_own = worker == self._independent.workers.rank
         self._share_parameters(is_own=is_own)
-        self._independent.count_call(self._job.name, arguments.tensors, self._job.modules.values())
+        label = f"{self._job.name!r} at {self._job.line}"
+        self._independent.count_call(label, arguments.tensors, self._job.modules.values())
         if is_own:
             return self._train(number, arguments)
         self._count_step()

@@ -124,6 +124,8 @@ class ServerTables:
                     total = sum_gradients(slices)
                     settings = decode_optimizer(parts[0].settings)
                     table.push(total.ids, total.occurrences, total.gradients, settings)
+                elif not committed:  # all workers ask for it together
+                    table.reset_states()
                 elif parts[0].reset > resets.get(parts[0].table, 0):  # otherwise another worker has asked before
                     resets[parts[0].table] = parts[0].reset
                     table.reset_states()
