@@ -1,10 +1,12 @@
 """The watchdog asks workers for their stacks, which must never disturb them, whatever their threads do."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 from support.jobs import wait_until
 
@@ -159,12 +161,19 @@ def test_a_script_that_closes_descriptors_gets_nothing_it_did_not_ask_for(start,
     assert process.poll() is None
 
 
+def read_state(thread: int) -> str:
+    """Return the state letter that the kernel gives for a thread."""
+    with open(f"/proc/{thread}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0]
+
+
 def test_a_stopped_process_and_one_that_has_ended_do_not_answer(start, monkeypatch):
     monkeypatch.setattr(stacks, "RESPONSE_TIMEOUT_SECONDS", 0.3)
     page, process, _ = start("wait()")
-    process.send_signal(19)
+    process.send_signal(signal.SIGSTOP)
+    wait_until(lambda: {read_state(thread.id) for thread in psutil.Process(process.pid).threads()} == {"T"})
     assert ask(process.pid, page) == {}
-    process.send_signal(18)
+    process.send_signal(signal.SIGCONT)
     process.kill()
     process.wait()
     assert ask(process.pid, page) == {}
