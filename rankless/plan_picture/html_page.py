@@ -139,7 +139,7 @@ def list_schedule(job: PicturedJob) -> list[list[str]]:
     return [
         [
             str(worker),
-            ", ".join(str(number) for number, stage in enumerate(job.pipeline.stages) if stage.worker == worker),
+            ", ".join(str(number) for number, stage in enumerate(job.pipeline.stages) if worker in stage.workers),
             ", ".join(f"{unit.kind} {unit.microbatch} of stage {unit.stage}" for unit in units),
         ]
         for worker, units in enumerate(job.pipeline.timeline)

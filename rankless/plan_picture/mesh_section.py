@@ -65,7 +65,8 @@ def find_stages(job: PicturedJob) -> dict[int, str]:
         return {}
     stages: dict[int, list[str]] = {}
     for number, stage in enumerate(job.pipeline.stages):
-        stages.setdefault(stage.worker, []).append(str(number))
+        for worker in stage.workers:
+            stages.setdefault(worker, []).append(str(number))
     places = {worker: job.grid.find_ranks(worker)[axis] for worker in range(job.grid.count)}
     return {
         worker: f"stage{'s' if len(stages[place]) > 1 else ''} {', '.join(stages[place])}"

@@ -26,7 +26,7 @@ def draw_timeline(drawing: Drawing, pipeline: PipelineRecord, axis: str, area: A
     slot = min(WIDEST_SLOT, (area.width - NAME_WIDTH) / slots)
     widest = measure_text("0" * len(str(pipeline.microbatches - 1)), 11) + 1
     for worker, units in enumerate(pipeline.timeline):
-        stages = [number for number, stage in enumerate(pipeline.stages) if stage.worker == worker]
+        stages = [number for number, stage in enumerate(pipeline.stages) if worker in stage.workers]
         name = f"{axis} {worker}: {'stage' if len(stages) == 1 else 'stages'} {', '.join(map(str, stages))}"
         drawing.add(
             fit_label(Label(x=area.x, y=y + 16, text=name), NAME_WIDTH - GAP),
@@ -37,7 +37,8 @@ def draw_timeline(drawing: Drawing, pipeline: PipelineRecord, axis: str, area: A
             draw_unit(drawing, unit, place, is_later=unit.stage != min(stages, default=0), widest=widest)
         y += ROW
     kinds = [kind for kind in UNIT_NAMES if any(unit.kind == kind for units in pipeline.timeline for unit in units)]
-    has_later = any(stage.worker != number for number, stage in enumerate(pipeline.stages))
+    workers = [worker for stage in pipeline.stages for worker in stage.workers]
+    has_later = len(set(workers)) < len(workers)
     return draw_unit_legend(drawing, kinds, Area(x=area.x + NAME_WIDTH, y=y, width=area.width), has_later=has_later)
 
 

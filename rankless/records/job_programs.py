@@ -80,10 +80,10 @@ class ProbedOperator(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PipelineStage(msgspec.Struct, frozen=True, kw_only=True):
-    """A stage of a pipeline: consecutive layers of a model, which one worker computes."""
+    """A stage of a pipeline: consecutive layers of a model."""
 
-    worker: int
-    """The rank of its worker along the axis `pipeline`."""
+    workers: tuple[int, ...]
+    """The ranks of its workers along the axis `pipeline`. Several take its microbatches in turns."""
     begins: str
     """The module at which it begins, as "model.layers.4". Empty for the first stage."""
     operators: int
@@ -92,7 +92,7 @@ class PipelineStage(msgspec.Struct, frozen=True, kw_only=True):
     """The number of parameters that it has."""
     parameter_bytes: int
     held_microbatches: int
-    """The most microbatches whose activations its worker holds at once."""
+    """The most microbatches whose activations one of its workers holds at once."""
 
 
 class PipelineUnit(msgspec.Struct, frozen=True, kw_only=True):

@@ -144,12 +144,16 @@ def _render_pipeline(pipeline: PipelineRecord, width: int) -> Iterator[str]:
     yield from _wrap(head, width, indent=2)
     for number, stage in enumerate(pipeline.stages):
         yield from _wrap(
-            f"stage {number} on worker {stage.worker}, from {stage.begins or 'the start'}: "
+            f"stage {number} on {_list_workers(stage.workers)}, from {stage.begins or 'the start'}: "
             f"{_count(stage.operators, 'operator')}, {_count(stage.parameters, 'parameter')}, "
             f"{format_decimal_bytes(stage.parameter_bytes)}{_describe_held(stage.held_microbatches)}",
             width,
             indent=4,
         )
+
+
+def _list_workers(workers: Sequence[int]) -> str:
+    return f"worker{'s' if len(workers) > 1 else ''} {', '.join(map(str, workers))}"
 
 
 def _describe_held(count: int) -> str:

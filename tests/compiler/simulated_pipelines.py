@@ -23,6 +23,7 @@ from rankless.compiler.ir.memory_order import find_memory_order
 from rankless.compiler.pipeline.options import PipelineOptions
 from rankless.compiler.pipeline.pipeline_program import build_pipeline_program
 from rankless.compiler.pipeline.schedules import make_schedule
+from rankless.compiler.pipeline.stage_workers import StageWorkers
 from rankless.compiler.pipeline.stages import Stages, find_stages
 from rankless.compiler.scheduling.stored_states import StateStorage
 from rankless.parallel.mesh import Mesh, MeshAxis
@@ -123,6 +124,7 @@ def run_on_simulated_pipeline(
     batch_dims: Sequence[int | None] | None = None,
     owners: Mapping[str, int] | None = None,
     generators: Sequence[torch.Generator] = (),
+    stage_workers: StageWorkers | None = None,
 ) -> PipelineOutcome:
     """Cut a program into stages, and run all of its workers.
 
@@ -137,28 +139,45 @@ def run_on_simulated_pipeline(
         batch_dims: The dim of each argument that microbatches divide, if any. Default: dim 0.
         owners: The stages of parameters that an earlier job has decided.
         generators: Those from which the job draws. Default: PyTorch's default generator.
+        stage_workers: The workers of each stage. Default: one for each stage.
     """
     tensors, generators = named_tensors(modules), generators or (torch.default_generator,)
-    stages = cut(program, modules, workers * (2 if schedule == "interleaved" else 1), owners)
-    names = frozenset(name for name in stages.owners if divided and tensors[name].dim())
+    count = workers * (2 if schedule == "interleaved" else 1)
+    if stage_workers is None:
+        stage_workers = StageWorkers.alternate(stages=count, workers=workers)
+    stages = cut(program, modules, len(stage_workers.of), owners)
+    names = [name for name in stages.owners if divided and tensors[name].dim()]
+    places = assign(names, stages, tensors, stage_workers)
     turn, pairs = threading.Lock(), product(range(workers), repeat=2)
     queues: dict[tuple[int, int], Queue[Tensor]] = {pair: Queue() for pair in pairs}
     transports = [SimulatedTransport(worker, turn, queues, generators) for worker in range(workers)]
-    sizes = {"workers": workers, "stages": stages.count, "microbatches": microbatches}
+    sizes = {"workers": workers, "stage_workers": stage_workers, "microbatches": microbatches}
     order = make_schedule(schedule, **sizes, trains=has_backward(program))
     programs = []
     for transport in transports:
         options = PipelineOptions(
             axis=MeshAxis(name="pipeline", role="pipeline", rank=len(programs), size=workers),
             stages=stages,
+            stage_workers=stage_workers,
             schedule=order,
             microbatches=microbatches,
             batch_lengths=divide(arguments, batch_dims, microbatches),
             transport=transport,
         )
-        programs.append(build(program, tensors, options, names))
-    values = run_threads(programs, stages, tensors, arguments, turn, names, generators)
-    return make_outcome(programs, values, stages, names, [item.sent_bytes for item in transports])
+        programs.append(build(program, tensors, options, places))
+    values = run_threads(programs, places, tensors, arguments, turn, generators)
+    return make_outcome(programs, values, stages, places, [item.sent_bytes for item in transports])
+
+
+def assign(
+    names: Sequence[str], stages: Stages, tensors: Mapping[str, Tensor], stage_workers: StageWorkers
+) -> dict[str, int]:
+    """Return the worker that has each parameter: those of a stage in turns, and tied ones the same."""
+    first: dict[int, int] = {}
+    for number, name in enumerate(names):
+        workers = stage_workers.of[stages.owners[name]]
+        first.setdefault(id(tensors[name]), workers[number % len(workers)])
+    return {name: first[id(tensors[name])] for name in names}
 
 
 def divide(
@@ -174,12 +193,12 @@ def divide(
 
 
 def build(
-    program: LogicalProgram, tensors: Mapping[str, Tensor], options: PipelineOptions, divided: frozenset[str]
+    program: LogicalProgram, tensors: Mapping[str, Tensor], options: PipelineOptions, places: Mapping[str, int]
 ) -> LocalProgram:
-    """Return the program of one worker; `divided` are the parameters that only the worker of their stage has."""
-    workers, owners = options.axis.size, options.stages.owners
+    """Return the program of one worker; `places` are the workers of parameters that one worker has."""
+    workers = options.axis.size
     mesh = Mesh(rank=options.axis.rank, size=workers, device=DEVICE, axes=(options.axis,))
-    owned = {name: Shard(0, one_owner(tensors[name].shape, owners[name] % workers, workers)) for name in divided}
+    owned = {name: Shard(0, one_owner(tensors[name].shape, worker, workers)) for name, worker in places.items()}
     shardings = [(Replicate(),)] * len(options.batch_lengths)
     return build_pipeline_program(program, shardings, mesh, options, storage=StateStorage(owned=owned))
 
@@ -188,7 +207,7 @@ def make_outcome(
     programs: Sequence[LocalProgram],
     values: Sequence[tuple[Sequence[Tensor], list[Tensor]]],
     stages: Stages,
-    divided: frozenset[str],
+    places: Mapping[str, int],
     sent_bytes: list[int],
 ) -> PipelineOutcome:
     """Return what all workers have computed."""
@@ -197,8 +216,8 @@ def make_outcome(
     for number, output in enumerate(programs[0].outputs):
         if output.kind == "check":
             continue
-        is_divided = output.kind == "gradient" and output.name in divided
-        owner = stages.owners[output.name] % len(programs) if is_divided else 0
+        is_divided = output.kind == "gradient" and output.name in places
+        owner = places[output.name] if is_divided else 0
         value = values[owner][0][number]
         if not is_divided:
             for other, _ in values:
@@ -249,11 +268,10 @@ def one_owner(shape: Sequence[int], owner: int, workers: int) -> tuple[int, ...]
 
 def run_threads(
     programs: Sequence[LocalProgram],
-    stages: Stages,
+    places: Mapping[str, int],
     tensors: Mapping[str, Tensor],
     arguments: Sequence[Tensor],
     turn: threading.Lock,
-    divided: frozenset[str],
     generators: Sequence[torch.Generator],
 ) -> list[tuple[Sequence[Tensor], list[Tensor]]]:
     """Run all workers, and return the outputs of each, and the states of its generators."""
@@ -272,8 +290,7 @@ def run_threads(
                     inputs.append(described.constant)
                 else:
                     value = tensors[described.name].detach()
-                    name = described.name
-                    is_here = name not in divided or stages.owners[name] % len(programs) == worker
+                    is_here = places.get(described.name, worker) == worker
                     inputs.append(value if is_here else value[:0])
             found[worker] = programs[worker](inputs), read_states(generators)
         except BaseException as error:

@@ -7,8 +7,9 @@ from simulated_pipelines import capture_job, run_on_simulated_pipeline
 from torch import nn
 
 from rankless.compiler.codegen.codegen import LocalProgram
-from rankless.compiler.pipeline.data_flow import Part, ValueKey
+from rankless.compiler.pipeline.data_flow import ValueKey
 from rankless.compiler.pipeline.schedules import make_schedule
+from rankless.compiler.pipeline.stage_workers import StageWorkers
 from rankless.compiler.pipeline.step import PipelineRun
 
 WORKERS, MICROBATCHES = 3, 6
@@ -27,7 +28,13 @@ def test_a_worker_keeps_the_activations_of_as_many_microbatches_as_its_schedule_
     found = run_on_simulated_pipeline(
         program, {"model": model}, arguments, workers=WORKERS, microbatches=MICROBATCHES, schedule=schedule
     )
-    made = make_schedule(schedule, workers=WORKERS, stages=found.stages.count, microbatches=MICROBATCHES, trains=True)
+    made = make_schedule(
+        schedule,
+        workers=WORKERS,
+        stage_workers=StageWorkers.alternate(stages=found.stages.count, workers=WORKERS),
+        microbatches=MICROBATCHES,
+        trains=True,
+    )
     assert [count_kept(local) for local in found.programs] == [made.count_held(worker) for worker in range(WORKERS)]
 
 
@@ -37,7 +44,7 @@ def count_kept(local: LocalProgram) -> int:
     assert isinstance(run, PipelineRun)
     remaining, made, most = dict(run.step.uses), {}, 0
     for unit, function in run.step.units:
-        sent = [ValueKey(name, unit.microbatch) for name, *_ in run.step.sends[Part(unit.kind, unit.stage)]]
+        sent = [ValueKey(name, unit.microbatch) for name, *_ in run.step.sends[unit]]
         for key in (*function.inputs, *sent):
             remaining[key] -= 1
         if unit.kind == "forward":

@@ -5,6 +5,7 @@ from itertools import product
 import pytest
 
 from rankless.compiler.pipeline.schedules import Schedule, Unit, make_schedule
+from rankless.compiler.pipeline.stage_workers import StageWorkers
 from rankless.records.parallel_plan import PipelineSchedule
 
 SIZES = [(2, 4), (4, 4), (4, 8), (4, 16), (8, 16)]
@@ -13,7 +14,8 @@ SIZES = [(2, 4), (4, 4), (4, 8), (4, 16), (8, 16)]
 
 def make(name: PipelineSchedule, workers: int, microbatches: int, trains: bool = True) -> Schedule:
     stages = workers * (2 if name == "interleaved" else 1)
-    return make_schedule(name, workers=workers, stages=stages, microbatches=microbatches, trains=trains)
+    order = StageWorkers.alternate(stages=stages, workers=workers)
+    return make_schedule(name, workers=workers, stage_workers=order, microbatches=microbatches, trains=trains)
 
 
 @pytest.mark.parametrize(("workers", "microbatches"), SIZES)

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from rankless.compiler.ir.counter_operators import CounterRandomMode
 from rankless.compiler.ir.logical_program import LogicalProgram
 from rankless.compiler.lowering.value_check import OtherValueRead
+from rankless.compiler.pipeline.stage_workers import StageWorkers
 from rankless.errors import CaptureError
 
 Job = Callable[..., Any]
@@ -30,6 +31,19 @@ ALL: tuple[dict[str, Any], ...] = (
     {"workers": 3, "microbatches": 4, "schedule": "zero-bubble"},
     {"workers": 4, "microbatches": 5, "schedule": "gpipe", "divided": False},
 )
+KINDS: tuple[dict[str, Any], ...] = (
+    {"workers": 5, "microbatches": 6, "stage_workers": StageWorkers.split((3, 2))},
+    {"workers": 4, "microbatches": 2, "stage_workers": StageWorkers.split((1, 3))},
+    {"workers": 5, "microbatches": 7, "stage_workers": StageWorkers.split((4, 1)), "schedule": "gpipe"},
+    {
+        "workers": 6,
+        "microbatches": 4,
+        "stage_workers": StageWorkers.split((2, 1, 3)),
+        "schedule": "zero-bubble",
+        "divided": False,
+    },
+)
+"""Several workers for a stage, as of workers of several kinds."""
 GENERATOR = torch.Generator(torch.get_default_device())
 
 
@@ -270,6 +284,17 @@ def test_every_schedule_gives_the_same(options: Mapping[str, Any]) -> None:
     assert_same_as_plain(make_results(), options, trains=False)
 
 
+@pytest.mark.parametrize("options", KINDS, ids=str)
+@pytest.mark.parametrize("make", PLAIN + LAYOUTS, ids=lambda make: make.__name__)
+def test_workers_of_a_stage_that_take_turns_give_the_same(make: Callable[[], Case], options: Mapping[str, Any]) -> None:
+    assert_same_as_plain(make(), options)
+
+
+@pytest.mark.parametrize("options", KINDS, ids=str)
+def test_workers_that_take_turns_predict_the_same(options: Mapping[str, Any]) -> None:
+    assert_same_as_plain(make_results(), options, trains=False)
+
+
 def mix(model: nn.Sequential, x: Tensor, y: Tensor) -> Tensor:
     part, order = torch.distributions.Beta(0.4, 0.4).sample(), torch.randperm(x.shape[0])
     scores = model(part * x + (1 - part) * x[order])
@@ -297,13 +322,13 @@ def draw_per_sample(model: nn.Sequential, x: Tensor, y: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("job", [mix, drop, mask], ids=lambda job: job.__name__)
-@pytest.mark.parametrize("options", ALL[:3], ids=str)
+@pytest.mark.parametrize("options", ALL[:3] + KINDS[:2], ids=str)
 def test_a_pipeline_draws_the_numbers_of_one_device(job: Job, options: Mapping[str, Any]) -> None:
     assert_same_as_plain((chain(6, 8, 8, 4), job, [samples(9, 6), labels(4, 9)]), options)
 
 
 @pytest.mark.parametrize("job", [sample_by_value, draw_per_sample], ids=lambda job: job.__name__)
-@pytest.mark.parametrize("options", ALL[:3], ids=str)
+@pytest.mark.parametrize("options", ALL[:3] + KINDS[:2], ids=str)
 def test_a_pipeline_draws_by_counter(job: Job, options: Mapping[str, Any]) -> None:
     assert_same_as_plain((chain(6, 8, 8, 4), job, [samples(9, 6), labels(4, 9)]), options, counter=True)
 

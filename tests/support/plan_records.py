@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from math import prod
 
 from rankless.compiler.pipeline.schedules import describe_timeline, make_schedule
+from rankless.compiler.pipeline.stage_workers import StageWorkers
 from rankless.plan_picture.pictured_job import PicturedPlan, collect_plan
 from rankless.records.job_programs import (
     DefinedJob,
@@ -123,10 +124,21 @@ def pipelined(
         lengths = tuple(size if rank == stage_of[name] % workers else 0 for rank in range(workers))
         return StateDivision(axis="pipeline", dim=0, lengths=lengths)
 
-    order = make_schedule(schedule, workers=workers, stages=count, microbatches=microbatches, trains=True)
+    order = make_schedule(
+        schedule,
+        workers=workers,
+        stage_workers=StageWorkers.alternate(stages=count, workers=workers),
+        microbatches=microbatches,
+        trains=True,
+    )
     stages = tuple(
         PipelineStage(
-            worker=stage % workers, begins="model", operators=9, parameters=2, parameter_bytes=9, held_microbatches=2
+            workers=(stage % workers,),
+            begins="model",
+            operators=9,
+            parameters=2,
+            parameter_bytes=9,
+            held_microbatches=2,
         )
         for stage in range(count)
     )

@@ -1,4 +1,9 @@
-"""Which values each part of a pipeline needs from other parts, and which of them move between workers."""
+"""Which values each part of a pipeline needs from other parts, and which of them move between workers.
+
+Note [sums of several workers]: where several workers compute a stage, each has the sum over its own microbatches of a
+value, such as a gradient. After its units it sends that to the workers that need the sum over all. They add the terms
+in the order of workers.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +20,7 @@ from rankless.compiler.lowering.count_expressions import SizeFromCounts
 from rankless.compiler.pipeline.microbatches import is_join
 from rankless.compiler.pipeline.partition import Phase, ProgramPartition, list_ancestors
 from rankless.compiler.pipeline.schedules import UNIT_KINDS, Unit
+from rankless.compiler.pipeline.stage_workers import StageWorkers
 from rankless.compiler.pipeline.transfers import TransferredValue
 from rankless.compiler.tracing.row_counts import list_traced_counts
 from rankless.compiler.tracing.symbolic_sizes import size_hint
@@ -64,15 +70,24 @@ class DataFlow:
 
     Args:
         partition: When and where each node runs.
-        workers: The number of workers. Stage s belongs to worker s % workers.
+        stage_workers: The workers of stages.
         held: The parameters that every worker has, by the name of their input.
+        owners: The worker of each parameter that one worker has, by the name of its input.
         outputs: For each output of the program the worker that returns it first.
     """
 
-    def __init__(self, partition: ProgramPartition, workers: int, held: frozenset[str], outputs: Sequence[int]) -> None:
+    def __init__(
+        self,
+        partition: ProgramPartition,
+        stage_workers: StageWorkers,
+        held: frozenset[str],
+        owners: Mapping[str, int],
+        outputs: Sequence[int],
+    ) -> None:
         self.partition = partition
-        self.workers = workers
+        self.stage_workers = stage_workers
         self._held = held
+        self._owners = owners
         self._free_joins: dict[str, tuple[str, ...]] = {}
         self._order = {node.name: position for position, node in enumerate(partition.nodes)}
         self.needs: dict[Part, dict[Need, None]] = {}
@@ -82,14 +97,27 @@ class DataFlow:
         for (node, _), worker in zip(partition.graphs[0].outputs, outputs, strict=True):
             self._add_needs(Part("finish", worker), [node], None)
 
-    def find_worker(self, name: str) -> int:
-        """Return the worker that computes a value."""
-        return self.partition.stages[name] % self.workers
+    def find_worker(self, name: str, microbatch: int | None = None) -> int:
+        """Return the worker that computes a value, or has it as an input.
+
+        Args:
+            name: The value.
+            microbatch: For which microbatch, where units compute it.
+        """
+        stage = self.partition.stages[name]
+        if self.partition.phases[name] in UNIT_KINDS:
+            assert microbatch is not None, f"{name} is computed for each microbatch"
+            return self.stage_workers.find_worker(stage, microbatch)
+        return self._owners.get(name, self.stage_workers.find_first(stage))
+
+    def list_sum_workers(self, name: str) -> list[int]:
+        """Return the workers that have terms of a sum over microbatches; see Note [sums of several workers]."""
+        return self.stage_workers.list_busy(self.partition.stages[name], len(self.partition.graphs))
 
     def find_part(self, name: str) -> Part:
         """Return the part of the step that computes a value."""
-        phase, stage = self.partition.phases[name], self.partition.stages[name]
-        return Part(phase, stage if phase in UNIT_KINDS else stage % self.workers)
+        phase = self.partition.phases[name]
+        return Part(phase, self.partition.stages[name] if phase in UNIT_KINDS else self.find_worker(name))
 
     def _add_needs(self, part: Part, values: Iterable[fx.Node], user: fx.Node | None) -> None:
         """Note what a node of a part takes from others; without a user it is an output of the program."""
@@ -116,25 +144,32 @@ class DataFlow:
             self._free_joins[name] = (name,) if is_join(node) else tuple(dict.fromkeys(inner))
         return self._free_joins[name]
 
-    def list_parts(self, worker: int) -> list[Part]:
-        """Return the parts of a worker."""
-        return [part for part in self.needs if self._find_worker_of(part) == worker]
+    def _takes_part(self, worker: int, part: Part, microbatch: int | None) -> bool:
+        """Return whether a worker runs a part of the step, for a microbatch if one is given."""
+        if part.phase not in UNIT_KINDS:
+            return part.number == worker
+        if microbatch is None:
+            return worker in self.stage_workers.of[part.number]
+        return worker == self.stage_workers.find_worker(part.number, microbatch)
 
-    def _find_worker_of(self, part: Part) -> int:
-        return part.number % self.workers
-
-    def is_remote(self, name: str, worker: int) -> bool:
-        """Return whether a value comes from another worker."""
+    def is_remote(self, name: str, worker: int, microbatch: int | None = None) -> bool:
+        """Return whether a value comes from another worker, for a microbatch where units compute it."""
         phase = self.partition.phases[name]
-        return phase != "free" and name not in self._held and self.find_worker(name) != worker
+        return phase != "free" and name not in self._held and self.find_worker(name, microbatch) != worker
 
-    def list_needed(self, worker: int, source: Part) -> list[Need]:
-        """Return what a worker needs of a part of the step, its own or another worker's, in program order."""
+    def list_needed(self, worker: int, source: Part, microbatch: int | None = None) -> list[Need]:
+        """Return what a worker needs of a part of the step, its own or another worker's, in program order.
+
+        Args:
+            worker: The worker.
+            source: The part.
+            microbatch: For which microbatch, if it is a unit.
+        """
         found = {
             need: None
-            for part in self.list_parts(worker)
-            if part != source
-            for need in self.needs[part]
+            for part, needs in self.needs.items()
+            if part != source and self._takes_part(worker, part, microbatch)
+            for need in needs
             if self._comes_from(need, source)
         }
         return sorted(found, key=lambda need: (self._order[need.name], need.is_sum))
@@ -144,17 +179,24 @@ class DataFlow:
         if phase == "free":
             return source.phase == "prepare"
         if need.is_sum:
-            return source == Part("finish", self.find_worker(need.name))
+            return source.phase == "finish" and source.number in self.list_sum_workers(need.name)
         if phase == "input":
             return source == Part("prepare", self.find_worker(need.name))
         return source == self.find_part(need.name)
 
-    def list_sent(self, source: Part, target: int) -> list[Need]:
-        """Return what a part of the step sends to a worker, in order: sums first, else in program order."""
-        if self._find_worker_of(source) == target:
+    def list_sent(self, source: Part, target: int, microbatch: int | None = None) -> list[Need]:
+        """Return what a part of the step sends to a worker, in order: sums first, else in program order.
+
+        Args:
+            source: The part.
+            target: The worker.
+            microbatch: For which microbatch, if it is a unit.
+        """
+        if self._takes_part(target, source, microbatch):
             return []
-        needed = [need for need in self.list_needed(target, source) if self.is_remote(need.name, target)]
-        return sorted(needed, key=lambda need: not need.is_sum)
+        needed = self.list_needed(target, source, microbatch)
+        sent = [need for need in needed if need.is_sum or self.is_remote(need.name, target, microbatch)]
+        return sorted(sent, key=lambda need: not need.is_sum)
 
     def list_keys(self, need: Need) -> list[ValueKey]:
         """Return the values of a step that a need stands for."""
@@ -178,9 +220,8 @@ class DataFlow:
         """
         keys = [key for need in self.list_sent(Part("prepare", source), target) for key in self.list_keys(need)]
         for unit in units:
-            keys += [
-                ValueKey(need.name, unit.microbatch) for need in self.list_sent(Part(unit.kind, unit.stage), target)
-            ]
+            sent = self.list_sent(Part.of(unit), target, unit.microbatch)
+            keys += [ValueKey(need.name, unit.microbatch) for need in sent]
         keys += [key for need in self.list_sent(Part("finish", source), target) for key in self.list_keys(need)]
         return [self.describe(key) for key in keys]
 

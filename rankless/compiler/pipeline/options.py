@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from rankless.compiler.pipeline.schedules import Schedule
+from rankless.compiler.pipeline.stage_workers import StageWorkers
 from rankless.compiler.pipeline.stages import Stages
 from rankless.compiler.pipeline.transfers import Transport
 from rankless.parallel.mesh import MeshAxis
@@ -16,6 +17,7 @@ class PipelineOptions:
     Attributes:
         axis (MeshAxis): The workers of the pipeline.
         stages (Stages): The stages of the program.
+        stage_workers (StageWorkers): Their workers.
         schedule (Schedule): The order of units.
         microbatches (int): Their number.
         batch_lengths (tuple[Shard | None, ...]): How each tensor argument is divided into microbatches, if it is.
@@ -26,6 +28,7 @@ class PipelineOptions:
 
     axis: MeshAxis
     stages: Stages
+    stage_workers: StageWorkers
     schedule: Schedule
     microbatches: int
     batch_lengths: tuple[Shard | None, ...]

@@ -53,15 +53,31 @@ class PartGraph:
         if key in self._made:
             return self._made[key]
         name = key.name
-        if self._is_computed_here(key):
+        if key.is_sum and self.streams is not None:
+            node = self._add_sum(key)
+        elif self._is_computed_here(key):
             node = self._add(self._partition.by_name[name], key.microbatch)
         elif self.streams is not None and self._is_received_here(key):
             source = self._data_flow.find_worker(name)
             node = self._call(Streams.receive, (self.streams, key, source))
         else:
-            node = self.inputs[key] = self._add_input()
+            node = self._get_input(key)
         self._made[key] = node
         return node
+
+    def _get_input(self, key: ValueKey) -> fx.Node:
+        """Return an input, a new one unless the graph has it already."""
+        if key not in self.inputs:
+            self.inputs[key] = self._add_input()
+        return self.inputs[key]
+
+    def _add_sum(self, key: ValueKey) -> fx.Node:
+        """Add the terms that workers have of a sum over microbatches; see Note [sums of several workers]."""
+        terms = [
+            self._get_input(key) if worker == self._worker else self._call(Streams.receive, (self.streams, key, worker))
+            for worker in self._data_flow.list_sum_workers(key.name)
+        ]
+        return terms[0] if len(terms) == 1 else self._call(add_terms, (terms,))
 
     def _add_input(self) -> fx.Node:
         """Add an input after those before it, and before all nodes that compute."""
@@ -80,16 +96,15 @@ class PartGraph:
         return self._data_flow.find_part(key.name) == self._part
 
     def _is_received_here(self, key: ValueKey) -> bool:
-        if not self._data_flow.is_remote(key.name, self._worker):
-            return False
         phase = self._partition.phases[key.name]
-        if self._part.phase == "prepare":
-            return phase in ("input", "prepare")
-        return key.is_sum or phase == "finish"
+        if phase in UNIT_KINDS or not self._data_flow.is_remote(key.name, self._worker):
+            return False
+        return phase in ("input", "prepare") if self._part.phase == "prepare" else phase == "finish"
 
     def send(self, key: ValueKey, target: int) -> None:
-        """Send a value to another worker."""
-        sent = self._call(Streams.send, (self.streams, self.get(key), target, self._data_flow.describe(key)))
+        """Send a value to another worker; of a sum over microbatches the term of this worker."""
+        value = self._get_input(key) if key.is_sum else self.get(key)
+        sent = self._call(Streams.send, (self.streams, value, target, self._data_flow.describe(key)))
         meta = self._partition.by_name[key.name].meta
         logical = meta["value"][0] if "value" in meta else meta["source"]
         sent.meta.update(line=logical.meta.get("line", ""), module=logical.meta.get("module"))

@@ -1,6 +1,6 @@
 """Schedules of a pipeline: in which order each worker computes its stages on the microbatches.
 
-Note [schedules]: a worker has one or more stages: with P workers stage s belongs to worker s % P. Each stage has a
+Note [schedules]: a worker has one or more stages, or some microbatches of one; see `stage_workers`. Each stage has a
 forward unit per microbatch, and in training a backward unit, which `zero-bubble` divides: gradients that an earlier
 stage needs come first, gradients of parameters when there is nothing else to do. A simulation with unit costs makes the
 orders. Each worker takes the first unit that is ready by the rules of the schedule, so every order can run, whatever
@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from rankless.compiler.pipeline.stage_workers import StageWorkers
 from rankless.records.job_programs import PipelineUnit
 from rankless.records.parallel_plan import PipelineSchedule
 
@@ -71,17 +72,19 @@ class Schedule:
         return most
 
 
-def make_schedule(name: PipelineSchedule, *, workers: int, stages: int, microbatches: int, trains: bool) -> Schedule:
+def make_schedule(
+    name: PipelineSchedule, *, workers: int, stage_workers: StageWorkers, microbatches: int, trains: bool
+) -> Schedule:
     """Return the order of units of each worker; see Note [schedules].
 
     Args:
         name: The schedule.
         workers: The number of workers.
-        stages: The number of stages, a multiple of that.
+        stage_workers: Those of each stage.
         microbatches: The number of microbatches.
         trains: Whether there are backward units.
     """
-    return _Simulation(name, workers, stages, microbatches, trains).run()
+    return _Simulation(name, workers, stage_workers, microbatches, trains).run()
 
 
 def describe_timeline(schedule: Schedule) -> tuple[tuple[PipelineUnit, ...], ...]:
@@ -96,10 +99,13 @@ def describe_timeline(schedule: Schedule) -> tuple[tuple[PipelineUnit, ...], ...
 
 
 class _Simulation:
-    def __init__(self, name: PipelineSchedule, workers: int, stages: int, microbatches: int, trains: bool) -> None:
+    def __init__(
+        self, name: PipelineSchedule, workers: int, stage_workers: StageWorkers, microbatches: int, trains: bool
+    ) -> None:
         self._name = name
         self._workers = workers
-        self._stages = stages
+        self._stage_workers = stage_workers
+        self._stages = len(stage_workers.of)
         self._microbatches = microbatches
         kinds: tuple[UnitKind, ...] = ("forward",)
         if trains:
@@ -111,8 +117,9 @@ class _Simulation:
             [
                 Unit(kind, stage, microbatch)
                 for kind in kinds
-                for stage in range(worker, stages, workers)
+                for stage in stage_workers.list_stages(worker)
                 for microbatch in range(microbatches)
+                if stage_workers.find_worker(stage, microbatch) == worker
             ]
             for worker in range(workers)
         ]
@@ -162,10 +169,11 @@ class _Simulation:
         if self._name == "gpipe" or "backward" not in self._kinds:
             return True
         count = {kind: sum(unit.kind == kind for unit in done) for kind in self._kinds}
-        per_worker = self._stages // self._workers
-        limit = self._workers - worker
-        if per_worker > 1:
-            limit = 2 * (limit - 1) + (per_worker - 1) * self._workers + 1
+        own = self._stage_workers.list_stages(worker)
+        if len(own) == 1:
+            limit = self._stage_workers.count_ahead(own[0])
+        else:
+            limit = 2 * (self._workers - worker - 1) + (len(own) - 1) * self._workers + 1
         is_held = "weights" in count and count["forward"] - count["weights"] >= self._workers
         return count["forward"] - count["backward"] < limit and not is_held
 
@@ -179,8 +187,13 @@ class _Simulation:
             if stage + 1 < self._stages:
                 needed.append(Unit("backward", stage + 1, microbatch))
             if self._name == "gpipe":
-                own = range(stage % self._workers, self._stages, self._workers)
-                needed += [Unit("forward", other, number) for other in own for number in range(self._microbatches)]
+                worker = self._stage_workers.find_worker(stage, microbatch)
+                needed += [
+                    Unit("forward", other, number)
+                    for other in self._stage_workers.list_stages(worker)
+                    for number in range(self._microbatches)
+                    if self._stage_workers.find_worker(other, number) == worker
+                ]
         else:
             needed = [Unit("backward", stage, microbatch)]
         return all(self._ends.get(item, time + 1) <= time for item in needed)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rankless.compiler.lowering.value_check import ValueCheck
 from rankless.compiler.pipeline.argument_exchange import ArgumentExchange
-from rankless.compiler.pipeline.data_flow import Part, ValueKey
+from rankless.compiler.pipeline.data_flow import ValueKey
 from rankless.compiler.pipeline.random_draws import RandomDraws
 from rankless.compiler.pipeline.schedules import Unit
 from rankless.compiler.pipeline.transfers import Streams, TransferredValue, Transport
@@ -47,7 +47,7 @@ class PipelineStep:
     prepare: PartFunction
     units: tuple[tuple[Unit, PartFunction], ...]
     finish: PartFunction
-    sends: Mapping[Part, tuple[tuple[str, int, TransferredValue], ...]]
+    sends: Mapping[Unit, tuple[tuple[str, int, TransferredValue], ...]]
     """The values that each unit sends, to which worker, and what it must know of them."""
     receives: Mapping[Unit | None, tuple[tuple[ValueKey, int], ...]]
     """The values that a unit needs first of other workers' units, and from which worker; None for the end."""
@@ -113,7 +113,7 @@ class PipelineRun:
         for unit, function in step.units:
             values.update((key, streams.receive(key, source)) for key, source in step.receives[unit])
             self._run(function, values, remaining)
-            for name, target, described in step.sends[Part.of(unit)]:
+            for name, target, described in step.sends[unit]:
                 streams.send(take(ValueKey(name, unit.microbatch), values, remaining), target, described)
         values.update((key, streams.receive(key, source)) for key, source in step.receives[None])
         found = self._run(step.finish, values, remaining, streams)

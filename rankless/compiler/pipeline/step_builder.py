@@ -54,12 +54,14 @@ class StepBuilder:
         self._owned = storage.owned
         self._worker = options.axis.rank
         self._workers = options.axis.size
+        self._stage_workers = options.stage_workers
         self.lines: dict[CodeType, Mapping[int, str]] = {}
         self.collectives: list[CollectiveRecord] = []
         self._owners = [self._find_output_worker(node, described) for node, described in partition.graphs[0].outputs]
-        names = {local.name: described for local, described in partition.graphs[0].inputs}
-        held = frozenset(name for name, described in names.items() if described.name not in self._owned)
-        self.data_flow = DataFlow(partition, self._workers, held, self._owners)
+        names = {local.name: described.name for local, described in partition.graphs[0].inputs}
+        owners = {name: storage.find_owner(known) for name, known in names.items() if known in self._owned}
+        held = frozenset(names.keys() - owners.keys())
+        self.data_flow = DataFlow(partition, self._stage_workers, held, owners, self._owners)
         units = options.schedule.workers[self._worker]
         parts = [Part("prepare", self._worker), *map(Part.of, units), Part("finish", self._worker)]
         self._gathers = StageGathers(self.data_flow, self._worker, parts, storage)
@@ -67,8 +69,8 @@ class StepBuilder:
     def _find_output_worker(self, node: fx.Node, described: ProgramOutput) -> int:
         """Return the worker that returns an output first: that of a divided parameter has its gradient."""
         if described.kind == "gradient" and described.name in self._owned:
-            return self._options.stages.owners[described.name] % self._workers
-        return self._partition.stages.get(node.name, self._partition.count - 1) % self._workers
+            return self._storage.find_owner(described.name)
+        return self._stage_workers.find_first(self._partition.stages.get(node.name, self._partition.count - 1))
 
     def build(self, mesh: Mesh) -> PipelineStep:
         """Return the step."""
@@ -76,9 +78,8 @@ class StepBuilder:
         prepare = self._build_prepare(draws)
         units = [(unit, self._build_unit(unit, draws)) for unit in self._options.schedule.workers[self._worker]]
         finish = self._build_finish(draws)
-        parts = {Part.of(unit): None for unit, _ in units}
-        sends = {part: tuple(self._list_sends(part)) for part in parts}
-        sent = [[ValueKey(name, unit.microbatch) for name, *_ in sends[Part.of(unit)]] for unit, _ in units]
+        sends = {unit: tuple(self._list_sends(unit)) for unit, _ in units}
+        sent = [[ValueKey(name, unit.microbatch) for name, *_ in sends[unit]] for unit, _ in units]
         taken = [prepare.inputs, *[function.inputs for _, function in units], finish.inputs, *sent]
         uses = count_uses(taken)
         return PipelineStep(
@@ -148,12 +149,12 @@ class StepBuilder:
         self.collectives = [*[exchange.record for _, exchange in found], *self.collectives]
         return tuple(found)
 
-    def _list_sends(self, part: Part) -> Sequence[tuple[str, int, TransferredValue]]:
+    def _list_sends(self, unit: Unit) -> Sequence[tuple[str, int, TransferredValue]]:
         """Return what a unit sends, to which worker, and its description."""
         return [
-            (need.name, target, self.data_flow.describe(ValueKey(need.name, 0)))
+            (need.name, target, self.data_flow.describe(ValueKey(need.name, unit.microbatch)))
             for target in range(self._workers)
-            for need in self.data_flow.list_sent(part, target)
+            for need in self.data_flow.list_sent(Part.of(unit), target, unit.microbatch)
         ]
 
     def _list_receives(self, units: Sequence[Unit]) -> Mapping[Unit | None, tuple[tuple[ValueKey, int], ...]]:
@@ -164,12 +165,12 @@ class StepBuilder:
             part = Part("finish", self._worker) if unit is None else Part.of(unit)
             numbers = range(self._options.microbatches) if unit is None else (unit.microbatch,)
             new = [
-                (ValueKey(need.name, number), self.data_flow.find_worker(need.name))
+                (ValueKey(need.name, number), self.data_flow.find_worker(need.name, number))
                 for need in self.data_flow.needs.get(part, ())
                 for number in numbers
                 if self._partition.phases[need.name] in UNIT_KINDS
                 and not need.is_sum
-                and self.data_flow.is_remote(need.name, self._worker)
+                and self.data_flow.is_remote(need.name, self._worker, number)
                 and ValueKey(need.name, number) not in known
             ]
             known.update(key for key, _ in new)
@@ -265,7 +266,7 @@ class StepBuilder:
                 part.get(ValueKey(node.name, unit.microbatch))
         values: dict[str, None] = {}
         for target in range(self._workers):
-            for need in self.data_flow.list_needed(target, own):
+            for need in self.data_flow.list_needed(target, own, unit.microbatch):
                 values[need.name] = None
         sums = [name for name in sums if name not in added]
         keys = [ValueKey(name, unit.microbatch) for name in values]

@@ -13,6 +13,7 @@ from rankless.compiler.pipeline.measured_work import measure_work
 from rankless.compiler.pipeline.options import PipelineOptions
 from rankless.compiler.pipeline.pipeline_program import build_pipeline_program
 from rankless.compiler.pipeline.schedules import INTERLEAVED_STAGES, make_schedule
+from rankless.compiler.pipeline.stage_workers import StageWorkers
 from rankless.compiler.pipeline.stages import Stages, find_stages
 from rankless.compiler.pipeline.transfers import GroupTransport
 from rankless.compiler.probing.operator_probe import OperatorProbe
@@ -122,12 +123,18 @@ class Pipelines:
             for sharding, rows in zip(shardings, lengths, strict=True)
         ]
         stages = self.find_stages(program)
+        stage_workers = StageWorkers.alternate(stages=stages.count, workers=axis.size)
         trains = any(output.kind == "gradient" for _, output in program.outputs)
         options = PipelineOptions(
             axis=axis,
             stages=stages,
+            stage_workers=stage_workers,
             schedule=make_schedule(
-                self._plan.schedule, workers=axis.size, stages=stages.count, microbatches=count, trains=trains
+                self._plan.schedule,
+                workers=axis.size,
+                stage_workers=stage_workers,
+                microbatches=count,
+                trains=trains,
             ),
             microbatches=count,
             batch_lengths=lengths,
