@@ -4,6 +4,7 @@
     python examples/recommend.py --ratings ml-100k.inter
     rankless run -n 3 examples/recommend.py
     rankless run --servers 2 --workers 3 examples/recommend.py
+    rankless run --servers 2 --workers 3 --heter-workers 2 examples/recommend.py
 
 `--ratings` takes the ratings of MovieLens-100k: `u.data`, or `ml-100k.inter` as RecBole distributes it. Without it the
 script makes a sample. A row of a table is a vector and a bias. An id gets its row in the first step that has it. The
@@ -31,6 +32,7 @@ class Recommender(nn.Module):
         self.users = rankless.parameter_server.Embedding(dim + 1, initial=rankless.parameter_server.Normal(std=0.05))
         self.items = rankless.parameter_server.Embedding(dim + 1, initial=rankless.parameter_server.Normal(std=0.05))
         self.layers = nn.Sequential(nn.Linear(2 * dim, 32), nn.ReLU(), nn.Linear(32, 1))
+        rankless.parameter_server.mark_dense(self.layers)  # for heterogeneous workers, if the run has some
         self.mean = mean
 
     def forward(self, users, items):

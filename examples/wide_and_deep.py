@@ -3,6 +3,7 @@
     python examples/wide_and_deep.py
     rankless run -n 3 examples/wide_and_deep.py
     rankless run --servers 2 --workers 3 examples/wide_and_deep.py
+    rankless run --servers 2 --workers 3 --heter-workers 2 examples/wide_and_deep.py
 
 The script makes the data: 13 numbers and 26 categories per row, and whether there was a click. A category is a hash of
 64 bits, of a feature and its value, so that one table holds all features without a list of their values. The wide part
@@ -36,6 +37,7 @@ class WideAndDeep(nn.Module):
         self.layers = nn.Sequential(
             nn.Linear(NUMBERS + CATEGORIES * dim, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 1)
         )
+        rankless.parameter_server.mark_dense(self.layers)  # for heterogeneous workers, if the run has some
 
     def forward(self, numbers, categories):
         left, right = categories[:, CROSSED[:, 0]], categories[:, CROSSED[:, 1]]

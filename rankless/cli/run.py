@@ -6,7 +6,12 @@ import sys
 from rankless.cli.host_options import LOG_FOLDER_HELP, add_host_options, make_cluster
 from rankless.cli.json_output import add_json_option, make_json_header, read_json_destination
 from rankless.cli.program_options import PLAN_HELP, add_program_options, find_misplaced_count, read_program
-from rankless.cli.server_options import add_server_options, read_servers, read_workers
+from rankless.cli.server_options import (
+    add_server_options,
+    read_heterogeneous_workers,
+    read_servers,
+    read_workers,
+)
 from rankless.config.backends import BACKENDS
 from rankless.config.environment import default_log_folder
 from rankless.config.mesh_option import MESH_HELP, parse_mesh
@@ -133,6 +138,8 @@ def _make_config(arguments: argparse.Namespace) -> RunConfig:
     workers = arguments.workers
     if workers is None:
         workers = 1 if cluster is not None else count_default_workers(mesh, arguments.plan, otherwise=1)
+    heterogeneous = read_heterogeneous_workers(arguments)
+    workers += heterogeneous
     total = workers if cluster is None else cluster.workers if worker_hosts else workers * len(cluster.hosts)
     return make_run_config(
         program,
@@ -154,5 +161,6 @@ def _make_config(arguments: argparse.Namespace) -> RunConfig:
             cluster=cluster,
             hang_timeout_seconds=arguments.hang_timeout,
             servers=servers,
+            heterogeneous_workers=heterogeneous,
         ),
     )

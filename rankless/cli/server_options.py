@@ -33,6 +33,13 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
         "ports are not used.",
     )
     group.add_argument(
+        "--heter-workers",
+        metavar="K|A[:PORT],…",
+        help="Heterogeneous workers besides: their number, or one address for each. They compute the dense part of "
+        "models, which the script marks, on GPUs if there are any. The others read data and look rows up on the CPU. "
+        "Default: none.",
+    )
+    group.add_argument(
         "--server-mode",
         metavar="|".join(SERVER_MODES),
         default=SERVER_MODES[0],
@@ -122,6 +129,26 @@ def read_workers(arguments: argparse.Namespace) -> tuple[int | None, tuple[Host,
             fix="omit one of the two",
         )
     return count, hosts
+
+
+def read_heterogeneous_workers(arguments: argparse.Namespace) -> int:
+    """Return the number of heterogeneous workers that the options request.
+
+    Raises:
+        ConfigError: It is no number from 0 up, or there are addresses of other hosts.
+    """
+    text, option = arguments.heter_workers, "--heter-workers"
+    count = 0 if text is None else _read_count(option, text, least=0)
+    if count is not None:
+        return count
+    endpoints = read_endpoints(option, text, example="127.0.0.1,127.0.0.1", may_repeat=True)
+    if find_worker_hosts(option, endpoints, ()):
+        raise ConfigError(
+            expected=f"{option} as a number, or as addresses of this host, because several hosts are not supported",
+            found=text,
+            fix="start all workers on one host",
+        )
+    return len(endpoints)
 
 
 def _read_server_endpoints(text: str) -> list[Endpoint]:

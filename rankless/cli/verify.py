@@ -11,7 +11,12 @@ from typing import get_args
 from rankless.cli.host_options import LOG_FOLDER_HELP, add_host_options, make_cluster
 from rankless.cli.json_output import add_json_option, make_json_header, read_json_destination
 from rankless.cli.program_options import PLAN_HELP, add_program_options, read_program
-from rankless.cli.server_options import add_server_options, read_servers, read_workers
+from rankless.cli.server_options import (
+    add_server_options,
+    read_heterogeneous_workers,
+    read_servers,
+    read_workers,
+)
 from rankless.config.environment import default_log_folder
 from rankless.config.hosts import Host
 from rankless.config.mesh_option import MESH_HELP, parse_mesh
@@ -97,6 +102,8 @@ def run(arguments: argparse.Namespace) -> int:
     servers = _read_sync_servers(arguments)
     arguments.workers, worker_hosts = read_workers(arguments)
     cluster, workers = _read_cluster(arguments, worker_hosts)
+    heterogeneous = read_heterogeneous_workers(arguments)
+    workers += heterogeneous
     require_server_hosts(servers, cluster)
     plan = None if arguments.plan is None else find_plan(arguments.plan, program, workers=workers)
     choose_mesh(arguments.mesh, plan, workers)
@@ -111,6 +118,7 @@ def run(arguments: argparse.Namespace) -> int:
             devices=arguments.devices,
             cluster=cluster,
             servers=servers,
+            heterogeneous_workers=heterogeneous,
             log_folder=arguments.log_dir,
             show=arguments.show,
             plan=plan,

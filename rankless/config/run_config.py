@@ -185,6 +185,9 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds without progress after which the job ends; None learns them, 0 never ends it."""
     servers: RequestedServers | None = None
     """The parameter servers of the run; None for a run without."""
+    heterogeneous_workers: int = 0
+    """How many of the workers compute the dense part of models, with GPUs if the host has any. The others look rows up,
+    on the CPU. 0: all workers are alike."""
 
 
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,6 +9,7 @@ import shutil
 from rankless.config.backends import read_requested_backend, require_usable_backend
 from rankless.config.elastic import check_elastic
 from rankless.config.environment import user_hang_timeout, user_preload, user_threads, user_visible_devices
+from rankless.config.heterogeneous import check_heterogeneous, make_heterogeneous_mesh
 from rankless.config.mesh_option import format_mesh, require_workers
 from rankless.config.resource_limits import core_count
 from rankless.config.run_config import Cluster, PlanFile, Program, RunConfig, RunRequest
@@ -34,7 +35,8 @@ def make_run_config(program: Program, request: RunRequest) -> RunConfig:
     check_numbers(request)
     check_servers(request, cluster)
     check_program(program)
-    devices, backend = choose_devices(request.devices, worker_count=count), read_requested_backend(request.backend)
+    check_heterogeneous(request, cluster)
+    devices, backend = choose_worker_devices(request, count), read_requested_backend(request.backend)
     require_usable_backend(backend, devices, host_count=1 if cluster is None else len(cluster.hosts))
     # Processes of other programs seed themselves. A program that names Rankless expects one seed for all ranks.
     has_separate_seeds = request.recording is None and (request.separate_seeds or not names_rankless(program))
@@ -53,7 +55,9 @@ def make_run_config(program: Program, request: RunRequest) -> RunConfig:
         perturbation_seed=request.perturbation_seed,
         dtype=request.dtype,
         plan=request.plan,
-        mesh=choose_mesh(request.mesh, request.plan, count if cluster is None else cluster.workers),
+        mesh=make_heterogeneous_mesh(count, request.heterogeneous_workers)
+        if request.heterogeneous_workers
+        else choose_mesh(request.mesh, request.plan, count if cluster is None else cluster.workers),
         observation=request.observation,
         progress=request.progress,
         agent_output=request.agent_output,
@@ -206,6 +210,15 @@ def check_program(program: Program) -> None:
             found="no such module here or among the installed packages",
             fix="check the name; start in the folder that has it; run a script without -m",
         )
+
+
+def choose_worker_devices(request: RunRequest, workers: int) -> tuple[str, ...]:
+    """Return one torch device per worker of this host. Raises `ConfigError`.
+
+    Beside heterogeneous workers, which have the last ranks, the others are on the CPU.
+    """
+    some = request.heterogeneous_workers or workers
+    return ("cpu",) * (workers - some) + choose_devices(request.devices, worker_count=some)
 
 
 def choose_devices(requested: str | None, *, worker_count: int) -> tuple[str, ...]:

@@ -73,6 +73,8 @@ class World:
     """The plan of the run; None lets each job make its own."""
     stages: MutableMapping[Tensor, int] = field(default_factory=WeakIdKeyDictionary)
     """The stage of a pipeline to which a parameter belongs, by the parameter."""
+    stage_owners: MutableMapping[Tensor, int] = field(default_factory=WeakIdKeyDictionary)
+    """The worker along the axis `pipeline` that has a parameter, by the parameter."""
     once: OnceState = field(default_factory=OnceState)
     """Whether rank 0 is inside `rankless.once`."""
     servers: ServersConfig | None = None

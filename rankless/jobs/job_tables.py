@@ -63,7 +63,8 @@ class JobTables:
 
     def _require_usable(self) -> None:
         mesh, options = self._world.mesh, self._job.step_options
-        if mesh.size > 1 and (len(mesh.axes) > 1 or mesh.axes[0].role != "data"):
+        is_data = len(mesh.axes) == 1 and (mesh.axes[0].role == "data" or mesh.axes[0].stage_workers)
+        if mesh.size > 1 and not is_data:
             found = "the axes " + ", ".join(f"{axis.name}={axis.size}" for axis in mesh.axes)
             raise self._error("a mesh with the axis data alone, where a job has tables", found, "omit --mesh and plan=")
         if mesh.size > 1 and options.zero is not None:

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from rankless.compiler.capture.graph_cleanup import named_tensors
+from rankless.context.table_sharing import find_tables
 from rankless.context.world import World
 from rankless.data.logical_tensor import LogicalTensor
 from rankless.errors import ConfigError
@@ -14,6 +15,7 @@ from rankless.jobs.arguments import FlattenedArguments, find_batch_dim, name_arg
 from rankless.jobs.definition import JobDefinition
 from rankless.jobs.optimizer_step import count_group_parameters
 from rankless.jobs.position_dims import PositionDims
+from rankless.jobs.stage_assignment import choose_owner, count_microbatches
 from rankless.ownership.default_policy import give_to, make_default_plan
 from rankless.ownership.divided_owner import DividedOwner
 from rankless.ownership.gather_after_step import GATHER_BYTES
@@ -72,7 +74,7 @@ class PlannedDivision:
             if self.pipeline is None
             else PipelinePlan(
                 schedule=self._settings.schedule,
-                microbatches=self._settings.count_microbatches(self.pipeline.size),
+                microbatches=count_microbatches(self._settings, self.pipeline),
                 stages={name: stage for name, stage in (self._stages or {}).items() if name in made.states},
             ),
         )
@@ -81,10 +83,14 @@ class PlannedDivision:
         """Return how the axes `tensor`, `expert` and `pipeline` divide parameters, by name, in this order."""
         stepped = {id(item) for optimizer in self._job.optimizers for item in list_parameters(optimizer)}
         found: dict[str, tuple[StateDivision, ...]] = {}
+        tables = {id(table.weight) for model in self._job.modules.values() for table in find_tables(model).values()}
         for name, tensor in tensors.items():
+            if id(tensor) in tables:  # it stands for rows, which all workers step together
+                continue
             divisions = (self._divisions or {}).get(name, ())
             if self.pipeline is not None and name in (self._stages or {}) and id(tensor) in stepped:
-                along_pipeline = give_to(tensor, self.pipeline, (self._stages or {})[name])
+                owner = choose_owner(tensor, (self._stages or {})[name], self.pipeline, self._world.stage_owners)
+                along_pipeline = give_to(tensor, self.pipeline, owner)
                 divisions = (*divisions, along_pipeline) if along_pipeline is not None else divisions
             if divisions:
                 found[name] = divisions
@@ -206,12 +212,14 @@ class PlannedDivision:
         if self._given is not None:
             require_same_states(job, plan.states, tensors, with_dtypes=self._world.dtype is None)
         if plan.divides_states:
+            divided = {id(tensors[name]) for name, state in plan.states.items() if state.optimizer_state}
             for optimizer in job.optimizers:
-                require_divisible(optimizer, job=job.name, line=job.line)
+                if any(id(item) in divided for item in list_parameters(optimizer)):
+                    require_divisible(optimizer, job=job.name, line=job.line)
             require_whole_tensors(job, plan, tensors)
         before = owner.version
-        divided = [name for name, state in plan.states.items() if state.optimizer_state]
-        for names in group_by_size(divided, tensors):
+        names_divided = [name for name, state in plan.states.items() if state.optimizer_state]
+        for names in group_by_size(names_divided, tensors):
             group = JobPlan(states={name: plan.states[name] for name in names})
             owner.divide(group, tensors, line=job.line, complete=complete)
         return owner.version != before

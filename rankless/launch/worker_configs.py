@@ -65,7 +65,7 @@ def make_worker_configs(
                 servers=job.servers,
             ),
             folder=folder,
-            cuda_devices=visible.cuda_variable,
+            cuda_devices="" if device == "cpu" and visible.cuda_variable else visible.cuda_variable,
         )
         for local_rank, device in enumerate(visible.names)
     ]

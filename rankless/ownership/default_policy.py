@@ -96,9 +96,8 @@ def divide(parameter: Tensor, axis: MeshAxis, before: Sequence[StateDivision]) -
     return StateDivision(axis=axis.name, dim=found[0], lengths=split_lengths(whole[found[0]], axis.size))
 
 
-def give_to(parameter: Tensor, axis: MeshAxis, stage: int) -> StateDivision | None:
-    """Return the division that gives a parameter to the worker of its stage; None for one without rows."""
-    owner = stage % axis.size
+def give_to(parameter: Tensor, axis: MeshAxis, owner: int) -> StateDivision | None:
+    """Return the division that gives a parameter to one worker; None for one without rows."""
     if parameter.dim() == 0 or parameter.shape[0] == 0 or not is_dense(tuple(parameter.shape), parameter.stride()):
         return None
     lengths = tuple(parameter.shape[0] if worker == owner else 0 for worker in range(axis.size))

@@ -79,6 +79,8 @@ class MeshAxis:
     rank: int
     size: int
     group: dist.ProcessGroup | None = None
+    stage_workers: tuple[tuple[int, ...], ...] = ()
+    """The workers of each stage, where several take its microbatches in turns: heterogeneous workers."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,8 @@ class PlannedAxis(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     name: str
     role: str
     size: int
+    stage_workers: tuple[tuple[int, ...], ...] = ()
+    """The workers of each stage along an axis `pipeline` with heterogeneous workers; none if stages have one each."""
 
 
 class StateDivision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

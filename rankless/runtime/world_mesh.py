@@ -28,7 +28,14 @@ def make_world_mesh(device: torch.device, axes: Sequence[PlannedAxis] = ()) -> M
         return Mesh(rank=rank, size=size, device=device, group=world)
     if len(divided) == 1:
         (axis,) = divided
-        made = MeshAxis(name=axis.name, role=read_role(axis), rank=rank, size=size, group=world)
+        made = MeshAxis(
+            name=axis.name,
+            role=read_role(axis),
+            rank=rank,
+            size=size,
+            group=world,
+            stage_workers=axis.stage_workers,
+        )
         return Mesh(rank=rank, size=size, device=device, group=world, axes=(made,))
     names = tuple(axis.name for axis in divided)
     grid = init_device_mesh(device.type, tuple(axis.size for axis in divided), mesh_dim_names=names)

@@ -66,6 +66,8 @@ class VerifyRuns:
     """The parallel plan of the runs on several workers; None lets each job make its own."""
     mesh: tuple[PlannedAxis, ...] = ()
     """The axes of the mesh of the runs on several workers; none for one axis `data`."""
+    heterogeneous_workers: int = 0
+    """How many of several workers are heterogeneous."""
     dtype: Precision | None = None
     """The precision of all runs; None leaves it to the script."""
     steps: int | None = None
@@ -166,6 +168,7 @@ class VerifyRuns:
                 observation=observation,
                 cluster=self.cluster if workers > 1 else None,
                 servers=self.servers if name == "many" else None,
+                heterogeneous_workers=self.heterogeneous_workers if workers > 1 else 0,
             ),
         )
         what = _describe_run(config)

@@ -229,7 +229,8 @@ class DataFlow:
         """Return the shape and memory of a value, for a worker that receives it."""
         value = self.partition.by_name[key.name]
         if "value" not in value.meta:
-            assert gives_number(value), f"{value} has no sharding"
+            if not gives_number(value):
+                return TransferredValue(key, (), torch.int64, find_device(value), has_header=True)
             shape = (None,) if value.target is Tensor.tolist else ()
             return TransferredValue(key, shape, torch.int64, find_device(value), is_number=True)
         logical: LogicalValue = value.meta["value"][0].meta["val"]
@@ -253,6 +254,8 @@ def find_device(node: fx.Node) -> torch.device:
 
 def describe_tensor(key: object, logical: LogicalValue, shape: Sequence[int]) -> TransferredValue:
     """Return what a worker must know of a tensor to receive it: its order in memory is the logical value's."""
+    if logical.is_sparse:
+        return TransferredValue(key, tuple(shape), logical.dtype, logical.device, has_header=True)
     sizes, strides = ([int(size_hint(item)) for item in items] for items in (logical.shape, logical.strides))
     repeated = find_repeated_dims(sizes, strides)
     order = find_memory_order([1 if dim in repeated else size for dim, size in enumerate(sizes)], strides)

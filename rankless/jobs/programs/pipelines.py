@@ -1,19 +1,19 @@
 """Compile the programs of a job for the axis `pipeline` of the mesh."""
 
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
 from rankless.collectives.byte_messages import broadcast_bytes
 from rankless.compiler.capture.graph_cleanup import named_tensors
 from rankless.compiler.codegen.codegen import LocalProgram
 from rankless.compiler.ir.logical_program import LogicalProgram
+from rankless.compiler.pipeline.dense_stages import find_dense_stages
 from rankless.compiler.pipeline.measured_work import measure_work
 from rankless.compiler.pipeline.options import PipelineOptions
 from rankless.compiler.pipeline.pipeline_program import build_pipeline_program
 from rankless.compiler.pipeline.schedules import INTERLEAVED_STAGES, make_schedule
-from rankless.compiler.pipeline.stage_workers import StageWorkers
 from rankless.compiler.pipeline.stages import Stages, find_stages
 from rankless.compiler.pipeline.transfers import GroupTransport
 from rankless.compiler.probing.operator_probe import OperatorProbe
@@ -22,7 +22,9 @@ from rankless.context.world import World
 from rankless.errors import ConfigError
 from rankless.jobs.arguments import FlattenedArguments, find_batch_dim
 from rankless.jobs.definition import JobDefinition
+from rankless.jobs.stage_assignment import count_microbatches, find_stage_workers
 from rankless.parallel.batch_division import BatchDivision
+from rankless.parallel.dense_parts import find_dense
 from rankless.parallel.mesh import MeshAxis, find_pipeline_axis
 from rankless.parallel.plan import Plan
 from rankless.parallel.tensor_placement import Shard, Sharding, split_lengths
@@ -44,6 +46,8 @@ class Pipelines:
     def _count_stages(self, known: Collection[int]) -> int:
         """Return the number of stages: as many as an earlier job has, or as the plan says."""
         workers = 1 if self.axis is None else self.axis.size
+        if self.axis is not None and self.axis.stage_workers:
+            return len(self.axis.stage_workers)
         if known:
             return workers * (max(known) // workers + 1)
         return workers * (INTERLEAVED_STAGES if self._plan.schedule == "interleaved" else 1)
@@ -59,6 +63,8 @@ class Pipelines:
         names = {
             name: first.setdefault(id(item), name) for name, item in tensors.items() if isinstance(item, nn.Parameter)
         }
+        if self.axis is not None and self.axis.stage_workers:
+            return self._find_kinds(program, names, tensors)
         known = {name: self._world.stages[tensors[name]] for name in names if tensors[name] in self._world.stages}
         count = self._count_stages(known.values())
         if known:
@@ -67,6 +73,27 @@ class Pipelines:
         stages = find_stages(program, count, names, borders=self._read_borders(program, count), work=work)
         if self._job.trains:
             self._require_parameters(stages)
+        return stages
+
+    def _find_kinds(self, program: LogicalProgram, names: Mapping[str, str], tensors: Mapping[str, Tensor]) -> Stages:
+        """Return the stages of a program for two kinds of workers: what comes before dense parts, and the rest.
+
+        Raises:
+            ConfigError: The job trains, and has no part of one of the kinds.
+        """
+        known = {name: self._world.stages[tensors[name]] for name in names if tensors[name] in self._world.stages}
+        dense = find_dense(self._job.modules)
+        stages = find_dense_stages(program, dense, names, known, where=self._job.line)
+        used = set(stages.of.values())
+        if self._job.trains and len(used) < stages.count:
+            raise ConfigError(
+                expected="a job with lookups and a dense part, because the run has heterogeneous workers",
+                found=f"no module of job {self._job.name!r} that is marked as dense"
+                if not dense
+                else f"nothing before or nothing in {', '.join(dense)} in job {self._job.name!r}",
+                fix="mark the layers after all lookups: rankless.parameter_server.mark_dense(model.layers)",
+                where=self._job.line,
+            )
         return stages
 
     def _measure(self, program: LogicalProgram) -> Sequence[float]:
@@ -116,14 +143,14 @@ class Pipelines:
         axis, mesh = self.axis, self._world.mesh
         assert axis is not None, "the mesh has no axis pipeline"
         lengths, count = divide_into_microbatches(
-            arguments, shardings, BatchDivision.of(mesh), self._plan.count_microbatches(axis.size), mesh.axes
+            arguments, shardings, BatchDivision.of(mesh), count_microbatches(self._plan, axis), mesh.axes
         )
         exchanged = [
             None if rows is None or count == 1 else find_exchanged(sharding, rows.dim, mesh.axes)
             for sharding, rows in zip(shardings, lengths, strict=True)
         ]
         stages = self.find_stages(program)
-        stage_workers = StageWorkers.alternate(stages=stages.count, workers=axis.size)
+        stage_workers = find_stage_workers(axis, stages.count)
         trains = any(output.kind == "gradient" for _, output in program.outputs)
         options = PipelineOptions(
             axis=axis,
