@@ -33,8 +33,12 @@ class JobTables:
             world.tables.get(self._make_shared_tables)  # servers hold the other parameters, too
 
     def begin_call(self) -> None:
-        """Share tables, and let them forget earlier gradients: the call runs a captured program. Collective."""
+        """Share tables, and let them forget earlier gradients, before a program is captured. Collective."""
         self.share()
+        self.begin_program()
+
+    def begin_program(self) -> None:
+        """Let tables forget earlier gradients: a captured program runs, perhaps again after one for another value."""
         for table in self.find() if self._job.trains else ():
             table.begin_program()
 

@@ -20,7 +20,7 @@ from rankless.compiler.pipeline.stages import (
     list_forward,
     list_prefixes,
 )
-from rankless.errors import CaptureError
+from rankless.errors import CaptureError, ConfigError
 
 DENSE = 1
 """The number of the dense stage."""
@@ -46,6 +46,7 @@ def find_dense_stages(
 
     Raises:
         CaptureError: A lookup depends on the dense part.
+        ConfigError: The program trains, and one of the stages has nothing to do.
     """
     of: dict[fx.Node, int] = {}
     for node in list_forward(program):
@@ -62,6 +63,30 @@ def find_dense_stages(
                 fix="mark only the layers after all lookups with rankless.parameter_server.mark_dense",
                 where=node.meta.get("line") or where,
             )
-    assign_backward(program, of, find_free(program), COUNT)
+    free = find_free(program)
+    if any(described.kind == "gradient" for _, described in program.outputs):
+        require_both({stage for node, stage in of.items() if node not in free}, dense, where)
+    assign_backward(program, of, free, COUNT)
     borders = (next(iter(dense), ""),)
     return Stages(count=COUNT, of=of, owners=find_owners(program, of, COUNT, names) | dict(owners), borders=borders)
+
+
+def require_both(used: Collection[int], dense: Collection[str], where: str) -> None:
+    """Raise `ConfigError` unless both stages have operators of the forward pass.
+
+    Args:
+        used: The stages that have some.
+        dense: The paths of the modules that begin the dense part.
+        where: The line of the job.
+    """
+    if len(used) == COUNT:
+        return
+    parts = ", ".join(dense)
+    raise ConfigError(
+        expected="a job with lookups and then a dense part, because the run has heterogeneous workers",
+        found=f"nothing {'before' if DENSE in used else 'in'} {parts}"
+        if parts
+        else "no module that is marked as dense",
+        fix="mark the layers after all lookups: rankless.parameter_server.mark_dense(model.layers)",
+        where=where,
+    )

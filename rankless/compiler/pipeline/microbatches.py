@@ -23,14 +23,16 @@ from torch import fx
 from rankless.compiler.ir import local_kernels, vocabulary_kernels
 from rankless.compiler.ir.logical_program import LogicalValue
 from rankless.compiler.lowering.local_graph import LocalGraph
+from rankless.compiler.lowering.local_operators import LOCAL_OPERATORS
 from rankless.compiler.lowering.lower import LoweringPass
 from rankless.compiler.lowering.recomputation import Recomputation, Region, recompute
 from rankless.compiler.lowering.recomputed_regions import choose_regions, count_own_bytes
 from rankless.compiler.lowering.repeated_gathers import gather_again
 from rankless.compiler.pipeline.stages import Stages, find_free
+from rankless.compiler.rules.embeddings import OPERATORS_WITH_EFFECTS
 from rankless.compiler.rules.half_precision import ACCUMULATED_IN
 from rankless.compiler.rules.losses import find_class_range, finish_losses, lower_loss_terms
-from rankless.compiler.rules.strategy import LocalValue
+from rankless.compiler.rules.strategy import LocalValue, Strategy
 from rankless.compiler.sharding.redistribute import Collective, CollectivePurpose, Redistribution
 from rankless.compiler.sharding.redistribution_steps import replace_placement
 from rankless.compiler.sharding.sharding_propagation import ShardedProgram
@@ -87,8 +89,13 @@ class MicrobatchLowering(LoweringPass):
         return super().all_reduce(value, reason, size)
 
     def apply_strategies(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalValue:
-        """Add an operator. A loss takes its number of targets from the targets alone."""
+        """Add an operator. A loss takes its number of targets from the targets alone.
+
+        One with an effect that all microbatches have in common is run once, so no microbatch is the one that runs it.
+        """
         strategies = self.sharded.strategies(node)
+        if node.target in OPERATORS_WITH_EFFECTS and is_common(strategies[self._time]):
+            return self.call(LOCAL_OPERATORS[node.target], *args, **kwargs)
         if node.target not in LOSSES or not isinstance(strategies[self._time].outputs[0], Partial):
             return super().apply_strategies(node, args, kwargs)
         call, dtype = self.make_call(node, self._time), node.meta["val"][1].dtype
@@ -194,6 +201,11 @@ def lower_microbatches(programs: Sequence[ShardedProgram], mesh: Mesh, stages: S
     names = [[node.name for node in local.graph.nodes] for local in graphs]
     assert all(other == names[0] for other in names), "microbatches have different programs"
     return graphs
+
+
+def is_common(strategy: Strategy) -> bool:
+    """Return whether all ranks along an axis have all inputs of an operator whole."""
+    return all(isinstance(placement, Replicate) for placement in strategy.inputs)
 
 
 def find_local_stages(graph: fx.Graph, stages: Stages) -> dict[fx.Node, int]:

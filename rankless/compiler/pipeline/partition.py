@@ -25,6 +25,7 @@ from rankless.compiler.lowering.value_check import ValueCheck
 from rankless.compiler.pipeline.microbatches import find_time_number, is_join
 from rankless.compiler.pipeline.random_draws import draws_numbers
 from rankless.compiler.pipeline.stages import Stages, list_forward
+from rankless.compiler.rules.embeddings import OPERATORS_WITH_EFFECTS
 from rankless.compiler.rules.pattern import is_partial_sum
 from rankless.compiler.sharding.redistribute import Redistribution, RingShift, StackingAllGather
 from rankless.compiler.sharding.sharding_propagation import ShardedProgram
@@ -40,6 +41,7 @@ KEYS = (counter_distributions.draw_key, counter_operators.draw_mask_key)
 DRAWING = (local_kernels.draw_dropout_mask, local_kernels.draw_and_slice, *KEYS)
 """Functions of local programs that draw from a generator."""
 
+WITHOUT = "use a mesh without the axis pipeline, or a run without heterogeneous workers"
 ABSENT_INPUTS = (local_kernels.make_absent, local_kernels.make_zeros)
 """Functions that the workers without a value call where the one that has it uses it as it is."""
 
@@ -134,9 +136,10 @@ class ProgramPartition:
         self.phases[name] = "forward" if is_forward else "backward"
         if node.meta["moves"] and followed and "repeats" not in node.meta:
             self.stages[name], self.phases[name] = self.stages[followed[0]], self.phases[followed[0]]
+        runs_once = source.target in OPERATORS_WITH_EFFECTS and self.is_invariant[name]
         if node in self._early:
             self.phases[name] = "prepare"
-        elif is_join(node) or any(self.phases[item] == "finish" for item in inputs):
+        elif is_join(node) or runs_once or any(self.phases[item] == "finish" for item in inputs):
             self.phases[name] = "finish"
         elif is_forward and self.is_invariant[name]:
             self.phases[name] = "prepare"
@@ -264,7 +267,7 @@ class ProgramPartition:
         operator = format_operator(source.target) if source.op == "call_function" else "a result"
         fix = "set random='counter' on the job" if draws_numbers(source) else ""
         if module is None and not fix:
-            fix = "compute a loss that is a sum or a mean over samples, or use a mesh without the axis pipeline"
+            fix = f"compute a loss that is a sum or a mean over samples, or {WITHOUT}"
         refuse(node, f"{operator}{place}, which needs the whole batch", fix=fix)
 
     def _comes_before(self, value: str, user: str) -> bool:
@@ -313,9 +316,9 @@ def list_ancestors(node: fx.Node) -> list[fx.Node]:
 def refuse(node: fx.Node, found: str, fix: str = "") -> None:
     """Raise `CaptureError` for a node that cannot be part of a pipeline."""
     raise CaptureError(
-        expected="a job that can be computed in microbatches, for a pipeline",
+        expected="a job that can be computed in microbatches, for a pipeline or heterogeneous workers",
         found=found,
-        fix=fix or "use layers that treat samples one by one, such as layer norm, or a mesh without the axis pipeline",
+        fix=fix or f"use layers that treat samples one by one, such as layer norm, or {WITHOUT}",
         where=node.meta.get("line") or None,
     )
 

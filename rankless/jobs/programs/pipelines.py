@@ -76,25 +76,9 @@ class Pipelines:
         return stages
 
     def _find_kinds(self, program: LogicalProgram, names: Mapping[str, str], tensors: Mapping[str, Tensor]) -> Stages:
-        """Return the stages of a program for two kinds of workers: what comes before dense parts, and the rest.
-
-        Raises:
-            ConfigError: The job trains, and has no part of one of the kinds.
-        """
+        """Return the stages of a program for workers of two kinds: what comes before dense parts, and the rest."""
         known = {name: self._world.stages[tensors[name]] for name in names if tensors[name] in self._world.stages}
-        dense = find_dense(self._job.modules)
-        stages = find_dense_stages(program, dense, names, known, where=self._job.line)
-        used = set(stages.of.values())
-        if self._job.trains and len(used) < stages.count:
-            raise ConfigError(
-                expected="a job with lookups and a dense part, because the run has heterogeneous workers",
-                found=f"no module of job {self._job.name!r} that is marked as dense"
-                if not dense
-                else f"nothing before or nothing in {', '.join(dense)} in job {self._job.name!r}",
-                fix="mark the layers after all lookups: rankless.parameter_server.mark_dense(model.layers)",
-                where=self._job.line,
-            )
-        return stages
+        return find_dense_stages(program, find_dense(self._job.modules), names, known, where=self._job.line)
 
     def _measure(self, program: LogicalProgram) -> Sequence[float]:
         """Return the seconds of operators on rank 0. The other ranks wait, so that nothing disturbs it. Collective."""

@@ -134,6 +134,7 @@ class ConsistentView:
             program = self._world.inspector.instrument(bound.local, self._world)
         for parameter in (*bound.parameters, *self._world.owner.get_holders(bound.parameters)):
             parameter.grad = None  # before the program, which uses the memory of gradients again that nobody holds
+        self.tables.begin_program()
         values = collect_inputs(bound, call.arguments, call.shardings, self._world.mesh)
         sizes = list(bound.sizes(call.arguments).values())
         if self._world.programs is not None and not inspected:

@@ -30,11 +30,17 @@ class WorkerRow:
 
 def format_start_line(config: RunConfig, *, folder: str) -> str:
     """Return the first line about the workers of a job on one host."""
-    count, threads = config.worker_count, format_count(config.threads_per_worker, "thread")
+    others = config.request.heterogeneous_workers
+    workers = format_count(config.worker_count - others, "worker")
+    if others:
+        last = config.worker_count - 1
+        ranks = f"rank {last}" if others == 1 else f"ranks {last - others + 1}-{last}"
+        workers += f" and {format_count(others, 'heterogeneous worker')} ({ranks})"
+    threads = format_count(config.threads_per_worker, "thread")
     start = "" if config.warm else ", plain processes"
     seed = "" if config.seed is None else f", seed {config.seed}"
     servers = "" if config.servers is None else f", {format_count(config.servers.count, 'server')}"
-    return f"rankless: {format_count(count, 'worker')}, {threads} each{servers}{seed}{start}, logs in {folder}\n"
+    return f"rankless: {workers}, {threads} each{servers}{seed}{start}, logs in {folder}\n"
 
 
 def format_hosts_line(config: RunConfig, *, folder: str, worker_count: int, host_count: int) -> str:

@@ -12,9 +12,11 @@ from rankless.launchers.fleetrun.parsed_options import FleetrunFlags
 
 SERVER_FLAGS = ("server_num", "servers", "worker_num", "workers", "http_port", "gloo_port")
 """As in Paddle, any one of them requests servers."""
-HETEROGENEOUS_FLAGS = ("heter_worker_num", "heter_workers", "heter_devices", "coordinator_num", "coordinators")
-_SERVER_RUN_MODES = ("ps", "ps-cpu")
-_HETEROGENEOUS_RUN_MODES = ("ps-heter", "ps-gpu")
+HETEROGENEOUS_FLAGS = ("heter_worker_num", "heter_workers", "heter_devices")
+COORDINATOR_FLAGS = ("coordinator_num", "coordinators")
+_SERVER_RUN_MODES = ("ps", "ps-cpu", "ps-heter")
+_OTHER_RUN_MODES = ("ps-gpu",)
+_HETEROGENEOUS_DEVICES = (None, "", "gpu", "cpu")
 _ADDRESS = "127.0.0.1"
 
 
@@ -26,7 +28,9 @@ class ParameterServerJob:
     workers: tuple[Endpoint, ...]
     """The endpoint of each worker; without a port it gets a free one. None if only numbers are given for each host."""
     worker_count: int
-    """The number of workers: of each host if only numbers are given, else of all."""
+    """The number of workers: of each host if only numbers are given, else of all. Heterogeneous ones count."""
+    heterogeneous: int = 0
+    """How many of them are heterogeneous. They are the last ones, on one host."""
     hosts: tuple[Host, ...] = ()
     """The hosts of the lists; none if all addresses are of this host."""
 
@@ -42,6 +46,7 @@ def read_parameter_server_job(flags: FleetrunFlags) -> ParameterServerJob | None
         return None
     servers = _read_endpoints("server", flags.server_num, flags.servers)
     workers = _read_endpoints("worker", flags.worker_num, flags.workers, may_repeat=True)
+    heterogeneous = _read_heterogeneous(flags)
     host_count = count_hosts(flags)
     if not servers or not workers:
         raise ConfigError(
@@ -62,13 +67,43 @@ def read_parameter_server_job(flags: FleetrunFlags) -> ParameterServerJob | None
             found=" ".join(f"{name}={value}" for name, value in given.items()),
             fix="give both lists, or both numbers",
         )
+    if heterogeneous and (hosts or host_count > 1):
+        raise ConfigError(
+            expected="heterogeneous workers on one host, with the servers and the other workers",
+            found=f"{len(hosts) or host_count} hosts",
+            fix="start all on one host",
+        )
+    workers += heterogeneous
     endpoints = () if is_per_host else tuple(map(str, servers))
     return ParameterServerJob(
         servers=RequestedServers(count=len(servers) * (host_count if is_per_host else 1), endpoints=endpoints),
         workers=() if is_per_host else tuple(workers),
         worker_count=len(workers),
         hosts=hosts,
+        heterogeneous=len(heterogeneous),
     )
+
+
+def _read_heterogeneous(flags: FleetrunFlags) -> list[Endpoint]:
+    """Return the endpoints of heterogeneous workers, which must be on this host."""
+    given, number = _given(flags, HETEROGENEOUS_FLAGS), flags.heter_worker_num
+    if any(";" in str(value) for value in given.values()) or flags.heter_devices not in _HETEROGENEOUS_DEVICES:
+        raise ConfigError(
+            expected="one stage of heterogeneous workers, on GPUs if there are any (--heter_devices=gpu) or on the CPU",
+            found=" ".join(f"{name}={value}" for name, value in given.items()),
+            fix="give one number, or one list of addresses: the script marks one dense part",
+        )
+    if number is not None and not number.isdecimal():
+        raise ConfigError(expected="--heter_worker_num from 1 up", found=number, fix="correct --heter_worker_num")
+    count = None if number is None else int(number)
+    endpoints = _read_endpoints("heter_worker", count, flags.heter_workers, may_repeat=True)
+    if flags.heter_workers and find_worker_hosts("--heter_workers", endpoints, ()):
+        raise ConfigError(
+            expected="heterogeneous workers on one host, with the servers and the other workers",
+            found=f"--heter_workers={flags.heter_workers}",
+            fix="start all on one host",
+        )
+    return endpoints
 
 
 def given_server_flags(flags: FleetrunFlags) -> Mapping[str, object]:
@@ -100,15 +135,21 @@ def _read_endpoints(role: str, count: int | None, text: str | None, *, may_repea
 
 
 def _require_supported(flags: FleetrunFlags) -> None:
-    found = _given(flags, HETEROGENEOUS_FLAGS)
-    if flags.run_mode in _HETEROGENEOUS_RUN_MODES:
+    found = _given(flags, COORDINATOR_FLAGS)
+    if flags.run_mode in _OTHER_RUN_MODES:
         found["--run_mode"] = flags.run_mode
     if found:
         raise ConfigError(
-            expected="servers, and workers that all run the same program; heterogeneous workers and coordinators: not "
-            "yet",
+            expected="servers, workers and heterogeneous workers; coordinators and tables on GPUs: not supported",
             found=" ".join(f"{name}={value}" for name, value in found.items()),
             fix="omit these options: --server_num and --worker_num, or --servers and --workers, suffice",
+        )
+    others = _given(flags, HETEROGENEOUS_FLAGS)
+    if others and not given_server_flags(flags):
+        raise ConfigError(
+            expected="servers, workers and heterogeneous workers: --server_num, --worker_num and --heter_worker_num",
+            found=" ".join(f"{name}={value}" for name, value in others.items()),
+            fix="give all three",
         )
 
 

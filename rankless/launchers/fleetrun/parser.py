@@ -8,7 +8,7 @@ from rankless.config.environment import snapshot, whole_number
 from rankless.launchers.fleetrun.parsed_options import FleetrunFlags
 from rankless.launchers.option_spellings import Flag, declare_script, parse_flags
 
-_HETEROGENEOUS = "Rejected: heterogeneous workers and coordinators: not yet."
+_COORDINATORS = "Rejected: coordinators are not supported."
 _ACCEPTED = "Accepted for compatibility and ignored."
 
 _VARIABLES = {
@@ -135,11 +135,24 @@ FLAGS = (
         help="Addresses of the workers instead of --worker_num. A repeated address is another worker. Default port: a "
         "free one.",
     ),
-    Flag(name="heter-worker-num", metavar="N", help=_HETEROGENEOUS),
-    Flag(name="heter-workers", metavar="A:PORT,…", help=_HETEROGENEOUS),
-    Flag(name="heter-devices", metavar="NAMES", help=_HETEROGENEOUS),
-    Flag(name="coordinator-num", kind=int, metavar="N", help=_HETEROGENEOUS),
-    Flag(name="coordinators", metavar="A:PORT,…", help=_HETEROGENEOUS),
+    Flag(
+        name="heter-worker-num",
+        metavar="N",
+        help="Number of heterogeneous workers besides, on one host. They compute the dense part of models, which the "
+        "script marks, and take the GPUs. The others look rows up on the CPU.",
+    ),
+    Flag(
+        name="heter-workers",
+        metavar="A:PORT,…",
+        help="Addresses of the heterogeneous workers instead of --heter_worker_num, all of this host.",
+    ),
+    Flag(
+        name="heter-devices",
+        metavar="gpu|cpu",
+        help="Devices of the heterogeneous workers. Default: GPUs if there are any.",
+    ),
+    Flag(name="coordinator-num", kind=int, metavar="N", help=_COORDINATORS),
+    Flag(name="coordinators", metavar="A:PORT,…", help=_COORDINATORS),
     Flag(
         name="http-port",
         kind=int,

@@ -15,6 +15,8 @@ from rankless.launch.ports import reserve_master_port
 from rankless.launch.profile import LauncherProfile, VisibleDevices, WorkerLogFiles, show_gpus
 from rankless.launchers.fleetrun.profile_settings import FleetrunSettings
 from rankless.launchers.fleetrun.tables import (
+    HETEROGENEOUS_ENDPOINTS,
+    HETEROGENEOUS_LOG_NAME,
     LOG_NAME,
     SERVER_LOG_NAME,
     format_environment_table,
@@ -63,7 +65,17 @@ class FleetrunProfile(LauncherProfile):
 
     def log_files(self, folder: str, rank: int, local_rank: int) -> WorkerLogFiles:
         """Return the path of a worker's log file, under Paddle's name."""
-        return WorkerLogFiles(os.path.join(folder, LOG_NAME.format(rank)))
+        return WorkerLogFiles(os.path.join(folder, self._log_name(rank, local_rank)))
+
+    def _log_name(self, rank: int, local_rank: int) -> str:
+        """Return Paddle's name of a worker's log file."""
+        number = self._find_heterogeneous(local_rank)
+        return LOG_NAME.format(rank) if number is None else HETEROGENEOUS_LOG_NAME.format(number)
+
+    def _find_heterogeneous(self, local_rank: int) -> int | None:
+        """Return the number of a worker among heterogeneous ones, which are all on this host; None for another."""
+        number = local_rank - (len(self.settings.endpoints) - self.settings.heterogeneous)
+        return number if self.settings.heterogeneous and number >= 0 else None
 
     def link_logs(
         self, folder: str, ranks: Sequence[int], start: AgreedJobConfig, *, servers: Sequence[int] = ()
@@ -73,7 +85,8 @@ class FleetrunProfile(LauncherProfile):
         Links of an earlier, larger run are removed.
         """
         log_folder, run = os.path.split(folder)
-        for name in (*map(LOG_NAME.format, ranks), *map(SERVER_LOG_NAME.format, servers)):
+        workers = [self._log_name(rank, local_rank) for local_rank, rank in enumerate(ranks)]
+        for name in (*workers, *map(SERVER_LOG_NAME.format, servers)):
             path = os.path.join(log_folder, name)
             if os.path.isfile(path) and not os.path.islink(path):
                 os.replace(path, path + ".old")  # Paddle has written it: it is the user's
@@ -81,7 +94,12 @@ class FleetrunProfile(LauncherProfile):
             os.symlink(os.path.join(run, name), link)
             os.replace(link, path)
         server_count = 0 if start.servers is None else len(start.servers.addresses)
-        counts = {LOG_NAME.format(""): start.world_size, SERVER_LOG_NAME.format(""): server_count}
+        heterogeneous = self.settings.heterogeneous
+        counts = {
+            LOG_NAME.format(""): start.world_size - heterogeneous,
+            SERVER_LOG_NAME.format(""): server_count,
+            HETEROGENEOUS_LOG_NAME.format(""): heterogeneous,
+        }
         for name in os.listdir(log_folder):
             path, stem, number = os.path.join(log_folder, name), *name.partition(".")[::2]
             count = counts.get(f"{stem}.")
@@ -121,10 +139,18 @@ class FleetrunProfile(LauncherProfile):
             "PADDLE_PORT": port,
             "PADDLE_DISTRI_BACKEND": "nccl" if worker.backend == "nccl" else "gloo",
             "POD_IP": address.strip("[]"),
-            "TRAINING_ROLE": "TRAINER",
+            "TRAINING_ROLE": "TRAINER" if self._find_heterogeneous(worker.local_rank) is None else "HETER_TRAINER",
             "FLAGS_selected_gpus": self.settings.selected(worker.local_rank),
+            **self._list_heterogeneous(start),
             **({} if worker.servers is None else {SERVER_ENDPOINTS: _list_endpoints(worker.servers)}),
         }
+
+    def _list_heterogeneous(self, start: AgreedJobConfig) -> Mapping[str, str]:
+        """Return Paddle's variable with the endpoints of heterogeneous workers, if there are any."""
+        count = self.settings.heterogeneous
+        if not count:
+            return {}
+        return {HETEROGENEOUS_ENDPOINTS: ",".join((start.launcher_variables[ENDPOINTS] or "").split(",")[-count:])}
 
     def server_environment(
         self, server: ServerConfig, servers: ServersConfig, start: AgreedJobConfig

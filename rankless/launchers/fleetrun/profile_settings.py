@@ -21,6 +21,8 @@ class FleetrunSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The first port of the endpoints; None takes free ports on one host, and 6070 on several."""
     endpoints: tuple[str, ...] = ()
     """The endpoint of each worker beside parameter servers; without a port it gets a free one."""
+    heterogeneous: int = 0
+    """How many of the workers are heterogeneous. They have the last ranks."""
     http_port: int | None = None
     """The port of PADDLE_GLOO_HTTP_ENDPOINT; None takes a free one."""
 
@@ -31,7 +33,7 @@ class FleetrunSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     def selected(self, local_rank: int) -> str | None:
         """Return a worker's GPUs as its program numbers them, among `gpus`; None on the CPU."""
-        if not self.shares:
+        if not self.shares or not self.shares[local_rank]:
             return None
         return ",".join(str(self.gpus.index(gpu)) for gpu in self.shares[local_rank])
 

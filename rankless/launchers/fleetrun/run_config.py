@@ -49,10 +49,15 @@ def fleetrun_request(flags: FleetrunFlags, program: Program) -> RunRequest:
     first_port = flags.start_port if flags.start_port is not None else user_first_port()
     if first_port is not None and not 0 < first_port < 2**16 - count:
         raise ConfigError(expected="--start_port from 1 to 65535", found=first_port, fix="omit it")
-    shares = _share_gpus(gpus, count, job)
+    heterogeneous = 0 if job is None else job.heterogeneous
+    if heterogeneous and flags.heter_devices == "cpu":
+        gpus = ()
+    shares = _share_gpus(gpus, heterogeneous or count, job)
+    if shares and heterogeneous:
+        shares = (((),) * (count - heterogeneous)) + shares
     return RunRequest(
         worker_count=count,
-        devices=",".join(str(share[0]) for share in shares) or "cpu",
+        devices=",".join(str(share[0]) for share in shares if share) or "cpu",
         log_folder=flags.log_dir or default_log_folder(),
         warm=program.kind != "command",
         launcher=make_fleetrun_spec(
@@ -62,11 +67,13 @@ def fleetrun_request(flags: FleetrunFlags, program: Program) -> RunRequest:
                 hides_gpus=_wants_cpu(flags),
                 first_port=first_port,
                 endpoints=() if job is None else tuple(map(str, job.workers)),
+                heterogeneous=heterogeneous,
                 http_port=flags.http_port,
             )
         ),
         cluster=cluster or make_cluster(flags, workers=count),
         servers=None if job is None else job.servers,
+        heterogeneous_workers=heterogeneous,
     )
 
 

@@ -12,6 +12,8 @@ LOG_NAME = "workerlog.{}"
 """Paddle's name for the log file of a rank. Its users look for it directly in the log folder."""
 SERVER_LOG_NAME = "serverlog.{}"
 """Paddle's name for the log file of a parameter server."""
+HETEROGENEOUS_LOG_NAME = "heterlog.{}"
+"""Paddle's name for the log file of a heterogeneous worker."""
 SHOWN = (
     "PADDLE_CURRENT_ENDPOINT",
     "PADDLE_TRAINERS_NUM",
@@ -21,7 +23,8 @@ SHOWN = (
 )
 SHOWN_WITH_SERVERS = ("TRAINING_ROLE", "PADDLE_PSERVERS_IP_PORT_LIST")
 """What the table has besides in a run with parameter servers."""
-_LISTS = ("PADDLE_TRAINER_ENDPOINTS", "PADDLE_PSERVERS_IP_PORT_LIST")
+HETEROGENEOUS_ENDPOINTS = "PADDLE_ALL_HETER_TRAINER_IP_PORT_LIST"
+_LISTS = ("PADDLE_TRAINER_ENDPOINTS", "PADDLE_PSERVERS_IP_PORT_LIST", HETEROGENEOUS_ENDPOINTS)
 MOST_LINES = 8
 """The most lines for one variable's value."""
 _TITLE = " Configuration Arguments "
@@ -37,7 +40,8 @@ def format_arguments_table(arguments: Mapping[str, object]) -> str:
 def format_environment_table(environment: Mapping[str, str | None], *, local_count: int) -> str:
     """Return a box with Paddle's variables of one worker."""
     rows = [("Distributed Envs", "Value")]
-    for name in (*SHOWN, *(SHOWN_WITH_SERVERS if SHOWN_WITH_SERVERS[1] in environment else ())):
+    shown = [*SHOWN, *(SHOWN_WITH_SERVERS if SHOWN_WITH_SERVERS[1] in environment else ())]
+    for name in (*shown, *([HETEROGENEOUS_ENDPOINTS] if HETEROGENEOUS_ENDPOINTS in environment else ())):
         value = environment.get(name)
         items = [value] if value is not None else ["(not set: on the CPU)"]
         if name in _LISTS:
@@ -74,6 +78,12 @@ def name_endpoint(address: str) -> str:
     return address.removeprefix("tcp://")
 
 
+def _format_logs(folder: str, name: str, first: int, count: int) -> str:
+    """Return the first of the log files of workers and, if there are more, the last one."""
+    path = os.path.join(folder, name.format(first))
+    return path if count == 1 else f"{path} to {name.format(first + count - 1)}"
+
+
 def format_worker_line(config: RunConfig, lead: WorkerConfig, folder: str, first_host: str) -> str:
     """Return a line about this host's workers and log files, and on other hosts than host 0 one that names host 0.
 
@@ -85,8 +95,10 @@ def format_worker_line(config: RunConfig, lead: WorkerConfig, folder: str, first
     shared = (
         "" if devices == ["cpu"] or count <= len(devices) else ", which they share: they talk through Gloo, not NCCL"
     )
-    names = [os.path.join(config.log_folder, LOG_NAME.format(rank)) for rank in (first, first + count - 1)]
-    logs = names[0] if count == 1 else f"{names[0]} to {LOG_NAME.format(first + count - 1)}"
+    others = config.request.heterogeneous_workers
+    logs = _format_logs(config.log_folder, LOG_NAME, first, count - others)
+    if others:
+        logs += f", {_format_logs(config.log_folder, HETEROGENEOUS_LOG_NAME, 0, others)}"
     lines = [
         f"rankless: on {where}{shared}; {format_count(config.threads_per_worker, 'thread')} each; "
         f"logs: {logs} (in {folder}, where they stay)"
