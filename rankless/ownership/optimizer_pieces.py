@@ -55,20 +55,21 @@ def require_divisible(optimizer: Optimizer, *, job: str, line: str) -> None:
     kind, known = type(optimizer), (*ELEMENTWISE, *READS_WHOLE)
     if kind not in known:
         raise ConfigError(
-            expected="with zero=, an optimizer of torch.optim that steps on each element or each tensor by itself: "
+            expected="where workers divide parameters (zero=, a pipeline, heterogeneous workers), an optimizer of "
+            "torch.optim that steps on each element or each tensor by itself: "
             f"{', '.join(item.__name__ for item in known)}",
             found=f"{kind.__module__}.{kind.__qualname__} in job {job!r}",
-            fix="omit zero=, or use one of these",
+            fix="use one of these, or a run that does not divide parameters",
             where=line,
         )
     hooks = [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
     for hook in hooks:
         if not type(hook).__module__.startswith("rankless."):
             raise ConfigError(
-                expected=f"with zero=, no hooks on the steps of job {job!r}'s optimizer, which would see pieces of "
-                "parameters",
+                expected=f"no hooks on the steps of job {job!r}'s optimizer, which would see pieces of parameters "
+                "where workers divide them",
                 found=f"the hook {getattr(hook, '__qualname__', type(hook).__qualname__)}",
-                fix="do its work before or after the call of the job, or omit zero=",
+                fix="do its work before or after the call of the job, or use a run that does not divide parameters",
                 where=line,
             )
 

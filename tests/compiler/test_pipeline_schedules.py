@@ -64,6 +64,33 @@ def test_every_order_can_run_and_has_each_unit_once(name):
         run_in_order(made, stages)
 
 
+@pytest.mark.parametrize("sizes", [(3, 2), (1, 4), (5, 1), (2, 3, 1)])
+@pytest.mark.parametrize("microbatches", [1, 6, 13])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zero-bubble"])
+def test_workers_that_take_turns_run_each_unit_once(name, sizes, microbatches):
+    order = StageWorkers.split(sizes)
+    made = make_schedule(name, workers=sum(sizes), stage_workers=order, microbatches=microbatches, trains=True)
+    units = [unit for units in made.workers for unit in units]
+    kinds = 3 if name == "zero-bubble" else 2
+    assert len(units) == len(set(units)) == kinds * len(sizes) * microbatches
+    for worker, own in enumerate(made.workers):
+        assert all(order.find_worker(unit.stage, unit.microbatch) == worker for unit in own)
+    run_in_order(made, len(sizes))
+
+
+@pytest.mark.parametrize(("sizes", "microbatches"), [((3, 3), 12), ((1, 1), 4), ((4, 2), 16)])
+def test_workers_that_take_turns_are_busy_most_of_the_time(sizes, microbatches):
+    made = make_schedule(
+        "1f1b",
+        workers=sum(sizes),
+        stage_workers=StageWorkers.split(sizes),
+        microbatches=microbatches,
+        trains=True,
+    )
+    slowest = max(microbatches * 3 // size for size in sizes)
+    assert made.makespan <= slowest + 2 * 3
+
+
 def run_in_order(made: Schedule, stages: int) -> None:
     """Run all units, each as soon as its worker and what it needs are ready; fail if none can go on."""
     done: set[Unit] = set()

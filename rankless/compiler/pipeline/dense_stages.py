@@ -46,8 +46,15 @@ def find_dense_stages(
 
     Raises:
         CaptureError: A lookup depends on the dense part.
-        ConfigError: The program trains, and one of the stages has nothing to do.
+        ConfigError: The program trains, and no module is marked.
     """
+    if not dense and any(described.kind == "gradient" for _, described in program.outputs):
+        raise ConfigError(
+            expected="a dense part in each job that trains, because the run has heterogeneous workers",
+            found="no module that is marked as dense",
+            fix="mark the layers after all lookups: rankless.parameter_server.mark_dense(model.layers)",
+            where=where,
+        )
     of: dict[fx.Node, int] = {}
     for node in list_forward(program):
         if node.target is getitem:
@@ -63,30 +70,6 @@ def find_dense_stages(
                 fix="mark only the layers after all lookups with rankless.parameter_server.mark_dense",
                 where=node.meta.get("line") or where,
             )
-    free = find_free(program)
-    if any(described.kind == "gradient" for _, described in program.outputs):
-        require_both({stage for node, stage in of.items() if node not in free}, dense, where)
-    assign_backward(program, of, free, COUNT)
+    assign_backward(program, of, find_free(program), COUNT)
     borders = (next(iter(dense), ""),)
     return Stages(count=COUNT, of=of, owners=find_owners(program, of, COUNT, names) | dict(owners), borders=borders)
-
-
-def require_both(used: Collection[int], dense: Collection[str], where: str) -> None:
-    """Raise `ConfigError` unless both stages have operators of the forward pass.
-
-    Args:
-        used: The stages that have some.
-        dense: The paths of the modules that begin the dense part.
-        where: The line of the job.
-    """
-    if len(used) == COUNT:
-        return
-    parts = ", ".join(dense)
-    raise ConfigError(
-        expected="a job with lookups and then a dense part, because the run has heterogeneous workers",
-        found=f"nothing {'before' if DENSE in used else 'in'} {parts}"
-        if parts
-        else "no module that is marked as dense",
-        fix="mark the layers after all lookups: rankless.parameter_server.mark_dense(model.layers)",
-        where=where,
-    )

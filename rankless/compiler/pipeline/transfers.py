@@ -85,22 +85,31 @@ class Transport(Protocol):
 
 
 class GroupTransport:
-    """Moves tensors in the process group of the axis."""
+    """Moves tensors in the process group of the axis.
+
+    Heterogeneous workers may be on other devices than those to which they send, so what they send lies on the host.
+    """
 
     def __init__(self, axis: MeshAxis) -> None:
         self._axis = axis
+        self._sends_from_host = bool(axis.stage_workers)
         self._pending: list[tuple[PendingWork, Tensor]] = []
 
     def send(self, value: Tensor, target: int) -> None:
         """Send a tensor to a worker, without waiting for it."""
         self._pending = [item for item in self._pending if not item[0].is_completed()]
         assert self._axis.group is not None
+        if self._sends_from_host:
+            value = value.cpu()
         self._pending.append((start_send(value, group=self._axis.group, target=target), value))
 
     def receive(self, out: Tensor, source: int) -> None:
         """Receive a tensor from a worker into memory, and wait."""
         assert self._axis.group is not None
-        start_receive(out, group=self._axis.group, source=source).wait()
+        memory = out.to("cpu") if self._sends_from_host else out
+        start_receive(memory, group=self._axis.group, source=source).wait()
+        if memory is not out:
+            out.copy_(memory)
 
     def finish(self) -> None:
         """Wait until everything is sent."""
