@@ -39,6 +39,19 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
         "models, which the script marks, on GPUs if there are any. The others read data and look rows up on the CPU. "
         "Default: none.",
     )
+    _add_mode_options(group)
+    group.add_argument(
+        "--server-restarts",
+        type=int,
+        metavar="N",
+        default=DEFAULT_SERVER_RESTARTS,
+        help="How often to start servers again that die and can go on with their tables, all servers of a host "
+        f"together. 0: the first death ends the run. Default: {DEFAULT_SERVER_RESTARTS}.",
+    )
+
+
+def _add_mode_options(group: argparse._ArgumentGroup) -> None:
+    """Add the options that say when steps reach the servers."""
     group.add_argument(
         "--server-mode",
         metavar="|".join(SERVER_MODES),
@@ -61,14 +74,6 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="With --server-mode geo: after how many of its batches a worker sends what has changed. "
         f"Default: {DEFAULT_GEO_STEPS}.",
-    )
-    group.add_argument(
-        "--server-restarts",
-        type=int,
-        metavar="N",
-        default=DEFAULT_SERVER_RESTARTS,
-        help="How often to start servers again that die and can go on with their tables, all servers of a host "
-        f"together. 0: the first death ends the run. Default: {DEFAULT_SERVER_RESTARTS}.",
     )
 
 

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import get_args
 
+import msgspec
+
 from rankless.cli.host_options import LOG_FOLDER_HELP, add_host_options, make_cluster
 from rankless.cli.json_output import add_json_option, make_json_header, read_json_destination
 from rankless.cli.program_options import PLAN_HELP, add_program_options, read_program
@@ -21,10 +23,10 @@ from rankless.config.environment import default_log_folder
 from rankless.config.hosts import Host
 from rankless.config.mesh_option import MESH_HELP, parse_mesh
 from rankless.config.plan_file import count_default_workers, find_plan
-from rankless.config.run_config import Cluster, Precision, Program
+from rankless.config.run_config import Cluster, Precision, Program, RunRequest
 from rankless.config.server_hosts import require_server_hosts
 from rankless.config.servers import RequestedServers
-from rankless.config.validation import check_program, choose_mesh
+from rankless.config.validation import check_program, choose_run_mesh
 from rankless.errors import ConfigError
 from rankless.launch.agent import make_job_runner
 from rankless.launch.supervisor.fork_server_pool_client import ForkServerPoolClient
@@ -100,13 +102,12 @@ def run(arguments: argparse.Namespace) -> int:
     destination = read_json_destination(arguments)
     seed = secrets.randbelow(2**32) if arguments.seed is None else arguments.seed
     servers = _read_sync_servers(arguments)
-    arguments.workers, worker_hosts = read_workers(arguments)
-    cluster, workers = _read_cluster(arguments, worker_hosts)
-    heterogeneous = read_heterogeneous_workers(arguments)
-    workers += heterogeneous
+    heterogeneous, (arguments.workers, worker_hosts) = read_heterogeneous_workers(arguments), read_workers(arguments)
+    cluster, workers = _read_cluster(arguments, worker_hosts, heterogeneous)
     require_server_hosts(servers, cluster)
     plan = None if arguments.plan is None else find_plan(arguments.plan, program, workers=workers)
-    choose_mesh(arguments.mesh, plan, workers)
+    kinds = RunRequest(worker_count=workers, heterogeneous_workers=heterogeneous, servers=servers)
+    choose_run_mesh(msgspec.structs.replace(kinds, mesh=arguments.mesh, plan=plan), cluster)
     with_servers = "" if servers is None else f" with {format_count(servers.count, 'server')}"
     _tell(f"rankless verify: {_describe_program(program)}, on 1 and on {workers} workers{with_servers}, seed {seed}")
     with ExitStack() as stack:
@@ -179,13 +180,15 @@ def _describe_program(program: Program) -> str:
     return {"script": program.target, "module": f"-m {program.target}", "code": "-c …"}[program.kind]
 
 
-def _read_cluster(arguments: argparse.Namespace, worker_hosts: tuple[Host, ...]) -> tuple[Cluster | None, int]:
-    """Return the hosts, if there are several, and the total number of workers."""
+def _read_cluster(
+    arguments: argparse.Namespace, worker_hosts: tuple[Host, ...], heterogeneous: int
+) -> tuple[Cluster | None, int]:
+    """Return the hosts, if there are several, and the total number of workers, with heterogeneous ones."""
     cluster = make_cluster(arguments, worker_hosts)
     if cluster is None:
         if arguments.workers is not None:
-            return None, arguments.workers
-        return None, count_default_workers(arguments.mesh, arguments.plan, otherwise=2)
+            return None, arguments.workers + heterogeneous
+        return None, heterogeneous + count_default_workers(arguments.mesh, arguments.plan, otherwise=2)
     if cluster.host_index > 0:
         raise ConfigError(
             expected=f"rankless verify on host 0, {cluster.hosts[0]}",

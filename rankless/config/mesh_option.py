@@ -39,6 +39,18 @@ def parse_mesh(text: str) -> tuple[PlannedAxis, ...]:
     return tuple(PlannedAxis(name=name, role=name, size=sizes[name]) for name in AXES if name in sizes)
 
 
+def make_heterogeneous_mesh(workers: int, heterogeneous: int) -> tuple[PlannedAxis, ...]:
+    """Return the mesh of a run with heterogeneous workers, which have the last ranks.
+
+    Args:
+        workers: The number of all workers.
+        heterogeneous: The number of those that are heterogeneous.
+    """
+    first = workers - heterogeneous
+    kinds = (tuple(range(first)), tuple(range(first, workers)))
+    return (PlannedAxis(name="pipeline", role="pipeline", size=workers, stage_workers=kinds),)
+
+
 def count_workers(axes: Sequence[PlannedAxis]) -> int:
     """Return the number of workers of a mesh."""
     return prod(axis.size for axis in axes)

@@ -9,8 +9,7 @@ import shutil
 from rankless.config.backends import read_requested_backend, require_usable_backend
 from rankless.config.elastic import check_elastic
 from rankless.config.environment import user_hang_timeout, user_preload, user_threads, user_visible_devices
-from rankless.config.heterogeneous import check_heterogeneous, make_heterogeneous_mesh
-from rankless.config.mesh_option import format_mesh, require_workers
+from rankless.config.mesh_option import format_mesh, make_heterogeneous_mesh, require_workers
 from rankless.config.resource_limits import core_count
 from rankless.config.run_config import Cluster, PlanFile, Program, RunConfig, RunRequest
 from rankless.config.script_source import names_rankless
@@ -35,7 +34,7 @@ def make_run_config(program: Program, request: RunRequest) -> RunConfig:
     check_numbers(request)
     check_servers(request, cluster)
     check_program(program)
-    check_heterogeneous(request, cluster)
+    mesh = choose_run_mesh(request, cluster)
     devices, backend = choose_worker_devices(request, count), read_requested_backend(request.backend)
     require_usable_backend(backend, devices, host_count=1 if cluster is None else len(cluster.hosts))
     # Processes of other programs seed themselves. A program that names Rankless expects one seed for all ranks.
@@ -55,9 +54,7 @@ def make_run_config(program: Program, request: RunRequest) -> RunConfig:
         perturbation_seed=request.perturbation_seed,
         dtype=request.dtype,
         plan=request.plan,
-        mesh=make_heterogeneous_mesh(count, request.heterogeneous_workers)
-        if request.heterogeneous_workers
-        else choose_mesh(request.mesh, request.plan, count if cluster is None else cluster.workers),
+        mesh=mesh,
         observation=request.observation,
         progress=request.progress,
         agent_output=request.agent_output,
@@ -122,6 +119,46 @@ def share_cores(worker_count: int, server_count: int) -> int:
     cores = core_count()
     left = cores - server_count
     return max(1, (left if left >= worker_count else cores) // worker_count)
+
+
+def choose_run_mesh(request: RunRequest, cluster: Cluster | None) -> tuple[PlannedAxis, ...]:
+    """Return the axes of the mesh of a run. Raises `ConfigError` for one that it cannot have."""
+    workers = request.worker_count if cluster is None else cluster.workers
+    check_heterogeneous(request, cluster)
+    if request.heterogeneous_workers:
+        return make_heterogeneous_mesh(workers, request.heterogeneous_workers)
+    return choose_mesh(request.mesh, request.plan, workers)
+
+
+def check_heterogeneous(request: RunRequest, cluster: Cluster | None) -> None:
+    """Raise `ConfigError` for heterogeneous workers that no run can have."""
+    count = request.heterogeneous_workers
+    if not count:
+        return
+    other = _find_conflict(request, cluster)
+    if count < 0 or count >= request.worker_count:
+        raise ConfigError(
+            expected="workers and heterogeneous workers, at least 1 of each",
+            found=f"{request.worker_count - count} and {count}",
+            fix="give --workers and --heter-workers numbers from 1 up",
+        )
+    if other is not None:
+        raise ConfigError(
+            expected="heterogeneous workers on one host, in the mode sync, without --mesh and --plan",
+            found=other,
+            fix="omit it, or omit --heter-workers",
+        )
+
+
+def _find_conflict(request: RunRequest, cluster: Cluster | None) -> str | None:
+    """Return what a request has that heterogeneous workers do not go with, if it has any."""
+    if cluster is not None:
+        return f"{len(cluster.hosts)} hosts"
+    if request.servers is not None and request.servers.mode != "sync":
+        return f"--server-mode {request.servers.mode}"
+    if request.mesh or request.plan is not None:
+        return "--mesh" if request.mesh else "--plan"
+    return "an elastic job" if request.elastic is not None else None
 
 
 def choose_mesh(mesh: tuple[PlannedAxis, ...], plan: PlanFile | None, workers: int) -> tuple[PlannedAxis, ...]:

@@ -48,6 +48,32 @@ def test_numbers_and_lists_name_servers_and_workers(options, servers, endpoints,
     assert started[0].worker_count == workers
 
 
+@pytest.mark.parametrize("heterogeneous", ["2", "127.0.0.1,127.0.0.1:6180"])
+def test_heterogeneous_workers_come_after_the_others(heterogeneous, started: list[RunConfig]):
+    assert main(["run", "--servers", "2", "--workers", "3", "--heter-workers", heterogeneous, __file__]) == 0
+    (axis,) = started[0].mesh
+    assert (axis.name, axis.size, axis.stage_workers) == ("pipeline", 5, ((0, 1, 2), (3, 4)))
+    assert started[0].worker_count == 5
+
+
+REFUSED_HETEROGENEOUS = [
+    (("--heter-workers", "-1"), "--heter-workers as a number from 0 up"),
+    (("--heter-workers", "x,,y"), "--heter-workers as a number, or as a list"),
+    (("--heter-workers", "198.51.100.7"), "several hosts are not supported"),
+    (("--heter-workers", "1", "--mesh", "data=2"), "--mesh"),
+    (("--heter-workers", "1", "--servers", "1", "--server-mode", "async"), "async"),
+    (("--heter-workers", "1", "--hosts", "127.0.0.1,198.51.100.7", "--no-ssh"), "2 hosts"),
+]
+
+
+@pytest.mark.parametrize("command", ["run", "verify"])
+@pytest.mark.parametrize(("options", "message"), REFUSED_HETEROGENEOUS)
+def test_heterogeneous_workers_that_cannot_be_are_refused(command, options, message, started, capsys):
+    assert main([command, *options, __file__]) == 2
+    assert message in capsys.readouterr().err
+    assert not started
+
+
 @pytest.mark.parametrize("servers", ["2", "127.0.0.1,127.0.0.1"])
 @pytest.mark.parametrize(("options", "restarts"), [((), 10), (("--server-restarts", "0"), 0)])
 def test_the_number_of_restarts_of_servers_has_a_limit(servers, options, restarts, started: list[RunConfig]):

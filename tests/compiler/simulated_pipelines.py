@@ -143,14 +143,11 @@ def run_on_simulated_pipeline(
     """
     tensors, generators = named_tensors(modules), generators or (torch.default_generator,)
     count = workers * (2 if schedule == "interleaved" else 1)
-    if stage_workers is None:
-        stage_workers = StageWorkers.alternate(stages=count, workers=workers)
+    stage_workers = stage_workers or StageWorkers.alternate(stages=count, workers=workers)
     stages = cut(program, modules, len(stage_workers.of), owners)
-    names = [name for name in stages.owners if divided and tensors[name].dim()]
-    places = assign(names, stages, tensors, stage_workers)
-    turn, pairs = threading.Lock(), product(range(workers), repeat=2)
-    queues: dict[tuple[int, int], Queue[Tensor]] = {pair: Queue() for pair in pairs}
-    transports = [SimulatedTransport(worker, turn, queues, generators) for worker in range(workers)]
+    places = assign(stages, tensors, stage_workers) if divided else {}
+    turn = threading.Lock()
+    transports = make_transports(workers, turn, generators)
     sizes = {"workers": workers, "stage_workers": stage_workers, "microbatches": microbatches}
     order = make_schedule(schedule, **sizes, trains=has_backward(program))
     programs = []
@@ -169,10 +166,17 @@ def run_on_simulated_pipeline(
     return make_outcome(programs, values, stages, places, [item.sent_bytes for item in transports])
 
 
-def assign(
-    names: Sequence[str], stages: Stages, tensors: Mapping[str, Tensor], stage_workers: StageWorkers
-) -> dict[str, int]:
+def make_transports(
+    workers: int, turn: threading.Lock, generators: Sequence[torch.Generator]
+) -> list[SimulatedTransport]:
+    """Return the transport of each worker; `turn` is held by the one that runs."""
+    queues: dict[tuple[int, int], Queue[Tensor]] = {pair: Queue() for pair in product(range(workers), repeat=2)}
+    return [SimulatedTransport(worker, turn, queues, generators) for worker in range(workers)]
+
+
+def assign(stages: Stages, tensors: Mapping[str, Tensor], stage_workers: StageWorkers) -> dict[str, int]:
     """Return the worker that has each parameter: those of a stage in turns, and tied ones the same."""
+    names = [name for name in stages.owners if tensors[name].dim()]
     first: dict[int, int] = {}
     for number, name in enumerate(names):
         workers = stage_workers.of[stages.owners[name]]

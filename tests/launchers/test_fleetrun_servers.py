@@ -13,7 +13,7 @@ from rankless.launch.profile import load_profile
 from rankless.launch.rendezvous.peers import NoPeers
 from rankless.launch.servers.server_configs import make_server_launches
 from rankless.launch.worker_configs import make_worker_configs
-from rankless.launchers.fleetrun.parameter_server_options import HETEROGENEOUS_FLAGS, SERVER_FLAGS
+from rankless.launchers.fleetrun.parameter_server_options import COORDINATOR_FLAGS, SERVER_FLAGS
 from rankless.launchers.fleetrun.parser import read_flags
 from rankless.launchers.fleetrun.run_config import fleetrun_request
 from rankless.launchers.fleetrun.tables import format_environment_table, format_server_lines
@@ -212,9 +212,65 @@ def test_contradictions_are_refused_with_a_remedy(line: str, message: str):
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize("line", [*(f"--{name}=2" for name in HETEROGENEOUS_FLAGS), "--run_mode=ps-heter"])
-def test_heterogeneous_workers_and_coordinators_are_refused_by_name(line: str, capsys: pytest.CaptureFixture[str]):
+HETEROGENEOUS = [
+    ("--server_num=1 --worker_num=2 --heter_worker_num=2", ["127.0.0.1"] * 4),
+    (
+        "--servers=127.0.0.1:6170 --workers=127.0.0.1:6171,127.0.0.1 "
+        "--heter_workers=127.0.0.1:6172,127.0.0.1:6173 --run_mode=ps-heter --heter_devices=gpu",
+        ["127.0.0.1:6171", "127.0.0.1", "127.0.0.1:6172", "127.0.0.1:6173"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("line", "endpoints"), HETEROGENEOUS)
+def test_heterogeneous_workers_take_the_gpus_and_have_paddles_names(line: str, endpoints: list[str], gpus):
+    gpus(2, "0,1")
+    config = config_of(*line.split())
+    assert config.devices == ("cpu", "cpu", "cuda:0", "cuda:1")
+    assert config.mesh[0].stage_workers == ((0, 1), (2, 3))
+    workers = make_worker_configs(config, job_of(config, "127.0.0.1:6170"), folder="log/run")
+    environments = [worker.environment for worker in workers]
+    found = str(environments[0]["PADDLE_TRAINER_ENDPOINTS"]).split(",")
+    assert all(each.startswith(wanted) for each, wanted in zip(found, endpoints, strict=True))
+    assert [each["TRAINING_ROLE"] for each in environments] == ["TRAINER"] * 2 + ["HETER_TRAINER"] * 2
+    assert environments[0]["PADDLE_ALL_HETER_TRAINER_IP_PORT_LIST"] == ",".join(found[2:])
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in environments] == ["", "", "0,1", "0,1"]
+    assert [each["FLAGS_selected_gpus"] for each in environments] == [None, None, "0", "1"]
+    names = [worker.config.log_file.rpartition("/")[2] for worker in workers]
+    assert names == ["workerlog.0", "workerlog.1", "heterlog.0", "heterlog.1"]
+
+
+def test_heterogeneous_workers_can_be_on_the_cpu(gpus):
+    gpus(2, "0,1")
+    config = config_of("--server_num=1", "--worker_num=1", "--heter_worker_num=1", "--heter_devices=cpu")
+    assert config.devices == ("cpu", "cpu")
+
+
+REFUSED_HETEROGENEOUS = [
+    ("--heter_worker_num=2", "give all three"),
+    ("--server_num=1 --worker_num=1 --heter_worker_num=2;1", "one stage of heterogeneous workers"),
+    ("--server_num=1 --worker_num=1 --heter_worker_num=x", "--heter_worker_num from 1 up"),
+    ("--server_num=1 --worker_num=1 --heter_worker_num=0", "--heter_worker_num from 1 up"),
+    ("--server_num=1 --worker_num=1 --heter_worker_num=1 --heter_devices=xpu", "one stage of heterogeneous workers"),
+    ("--server_num=1 --worker_num=1 --heter_workers=198.51.100.7", "heterogeneous workers on one host"),
+    (
+        "--server_num=1 --worker_num=1 --heter_worker_num=1 --nnodes=2 --master=127.0.0.1:9988",
+        "heterogeneous workers on one host",
+    ),
+]
+
+
+@pytest.mark.usefixtures("host_yy")
+@pytest.mark.parametrize(("line", "message"), REFUSED_HETEROGENEOUS)
+def test_heterogeneous_workers_that_cannot_be_are_refused(line: str, message: str):
+    with pytest.raises(ConfigError) as error:
+        config_of(*line.split())
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("line", [*(f"--{name}=2" for name in COORDINATOR_FLAGS), "--run_mode=ps-gpu"])
+def test_coordinators_and_tables_on_gpus_are_refused_by_name(line: str, capsys: pytest.CaptureFixture[str]):
     assert main(["fleetrun", "--server_num=1", "--worker_num=1", line, __file__]) == 2
     messages = capsys.readouterr().err
-    assert "heterogeneous workers and coordinators: not yet" in messages
+    assert "coordinators and tables on GPUs: not supported" in messages
     assert f"found:    {line}\n" in messages
