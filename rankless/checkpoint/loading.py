@@ -65,7 +65,7 @@ def load(
             generators = select_rank_state(manifest.random, mesh.rank)
             nodes = [*(manifest.objects[name] for name in held), manifest.extra, *([generators] if random else [])]
             references = [reference for node in nodes for reference in _list_references(node)]
-            tensors = files.enter_context(StoredTensors(folder, manifest.files, references))
+            tensors = files.enter_context(StoredTensors(folder, manifest, references))
             tensors.open()
             differences = _compare_all(held, manifest, tensors, strict=strict)
             agreement.summary = f"a checkpoint with checksum {manifest.sha256}"
