@@ -78,6 +78,8 @@ class StoredRows:
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Return the rows of a tensor from `start` to before `stop`, in the order of ids."""
         shape = (stop - start, *self.shape_of(name)[1:])
+        if start == stop:  # NumPy gives it strides of 0
+            return torch.empty(shape, dtype=self.dtype_of(name), device="cpu")
         if name == self.table.ids:
             return torch.from_numpy(self.ids[start:stop].copy())
         bits = np.empty((stop - start, self._layers[0].bits[name].shape[1]), self._layers[0].bits[name].dtype)
