@@ -185,7 +185,8 @@ def _manifest_bytes(folder: Path) -> bytes:
     file = folder / MANIFEST_NAME
     try:
         with _open_regular(file) as stream:
-            data = stream.read(MANIFEST_LIMIT_BYTES + 1)
+            size = os.fstat(stream.fileno()).st_size  # a read takes memory for all that it may return
+            data = stream.read(min(size, MANIFEST_LIMIT_BYTES) + 1)
     except FileNotFoundError as error:
         raise _not_a_checkpoint_error(folder, f"a folder without {MANIFEST_NAME}") from error
     except OSError as error:

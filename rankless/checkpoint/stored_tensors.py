@@ -188,6 +188,10 @@ class StoredTensors:
             self._alive[name] = made
         return made
 
+    def find(self, name: str) -> FileTensor | RowsColumn:
+        """Return where the elements of a tensor are."""
+        return self._sources[name]
+
     def settle(self) -> None:
         """Give all tensors that are still in use their values, one after the other."""
         settle(list(self._readers.values()))
