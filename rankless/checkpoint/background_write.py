@@ -42,8 +42,8 @@ class WriteTask:
     """The rest of the file, and the tensors of `keyed_rows`."""
     keyed_rows: list[KeyedRows]
     """What rank 0 writes as rows by ids, into files of their own."""
-    previous: Path | None
-    """The checkpoint before, which may have files of the same rows."""
+    previous: Path
+    """Where the checkpoint before may be, which may have files of the same rows."""
     manifest: Manifest
     """The manifest without its list of files, which is known after the write."""
     series: CheckpointSeries | None

@@ -15,6 +15,7 @@ import threading
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import msgspec
@@ -25,7 +26,7 @@ from rankless.checkpoint.collective_errors import Agreement
 from rankless.checkpoint.content import Content, gather_content, pack_random_state, unpack_random_state
 from rankless.checkpoint.file_shares import FileShare, OwnPieces, list_own_pieces, share_by_owner, share_whole
 from rankless.checkpoint.folder import UncommittedCheckpoint, disk_errors, resolve_target
-from rankless.checkpoint.manifest import Manifest, Node
+from rankless.checkpoint.manifest import Manifest, Node, SeriesPosition
 from rankless.checkpoint.snapshot import Snapshot
 from rankless.checkpoint.tensor_file_writer import TensorFileWriter
 from rankless.collectives.byte_messages import all_gather_bytes, broadcast_bytes
@@ -141,10 +142,9 @@ class Saver:
             content = gather_content(objects, options.extra)
             is_sharded = options.layout == "sharded"
             own = list_own_pieces(content.shared_tensors if is_sharded else {}, mesh)
-            position, previous = None, None
+            position, previous = None, uncommitted.target
             if mesh.rank == 0:
-                position = series.next_position() if series is not None else None
-                previous = uncommitted.target if series is None else series.find_latest()
+                position, previous = _find_place(uncommitted.target, series)
                 uncommitted.open(token)
             description = content.describe(all_tensors=is_sharded)
             agreement.summary = f"{doing}, {options.layout}{' in the background' * options.background}, {description}"
@@ -250,6 +250,13 @@ class Saver:
             for _, state_tensors in states:
                 tensors.update(state_tensors)
         return [node for node, _ in states]
+
+
+def _find_place(target: Path, series: CheckpointSeries | None) -> tuple[SeriesPosition | None, Path]:
+    """Return the position of a new checkpoint in its series, and where the one before may be."""
+    if series is None:
+        return None, target
+    return series.next_position(), series.find_latest() or target
 
 
 def _check(options: SaveOptions) -> None:

@@ -24,7 +24,7 @@ from rankless.checkpoint.tensor_file_writer import TensorFileWriter
 from rankless.errors import CheckpointError
 
 SUFFIX = ".safetensors"
-PART_BYTES = 16 << 20
+PART_BYTES = 4 << 20
 """What is in memory of a tensor at once."""
 
 

@@ -51,16 +51,14 @@ class _Changes(NamedTuple):
     removed: Numbers
 
 
-def write_rows(
-    folder: Path, groups: Sequence[KeyedRows], tensors: Mapping[str, Tensor], previous: Path | None
-) -> WrittenRows:
+def write_rows(folder: Path, groups: Sequence[KeyedRows], tensors: Mapping[str, Tensor], previous: Path) -> WrittenRows:
     """Write rows into a folder, or link files that have them.
 
     Args:
         folder: The folder of the new checkpoint, before its commit.
         groups: Which tensors.
         tensors: All of them by name, on any device.
-        previous: The checkpoint before, if there is one. If it cannot be read, all rows are written.
+        previous: Where the checkpoint before may be. If it cannot be read, all rows are written.
 
     Raises:
         OSError: The disk refuses it.
@@ -76,10 +74,8 @@ def write_rows(
     return written
 
 
-def _read_before(previous: Path | None) -> tuple[Path, Manifest] | None:
+def _read_before(previous: Path) -> tuple[Path, Manifest] | None:
     """Return the folder and the manifest of the checkpoint before; None if it cannot be read."""
-    if previous is None:
-        return None
     try:
         folder = find_checkpoint(previous)
         return folder, read_manifest(folder)
