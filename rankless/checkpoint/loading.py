@@ -13,7 +13,7 @@ from rankless.checkpoint.collective_errors import Agreement
 from rankless.checkpoint.differences import Differences, compare_module, compare_optimizer, select_fitting
 from rankless.checkpoint.file_io import read_manifest
 from rankless.checkpoint.folder import find_checkpoint
-from rankless.checkpoint.manifest import Manifest, Node, TensorReference
+from rankless.checkpoint.manifest import Manifest, Node, SparseReference, TensorReference
 from rankless.checkpoint.manifest import Mapping as MappingNode
 from rankless.checkpoint.manifest import Sequence as SequenceNode
 from rankless.checkpoint.random_state import restore_random_state, select_rank_state
@@ -129,6 +129,8 @@ def _list_references(node: Node) -> Iterator[TensorReference]:
     match node:
         case TensorReference():
             yield node
+        case SparseReference():
+            yield from (node.indices, node.values)
         case SequenceNode():
             for item in node.items:
                 yield from _list_references(item)

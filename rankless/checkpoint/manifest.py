@@ -9,7 +9,7 @@
 # the rest: the state of every object as a tree of typed nodes, in which a tensor is a reference. Nothing is pickled:
 # any editor can read a manifest, and reading it runs no code. docs/guides/checkpoints.md describes it for other
 # programs. Version 2 had no pieces, version 3 none of tensors that are divided along several dims, and version 4 no
-layers of rows.
+layers of rows and no sparse tensors.
 
 # Note [layers of rows]: tensors that have a row for each of some ids, as tables do, are in files of their own, called
 # `rows-…`. The first file has all rows. A later one has the rows that have changed or are new since the earlier ones,
@@ -59,6 +59,15 @@ class TensorReference(msgspec.Struct, frozen=True, forbid_unknown_fields=True, t
     numpy: str | None = None
 
 
+class SparseReference(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="sparse"):
+    """A sparse tensor in coordinate form, such as the momentum of sparse gradients, as two tensors."""
+
+    indices: TensorReference
+    values: TensorReference
+    shape: tuple[int, ...]
+    is_coalesced: bool
+
+
 class Sequence(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="sequence"):
     """A list or a tuple."""
 
@@ -74,7 +83,20 @@ class Mapping(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
     metadata: "Node" = None
 
 
-Node = None | bool | int | float | str | SpecialFloat | Bytes | NumpyScalar | TensorReference | Sequence | Mapping
+Node = (
+    None
+    | bool
+    | int
+    | float
+    | str
+    | SpecialFloat
+    | Bytes
+    | NumpyScalar
+    | TensorReference
+    | SparseReference
+    | Sequence
+    | Mapping
+)
 """One value of an object's state."""
 
 

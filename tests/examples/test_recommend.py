@@ -82,7 +82,7 @@ def test_modes_reach_the_metrics_of_one_device(tmp_path, mode):
 def test_verify_calls_the_example_with_servers_the_same_training(tmp_path):
     options = ("--epochs", "1", "--batch-size", "64", "--ratings", str(write_ratings(tmp_path / "u.data")))
     done = rankless(
-        "verify", "--servers", "2", "--workers", "2", str(EXAMPLES / "recommend.py"), *options, folder=tmp_path
+        "verify", "--servers", "2", "--workers", "3", str(EXAMPLES / "recommend.py"), *options, folder=tmp_path
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert read_verdict(done.stdout).startswith("same training: ")
