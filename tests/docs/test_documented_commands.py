@@ -22,6 +22,7 @@ RUN_ELSEWHERE = {
     "make gpu": "without a GPU it would only skip tests/gpu, which every run of the tests does",
     "make soak": "runs for an hour or more; tests/support/test_soak.py has its parts",
     "make bench": "measures for minutes; every benchmark's script is run in tests/bench",
+    "rankless checkpoint export digits --to digits.safetensors": "tests/checkpoint/test_documented_blocks.py",
     "make bench BENCH=help JSON=rows.json": "needs the set-up of make; tests/bench runs the same benchmark",
 }
 
