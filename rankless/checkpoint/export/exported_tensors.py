@@ -1,13 +1,13 @@
 """Which tensors of a checkpoint an export has, under which names, and where their elements are."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from rankless.checkpoint.manifest import Manifest, Node, TensorReference
+from rankless.checkpoint.manifest import Manifest, Node, SparseReference, TensorReference
 from rankless.checkpoint.manifest import Mapping as MappingNode
 from rankless.checkpoint.manifest import Sequence as SequenceNode
 from rankless.errors import CheckpointError
@@ -70,12 +70,15 @@ class ExportChoice:
 def list_exported(manifest: Manifest, choice: ExportChoice) -> ExportContent:
     """Return what an export of a checkpoint has. Raises CheckpointError if that is nothing, or objects are unknown."""
     chosen = _choose_objects(manifest, choice)
+    found = [pair for name in chosen for pair in _list_tensors(manifest.objects[name], choice)]
+    references = {reference.name: reference for _, reference in found}
     tensors: dict[str, ExportedTensor] = {}
-    references: dict[str, TensorReference] = {}
-    for name in chosen:
-        for tensor, reference in _list_tensors(manifest.objects[name], choice):
-            tensors.setdefault(tensor.name, tensor)
-            references[reference.name] = reference
+    # Tables come last: only they have other names than in the checkpoint, which a module's own tensors may have too.
+    for tensor, _ in sorted(found, key=lambda pair: pair[0].name != pair[0].source):
+        known = tensors.setdefault(tensor.name, tensor)
+        if known != tensor:
+            other = f"{tensor.source}.{tensor.name.rpartition('.')[2]}"
+            tensors[other] = replace(tensor, name=other)
     left_out = [name for name in manifest.objects if name not in chosen]
     if not tensors:
         raise CheckpointError(
@@ -115,6 +118,9 @@ def _is_optimizer(node: Node) -> bool:
 def _list_tensors(node: Node, choice: ExportChoice) -> Iterator[tuple[ExportedTensor, TensorReference]]:
     if isinstance(node, TensorReference):
         yield _whole(node, node.name), node
+    elif isinstance(node, SparseReference):
+        for part in (node.indices, node.values):
+            yield _whole(part, part.name), part
     elif isinstance(node, SequenceNode):
         for item in node.items:
             yield from _list_tensors(item, choice)

@@ -293,3 +293,30 @@ def test_an_export_of_a_plain_checkpoint_is_what_was_saved(tmp_path):
     assert set(found) == {"thing.whole", "thing.number", "thing.list.0"}
     assert torch.equal(found["thing.whole"], state["whole"])
     assert found["thing.number"] == 2.5
+
+
+class NamedLikeATable(Embedding):
+    """A table with tensors of its own that have the names of an export."""
+
+    def __init__(self):
+        super().__init__(2, seed=1)
+        self.register_buffer("ids", torch.arange(4))
+        self.rows = nn.Parameter(torch.ones(3))
+        self.register_buffer("sparse", torch.eye(3).to_sparse())
+
+
+def test_no_tensor_hides_another_one(tmp_path):
+    model = nn.ModuleDict({"table": NamedLikeATable(), "again": nn.Linear(1, 1)})
+    model["tied"] = model["again"]
+    optimizer = torch.optim.Adagrad([model["table"].weight], 0.1)
+    model["table"](torch.tensor([5, 9])).sum().backward()
+    optimizer.step()
+    save(tmp_path / "c", {"model": model})
+    assert export(tmp_path / "c", "--to", tmp_path / "e.safetensors") == 0
+    found = safetensors.torch.load_file(tmp_path / "e.safetensors")
+    assert torch.equal(found["model.table.ids"], torch.arange(4))
+    assert torch.equal(found["model.table.rows"], torch.ones(3))
+    assert torch.equal(found["model.table.sparse.indices"], torch.tensor([[0, 1, 2], [0, 1, 2]]))
+    assert torch.equal(found["model.table._extra_state.ids.ids"], torch.tensor([5, 9]))
+    assert torch.equal(found["model.table._extra_state.rows.rows"], model["table"].list_rows()["rows"])
+    assert len(found) == 8
