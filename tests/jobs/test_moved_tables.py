@@ -58,3 +58,27 @@ def test_tables_move_from_one_device_to_workers_and_back(tmp_path, options):
     second = move(tmp_path, options, 8)
     assert second["loaded"] == first["saved"]
     assert move(tmp_path, ())["loaded"] == second["saved"]
+
+
+SAVES = Path(__file__).parent / "scripts/save_while_servers_die.py"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kills", "seed"), [(6, 1), *(pytest.param(12, seed, marks=pytest.mark.exhaustive) for seed in range(2, 6))]
+)
+def test_checkpoints_while_servers_are_killed_have_the_rows_of_their_steps(tmp_path, kills, seed):
+    saves = 12
+    results = []
+    for count in (0, kills):
+        (folder := tmp_path / str(count)).mkdir()
+        options = ("--servers", "2", "--workers", "2", "--seed", "1", "--no-progress", "--server-restarts", "200")
+        done = rankless("run", *options, str(SAVES), *map(str, (count, seed, saves)), folder=folder)
+        assert done.returncode == 0, done.stdout + done.stderr
+        results.append(json.loads(re.search("RESULT (.*)", done.stdout)[1]))
+    undisturbed, disturbed = results
+    assert disturbed["killed"] == kills
+    assert len(set(undisturbed["wanted"])) == saves
+    assert undisturbed["wanted"] == undisturbed["found"] == disturbed["wanted"] == disturbed["found"]
+    layers = [len(list((tmp_path / str(kills) / f"series/step-{save}").glob("rows-*"))) for save in range(saves)]
+    assert max(layers) > 3
