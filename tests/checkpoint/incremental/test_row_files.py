@@ -1,5 +1,6 @@
 """A save writes the rows of a table that have changed, and any checkpoint gives the whole table, bit by bit."""
 
+import hashlib
 import json
 import math
 import os
@@ -9,6 +10,7 @@ import struct
 
 import msgspec
 import pytest
+import safetensors.torch
 import torch
 from checkpoint.incremental.saved_tables import TableState, layer_everything, layers_of, require_loads
 from checkpoint.saved_objects import SOLO, Holder, save
@@ -216,4 +218,50 @@ def test_a_table_that_has_grown_is_written_as_rows_from_then_on(tmp_path, monkey
     layer_everything(monkeypatch)
     save(tmp_path / "c", {"table": table})
     assert len(layers_of(tmp_path / "c")) == 1
+    require_loads(tmp_path / "c", table.state_dict(), SOLO)
+
+
+def turned(tensors):
+    return {name: tensor.flip(0).contiguous() for name, tensor in tensors.items()}
+
+
+def with_one(tensors, name, change):
+    return tensors | {name: change(tensors[name]).contiguous()}
+
+
+FORGERIES = {
+    "ids that fall": turned,
+    "an id twice": lambda tensors: with_one(tensors, "table.ids", lambda ids: ids.clone().fill_(3)),
+    "other ids": lambda tensors: with_one(tensors, "table.ids", lambda ids: ids + 1),
+    "ids of int32": lambda tensors: with_one(tensors, "table.ids", lambda ids: torch.arange(len(ids)).int()),
+    "a column that is short": lambda tensors: with_one(tensors, "table.rows", lambda rows: rows[1:]),
+    "a column that is wide": lambda tensors: with_one(tensors, "table.rows", lambda rows: torch.cat([rows, rows], 1)),
+    "a column of float64": lambda tensors: with_one(tensors, "table.rows", lambda rows: rows.double()),
+    "a column without rows": lambda tensors: with_one(tensors, "table.rows", lambda rows: rows[0, 0]),
+    "an unknown id removed": lambda tensors: with_one(tensors, "table.ids#removed", lambda ids: ids - 1),
+    "two columns of removed ids": lambda tensors: with_one(tensors, "table.ids#removed", lambda ids: ids.unsqueeze(0)),
+}
+
+
+@pytest.mark.parametrize("forge", FORGERIES.values(), ids=FORGERIES)
+def test_files_of_rows_that_do_not_belong_together_are_refused(tmp_path, forge):
+    rows = make_rows(200)
+    save(tmp_path / "c", {"table": TableState(rows)})
+    fewer = dict(list(rows.items())[5:])
+    for each in list(fewer)[:10]:
+        fewer[each] = fewer[each] + 1
+    table = TableState(fewer)
+    save(tmp_path / "c", {"table": table})
+    file = tmp_path / "c" / layers_of(tmp_path / "c")[1]
+    forged = forge(safetensors.torch.load_file(file))
+    safetensors.torch.save_file(forged, file)
+
+    def seal(manifest):
+        (entry,) = [each for each in manifest["files"] if each["name"] == file.name]
+        entry.update(size_bytes=file.stat().st_size, sha256=hashlib.sha256(file.read_bytes()).hexdigest())
+
+    edit_manifest(tmp_path / "c", seal)
+    with pytest.raises(CheckpointError):
+        require_loads(tmp_path / "c", table.state_dict(), SOLO)
+    save(tmp_path / "c", {"table": table})  # what cannot be read is written anew
     require_loads(tmp_path / "c", table.state_dict(), SOLO)
