@@ -10,7 +10,7 @@ from rankless.parameter_server.tables.contents import STATE_COUNTS
 NAME = "checkpoint"
 HELP = (
     "Write the models of a checkpoint into a safetensors file, for programs that know no Rankless. A table is there as "
-    "`ids` and `rows`. Memory does not grow with the checkpoint. Exit code: 0; 2 if nothing was exported."
+    "`ids` and `rows`. Tensors are read in parts. Exit code: 0; 2 if nothing was exported."
 )
 DEFAULT_SIZE = "5GB"
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
