@@ -265,3 +265,20 @@ def test_files_of_rows_that_do_not_belong_together_are_refused(tmp_path, forge):
         require_loads(tmp_path / "c", table.state_dict(), SOLO)
     save(tmp_path / "c", {"table": table})  # what cannot be read is written anew
     require_loads(tmp_path / "c", table.state_dict(), SOLO)
+
+
+@pytest.mark.parametrize("version", [2, 3, 4])
+def test_manifests_of_earlier_versions_without_tables_are_read(tmp_path, monkeypatch, version):
+    monkeypatch.setattr(keyed_rows, "LEAST_BYTES", 1 << 20)
+    table = TableState(make_rows(100))
+    save(tmp_path / "c", {"table": table})
+    file = tmp_path / "c" / "manifest.json"
+    text = file.read_text().replace(' "tables": [],\n', "").replace('"version": 5', f'"version": {version}')
+    sealed = json.loads(text)["sha256"]
+    assert "tables" not in json.loads(text)
+    unsealed = text.replace(f'"sha256": "{sealed}"', '"sha256": ""')
+    file.write_text(text.replace(sealed, hashlib.sha256(unsealed.encode()).hexdigest()))
+    require_loads(tmp_path / "c", table.state_dict(), SOLO)
+    layer_everything(monkeypatch)
+    save(tmp_path / "c", {"table": table})
+    require_loads(tmp_path / "c", table.state_dict(), SOLO)
