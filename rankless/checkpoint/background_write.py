@@ -1,6 +1,7 @@
 """The part of a save after all ranks have agreed: it needs only the disk, and may run in a thread."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import msgspec
@@ -8,6 +9,8 @@ from torch import Tensor
 
 from rankless.checkpoint.file_io import write_manifest
 from rankless.checkpoint.folder import UncommittedCheckpoint, disk_errors
+from rankless.checkpoint.incremental.keyed_rows import KeyedRows
+from rankless.checkpoint.incremental.row_files import write_rows
 from rankless.checkpoint.manifest import Manifest, SeriesPosition
 from rankless.checkpoint.tensor_file_writer import TensorFileWriter
 
@@ -17,6 +20,9 @@ class CheckpointSeries(Protocol):
 
     def next_position(self) -> SeriesPosition:
         """Return the position of a checkpoint that is saved now."""
+
+    def find_latest(self) -> Path | None:
+        """Return the folder of the checkpoint that was saved last; None if there is none."""
 
     def remove_expired(self) -> None:
         """Remove checkpoints that are not to be kept, after the commit of a new one."""
@@ -33,7 +39,11 @@ class WriteTask:
     file: TensorFileWriter
     """This rank's file, if it writes one. What all ranks gather has been written to it."""
     tensors: dict[str, Tensor]
-    """The rest of the file."""
+    """The rest of the file, and the tensors of `keyed_rows`."""
+    keyed_rows: list[KeyedRows]
+    """What rank 0 writes as rows by ids, into files of their own."""
+    previous: Path
+    """Where the checkpoint before may be, which may have files of the same rows."""
     manifest: Manifest
     """The manifest without its list of files, which is known after the write."""
     series: CheckpointSeries | None
@@ -57,12 +67,16 @@ class WriteTask:
     def _write(self) -> None:
         if self.rank != 0 and self.rank not in self.writers:
             return
+        keyed = {name for rows in self.keyed_rows for name in rows.tensors}
         for name, tensor in self.tensors.items():
-            self.file.write(name, tensor)
+            if name not in keyed:
+                self.file.write(name, tensor)
         file = self.file.finish()
         if self.rank != 0:
             self.uncommitted.report_written(self.rank, file)
             return
-        files = [file, *self.uncommitted.collect_files(self.writers)]
-        write_manifest(self.uncommitted.folder, msgspec.structs.replace(self.manifest, files=files))
+        rows = write_rows(self.uncommitted.folder, self.keyed_rows, self.tensors, self.previous)
+        files = [file, *rows.files, *self.uncommitted.collect_files(self.writers)]
+        manifest = msgspec.structs.replace(self.manifest, files=files, tables=rows.tables)
+        write_manifest(self.uncommitted.folder, manifest)
         self.uncommitted.commit()

@@ -10,6 +10,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from rankless.checkpoint.incremental.keyed_rows import KeyedRows, find_keyed_rows
 from rankless.checkpoint.manifest import Node
 from rankless.checkpoint.random_state import capture_random_state
 from rankless.checkpoint.state_tree import TreeWriter
@@ -29,9 +30,16 @@ class Content:
     objects: dict[str, Node]
     shared_tensors: dict[str, Tensor]
     """The tensors of all objects, and the divided ones of the extra data: all ranks have them, or pieces of them."""
+    keyed_rows: list[KeyedRows]
+    """Which of these rank 0 writes as rows by ids, into files of their own."""
     extra: Node
     extra_tensors: dict[str, Tensor]
     """The others of the extra data, which rank 0 writes."""
+
+    @property
+    def row_tensors(self) -> dict[str, Tensor]:
+        """The tensors of `keyed_rows`."""
+        return {name: self.shared_tensors[name] for rows in self.keyed_rows for name in rows.tensors}
 
     def describe(self, *, all_tensors: bool) -> str:
         """Return a text that is equal on ranks whose objects hold tensors of equal names, shapes, dtypes and divisions.
@@ -45,9 +53,12 @@ class Content:
             for name, tensor in self.shared_tensors.items()
             if all_tensors or partitions[name]
         ]
+        lines += [f"rows of {rows.ids}" for rows in self.keyed_rows if all_tensors]
         checksum = hashlib.sha256("\n".join(lines).encode()).hexdigest()
         divided = sum(map(bool, partitions.values()))
-        counts = f"{len(lines)} tensors of " * all_tensors + (", ".join(self.objects) or "no object")
+        counts = f"{len(lines) - len(self.keyed_rows)} tensors of " * all_tensors + (
+            ", ".join(self.objects) or "no object"
+        )
         return f"{counts}, {divided} of them divided (names, shapes and divisions: {checksum[:12]})"
 
 
@@ -77,6 +88,7 @@ def gather_content(objects: Mapping[str, Any], extra: object) -> Content:
     return Content(
         objects=nodes,
         shared_tensors=writer.tensors | divided,
+        keyed_rows=find_keyed_rows(nodes.values(), writer.tensors),
         extra=extra_node,
         extra_tensors={name: tensor for name, tensor in extra_writer.tensors.items() if name not in divided},
     )

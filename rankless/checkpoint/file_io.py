@@ -107,14 +107,32 @@ def check_file(file: Path, entry: TensorFile) -> None:
 def _check_names(file: Path, manifest: Manifest) -> None:
     names = [entry.name for entry in manifest.files]
     foreign = [name for name in names if TENSORS_NAME.fullmatch(name) is None]
-    tensors = [name for entry in manifest.files for name in entry.tensors]
+    layers = {name for table in manifest.tables for name in table.layers}
+    tensors = [name for entry in manifest.files if entry.name not in layers for name in entry.tensors]
+    tensors += [name for table in manifest.tables for name in table.tensors]
     if foreign:
         raise damaged_file_error(file, f"a tensor file called {foreign[0]!r:.80}")
     if len(set(names)) < len(names) or len(set(tensors)) < len(tensors):
         raise damaged_file_error(file, "a file or a tensor that it lists twice")
     if not manifest.random:
         raise damaged_file_error(file, "no random state")
+    _check_layers(file, manifest)
     _check_pieces(file, manifest)
+
+
+def _check_layers(file: Path, manifest: Manifest) -> None:
+    """Raise `CheckpointError` unless each file of rows belongs to one table, and has its tensors."""
+    entries = {entry.name: entry for entry in manifest.files}
+    layers = [name for table in manifest.tables for name in table.layers]
+    if len(set(layers)) < len(layers):
+        raise damaged_file_error(file, "a file of rows that belongs to two tables")
+    for table in manifest.tables:
+        if not table.layers:
+            raise damaged_file_error(file, f"no file of {table.ids}")
+        for number, name in enumerate(table.layers):
+            wanted = sorted([*table.tensors, *([table.removed] if number else [])])
+            if name not in entries or entries[name].tensors != wanted or entries[name].pieces:
+                raise damaged_file_error(file, f"{name!r:.80}, which does not have {', '.join(wanted)}")
 
 
 def _check_pieces(file: Path, manifest: Manifest) -> None:
@@ -167,7 +185,8 @@ def _manifest_bytes(folder: Path) -> bytes:
     file = folder / MANIFEST_NAME
     try:
         with _open_regular(file) as stream:
-            data = stream.read(MANIFEST_LIMIT_BYTES + 1)
+            size = os.fstat(stream.fileno()).st_size  # a read takes memory for all that it may return
+            data = stream.read(min(size, MANIFEST_LIMIT_BYTES) + 1)
     except FileNotFoundError as error:
         raise _not_a_checkpoint_error(folder, f"a folder without {MANIFEST_NAME}") from error
     except OSError as error:

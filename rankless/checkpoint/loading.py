@@ -13,7 +13,7 @@ from rankless.checkpoint.collective_errors import Agreement
 from rankless.checkpoint.differences import Differences, compare_module, compare_optimizer, select_fitting
 from rankless.checkpoint.file_io import read_manifest
 from rankless.checkpoint.folder import find_checkpoint
-from rankless.checkpoint.manifest import Manifest, Node, TensorReference
+from rankless.checkpoint.manifest import Manifest, Node, SparseReference, TensorReference
 from rankless.checkpoint.manifest import Mapping as MappingNode
 from rankless.checkpoint.manifest import Sequence as SequenceNode
 from rankless.checkpoint.random_state import restore_random_state, select_rank_state
@@ -65,7 +65,7 @@ def load(
             generators = select_rank_state(manifest.random, mesh.rank)
             nodes = [*(manifest.objects[name] for name in held), manifest.extra, *([generators] if random else [])]
             references = [reference for node in nodes for reference in _list_references(node)]
-            tensors = files.enter_context(StoredTensors(folder, manifest.files, references))
+            tensors = files.enter_context(StoredTensors(folder, manifest, references))
             tensors.open()
             differences = _compare_all(held, manifest, tensors, strict=strict)
             agreement.summary = f"a checkpoint with checksum {manifest.sha256}"
@@ -129,6 +129,8 @@ def _list_references(node: Node) -> Iterator[TensorReference]:
     match node:
         case TensorReference():
             yield node
+        case SparseReference():
+            yield from (node.indices, node.values)
         case SequenceNode():
             for item in node.items:
                 yield from _list_references(item)

@@ -8,7 +8,13 @@
 # between ranks is in their files as pieces, whose names end in the rows: `model.conv.weight[4:8]`. The manifest holds
 # the rest: the state of every object as a tree of typed nodes, in which a tensor is a reference. Nothing is pickled:
 # any editor can read a manifest, and reading it runs no code. docs/guides/checkpoints.md describes it for other
-# programs. Version 2 had no pieces, and version 3 none of tensors that are divided along several dims.
+# programs. Version 2 had no pieces, version 3 none of tensors that are divided along several dims, and version 4 no
+layers of rows and no sparse tensors.
+
+# Note [layers of rows]: tensors that have a row for each of some ids, as tables do, are in files of their own, called
+# `rows-…`. The first file has all rows. A later one has the rows that have changed or are new since the earlier ones,
+# and the ids whose rows are gone. So a save writes what has changed, and links the files of the checkpoint before.
+# Read without the later ones, a file's tensors have the names of the whole ones.
 """
 
 import hashlib
@@ -18,10 +24,10 @@ from typing import Literal
 import msgspec
 
 FORMAT = "rankless checkpoint"
-VERSION = 4
-READABLE_VERSIONS = (2, 3, 4)
+VERSION = 5
+READABLE_VERSIONS = (2, 3, 4, 5)
 MANIFEST_NAME = "manifest.json"
-TENSORS_NAME = re.compile(r"tensors(-(0|[1-9][0-9]{0,6}))?\.safetensors")
+TENSORS_NAME = re.compile(r"(tensors(-(0|[1-9][0-9]{0,6}))?|rows-[0-9a-f]{32})\.safetensors")
 """The allowed names of a tensor file. None of them leads out of the folder."""
 
 
@@ -53,6 +59,15 @@ class TensorReference(msgspec.Struct, frozen=True, forbid_unknown_fields=True, t
     numpy: str | None = None
 
 
+class SparseReference(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="sparse"):
+    """A sparse tensor in coordinate form, such as the momentum of sparse gradients, as two tensors."""
+
+    indices: TensorReference
+    values: TensorReference
+    shape: tuple[int, ...]
+    is_coalesced: bool
+
+
 class Sequence(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="sequence"):
     """A list or a tuple."""
 
@@ -68,7 +83,20 @@ class Mapping(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
     metadata: "Node" = None
 
 
-Node = None | bool | int | float | str | SpecialFloat | Bytes | NumpyScalar | TensorReference | Sequence | Mapping
+Node = (
+    None
+    | bool
+    | int
+    | float
+    | str
+    | SpecialFloat
+    | Bytes
+    | NumpyScalar
+    | TensorReference
+    | SparseReference
+    | Sequence
+    | Mapping
+)
 """One value of an object's state."""
 
 
@@ -129,6 +157,28 @@ class TensorFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pieces: dict[str, TensorPiece] = msgspec.field(default_factory=dict)
 
 
+class LayeredRows(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Tensors with a row for each of some ids, in several files; see Note [layers of rows].
+
+    `ids` is the name of the tensor of ids, in rising order, and `columns` are those of the tensors with a row for each.
+    `layers` are the names of the files, from the first to the last.
+    """
+
+    ids: str
+    columns: list[str]
+    layers: list[str]
+
+    @property
+    def tensors(self) -> list[str]:
+        """The names of all its tensors."""
+        return [self.ids, *self.columns]
+
+    @property
+    def removed(self) -> str:
+        """The name of the tensor with the ids that later files remove."""
+        return f"{self.ids}#removed"
+
+
 class SeriesPosition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The position of a checkpoint in a training run.
 
@@ -152,6 +202,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     rankless: str
     position: SeriesPosition | None = msgspec.field(default=None, name="place")
     files: list[TensorFile]
+    tables: list[LayeredRows] = []
     objects: dict[str, Node]
     extra: Node = None
     random: list[Node]

@@ -131,6 +131,11 @@ class DirectoryCheckpointSeries:
         order = max((entry.position.order for entry in self.directory.entries()), default=0) + 1
         return SeriesPosition(order, self.step, self.metric)
 
+    def find_latest(self) -> Path | None:
+        """Return the folder of the checkpoint that was saved last; None if there is none."""
+        saved = self.directory.entries()
+        return saved[-1].path if saved else None
+
     def remove_expired(self) -> None:
         """Remove the checkpoints that are not to be kept, and what killed saves have left behind."""
         saved = self.directory.entries()

@@ -15,6 +15,7 @@ import threading
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import msgspec
@@ -25,7 +26,7 @@ from rankless.checkpoint.collective_errors import Agreement
 from rankless.checkpoint.content import Content, gather_content, pack_random_state, unpack_random_state
 from rankless.checkpoint.file_shares import FileShare, OwnPieces, list_own_pieces, share_by_owner, share_whole
 from rankless.checkpoint.folder import UncommittedCheckpoint, disk_errors, resolve_target
-from rankless.checkpoint.manifest import Manifest, Node
+from rankless.checkpoint.manifest import Manifest, Node, SeriesPosition
 from rankless.checkpoint.snapshot import Snapshot
 from rankless.checkpoint.tensor_file_writer import TensorFileWriter
 from rankless.collectives.byte_messages import all_gather_bytes, broadcast_bytes
@@ -141,9 +142,9 @@ class Saver:
             content = gather_content(objects, options.extra)
             is_sharded = options.layout == "sharded"
             own = list_own_pieces(content.shared_tensors if is_sharded else {}, mesh)
-            position = None
+            position, previous = None, uncommitted.target
             if mesh.rank == 0:
-                position = series.next_position() if series is not None else None
+                position, previous = _find_place(uncommitted.target, series)
                 uncommitted.open(token)
             description = content.describe(all_tensors=is_sharded)
             agreement.summary = f"{doing}, {options.layout}{' in the background' * options.background}, {description}"
@@ -160,6 +161,8 @@ class Saver:
             uncommitted=uncommitted,
             file=self._begin_file(uncommitted, content, share, options=options, doing=doing),
             tensors=share.tensors,
+            keyed_rows=content.keyed_rows if mesh.rank == 0 else [],
+            previous=previous,
             manifest=Manifest(
                 rankless=RANKLESS_VERSION,
                 position=position,
@@ -190,7 +193,8 @@ class Saver:
     ) -> TensorFileWriter:
         """Return this rank's file, to which what all ranks gather is written."""
         name = f"tensors-{self.mesh.rank}.safetensors" if options.layout == "sharded" else "tensors.safetensors"
-        written = share.tensors | share.gathered
+        keyed = content.row_tensors
+        written = {key: item for key, item in (share.tensors | share.gathered).items() if key not in keyed}
         in_order = {key: written[key] for key in [*content.shared_tensors, *written] if key in written}
         file = TensorFileWriter(uncommitted.folder / name, in_order, share.pieces)
         if share.gathered:
@@ -207,14 +211,14 @@ class Saver:
             own: The pieces that this rank writes, if each writes its own.
             sizes: The bytes of each rank's pieces.
         """
-        rank = self.mesh.rank
+        rank, rows = self.mesh.rank, content.row_tensors
+        others = {name: tensor for name, tensor in content.shared_tensors.items() if name not in rows}
+        sizes = [max(0, sizes[0]) + sum(tensor.nbytes for tensor in rows.values()), *sizes[1:]]
         share = (
-            share_by_owner(content.shared_tensors, own, sizes, rank)
-            if options.layout == "sharded"
-            else share_whole(content.shared_tensors, rank=rank)
+            share_by_owner(others, own, sizes, rank) if options.layout == "sharded" else share_whole(others, rank=rank)
         )
         if rank == 0:
-            share.tensors.update(content.extra_tensors)
+            share.tensors.update(content.extra_tensors | rows)
         if not options.background:
             return share
         self._background_snapshot.take(share.tensors)
@@ -246,6 +250,13 @@ class Saver:
             for _, state_tensors in states:
                 tensors.update(state_tensors)
         return [node for node, _ in states]
+
+
+def _find_place(target: Path, series: CheckpointSeries | None) -> tuple[SeriesPosition | None, Path]:
+    """Return the position of a new checkpoint in its series, and where the one before may be."""
+    if series is None:
+        return None, target
+    return series.next_position(), series.find_latest() or target
 
 
 def _check(options: SaveOptions) -> None:

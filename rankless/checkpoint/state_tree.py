@@ -17,6 +17,7 @@ from rankless.checkpoint.manifest import (
     Node,
     NumpyScalar,
     Sequence,
+    SparseReference,
     SpecialFloat,
     TensorReference,
 )
@@ -47,7 +48,7 @@ class TreeWriter:
         if value is None or kind in (bool, int, str):
             return value  # type: ignore[return-value]  # narrowed by its exact type
         if isinstance(value, Tensor):
-            return self._tensor(value, path)
+            return self._sparse_tensor(value, path) if value.layout == torch.sparse_coo else self._tensor(value, path)
         if isinstance(value, np.generic):
             return self._numpy_scalar(value, path)
         if isinstance(value, float) and kind is float:
@@ -84,6 +85,15 @@ class TreeWriter:
             raise _unwritable_error(path, f"a numpy array of dtype {value.dtype}") from error
         reference = self._tensor(tensor, path)
         return TensorReference(reference.name, reference.dtype, reference.shape, value.dtype.str)
+
+    def _sparse_tensor(self, tensor: Tensor, path: tuple[str, ...]) -> SparseReference:
+        indices, values = tensor.detach()._indices(), tensor.detach()._values()
+        return SparseReference(
+            self._tensor(indices, (*path, "indices")),
+            self._tensor(values, (*path, "values")),
+            tuple(tensor.shape),
+            tensor.is_coalesced(),
+        )
 
     def _tensor(self, tensor: Tensor, path: tuple[str, ...]) -> TensorReference:
         partition = find_partition(tensor)
@@ -124,6 +134,8 @@ def decode(node: Node, find: Callable[[str], Tensor]) -> Any:
             return _numpy_scalar(dtype, data)
         case TensorReference():
             return _resolve_reference(node, find)
+        case SparseReference():
+            return _resolve_sparse(node, find)
         case Sequence(kind, items):
             decoded = [decode(item, find) for item in items]
             return decoded if kind == "list" else tuple(decoded)
@@ -145,6 +157,17 @@ def _resolve_reference(reference: TensorReference, find: Callable[[str], Tensor]
         return tensor
     # A copy: the caller may write to it, and two references to one array become two arrays.
     return tensor.numpy().astype(_numpy_dtype(reference.numpy))
+
+
+def _resolve_sparse(node: SparseReference, find: Callable[[str], Tensor]) -> Tensor:
+    """Return the sparse tensor of a node. Its parts are read, because PyTorch checks the indices."""
+    indices, values = (_resolve_reference(part, find).clone() for part in (node.indices, node.values))
+    try:
+        return torch.sparse_coo_tensor(
+            indices, values, node.shape, device="cpu", is_coalesced=node.is_coalesced, check_invariants=True
+        )
+    except (RuntimeError, ValueError, OverflowError) as error:
+        raise _damaged_manifest_error("a sparse tensor", str(error)) from error
 
 
 def _special_float(value: float) -> SpecialFloat:

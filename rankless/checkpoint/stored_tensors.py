@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from rankless.checkpoint.file_io import check_file, damaged_file_error
-from rankless.checkpoint.manifest import MANIFEST_NAME, TensorFile, TensorPiece, TensorReference
+from rankless.checkpoint.incremental.stored_rows import RowsColumn, StoredRows
+from rankless.checkpoint.manifest import MANIFEST_NAME, Manifest, TensorFile, TensorPiece, TensorReference
 from rankless.checkpoint.tensor_file_writer import ELEMENT_CODES
 from rankless.ownership.stored_value import StoredValue
 from rankless.ownership.unread_tensor import UnreadTensor, settle
@@ -120,16 +121,17 @@ class StoredTensors:
 
     Args:
         folder: The checkpoint.
-        files: Its tensor files.
+        manifest: Its manifest.
         references: The tensors that are needed. Files that hold none of them are not read.
     """
 
-    def __init__(self, folder: Path, files: Sequence[TensorFile], references: Iterable[TensorReference]) -> None:
+    def __init__(self, folder: Path, manifest: Manifest, references: Iterable[TensorReference]) -> None:
         self._folder = folder
-        self._files = files
+        self._files = manifest.files
+        self._tables = manifest.tables
         self._references = list(references)
         self._names = {reference.name for reference in self._references}
-        self._sources: dict[str, FileTensor] = {}
+        self._sources: dict[str, FileTensor | RowsColumn] = {}
         self._alive: weakref.WeakValueDictionary[str, Tensor] = weakref.WeakValueDictionary()
         self._readers: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
         self._opened = contextlib.ExitStack()
@@ -143,7 +145,8 @@ class StoredTensors:
     def open(self) -> None:
         """Open the files. Raises `CheckpointError` unless they are intact and have what is needed."""
         parts: dict[str, list[StoredPart]] = {}
-        held = [(entry, self._find_needed(entry)) for entry in self._files]
+        layers = {name for table in self._tables for name in table.layers}
+        held = [(entry, self._find_needed(entry)) for entry in self._files if entry.name not in layers]
         for entry, needed in held:
             if needed:
                 check_file(self._folder / entry.name, entry)
@@ -153,7 +156,10 @@ class StoredTensors:
                 piece = entry.pieces.get(name)
                 part = StoredPart(file=self._folder / entry.name, name=name, opened=opened, piece=piece)
                 parts.setdefault(name if piece is None else piece.tensor, []).append(part)
+        self._open_tables()
         for reference in self._references:
+            if reference.name in self._sources:
+                continue
             if reference.name not in parts:
                 raise damaged_file_error(
                     self._folder / MANIFEST_NAME, f"{reference.name}, but no such tensor in a file"
@@ -161,6 +167,17 @@ class StoredTensors:
             for part in parts[reference.name]:
                 part.check(reference)
             self._sources[reference.name] = FileTensor(reference, parts[reference.name])
+
+    def _open_tables(self) -> None:
+        """Open the files of rows that are needed."""
+        entries = {entry.name: entry for entry in self._files}
+        for table in self._tables:
+            needed = [reference for reference in self._references if reference.name in table.tensors]
+            if needed:
+                for name in table.layers:
+                    check_file(self._folder / name, entries[name])
+                rows = StoredRows(self._folder, table, {name: self._open_file(entries[name]) for name in table.layers})
+                self._sources |= {each.name: RowsColumn(each, rows, self._folder) for each in needed}
 
     def get(self, name: str) -> Tensor:
         """Return a tensor, whose elements are read when something needs them. It is the same while it is in use."""
@@ -170,6 +187,10 @@ class StoredTensors:
             made = source.read() if source.is_small_integer else UnreadTensor(StoredValue(source, self._readers))
             self._alive[name] = made
         return made
+
+    def find(self, name: str) -> FileTensor | RowsColumn:
+        """Return where the elements of a tensor are."""
+        return self._sources[name]
 
     def settle(self) -> None:
         """Give all tensors that are still in use their values, one after the other."""

@@ -66,13 +66,14 @@ class TensorFileWriter:
         encoded += b" " * (-len(encoded) % ALIGNMENT_BYTES)
         self._header = len(encoded).to_bytes(8, "little") + encoded
 
-    def write(self, name: str, tensor: Tensor) -> None:
-        """Write one tensor to its place."""
+    def write(self, name: str, tensor: Tensor, *, first_row: int = 0) -> None:
+        """Write one tensor to its place, or the rows of it that begin with `first_row`."""
         descriptor = self._open()
         if tensor.nbytes:
             elements = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
             data = elements.reshape(-1).view(torch.uint8).numpy().data
-            write_all(descriptor, data, len(self._header) + self._offsets[name])
+            skipped = first_row * (tensor.nbytes // len(tensor)) if first_row else 0
+            write_all(descriptor, data, len(self._header) + self._offsets[name] + skipped)
 
     def finish(self) -> TensorFile:
         """Sync the file, and return its entry of the manifest, with the checksum of what is there."""

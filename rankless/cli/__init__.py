@@ -26,6 +26,7 @@ COMMANDS = {
     "doctor": "Check for anything that would make a job hang or fail, on this host or between several.",
     "plan": "Show the parallel plan of a script's jobs, and the data that they move in a step.",
     "verify": "Run a script on one worker and on several, and check that both trainings are the same.",
+    "checkpoint": "Write the models and tables of a checkpoint into safetensors files.",
     "torchrun": "Run a script written for torchrun, with torchrun's command line.",
     "launch": "Run a script written for python -m torch.distributed.launch, with its command line.",
     "fleetrun": "Run a script written for Paddle's fleetrun, with its command line.",

@@ -17,6 +17,7 @@ CROWDED_FOLDERS: dict[str, str] = {}
 IMPORTED_LATE = {
     "rankless/__init__.py": "the command line imports rankless, and must not import torch",
     "rankless/cli/__init__.py": "a command is imported when it is called",
+    "rankless/cli/checkpoint.py": "an export needs torch, and the help of the command line must not",
     "rankless/config/environment.py": "reads the variables of foreign launchers only if they exist",
     "rankless/jobs/job_tables.py": "only jobs with tables need numba",
     "rankless/launch/profile.py": "loads a launcher's profile by name, so that a plain run loads none",

@@ -161,6 +161,16 @@ def test_the_growth_of_a_table_is_measured(tmp_path: Path):
     assert 0 < growth["p50_milliseconds"] <= growth["p99_milliseconds"] <= growth["most_milliseconds"]
 
 
+@pytest.mark.slow
+def test_saves_of_what_has_changed_are_measured(tmp_path: Path):
+    command = [sys.executable, str(SCRIPTS / "table_saves.py"), "--rows", "20000", "--rounds", "1", "--batch", "50"]
+    commands.run([*command, "--json", "saves.json"], threads=1, folder=str(tmp_path))
+    saves = json.loads((tmp_path / "saves.json").read_text())
+    assert 144 * 20_000 < saves["whole_bytes"] < 1.1 * 144 * 20_000
+    assert 144 * 450 < saves["changes_bytes"] < 0.05 * saves["whole_bytes"]
+    assert min(saves[f"{name}_seconds"] for name in ("contents", "whole", "changes")) > 0
+
+
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_captures_of_both_sides_are_timed(tmp_path: Path):

@@ -105,9 +105,9 @@ def test_folders_that_are_not_checkpoints_raise(tmp_path):
 def test_a_checkpoint_of_another_version_is_refused(tmp_path):
     save(tmp_path / "c", {"number": Number(1)})
     manifest = read_manifest(tmp_path / "c")
-    later = msgspec.structs.replace(manifest, version=5)
+    later = msgspec.structs.replace(manifest, version=6)
     (tmp_path / "c" / "manifest.json").write_bytes(encode_manifest(later))
-    assert "found:    version 5" in refusal(tmp_path / "c")
+    assert "found:    version 6" in refusal(tmp_path / "c")
 
 
 def test_everything_is_on_disk_before_the_commit_and_the_manifest_is_written_last(tmp_path, monkeypatch):

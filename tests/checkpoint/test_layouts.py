@@ -165,6 +165,6 @@ def test_the_manifest_is_json_that_any_program_reads(tmp_path):
     save(tmp_path / "c", {"model": nn.Linear(2, 1)}, extra={"lr": float("inf")})
     manifest = json.loads((tmp_path / "c" / "manifest.json").read_text())
     assert manifest["format"] == "rankless checkpoint"
-    assert manifest["version"] == 4
+    assert manifest["version"] == 5
     assert [entry["name"] for entry in manifest["files"]] == ["tensors.safetensors"]
     assert "model.weight" in manifest["files"][0]["tensors"]

@@ -215,5 +215,5 @@ def test_a_save_waits_for_the_one_before_and_copies_its_pieces(tmp_path):
 def test_checkpoints_without_pieces_of_version_2_load(tmp_path):
     save(tmp_path / "c", {"thing": Holder({"t": torch.arange(5)})})
     manifest = read_manifest(tmp_path / "c")
-    assert manifest.version == 4
+    assert manifest.version == 5
     assert all(not entry.pieces for entry in manifest.files)

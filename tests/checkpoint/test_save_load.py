@@ -164,7 +164,7 @@ def test_a_loaded_checkpoint_does_not_follow_the_file(tmp_path):
         ({True: 0}, "thing", "bool"),
         ({"n": np.array(["x"])}, "thing.n", "dtype"),
         ({"n": np.datetime64("2026-01-01")}, "thing.n", "datetime64"),
-        ({"t": torch.eye(2).to_sparse()}, "thing.t", "sparse"),
+        ({"t": torch.eye(2).to_mkldnn()}, "thing.t", "mkldnn"),
         ({"t": torch.zeros(2, dtype=torch.complex128)}, "thing.t", "complex128"),
         ({"t": torch.zeros(2, device="meta")}, "thing.t", "meta"),
         ({"c": 1j}, "thing.c", "complex"),
@@ -176,6 +176,52 @@ def test_a_value_that_cannot_be_written_is_named_by_its_path(tmp_path, state, wh
     assert f"{where} to be made of" in str(caught.value)
     assert what in str(caught.value)
     assert not (tmp_path / "c").exists()
+
+
+def sparse_training(seed):
+    torch.manual_seed(seed)
+    model = nn.Embedding(10, 3, sparse=True)
+    return model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+
+
+def train_sparsely(model, optimizer, batches):
+    for batch in batches:
+        optimizer.zero_grad()
+        model(torch.tensor(batch)).square().sum().backward()
+        optimizer.step()
+    return model.weight.detach().clone()
+
+
+def test_momentum_of_sparse_gradients_continues_bit_for_bit(tmp_path):
+    model, optimizer = sparse_training(0)
+    train_sparsely(model, optimizer, [[1, 2, 2], [3, 1], [9]])
+    save(tmp_path / "c", {"model": model, "optimizer": optimizer})
+    wanted = train_sparsely(model, optimizer, [[1], [4, 4]])
+    model, optimizer = sparse_training(1)
+    load(tmp_path / "c", {"model": model, "optimizer": optimizer}, mesh=SOLO)
+    assert torch.equal(train_sparsely(model, optimizer, [[1], [4, 4]]), wanted)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.eye(3).to_sparse(),
+        torch.sparse_coo_tensor(
+            torch.tensor([[0, 0]]), torch.ones(2, 2, dtype=torch.bfloat16), (4, 2), check_invariants=True
+        ),
+        torch.sparse_coo_tensor(torch.empty(2, 0, dtype=torch.int64), torch.empty(0), (2, 0), check_invariants=True),
+    ],
+    ids=["coalesced", "hybrid", "empty"],
+)
+def test_sparse_tensors_are_kept_as_they_are(tmp_path, tensor):
+    save(tmp_path / "c", {"thing": Holder({"t": tensor, "again": [tensor]})})
+    back = Holder()
+    load(tmp_path / "c", {"thing": back}, mesh=SOLO)
+    for found in (back.state["t"], back.state["again"][0]):
+        assert (found.layout, found.shape, found.dtype) == (tensor.layout, tensor.shape, tensor.dtype)
+        assert found.is_coalesced() == tensor.is_coalesced()
+        assert torch.equal(found._indices(), tensor._indices())
+        assert torch.equal(found._values(), tensor._values())
 
 
 def test_extra_data_is_restored_or_refused_by_its_path(tmp_path):

@@ -142,14 +142,13 @@ def run_on_simulated_pipeline(
         stage_workers: The workers of each stage. Default: one for each stage.
     """
     tensors, generators = named_tensors(modules), generators or (torch.default_generator,)
-    count = workers * (2 if schedule == "interleaved" else 1)
-    stage_workers = stage_workers or StageWorkers.alternate(stages=count, workers=workers)
+    stage_workers = stage_workers or find_stage_workers(workers, schedule)
     stages = cut(program, modules, len(stage_workers.of), owners)
     places = assign(stages, tensors, stage_workers) if divided else {}
     turn = threading.Lock()
     transports = make_transports(workers, turn, generators)
-    sizes = {"workers": workers, "stage_workers": stage_workers, "microbatches": microbatches}
-    order = make_schedule(schedule, **sizes, trains=has_backward(program))
+    sizes = {"workers": workers, "microbatches": microbatches, "trains": has_backward(program)}
+    order = make_schedule(schedule, stage_workers=stage_workers, **sizes)
     programs = []
     for transport in transports:
         options = PipelineOptions(
@@ -164,6 +163,11 @@ def run_on_simulated_pipeline(
         programs.append(build(program, tensors, options, places))
     values = run_threads(programs, places, tensors, arguments, turn, generators)
     return make_outcome(programs, values, stages, places, [item.sent_bytes for item in transports])
+
+
+def find_stage_workers(workers: int, schedule: PipelineSchedule) -> StageWorkers:
+    """Return one worker for each stage; `interleaved` has two stages for each worker."""
+    return StageWorkers.alternate(stages=workers * (2 if schedule == "interleaved" else 1), workers=workers)
 
 
 def make_transports(

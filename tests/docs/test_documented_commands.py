@@ -22,6 +22,7 @@ RUN_ELSEWHERE = {
     "make gpu": "without a GPU it would only skip tests/gpu, which every run of the tests does",
     "make soak": "runs for an hour or more; tests/support/test_soak.py has its parts",
     "make bench": "measures for minutes; every benchmark's script is run in tests/bench",
+    "rankless checkpoint export digits --to digits.safetensors": "tests/checkpoint/test_documented_blocks.py",
     "make bench BENCH=help JSON=rows.json": "needs the set-up of make; tests/bench runs the same benchmark",
 }
 
@@ -33,6 +34,13 @@ IN_SOAK = {
     "rankless run -n 2 examples/lenet.py --epochs 1": "tests/examples/test_plain_scripts.py, and the demo",
     "rankless plan -n 2 examples/lenet.py --epochs 1": "the same command with train.py is run here",
     "rankless verify -n 2 examples/gpt.py --steps 5": "the same command with train.py is run here",
+    "rankless verify --servers 2 --workers 3 examples/wide_and_deep.py --rows 1500 --epochs 1 --batch-size 150": (
+        "tests/examples/test_wide_and_deep.py"
+    ),
+    "rankless run --servers 2 --workers 2 examples/word2vec.py --files 5 --epochs 1": "tests/examples/test_word2vec.py",
+    "rankless fleetrun --server_num=2 --worker_num=2 examples/word2vec.py --files 5 --epochs 1": (
+        "the same with wide_and_deep.py is run here"
+    ),
     "rankless torchrun --standalone --nproc-per-node 2 train.py": "tests/cli/test_torchrun.py",
     "rankless fleetrun --nproc_per_node=2 --log_dir=log train.py": "tests/cli/test_fleetrun.py",
     "rankless horovodrun -np 2 python -m rankless.compat.horovod.selftest -v": "tests/compat/test_selftest.py",

@@ -50,7 +50,7 @@ def test_the_chinese_readme_has_the_same_example_commands_and_pictures():
     assert pictures.findall(README.read_text()) == pictures.findall(CHINESE.read_text())
 
 
-@pytest.mark.parametrize("page", ["from-oneflow", "from-fleetrun"])
+@pytest.mark.parametrize("page", ["from-oneflow", "from-fleetrun", "from-paddle-ps"])
 def test_a_chinese_guide_has_the_code_and_the_options_of_the_english_one(page: str):
     english = (ROOT / f"docs/guides/{page}.md").read_text()
     chinese = (ROOT / f"docs/zh/{page}.md").read_text()

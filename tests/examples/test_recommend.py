@@ -4,7 +4,7 @@ import random
 from pathlib import Path
 
 import pytest
-from support.example_runs import EXAMPLES, TWO_WORKERS, WITH_SERVERS, report_of
+from support.example_runs import EXAMPLES, TWO_WORKERS, WITH_HETEROGENEOUS, WITH_SERVERS, report_of
 from support.verify_output import read_verdict
 from support.warm_runs import rankless
 
@@ -29,7 +29,7 @@ def test_every_shape_of_a_run_gives_the_same_losses_and_metrics(tmp_path):
     wanted = report_of("recommend", tmp_path, *options)
     assert wanted["rmse"] < 0.93 * wanted["rmse_of_mean"]
     assert wanted["auc"] > 0.65
-    for where in (TWO_WORKERS, WITH_SERVERS):
+    for where in (TWO_WORKERS, WITH_SERVERS, WITH_HETEROGENEOUS):
         found = report_of("recommend", tmp_path, *options, where=where)
         assert found.pop("losses") == pytest.approx(wanted["losses"], rel=0, abs=1e-10)
         assert found == pytest.approx({name: wanted[name] for name in found}, rel=0, abs=1e-10)
@@ -82,7 +82,7 @@ def test_modes_reach_the_metrics_of_one_device(tmp_path, mode):
 def test_verify_calls_the_example_with_servers_the_same_training(tmp_path):
     options = ("--epochs", "1", "--batch-size", "64", "--ratings", str(write_ratings(tmp_path / "u.data")))
     done = rankless(
-        "verify", "--servers", "2", "--workers", "2", str(EXAMPLES / "recommend.py"), *options, folder=tmp_path
+        "verify", "--servers", "2", "--workers", "3", str(EXAMPLES / "recommend.py"), *options, folder=tmp_path
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert read_verdict(done.stdout).startswith("same training: ")

@@ -1,7 +1,9 @@
 """Click prediction with two tables gives the same numbers on one device, on two workers and with servers."""
 
 import pytest
-from support.example_runs import TWO_WORKERS, WITH_SERVERS, report_of
+from support.example_runs import EXAMPLES, TWO_WORKERS, WITH_HETEROGENEOUS, WITH_SERVERS, report_of
+from support.verify_output import read_verdict
+from support.warm_runs import rankless
 
 OPTIONS = ("--rows", "6000", "--epochs", "2", "--batch-size", "200")
 
@@ -13,8 +15,17 @@ def test_every_shape_of_a_run_predicts_the_same_clicks(tmp_path):
     assert wanted["auc"] > 0.62
     assert wanted["losses"][1] < wanted["losses"][0]
     assert wanted["rows"]["deep"] > 1000
-    for where in (TWO_WORKERS, WITH_SERVERS):
+    for where in (TWO_WORKERS, WITH_SERVERS, WITH_HETEROGENEOUS):
         found = report_of("wide_and_deep", tmp_path, *OPTIONS, where=where)
         assert found["losses"] == pytest.approx(wanted["losses"], rel=0, abs=1e-10)
         assert found["auc"] == pytest.approx(wanted["auc"], rel=0, abs=1e-10)
         assert found["rows"] == wanted["rows"]
+
+
+@pytest.mark.slow
+def test_verify_calls_click_prediction_with_servers_the_same_training(tmp_path):
+    options = ("--rows", "1500", "--epochs", "1", "--batch-size", "150")
+    command = ("verify", "--servers", "2", "--workers", "3", str(EXAMPLES / "wide_and_deep.py"))
+    done = rankless(*command, *options, folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert read_verdict(done.stdout).startswith("same training: ")

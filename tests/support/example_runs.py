@@ -9,6 +9,7 @@ from support.warm_runs import rankless
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TWO_WORKERS = ("-n", "2")
 WITH_SERVERS = ("--servers", "2", "--workers", "2")
+WITH_HETEROGENEOUS = ("--servers", "2", "--workers", "3", "--heter-workers", "2")
 
 
 def report_of(example: str, folder: Path, *options: str, where: tuple[str, ...] = ("-n", "1")) -> dict[str, Any]:

@@ -169,6 +169,6 @@ def join_contents(parts: Sequence[TableContents]) -> TableContents:
     columns = []
     for section in (ROWS, WAITING):
         arrays = [np.concatenate([each[section][column] for each in sections]) for column in range(3)]
-        order = np.argsort(arrays[0])
+        order = np.argsort(arrays[0], kind="stable")  # which merges what is in order already
         columns.append([array[order] for array in arrays])
     return make_contents(ContentsSnapshot(parts[0]).metadata(), columns)

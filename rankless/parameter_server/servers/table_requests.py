@@ -65,6 +65,8 @@ class TableRequests:
         self._most_ahead = staleness if mode == "bounded" else None
         self.failure: RanklessError | None = None
         """Why no transaction can be committed any more."""
+        self._snapshots: dict[int, ContentsSnapshot] = {}
+        """By table, the contents since the last change. Workers ask for the same ones to save them."""
         self._actions: Mapping[int, Callable[[WorkerRequest], RequestAnswer]] = {
             Kind.OPEN: self._open,
             Kind.PUSH: self._push,
@@ -140,6 +142,7 @@ class TableRequests:
             changes = self.transactions.take()
             if changes is None:
                 return False
+            self._snapshots.clear()
             self.tables.apply(changes, self.transactions.number, self.transactions.list_committed())
         except TableError as error:
             self.failure = error
@@ -199,8 +202,10 @@ class TableRequests:
 
     def _contents(self, request: WorkerRequest) -> RequestAnswer:
         _frames(request, 0)
-        snapshot = ContentsSnapshot(self.tables.find(request.header.table).table.contents())
-        request.session.snapshots[request.header.table] = snapshot
+        number = request.header.table
+        if number not in self._snapshots:
+            self._snapshots[number] = ContentsSnapshot(self.tables.find(number).table.contents())
+        snapshot = request.session.snapshots[number] = self._snapshots[number]
         return _done(request)._replace(payload=(msgspec.json.encode(snapshot.metadata()),))
 
     def _contents_part(self, request: WorkerRequest) -> RequestAnswer:
@@ -218,6 +223,7 @@ class TableRequests:
             raise MessageRefusedError("a part of contents beyond their end")
         if header.rows == 0:  # the worker has all it wants
             del request.session.snapshots[header.table]
+            self._snapshots.pop(header.table, None)  # and the others read theirs
             return _done(request)
         return _done(request)._replace(payload=snapshot.part(header.flags, header.start, header.rows))
 
@@ -247,6 +253,7 @@ class TableRequests:
         contents = incoming[request.header.table].finish()
         del incoming[request.header.table]
         check_contents(contents, opened.table.settings.shard_bits, opened.shards)
+        self._snapshots.clear()
         self.tables.restore(opened, contents)
         return _done(request, opened)
 

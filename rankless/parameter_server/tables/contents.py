@@ -6,6 +6,19 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+STATE_COUNTS = {
+    "": 0,
+    "SGD": 0,
+    "SGD with momentum": 1,
+    "Adagrad": 1,
+    "SparseAdam": 2,
+    "Adam": 2,
+    "Adam with amsgrad": 3,
+    "FTRL": 2,
+}
+"""By the name of an optimizer, how many states a row has, each as long as its values. `row_optimizers` needs numba to
+say it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TableContents:
