@@ -145,11 +145,10 @@ def run_on_simulated_pipeline(
     stage_workers = stage_workers or find_stage_workers(workers, schedule)
     stages = cut(program, modules, len(stage_workers.of), owners)
     places = assign(stages, tensors, stage_workers) if divided else {}
-    turn = threading.Lock()
+    turn, programs = threading.Lock(), []
     transports = make_transports(workers, turn, generators)
     sizes = {"workers": workers, "microbatches": microbatches, "trains": has_backward(program)}
     order = make_schedule(schedule, stage_workers=stage_workers, **sizes)
-    programs = []
     for transport in transports:
         options = PipelineOptions(
             axis=MeshAxis(name="pipeline", role="pipeline", rank=len(programs), size=workers),
