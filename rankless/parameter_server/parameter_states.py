@@ -5,11 +5,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, SparseAdam
 
 from rankless.errors import TableError
 from rankless.parameter_server.tables.optimizers import AdagradSettings, AdamSettings, OptimizerSettings, SgdSettings
-from rankless.parameter_server.tables.row_optimizers import AdagradRows, AdamRows, AmsgradRows, MomentumRows, SgdRows
+from rankless.parameter_server.tables.row_optimizers import (
+    AdagradRows,
+    AdamRows,
+    AmsgradRows,
+    MomentumRows,
+    SgdRows,
+    SparseAdamRows,
+)
 
 _KNOWN: tuple[type[Optimizer], ...] = (SGD, Adagrad, Adam, AdamW)
 _KEYS: dict[str, tuple[str, ...]] = {
@@ -17,6 +24,7 @@ _KEYS: dict[str, tuple[str, ...]] = {
     MomentumRows.name: ("momentum_buffer",),
     AdagradRows.name: ("sum",),
     AdamRows.name: ("exp_avg", "exp_avg_sq"),
+    SparseAdamRows.name: ("exp_avg", "exp_avg_sq"),
     AmsgradRows.name: ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
 }
 """By the name of a row optimizer, the states that PyTorch's optimizer keeps in the order of a row's."""
@@ -77,14 +85,22 @@ def read_states(optimizer: Optimizer, parameter: Tensor) -> ParameterStates:
     """Return the states that an optimizer has for a parameter, for example of a checkpoint."""
     state = optimizer.state.get(parameter, {})
     if state.get("momentum_buffer") is not None:
-        return ParameterStates(MomentumRows.name, 1, (state["momentum_buffer"],))
+        buffer = state["momentum_buffer"]
+        return ParameterStates(MomentumRows.name, 1, (buffer if buffer.layout == torch.strided else buffer.to_dense(),))
     steps = int(state.get("step", 0))
     if steps == 0:
         return ParameterStates("", 0, ())
-    for name in (AdagradRows.name, AmsgradRows.name, AdamRows.name):
+    adam = SparseAdamRows.name if isinstance(optimizer, SparseAdam) else AdamRows.name
+    for name in (AdagradRows.name, AmsgradRows.name, adam):
         if all(key in state for key in _KEYS[name]):
             return ParameterStates(name, steps, tuple(state[key] for key in _KEYS[name]))
     return ParameterStates("", 0, ())
+
+
+def list_state_keys(optimizer: Optimizer, state: Mapping[str, Any]) -> Sequence[str]:
+    """Return the keys of an optimizer's states that are tensors, in the order in which rows have them."""
+    known = [keys for keys in _KEYS.values() if keys and all(key in state for key in keys)]
+    return max(known, key=len, default=())
 
 
 def write_states(optimizer: Optimizer, parameter: Tensor, found: ParameterStates) -> None:
