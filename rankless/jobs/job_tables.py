@@ -69,7 +69,8 @@ class JobTables:
         found: dict[str, tuple[nn.Parameter, Optimizer]] = {}
         for name, part in self._embeddings.items():
             weight = part._parameters.get("weight")  # None where it is computed, as by a parametrization
-            if weight is not None and weight.requires_grad and weight.numel() and id(weight) in owners:
+            is_trained = weight is not None and weight.requires_grad and weight.numel() and id(weight) in owners
+            if is_trained and part.max_norm is None:  # which changes rows within a call
                 found[f"{name}.weight"] = weight, owners[id(weight)]
         return found
 

@@ -1,8 +1,9 @@
 """Tables of rows by ids: embeddings that grow with the data.
 
-`Embedding` (in `embedding`) looks up rows. `tables` holds and steps them, without PyTorch. Between the two,
-`table_training` connects a table with autograd and with the script's optimizers. `servers` hold tables for the workers
-of a run, also without PyTorch: so `Embedding` is loaded on first use. It needs the extra `ps`.
+`Embedding` (in `embedding`) looks up rows. `FTRL` (in `ftrl`) is an optimizer. `tables` holds and steps rows, without
+PyTorch. Between the two, `table_training` connects a table with autograd and with the script's optimizers. `servers`
+hold tables for the workers of a run, also without PyTorch: so what needs it is loaded on first use. It needs the extra
+`ps`.
 """
 
 import importlib
@@ -13,11 +14,13 @@ from rankless.parameter_server.tables.settings import ByCount, ByHash, Constant,
 
 if TYPE_CHECKING:
     from rankless.parameter_server.embedding import Embedding
+    from rankless.parameter_server.ftrl import FTRL
 
-__all__ = ["ByCount", "ByHash", "Constant", "Embedding", "Normal", "TableStatistics", "Uniform"]
+__all__ = ["FTRL", "ByCount", "ByHash", "Constant", "Embedding", "Normal", "TableStatistics", "Uniform"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Embedding":
-        return importlib.import_module("rankless.parameter_server.embedding").Embedding
+    module = {"Embedding": "embedding", "FTRL": "ftrl"}.get(name)
+    if module is not None:
+        return getattr(importlib.import_module(f"rankless.parameter_server.{module}"), name)
     raise AttributeError(f"module 'rankless.parameter_server' has no attribute {name!r}")

@@ -8,23 +8,27 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, SparseAdam
 
 from rankless.errors import TableError
+from rankless.parameter_server.ftrl import FTRL, STATES
+from rankless.parameter_server.optimizer_steps import ftrl_settings_of
 from rankless.parameter_server.tables.optimizers import AdagradSettings, AdamSettings, OptimizerSettings, SgdSettings
 from rankless.parameter_server.tables.row_optimizers import (
     AdagradRows,
     AdamRows,
     AmsgradRows,
+    FtrlRows,
     MomentumRows,
     SgdRows,
     SparseAdamRows,
 )
 
-_KNOWN: tuple[type[Optimizer], ...] = (SGD, Adagrad, Adam, AdamW)
+_KNOWN: tuple[type[Optimizer], ...] = (SGD, Adagrad, Adam, AdamW, FTRL)
 _KEYS: dict[str, tuple[str, ...]] = {
     SgdRows.name: (),
     MomentumRows.name: ("momentum_buffer",),
     AdagradRows.name: ("sum",),
     AdamRows.name: ("exp_avg", "exp_avg_sq"),
     SparseAdamRows.name: ("exp_avg", "exp_avg_sq"),
+    FtrlRows.name: STATES,
     AmsgradRows.name: ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
 }
 """By the name of a row optimizer, the states that PyTorch's optimizer keeps in the order of a row's."""
@@ -48,7 +52,7 @@ def require_known_for_parameters(optimizer: Optimizer) -> None:
     """Raise TableError unless servers can make the steps of an optimizer on dense parameters."""
     if type(optimizer) not in _KNOWN:
         raise TableError(
-            expected="torch.optim.SGD, Adagrad, Adam or AdamW for parameters that servers hold",
+            expected="torch.optim.SGD, Adagrad, Adam, AdamW or rankless.parameter_server.FTRL for parameters on servers",
             found=type(optimizer).__qualname__,
             fix="use one of these, or --server-mode sync, where workers step their parameters themselves",
         )
@@ -56,6 +60,8 @@ def require_known_for_parameters(optimizer: Optimizer) -> None:
 
 def dense_settings_of(optimizer: Optimizer, group: Mapping[str, Any]) -> OptimizerSettings:
     """Return the settings of one step of a known optimizer for a parameter group with dense gradients."""
+    if isinstance(optimizer, FTRL):
+        return ftrl_settings_of(group)
     common = {"lr": float(group["lr"]), "weight_decay": float(group["weight_decay"]), "maximize": group["maximize"]}
     if isinstance(optimizer, SGD):
         return SgdSettings(
@@ -91,13 +97,13 @@ def read_states(optimizer: Optimizer, parameter: Tensor) -> ParameterStates:
     if steps == 0:
         return ParameterStates("", 0, ())
     adam = SparseAdamRows.name if isinstance(optimizer, SparseAdam) else AdamRows.name
-    for name in (AdagradRows.name, AmsgradRows.name, adam):
+    for name in (AdagradRows.name, AmsgradRows.name, FtrlRows.name, adam):
         if all(key in state for key in _KEYS[name]):
             return ParameterStates(name, steps, tuple(state[key] for key in _KEYS[name]))
     return ParameterStates("", 0, ())
 
 
-def list_state_keys(optimizer: Optimizer, state: Mapping[str, Any]) -> Sequence[str]:
+def list_state_keys(state: Mapping[str, Any]) -> Sequence[str]:
     """Return the keys of an optimizer's states that are tensors, in the order in which rows have them."""
     known = [keys for keys in _KEYS.values() if keys and all(key in state for key in keys)]
     return max(known, key=len, default=())

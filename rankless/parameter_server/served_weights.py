@@ -127,6 +127,12 @@ class ServedWeight:
         """Give the stand-in this worker's part of the gradient, and the states that PyTorch's step needs."""
         gradient = self.parameter.grad
         assert gradient is not None
+        if self._value.is_changed():
+            raise TableError(
+                expected=f"a job that does not change {self.name}, whose rows are on servers",
+                found="a change of its elements within the call",
+                fix="change them between calls, or run the script without --servers",
+            )
         if gradient.layout != torch.sparse_coo:
             raise TableError(
                 expected=f"a sparse gradient of {self.name}, whose rows are on servers",
@@ -150,7 +156,7 @@ class ServedWeight:
         keys = [key for key in state if key != "step"]
         for key in keys:
             if key not in self._shown:
-                number = list_state_keys(optimizer, state).index(key)
+                number = list_state_keys(state).index(key)
                 name = f"{key} of {self.name}"
                 value = WatchedValue(ServedState(name, self.parameter, self._rows, number))
                 self._shown[key] = UnreadTensor(value)
@@ -231,7 +237,7 @@ class ServedWeights:
 
     @contextlib.contextmanager
     def step(self, optimizer: Optimizer) -> Iterator[None]:
-        """Within the context, the optimizer's step is made by the servers for weights; see Note [steps of served weights]."""
+        """Within the context, servers make the optimizer's step for weights; see Note [steps of served weights]."""
         taken: list[tuple[list[Any], int, ServedWeight]] = []
 
         def take(_: Optimizer, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:

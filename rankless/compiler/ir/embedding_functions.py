@@ -1,6 +1,7 @@
 """`F.embedding` and `F.embedding_bag` as lookups of rows and sums of them, which can be divided between workers."""
 
 import inspect
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,23 +17,38 @@ ID_TYPES = (torch.int32, torch.int64)
 
 def embed(*args: Any, **kwargs: Any) -> Tensor:
     """Replace `F.embedding`: rows with a sparse gradient are looked up by Rankless's operator."""
-    given = EMBEDDING.bind(*args, **kwargs)
+    settings = bind(EMBEDDING, args, kwargs)
+    if not can_embed(settings):
+        return F.embedding(*args, **kwargs)
+    shorten_rows(settings["weight"], settings["input"], settings)
+    return look_up(settings["weight"], settings["input"], settings["padding_idx"])
+
+
+def bind(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all arguments of a call by their names."""
+    given = signature.bind(*args, **kwargs)
     given.apply_defaults()
-    settings = given.arguments
+    return given.arguments
+
+
+def can_embed(settings: Mapping[str, Any]) -> bool:
+    """Return whether rows are looked up by Rankless's operator. PyTorch's function does the rest, or raises."""
     ids, weight = settings["input"], settings["weight"]
     if not settings["sparse"] or settings["scale_grad_by_freq"] or ids.dtype not in ID_TYPES or weight.dim() != 2:
-        return F.embedding(*args, **kwargs)
-    padding = settings["padding_idx"]
-    if padding is not None and not -weight.shape[0] <= padding < weight.shape[0]:
-        return F.embedding(*args, **kwargs)  # which raises
-    shorten_rows(weight, ids, settings)
-    return look_up(weight, ids, padding)
+        return False
+    return is_padding(settings["padding_idx"], weight)
 
 
-def shorten_rows(weight: Tensor, ids: Tensor, settings: dict[str, Any]) -> None:
+def is_padding(padding: int | None, weight: Tensor) -> bool:
+    """Return whether an id of padding, if there is one, has a row."""
+    return padding is None or -weight.shape[0] <= padding < weight.shape[0]
+
+
+def shorten_rows(weight: Tensor, ids: Tensor, settings: Mapping[str, Any]) -> None:
     """Limit the norms of the rows that are looked up, as PyTorch does before the lookup."""
     if settings["max_norm"] is not None:
-        F._no_grad_embedding_renorm_(weight, ids.contiguous(), settings["max_norm"], settings["norm_type"])  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            torch.embedding_renorm_(weight, ids.contiguous(), settings["max_norm"], settings["norm_type"])
 
 
 def look_up(weight: Tensor, ids: Tensor, padding: int | None) -> Tensor:
@@ -47,10 +63,8 @@ def embed_bags(bags: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tenso
     PyTorch's operator would get the bags as one list with offsets, which cannot be sharded. Bags with dense gradients
     are replaced if they are the rows of a 2-d tensor. A list with offsets is replaced if gradients are sparse.
     """
-    given = EMBEDDING_BAG.bind(bags, weight, *args, **kwargs)
-    given.apply_defaults()
-    settings = given.arguments
-    if not can_embed_bags(bags, weight, settings):
+    settings = bind(EMBEDDING_BAG, (bags, weight, *args), kwargs)
+    if not can_embed_bags(settings):
         return F.embedding_bag(bags, weight, *args, **kwargs)
     padding, factors = settings["padding_idx"], settings["per_sample_weights"]
     if settings["sparse"]:
@@ -71,8 +85,9 @@ def embed_bags(bags: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tenso
     return total / (max(bags.shape[1], 1) if is_counted is None else is_counted.sum(1).clamp(min=1))
 
 
-def can_embed_bags(bags: Tensor, weight: Tensor, settings: dict[str, Any]) -> bool:
+def can_embed_bags(settings: Mapping[str, Any]) -> bool:
     """Return whether bags can be looked up row by row. PyTorch's function does the rest, or raises."""
+    bags, weight = settings["input"], settings["weight"]
     mode, factors, offsets = settings["mode"], settings["per_sample_weights"], settings["offsets"]
     if mode == "max" or bags.dtype not in ID_TYPES or weight.dim() != 2:
         return False
@@ -82,8 +97,7 @@ def can_embed_bags(bags: Tensor, weight: Tensor, settings: dict[str, Any]) -> bo
         return (
             bags.dim() == 2 and offsets is None and settings["max_norm"] is None and not settings["include_last_offset"]
         )
-    padding = settings["padding_idx"]
-    if settings["scale_grad_by_freq"] or (padding is not None and not -weight.shape[0] <= padding < weight.shape[0]):
+    if settings["scale_grad_by_freq"] or not is_padding(settings["padding_idx"], weight):
         return False
     if bags.dim() == 2:
         return offsets is None and not settings["include_last_offset"]
@@ -91,7 +105,7 @@ def can_embed_bags(bags: Tensor, weight: Tensor, settings: dict[str, Any]) -> bo
     return bags.dim() == 1 and has_offsets and (not settings["include_last_offset"] or offsets.shape[0] > 0)
 
 
-def sum_bags(rows: Tensor, bags: Tensor, is_counted: Tensor | None, settings: dict[str, Any]) -> Tensor:
+def sum_bags(rows: Tensor, bags: Tensor, is_counted: Tensor | None, settings: Mapping[str, Any]) -> Tensor:
     """Return the sum or the mean of the rows of each bag, which begins at an offset."""
     offsets = settings["offsets"]
     count = offsets.shape[0]

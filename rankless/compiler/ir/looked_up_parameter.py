@@ -15,7 +15,15 @@ import torch
 import torch.nn.functional as F  # PyTorch's customary alias
 from torch import Tensor, nn
 
-from rankless.compiler.ir.embedding_functions import embed, embed_bags
+from rankless.compiler.ir.embedding_functions import (
+    EMBEDDING,
+    EMBEDDING_BAG,
+    bind,
+    can_embed,
+    can_embed_bags,
+    embed,
+    embed_bags,
+)
 from rankless.ownership.partitioned_tensor import CallsWithWholes, call_with_wholes, has_other_users
 from rankless.ownership.stored_value import StoredValue, TensorSource
 from rankless.ownership.unread_tensor import UnreadTensor
@@ -80,11 +88,16 @@ class LookedUpParameter(CallsWithWholes, nn.Parameter):
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Call a function of PyTorch: embeddings look up rows, others get the whole value."""
-        replacement = {F.embedding: embed, F.embedding_bag: embed_bags}.get(func)
-        if replacement is None or (kwargs or {}).get("max_norm") is not None:
-            return call_with_wholes(func, args, kwargs or {})
+        kwargs = kwargs or {}
+        if func not in (F.embedding, F.embedding_bag):
+            return call_with_wholes(func, args, kwargs)
+        settings = bind(EMBEDDING if func is F.embedding else EMBEDDING_BAG, args, kwargs)
+        can_look_up = can_embed if func is F.embedding else can_embed_bags
+        is_weight = isinstance(settings["weight"], cls) and not isinstance(settings["input"], cls)
+        if not (is_weight and settings["sparse"] and settings["max_norm"] is None and can_look_up(settings)):
+            return call_with_wholes(func, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
-            return replacement(*args, **(kwargs or {}))
+            return (embed if func is F.embedding else embed_bags)(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """Return a plain parameter with the whole value."""

@@ -1,7 +1,7 @@
 """Lookups of rows in a parameter whose gradient is sparse, and sums of bags of them, as operators of a program.
 
-Note [sparse lookups]: `nn.Embedding(sparse=True)` and `nn.EmbeddingBag(sparse=True)` become two operators. `weight_rows`
-looks rows up: in a tensor, or wherever the parameter's rows are (`RowReader`). So each worker looks up the rows of its
+Note [sparse lookups]: `nn.Embedding(sparse=True)` and `nn.EmbeddingBag(sparse=True)` become two operators.
+`weight_rows` looks rows up: in a tensor, or wherever the parameter's rows are (`RowReader`). So each worker looks up the rows of its
 own ids. `weight_gradients` makes the sparse gradient. It has the rows' gradients of all workers in the order of one
 device, so `.grad` and the optimizer's step are those of one device. The values travel as rows, never as a dense
 gradient.
@@ -48,7 +48,7 @@ def run_weight_rows(weight: Tensor, ids: Tensor, _padding: int) -> Tensor:
             raise make_id_error(flat, rows)
         return reader.look_up(flat).to(weight.device).reshape(*ids.shape, dim)
     try:
-        return torch.ops.aten.embedding.default(weight, ids)
+        return torch.embedding(weight, ids)
     except IndexError as error:
         raise make_id_error(ids, rows) from error
 
