@@ -65,7 +65,7 @@ class FTRL(Optimizer):
             require_in_range(group)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make one step.
 
         Args:

@@ -52,7 +52,7 @@ def require_known_for_parameters(optimizer: Optimizer) -> None:
     """Raise TableError unless servers can make the steps of an optimizer on dense parameters."""
     if type(optimizer) not in _KNOWN:
         raise TableError(
-            expected="torch.optim.SGD, Adagrad, Adam, AdamW or rankless.parameter_server.FTRL for parameters on servers",
+            expected="torch.optim.SGD, Adagrad, Adam, AdamW or rankless.parameter_server.FTRL on servers",
             found=type(optimizer).__qualname__,
             fix="use one of these, or --server-mode sync, where workers step their parameters themselves",
         )

@@ -6,6 +6,8 @@ that parameter (`table_training`) then pushes the gradients of rows. Each worker
 """
 
 import contextlib
+import os
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -35,21 +37,34 @@ class ServedRows:
         self.shape = tuple(parameter.shape)
         self.dtype, self.device = parameter.dtype, parameter.device
         self._rows = rows
+        self._process_id = os.getpid()
 
     def look_up(self, ids: Tensor) -> Tensor:
         """Return the rows of ids, int64, of shape (n,), on a CPU."""
+        self._require_own_process()
         distinct, places, _ = find_distinct(ids.contiguous().numpy())
         return torch.from_numpy(self._rows.store.pull(distinct))[torch.from_numpy(places)]
 
     def read(self) -> Tensor:
         """Return all rows."""
+        self._require_own_process()
         return torch.from_numpy(self._rows.store.pull(self._rows.ids)).to(self.device)
 
     def read_rows(self, dim: int, start: int, length: int) -> Tensor:
         """Return some rows along a dim."""
         if dim != 0:
             return self.read().narrow(dim, start, length).clone()
+        self._require_own_process()
         return torch.from_numpy(self._rows.store.pull(self._rows.ids[start : start + length])).to(self.device)
+
+    def _require_own_process(self) -> None:
+        """Raise TableError in a child process, which must not use the worker's connections."""
+        if os.getpid() != self._process_id:
+            raise TableError(
+                expected=f"{self.name}, whose rows are on servers, to be read by the workers",
+                found="a child process, as of a DataLoader",
+                fix="pass it a copy that the worker has made: copy.deepcopy(model)",
+            )
 
 
 class ServedState(ServedRows):
@@ -61,6 +76,7 @@ class ServedState(ServedRows):
 
     def read(self) -> Tensor:
         """Return the state."""
+        self._require_own_process()
         return self._rows.read_all()[1].states[self._number].to(self.device)
 
     def read_rows(self, dim: int, start: int, length: int) -> Tensor:
@@ -71,35 +87,33 @@ class ServedState(ServedRows):
 class ServedWeight:
     """One weight, whose rows and optimizer states are on the servers."""
 
-    def __init__(self, client: ServerClient, number: int, name: str, parameter: nn.Parameter) -> None:
+    def __init__(
+        self, client: ServerClient, number: int, name: str, parameter: nn.Parameter, optimizer: Optimizer
+    ) -> None:
         """Open the rows on all servers. They have no values yet."""
         self.name, self.parameter = name, parameter
+        self.optimizer = optimizer
+        """The optimizer that steps it."""
         self._rows = ParameterRows(client, f"weight {number}", parameter, row_elements=parameter.shape[1])
         self._source = ServedRows(name, parameter, self._rows)
         self.stand_in = nn.Parameter(torch.zeros(1, 2, dtype=parameter.dtype, device="cpu"))
         self.training = TableTraining(self._rows.store, self.stand_in, None)
-        self.optimizer: Optimizer | None = None
-        """The optimizer that steps it."""
         self._stand_in_state: dict[str, Any] | None = None
         """PyTorch's states of the stand-in. None: begin with those that the script has for the weight."""
-        self._shown: dict[str, Any] = {}
-        """The states that the script has for the weight since the last step."""
-        self._shown_step = 0.0
+        self._shown: dict[str, tuple[Any, int]] = {}
+        """The states that the script has had for the weight since the last step, and their versions."""
 
     def free_memory(self) -> None:
         """Let the worker have no rows: the servers have them."""
         make_looked_up(self.parameter, self._source)
+        self._note_states()
 
     def is_changed(self) -> bool:
         """Return whether the script has changed the value or the optimizer's states since the last step."""
-        if self._value.is_changed():
-            return True
-        if self._stand_in_state is None or self.optimizer is None:
-            return False
         state = self.optimizer.state.get(self.parameter, {})
-        if state.keys() != self._shown.keys() or float(state.get("step", 0.0)) != self._shown_step:
+        if self._value.is_changed() or state.keys() != self._shown.keys():
             return True
-        return any(_is_changed(state[key], shown) for key, shown in self._shown.items())
+        return any(_is_changed(state[key], *shown) for key, shown in self._shown.items())
 
     def digest(self) -> bytes:
         """Return a checksum of what the script sees."""
@@ -114,14 +128,14 @@ class ServedWeight:
     def take_restored(self) -> None:
         """Go on with what the servers have been given."""
         self._stand_in_state = None
-        self._value.whole = None
+        for value in self._list_watched():
+            value.accept()
+        self._note_states()
 
     def refresh(self) -> None:
         """Forget values that are not the newest any more, and update those that the script holds."""
-        self._value.forget()
-        for each in self._shown.values():
-            if isinstance(each, UnreadTensor) and isinstance(each.partition, WatchedValue):
-                each.partition.forget()
+        for value in self._list_watched():
+            value.forget()
 
     def begin_step(self, optimizer: Optimizer, worker: int, worker_count: int) -> None:
         """Give the stand-in this worker's part of the gradient, and the states that PyTorch's step needs."""
@@ -145,33 +159,42 @@ class ServedWeight:
         own = slice(len(distinct) * worker // worker_count, len(distinct) * (worker + 1) // worker_count)
         ones = np.ones(len(distinct), np.int64)
         self.training.replace_gradients(RowGradients(distinct[own].copy(), ones[own], sums[own].copy()))
-        if self._stand_in_state is None or self.optimizer is not optimizer:
+        if self._stand_in_state is None or optimizer is not self.optimizer:
             self._stand_in_state = _make_states(optimizer.state.get(self.parameter, {}), self.stand_in)
         self.optimizer = optimizer
         optimizer.state[self.stand_in] = self._stand_in_state
 
     def end_step(self, optimizer: Optimizer) -> None:
         """Let the script have states for the weight that are read from the servers when something needs them."""
-        self._stand_in_state = state = optimizer.state.pop(self.stand_in, {})
-        keys = [key for key in state if key != "step"]
-        for key in keys:
-            if key not in self._shown:
-                number = list_state_keys(state).index(key)
-                name = f"{key} of {self.name}"
-                value = WatchedValue(ServedState(name, self.parameter, self._rows, number))
-                self._shown[key] = UnreadTensor(value)
-        self._shown = {key: state[key] if key == "step" else self._shown[key] for key in state}
-        self._shown_step = float(state.get("step", 0.0))
-        optimizer.state[self.parameter] = dict(self._shown)
+        made = self._stand_in_state = optimizer.state.pop(self.stand_in, {})
+        state = optimizer.state[self.parameter]
+        before = dict(state)
+        state.clear()
+        for key in made:
+            if key == "step" or made[key] is None:
+                state[key] = made[key]
+            elif _find_watched(before.get(key)) is not None:
+                state[key] = before[key]
+            else:
+                number = list_state_keys(made).index(key)
+                source = ServedState(f"{key} of {self.name}", self.parameter, self._rows, number)
+                state[key] = UnreadTensor(WatchedValue(source))
+        self._note_states()
+
+    def _list_watched(self) -> list[WatchedValue]:
+        states = [_find_watched(each) for each, _ in self._shown.values()]
+        return [self._value, *(value for value in states if value is not None)]
 
     @property
     def _value(self) -> WatchedValue:
         assert isinstance(self.parameter, LookedUpParameter)
         return self.parameter.partition
 
+    def _note_states(self) -> None:
+        state = self.optimizer.state.get(self.parameter, {})
+        self._shown = {key: (value, _version_of(value)) for key, value in state.items()}
+
     def _read_states(self) -> ParameterStates:
-        if self.optimizer is None:
-            return ParameterStates("", 0, ())
         return read_states(self.optimizer, self.parameter)
 
 
@@ -182,6 +205,7 @@ class ServedWeights:
         self._client, self._gather = client, gather
         self._worker, self._worker_count = worker, worker_count
         self._served: dict[int, ServedWeight] = {}
+        self._with_plain_states: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def share(self, weights: Mapping[str, tuple[nn.Parameter, Optimizer]]) -> None:
         """Give the servers the rows of weights, which are equal on all workers, unless they have them. Collective.
@@ -195,8 +219,7 @@ class ServedWeights:
         new = []
         for name, (parameter, optimizer) in weights.items():
             if id(parameter) not in self._served:
-                served = ServedWeight(self._client, len(self._served), name, parameter)
-                served.optimizer = optimizer
+                served = ServedWeight(self._client, len(self._served), name, parameter, optimizer)
                 self._served[id(parameter)] = served
                 new.append(served)
         if not new:
@@ -259,7 +282,11 @@ class ServedWeights:
             handle.remove()
             for parameters, place, served in taken:
                 parameters[place] = served.parameter
-                served.end_step(optimizer)
+        for _, _, served in taken:
+            served.end_step(optimizer)
+        if taken and optimizer not in self._with_plain_states:
+            self._with_plain_states.add(optimizer)
+            optimizer.register_state_dict_post_hook(_read_states_of)
 
     def refresh(self) -> None:
         """Forget values that are not the newest any more, and update those that the script holds."""
@@ -267,13 +294,28 @@ class ServedWeights:
             each.refresh()
 
 
-def _is_changed(found: Any, shown: Any) -> bool:
+def _read_states_of(_: Optimizer, found: dict[str, Any]) -> dict[str, Any]:
+    """Return what `state_dict()` returns, with plain tensors in place of states that are on servers."""
+    states = {number: dict(state) if isinstance(state, dict) else state for number, state in found["state"].items()}
+    for state in states.values():
+        for key, value in state.items() if isinstance(state, dict) else ():
+            watched = _find_watched(value)
+            if watched is not None:
+                state[key] = watched.gather()
+    return {**found, "state": states}
+
+
+def _is_changed(found: Any, shown: Any, version: int) -> bool:
     """Return whether the script has replaced or changed a state."""
-    if found is not shown:
+    if found is not shown or _version_of(found) != version:
         return True
     return (
         isinstance(shown, UnreadTensor) and isinstance(shown.partition, WatchedValue) and shown.partition.is_changed()
     )
+
+
+def _version_of(value: Any) -> int:
+    return value._version if isinstance(value, Tensor) and not isinstance(value, UnreadTensor) else 0
 
 
 def _make_states(states: Mapping[str, Any], stand_in: Tensor) -> dict[str, Any]:

@@ -133,7 +133,7 @@ REFUSED = {
     ),
     "optimizer": (
         "optimizer = torch.optim.RMSprop(model.parameters())" + JOB + "train(inputs)",
-        r"(?s)AdamW or rankless.parameter_server.FTRL for parameters on servers.*RMSprop",
+        r"(?s)AdamW or rankless.parameter_server.FTRL on servers.*RMSprop",
     ),
     "half precision": (
         "model.bfloat16()" + JOB + "train(inputs.bfloat16())",

@@ -57,8 +57,17 @@ class WatchedValue(StoredValue):
         """Return whether the script has changed the whole value."""
         return self.whole is not None and digest(self.whole) != self._digest
 
+    def accept(self) -> None:
+        """Take the script's changes: the source has them, too."""
+        self._digest = 0 if self.whole is None else digest(self.whole)
+
     def forget(self) -> None:
-        """Forget the whole value. It is read again, if something shares its memory: that always has the newest."""
+        """Forget the whole value, unless the script has changed it.
+
+        It is read again, if something shares its memory: that always has the newest.
+        """
+        if self.is_changed():
+            return
         if has_other_users(self.whole):
             assert self.whole is not None
             with torch.no_grad():

@@ -1,6 +1,6 @@
 """Trains each form of a model with sparse embeddings, as jobs or, with --plain, as plain PyTorch.
 
-Prints a line of JSON per form: the losses, the gradients of the last step, and the rows and optimizer states at the end.
+Prints a line of JSON per form: the losses, the gradients of the last step, and the final rows and optimizer states.
 """
 
 import argparse
@@ -105,8 +105,10 @@ FORMS = {
     "functional bag": functional_bag,
     "selected rows": selected,
     "read under no_grad": read_without_gradient,
-    "all of them": lambda m, ids, y: classify(m, m.first(ids[:, 0]) + m.padded(ids).mean(1) + m.sum(ids) + m.mean(ids), y),
-    "in-batch negatives": lambda m, ids, y: F.cross_entropy(
+    "all of them": lambda m, ids, y: classify(
+        m, m.first(ids[:, 0]) + m.padded(ids).mean(1) + m.sum(ids) + m.mean(ids), y
+    ),
+    "in-batch negatives": lambda m, ids, _: F.cross_entropy(
         m.first(ids[:, 0]) @ m.padded(ids[:, 1]).t(), torch.arange(ids.shape[0])
     ),
     "sum of losses": lambda m, ids, y: F.cross_entropy(m.layer(m.first(ids[:, 0])), y, reduction="sum"),
