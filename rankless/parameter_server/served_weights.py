@@ -309,9 +309,13 @@ def _is_changed(found: Any, shown: Any, version: int) -> bool:
     """Return whether the script has replaced or changed a state."""
     if found is not shown or _version_of(found) != version:
         return True
-    return (
-        isinstance(shown, UnreadTensor) and isinstance(shown.partition, WatchedValue) and shown.partition.is_changed()
-    )
+    watched = _find_watched(shown)
+    return watched is not None and watched.is_changed()
+
+
+def _find_watched(value: Any) -> WatchedValue | None:
+    """Return the value of a state on servers; None for another one."""
+    return value.partition if isinstance(value, UnreadTensor) and isinstance(value.partition, WatchedValue) else None
 
 
 def _version_of(value: Any) -> int:
