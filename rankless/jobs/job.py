@@ -180,8 +180,7 @@ class Job(Generic[Parameters, Result]):
         world.require_not_in_once(f"job {job.name!r}")
         if self._check.placeholders:
             self._check(args, kwargs, recast=world.dtype is not None)
-        if self._view is None:
-            self._view = start_view(job, world)
+        self._view = self._view or start_view(job, world)
         if not self._was_called:
             self._was_called = True
             for hook in self._step_hooks:

@@ -1,10 +1,10 @@
 """Lookups of rows in a parameter whose gradient is sparse, and sums of bags of them, as operators of a program.
 
 Note [sparse lookups]: `nn.Embedding(sparse=True)` and `nn.EmbeddingBag(sparse=True)` become two operators.
-`weight_rows` looks rows up: in a tensor, or wherever the parameter's rows are (`RowReader`). So each worker looks up the rows of its
-own ids. `weight_gradients` makes the sparse gradient. It has the rows' gradients of all workers in the order of one
-device, so `.grad` and the optimizer's step are those of one device. The values travel as rows, never as a dense
-gradient.
+`weight_rows` looks rows up: in a tensor, or wherever the parameter's rows are (`RowReader`). So each worker looks up
+the rows of its own ids. `weight_gradients` makes the sparse gradient. It has the rows' gradients of all workers in the
+order of one device, so `.grad` and the optimizer's step are those of one device. The values travel as rows, never as a
+dense gradient.
 """
 
 from typing import Any, Protocol, runtime_checkable
