@@ -1,7 +1,8 @@
 """The tables of rows among a script's modules, which all workers of a run share."""
 
+import contextlib
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -19,6 +20,12 @@ def find_tables(module: nn.Module) -> dict[str, Any]:
     if known is None:
         return {}
     return {name: part for name, part in module.named_modules() if isinstance(part, known.Embedding)}
+
+
+def find_sparse_embeddings(module: nn.Module) -> dict[str, Any]:
+    """Return the embeddings with sparse gradients of a module, itself included, by their names in it."""
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    return {name: part for name, part in module.named_modules() if isinstance(part, kinds) and part.sparse}
 
 
 class SharedParameters(Protocol):
@@ -75,6 +82,22 @@ class WorkerSteps(Protocol):
         ...
 
 
+class SharedWeights(Protocol):
+    """The weights of embeddings with sparse gradients whose rows are on servers."""
+
+    def share(self, weights: Mapping[str, tuple[nn.Parameter, Optimizer]]) -> None:
+        """Give the servers the rows of weights, by name, with the optimizer that steps each. Collective."""
+        ...
+
+    def begin_call(self) -> None:
+        """Let the servers have what the script has changed since the last call of a job. Collective."""
+        ...
+
+    def step(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+        """Within the context, a step of the optimizer is made by the servers for these weights."""
+        ...
+
+
 class SharedTables(Protocol):
     """Holds tables for all workers: in each of them, or on the servers of the run."""
 
@@ -86,6 +109,11 @@ class SharedTables(Protocol):
     @property
     def own_steps(self) -> WorkerSteps:
         """The steps of this worker, where each makes steps of its own."""
+        ...
+
+    @property
+    def weights(self) -> SharedWeights | None:
+        """The weights of embeddings whose rows are on servers. None: each worker holds them."""
         ...
 
     def share(self, table: Any, before: Any) -> Any:
@@ -117,6 +145,16 @@ class TableSharing:
         if self.tables is None:
             self.tables = make()
         return self.tables
+
+    @property
+    def weights(self) -> SharedWeights | None:
+        """The weights of embeddings whose rows are on servers, if there are any."""
+        return None if self.tables is None else self.tables.weights
+
+    def step(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+        """Return a context in which servers make an optimizer's step for the weights whose rows they have."""
+        weights = self.weights
+        return contextlib.nullcontext() if weights is None else weights.step(optimizer)
 
     def commit(self) -> None:
         """End a step of a job."""

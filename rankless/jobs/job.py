@@ -17,7 +17,7 @@ from rankless.compiler.capture.trace_errors import keep_user_frames
 from rankless.context.missing_optimizer import MissingOptimizerCheck
 from rankless.context.redundant_step_calls import StepHook
 from rankless.context.world import World, WorldSource
-from rankless.errors import ConfigError, RanklessError, RanksDiverged
+from rankless.errors import ConfigError, RanklessError, RanksDiverged, TableError
 from rankless.jobs.argument_annotations import PerDevice, Placeholder, PlaceholderCheck, read_placeholders
 from rankless.jobs.arguments import flatten_arguments
 from rankless.jobs.batch_dims_option import BatchDims
@@ -180,8 +180,7 @@ class Job(Generic[Parameters, Result]):
         world.require_not_in_once(f"job {job.name!r}")
         if self._check.placeholders:
             self._check(args, kwargs, recast=world.dtype is not None)
-        if self._view is None:
-            self._view = start_view(job, world)
+        self._view = self._view or start_view(job, world)
         if not self._was_called:
             self._was_called = True
             for hook in self._step_hooks:
@@ -209,7 +208,8 @@ class Job(Generic[Parameters, Result]):
                     world.tables.commit()
         except RanklessError as error:
             # The message names the script's line. The frames below this one belong to Rankless and PyTorch.
-            raise error.with_traceback(None) from error.__cause__
+            known = error.add_location(job.line) if isinstance(error, TableError) else error
+            raise known.with_traceback(None) from error.__cause__
         except Exception as error:  # the script's own code raised it, perhaps under a hundred frames of capture
             raise_if_diverged(world, error)
             raise keep_user_frames(error) from error.__cause__

@@ -5,8 +5,11 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
+from torch import nn
+from torch.optim import Optimizer
+
 from rankless.collectives.byte_messages import all_gather_bytes
-from rankless.context.table_sharing import SharedTables, find_tables
+from rankless.context.table_sharing import SharedTables, find_sparse_embeddings, find_tables
 from rankless.context.world import World
 from rankless.errors import TableError
 from rankless.jobs.definition import JobDefinition
@@ -21,6 +24,7 @@ class JobTables:
         self._job = job
         self._world = world
         self._tables: list[Any] | None = None
+        self._embeddings: dict[str, Any] | None = None
 
     def share(self) -> None:
         """Share tables that are not shared yet, with other workers or with servers. Collective."""
@@ -31,6 +35,48 @@ class JobTables:
                 table.share(world.tables.get(self._make_shared_tables))
         if world.independent is not None:
             world.tables.get(self._make_shared_tables)  # servers hold the other parameters, too
+        elif world.servers is not None:
+            self._share_weights()
+
+    def _share_weights(self) -> None:
+        """Let servers have the weights of embeddings with sparse gradients that the job trains. Collective."""
+        weights = self._find_weights()
+        if weights:
+            self._require_mesh_of_tables()
+            if any(axis.stage_workers for axis in self._world.mesh.axes):
+                expected = "tables of rankless.parameter_server, where the run has heterogeneous workers"
+                fix = "use rankless.parameter_server.Embedding, or sparse=False"
+                raise self._error(expected, f"{next(iter(weights))} of an embedding with sparse gradients", fix)
+            shared = self._world.tables.get(self._make_shared_tables).weights
+            assert shared is not None
+            shared.share(weights)
+        known = self._world.tables.weights
+        if known is not None:
+            known.begin_call()
+
+    def _find_weights(self) -> dict[str, tuple[nn.Parameter, Optimizer]]:
+        """Return the weights of embeddings with sparse gradients that the job's optimizers step, by name."""
+        if self._embeddings is None:
+            self._embeddings = {
+                f"{model}.{name}".removesuffix("."): part
+                for model, module in self._job.modules.items()
+                for name, part in find_sparse_embeddings(module).items()
+            }
+        if not self._embeddings or not self._job.trains:
+            return {}
+        owners = {
+            id(parameter): optimizer
+            for optimizer in self._job.optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+        found: dict[str, tuple[nn.Parameter, Optimizer]] = {}
+        for name, part in self._embeddings.items():
+            weight = part._parameters.get("weight")  # None where it is computed, as by a parametrization
+            is_trained = weight is not None and weight.requires_grad and weight.numel() and id(weight) in owners
+            if is_trained and part.max_norm is None:  # which changes rows within a call
+                found[f"{name}.weight"] = weight, owners[id(weight)]
+        return found
 
     def begin_call(self) -> None:
         """Share tables, and let them forget earlier gradients, before a program is captured. Collective."""
@@ -66,6 +112,13 @@ class JobTables:
         return self._tables
 
     def _require_usable(self) -> None:
+        self._require_mesh_of_tables()
+        options = self._job.step_options
+        if options.accumulate > 1:
+            found = f"accumulate={options.accumulate}"
+            raise self._error("one step per call, where a job has tables", found, "omit accumulate=")
+
+    def _require_mesh_of_tables(self) -> None:
         mesh, options = self._world.mesh, self._job.step_options
         is_data = len(mesh.axes) == 1 and (mesh.axes[0].role == "data" or mesh.axes[0].stage_workers)
         if mesh.size > 1 and not is_data:
@@ -73,9 +126,6 @@ class JobTables:
             raise self._error("a mesh with the axis data alone, where a job has tables", found, "omit --mesh and plan=")
         if mesh.size > 1 and options.zero is not None:
             raise self._error("a job with tables without zero=", f"zero={options.zero!r}", "omit zero=")
-        if options.accumulate > 1:
-            found = f"accumulate={options.accumulate}"
-            raise self._error("one step per call, where a job has tables", found, "omit accumulate=")
 
     def _error(self, expected: str, found: str, fix: str) -> TableError:
         return TableError(expected=expected, found=found, fix=fix, where=self._job.line)

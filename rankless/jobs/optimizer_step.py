@@ -187,7 +187,8 @@ class OptimizerStepper:
         if options.clip_value is not None:
             clip_grad_value_(holders, options.clip_value)
         for optimizer in self._job.optimizers:
-            owner.step(optimizer)
+            with self._world.tables.step(optimizer):
+                owner.step(optimizer)
             if self._world.mesh.desync_detector is not None:
                 self._world.optimizer_changes.record(optimizer)
 

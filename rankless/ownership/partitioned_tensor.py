@@ -324,14 +324,15 @@ class DetachedWithoutGather(TorchFunctionMode):
 @contextlib.contextmanager
 def as_plain_parameters(parameters: Iterable[Tensor]) -> Iterator[None]:
     """Within the context, divided parameters among these are plain ones without elements, for a trace on shapes."""
-    divided = [item for item in parameters if isinstance(item, PartitionedParameter)]
-    for item in divided:
+    kinds = [(item, type(item)) for item in parameters if isinstance(item, CallsWithWholes)]
+    divided = [(item, kind) for item, kind in kinds if issubclass(kind, nn.Parameter)]
+    for item, _ in divided:
         item.__class__ = nn.Parameter  # type: ignore[assignment]  # it has no attributes of its own
     try:
         yield
     finally:
-        for item in divided:
-            item.__class__ = PartitionedParameter
+        for item, kind in divided:
+            item.__class__ = kind
 
 
 def make_without_memory(partition: Partition) -> Tensor:

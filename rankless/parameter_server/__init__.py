@@ -1,9 +1,9 @@
 """Tables of rows by ids: embeddings that grow with the data.
 
-`Embedding` (in `embedding`) looks up rows. `tables` holds and steps them, without PyTorch. Between the two,
-`table_training` connects a table with autograd and with the script's optimizers. `servers` hold tables for the workers
-of a run, also without PyTorch: so `Embedding` is loaded on first use. It needs the extra `ps`. `mark_dense` marks what
-heterogeneous workers compute.
+`Embedding` (in `embedding`) looks up rows. `FTRL` (in `ftrl`) is an optimizer. `tables` holds and steps rows, without
+PyTorch. Between the two, `table_training` connects a table with autograd and with the script's optimizers. `servers`
+hold tables for the workers of a run, also without PyTorch: so what needs it is loaded on first use. It needs the extra
+`ps`. `mark_dense` marks what heterogeneous workers compute.
 """
 
 import importlib
@@ -15,9 +15,11 @@ from rankless.parameter_server.tables.settings import ByCount, ByHash, Constant,
 if TYPE_CHECKING:
     from rankless.parallel.dense_parts import mark_dense
     from rankless.parameter_server.embedding import Embedding
+    from rankless.parameter_server.ftrl import FTRL
 
-__all__ = ["ByCount", "ByHash", "Constant", "Embedding", "Normal", "TableStatistics", "Uniform", "mark_dense"]
+__all__ = ["FTRL", "ByCount", "ByHash", "Constant", "Embedding", "Normal", "TableStatistics", "Uniform", "mark_dense"]
 LOADED_ON_USE = {
+    "FTRL": "rankless.parameter_server.ftrl",
     "Embedding": "rankless.parameter_server.embedding",
     "mark_dense": "rankless.parallel.dense_parts",
 }

@@ -7,8 +7,10 @@ from torch import nn
 from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 
 from rankless.errors import TableError
+from rankless.parameter_server.ftrl import FTRL
 from rankless.parameter_server.tables.optimizers import (
     AdagradSettings,
+    FtrlSettings,
     OptimizerSettings,
     SgdSettings,
     SparseAdamSettings,
@@ -20,6 +22,8 @@ def settings_of(optimizer: Optimizer, group: Mapping[str, Any]) -> OptimizerSett
 
     PyTorch's optimizer has made its step before, so it has refused what it cannot do with sparse gradients.
     """
+    if type(optimizer) is FTRL:
+        return ftrl_settings_of(group)
     maximize = bool(group.get("maximize", False))
     rate = float(group["lr"])
     if type(optimizer) is SGD:
@@ -42,9 +46,15 @@ def settings_of(optimizer: Optimizer, group: Mapping[str, Any]) -> OptimizerSett
     raise _unknown_error(optimizer)
 
 
+def ftrl_settings_of(group: Mapping[str, Any]) -> FtrlSettings:
+    """Return the settings of one step of FTRL."""
+    names = ("lr", "lr_power", "initial_accumulator_value", "l1", "l2", "beta")
+    return FtrlSettings(**{name: float(group[name]) for name in names})
+
+
 def require_known(optimizer: Optimizer) -> None:
     """Raise TableError unless a table can make the steps of an optimizer."""
-    if type(optimizer) not in (SGD, Adagrad, SparseAdam):
+    if type(optimizer) not in (SGD, Adagrad, SparseAdam, FTRL):
         raise _unknown_error(optimizer)
 
 
@@ -56,7 +66,7 @@ def has_stepped(optimizer: Optimizer, weight: nn.Parameter) -> bool:
 
 def _unknown_error(optimizer: Optimizer) -> TableError:
     return TableError(
-        expected="torch.optim.SGD, Adagrad or SparseAdam for a table's weight",
+        expected="torch.optim.SGD, Adagrad, SparseAdam or rankless.parameter_server.FTRL for a table's weight",
         found=type(optimizer).__qualname__,
         fix="give the tables' weights an optimizer of their own",
     )

@@ -31,14 +31,15 @@ class ParameterRows:
         client: The connections to the servers.
         name: The name of the rows on the servers.
         parameter: The parameter.
+        row_elements: Elements of a row. The last row is filled up with zeros.
 
     Raises:
         TableError: Servers cannot hold the parameter's type.
     """
 
-    def __init__(self, client: ServerClient, name: str, parameter: Tensor) -> None:
+    def __init__(self, client: ServerClient, name: str, parameter: Tensor, *, row_elements: int = ROW_ELEMENTS) -> None:
         self._parameter = parameter
-        self._dim = min(ROW_ELEMENTS, parameter.numel())
+        self._dim = min(row_elements, parameter.numel())
         self.ids = np.arange(-(-parameter.numel() // self._dim), dtype=np.int64)
         self._ones = np.ones(len(self.ids), np.int64)
         settings = TableSettings(dim=self._dim, dtype=_dtype_of(parameter), initial=Constant(value=0.0))
@@ -102,6 +103,6 @@ def _dtype_of(parameter: Tensor) -> Any:
         raise TableError(
             expected="parameters of float32 or float64, which servers can hold",
             found=f"{parameter.dtype} of shape {list(parameter.shape)}",
-            fix="use float32 parameters and autocast, or --server-mode sync",
+            fix="use float32 parameters and autocast, or omit --servers",
         )
     return _DTYPES[parameter.dtype]

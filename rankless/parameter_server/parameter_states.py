@@ -5,18 +5,30 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, SparseAdam
 
 from rankless.errors import TableError
+from rankless.parameter_server.ftrl import FTRL, STATES
+from rankless.parameter_server.optimizer_steps import ftrl_settings_of
 from rankless.parameter_server.tables.optimizers import AdagradSettings, AdamSettings, OptimizerSettings, SgdSettings
-from rankless.parameter_server.tables.row_optimizers import AdagradRows, AdamRows, AmsgradRows, MomentumRows, SgdRows
+from rankless.parameter_server.tables.row_optimizers import (
+    AdagradRows,
+    AdamRows,
+    AmsgradRows,
+    FtrlRows,
+    MomentumRows,
+    SgdRows,
+    SparseAdamRows,
+)
 
-_KNOWN: tuple[type[Optimizer], ...] = (SGD, Adagrad, Adam, AdamW)
+_KNOWN: tuple[type[Optimizer], ...] = (SGD, Adagrad, Adam, AdamW, FTRL)
 _KEYS: dict[str, tuple[str, ...]] = {
     SgdRows.name: (),
     MomentumRows.name: ("momentum_buffer",),
     AdagradRows.name: ("sum",),
     AdamRows.name: ("exp_avg", "exp_avg_sq"),
+    SparseAdamRows.name: ("exp_avg", "exp_avg_sq"),
+    FtrlRows.name: STATES,
     AmsgradRows.name: ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
 }
 """By the name of a row optimizer, the states that PyTorch's optimizer keeps in the order of a row's."""
@@ -40,7 +52,7 @@ def require_known_for_parameters(optimizer: Optimizer) -> None:
     """Raise TableError unless servers can make the steps of an optimizer on dense parameters."""
     if type(optimizer) not in _KNOWN:
         raise TableError(
-            expected="torch.optim.SGD, Adagrad, Adam or AdamW for parameters that servers hold",
+            expected="torch.optim.SGD, Adagrad, Adam, AdamW or rankless.parameter_server.FTRL on servers",
             found=type(optimizer).__qualname__,
             fix="use one of these, or --server-mode sync, where workers step their parameters themselves",
         )
@@ -48,6 +60,8 @@ def require_known_for_parameters(optimizer: Optimizer) -> None:
 
 def dense_settings_of(optimizer: Optimizer, group: Mapping[str, Any]) -> OptimizerSettings:
     """Return the settings of one step of a known optimizer for a parameter group with dense gradients."""
+    if isinstance(optimizer, FTRL):
+        return ftrl_settings_of(group)
     common = {"lr": float(group["lr"]), "weight_decay": float(group["weight_decay"]), "maximize": group["maximize"]}
     if isinstance(optimizer, SGD):
         return SgdSettings(
@@ -77,14 +91,22 @@ def read_states(optimizer: Optimizer, parameter: Tensor) -> ParameterStates:
     """Return the states that an optimizer has for a parameter, for example of a checkpoint."""
     state = optimizer.state.get(parameter, {})
     if state.get("momentum_buffer") is not None:
-        return ParameterStates(MomentumRows.name, 1, (state["momentum_buffer"],))
+        buffer = state["momentum_buffer"]
+        return ParameterStates(MomentumRows.name, 1, (buffer if buffer.layout == torch.strided else buffer.to_dense(),))
     steps = int(state.get("step", 0))
     if steps == 0:
         return ParameterStates("", 0, ())
-    for name in (AdagradRows.name, AmsgradRows.name, AdamRows.name):
+    adam = SparseAdamRows.name if isinstance(optimizer, SparseAdam) else AdamRows.name
+    for name in (AdagradRows.name, AmsgradRows.name, FtrlRows.name, adam):
         if all(key in state for key in _KEYS[name]):
             return ParameterStates(name, steps, tuple(state[key] for key in _KEYS[name]))
     return ParameterStates("", 0, ())
+
+
+def list_state_keys(state: Mapping[str, Any]) -> Sequence[str]:
+    """Return the keys of an optimizer's states that are tensors, in the order in which rows have them."""
+    known = [keys for keys in _KEYS.values() if keys and all(key in state for key in keys)]
+    return max(known, key=len, default=())
 
 
 def write_states(optimizer: Optimizer, parameter: Tensor, found: ParameterStates) -> None:

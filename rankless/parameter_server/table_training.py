@@ -103,6 +103,14 @@ class TableTraining:
         """Note the weight's gradient, which the program has set."""
         self._waiting.end_program()
 
+    def replace_gradients(self, added: RowGradients) -> None:
+        """Let these be all gradients of the next step, and give the weight a sparse gradient that stands for them."""
+        self._waiting.begin_program()
+        entry = self._waiting.add_of_program(added)
+        places = torch.zeros(1, 1, dtype=torch.int64, device=entry.device)
+        self.weight.grad = torch.sparse_coo_tensor(places, entry, entry.shape, check_invariants=False)
+        self._waiting.end_program()
+
     def add_gradients(self, added: RowGradients) -> Tensor:
         """Add gradients within a backward pass. Return the gradient of the weight."""
         return self._waiting.add(added)

@@ -7,6 +7,7 @@ from rankless.parameter_server.geo_exchange import GeoExchange
 from rankless.parameter_server.geo_table import GeoTable
 from rankless.parameter_server.own_steps import OwnSteps, StepsOnServers
 from rankless.parameter_server.replicated_table import Gather, ReplicatedTable
+from rankless.parameter_server.served_weights import ServedWeights
 from rankless.parameter_server.servers.client import ServerClient
 from rankless.parameter_server.servers.served_table import ServedTable
 from rankless.parameter_server.servers.server_connection import ConnectionSettings
@@ -54,6 +55,14 @@ class WorkerTables:
             elif servers.mode != "sync":
                 self._own_steps = StepsOnServers(client, gather, is_first=self._is_first)
         self._opened = 0
+        self._weights: ServedWeights | None = None
+        if self._client is not None and self._own_steps is None:
+            self._weights = ServedWeights(self._client, gather, worker=worker, worker_count=worker_count)
+
+    @property
+    def weights(self) -> ServedWeights | None:
+        """The weights of embeddings whose rows are on servers. None: each worker holds them."""
+        return self._weights
 
     @property
     def sums_gradients(self) -> bool:
@@ -97,6 +106,8 @@ class WorkerTables:
             self._own_steps.end_step()
         elif self._client is not None:
             self._client.commit()
+        if self._weights is not None:
+            self._weights.refresh()
 
     def close(self) -> None:
         """Leave the servers."""

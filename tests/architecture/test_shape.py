@@ -59,6 +59,7 @@ MANY_PARAMETERS = {
     "rankless/api.py:job": "the one decorator of the package: every switch of a job is one of its keywords",
     "rankless/api.py:loader": "takes what torch's DataLoader takes, under its names",
     "rankless/parameter_server/embedding.py:__init__": "the settings of a table, beside what torch's Embedding takes",
+    "rankless/parameter_server/ftrl.py:__init__": "the settings of FTRL, as torch's optimizers have theirs",
     "rankless/compiler/ir/custom_ops.py:capture_recurrent": "takes what PyTorch's own operator takes",
 }
 

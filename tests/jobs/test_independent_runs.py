@@ -133,7 +133,7 @@ REFUSED = {
     ),
     "optimizer": (
         "optimizer = torch.optim.RMSprop(model.parameters())" + JOB + "train(inputs)",
-        r"(?s)Adam or AdamW for parameters that servers hold.*RMSprop",
+        r"(?s)AdamW or rankless.parameter_server.FTRL on servers.*RMSprop",
     ),
     "half precision": (
         "model.bfloat16()" + JOB + "train(inputs.bfloat16())",

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from rankless.compiler.ir import table_operators, vocabulary_kernels
+from rankless.compiler.ir import row_lookups, table_operators, vocabulary_kernels
 from rankless.compiler.rules.pattern import make_letters, partial_sum_strategies, split_strategies
 from rankless.compiler.rules.strategy import (
     GraphBuilder,
@@ -83,6 +83,25 @@ def table_rows_strategies(call: OperatorCall) -> Iterator[Strategy]:
     yield from split_strategies(call, f"..,{text}->{text}.")
 
 
+def weight_rows_strategies(call: OperatorCall) -> Iterator[Strategy]:
+    """Yield strategies of a lookup with a sparse gradient: every dim of the ids can be sharded."""
+    text = make_letters(len(logical_shape(call.inputs[1])))
+    yield from split_strategies(call, f"..,{text}->{text}.", lower_weight_rows)
+    yield replace(make_replicated_strategy(call), lower=lower_weight_rows)
+
+
+def lower_weight_rows(
+    builder: GraphBuilder, _call: OperatorCall, args: tuple[Any, ...], _kwargs: dict[str, Any]
+) -> LocalValue:
+    """Look rows up wherever they are: an operator of PyTorch would read the whole of a weight on servers."""
+    return builder.call(row_lookups.run_weight_rows, *args)
+
+
+def replicated_strategies(_call: OperatorCall) -> Iterator[Strategy]:
+    """Yield nothing: every rank computes the whole."""
+    yield from ()
+
+
 def table_gradients_strategies(call: OperatorCall) -> Iterator[Strategy]:
     """Yield strategies of the gradients of a lookup, each of which one worker gives its source.
 
@@ -123,6 +142,9 @@ RULES: dict[Any, ShardingRule] = {
     aten.embedding_dense_backward.default: embedding_backward_strategies,
     rankless_ops.table_rows.default: table_rows_strategies,
     rankless_ops.table_gradients.default: table_gradients_strategies,
+    rankless_ops.weight_rows.default: weight_rows_strategies,
+    rankless_ops.weight_gradients.default: replicated_strategies,
+    rankless_ops.bag_numbers.default: replicated_strategies,
 }
 OPERATORS_WITH_EFFECTS = {rankless_ops.table_gradients.default}
 """Operators of which each element must be computed by one worker only, so that they cannot just be replicated."""

@@ -292,7 +292,7 @@ def choose_strategy(
         kept = [item for item in (*possible, replicated_strategy) if not gathers_weights(item, call, weights)]
         return find_cheapest(kept or [replicated_strategy], call, available), is_whole or rule is not None
     if has_sparse_value(call) or (is_whole and rule is None):
-        return replicated_strategy, is_whole
+        return replicated_strategy, is_whole or rule is not None
     has_rule = rule is not None
     if rule is None:
         rule = no_strategies if probe is None else probe.strategies

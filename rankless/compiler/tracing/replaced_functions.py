@@ -1,6 +1,5 @@
 """Functions that run in place of PyTorch's during capture: composite operators stay one node, others trace rightly."""
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -11,11 +10,9 @@ from torch.autograd import forward_ad
 
 from rankless.compiler.ir.ctc_operators import capture_ctc_loss
 from rankless.compiler.ir.custom_ops import RECURRENT_FUNCTIONS, capture_attention, capture_linear, capture_recurrent
+from rankless.compiler.ir.embedding_functions import embed, embed_bags
 from rankless.compiler.ir.memory_order import find_memory_order
 from rankless.compiler.tracing.row_counts import has_count
-
-EMBEDDING_BAG = inspect.signature(F.embedding_bag)
-
 
 NUMBER_NEEDED = (
     *(torch.unbind, torch.Tensor.unbind, torch.chunk, torch.Tensor.chunk),
@@ -41,6 +38,8 @@ def find_replacement(function: Callable[..., Any], args: tuple[Any, ...]) -> Cal
         return capture_linear
     if function is F.multi_head_attention_forward:
         return capture_attention
+    if function is F.embedding:
+        return embed
     if function is F.embedding_bag:
         return embed_bags
     if function is F.ctc_loss:
@@ -58,33 +57,6 @@ def read_numbers_of_rows(tensor: Tensor) -> Tensor:
         if has_count([size]):
             tensor = tensor.narrow(dim, 0, int(size))
     return tensor
-
-
-def embed_bags(bags: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Replace `F.embedding_bag`: for bags of equal sizes, the rows of a 2-d tensor, sum the rows of an embedding.
-
-    PyTorch's operator would get the bags as one list with offsets, which cannot be sharded.
-    """
-    given = EMBEDDING_BAG.bind(bags, weight, *args, **kwargs)
-    given.apply_defaults()
-    settings = given.arguments
-    mode, factors, padding = settings["mode"], settings["per_sample_weights"], settings["padding_idx"]
-    has_others = settings["offsets"] is not None or settings["max_norm"] is not None
-    is_plain = not (has_others or settings["sparse"] or settings["include_last_offset"] or mode == "max")
-    is_weighted = factors is not None
-    if bags.dim() != 2 or bags.is_floating_point() or not is_plain or (is_weighted and mode == "mean"):
-        return F.embedding_bag(bags, weight, *args, **kwargs)
-    if is_weighted and factors.shape != bags.shape:
-        return F.embedding_bag(bags, weight, *args, **kwargs)
-    rows = F.embedding(bags, weight, padding, scale_grad_by_freq=settings["scale_grad_by_freq"])
-    if is_weighted:
-        rows = rows * factors.unsqueeze(-1)
-    if padding is None:
-        total = rows.sum(1, dtype=rows.dtype)
-        return total / max(bags.shape[1], 1) if mode == "mean" else total
-    is_counted = (bags != padding % weight.shape[0]).unsqueeze(-1)
-    total = torch.where(is_counted, rows, 0).sum(1, dtype=rows.dtype)
-    return total if mode == "sum" else total / is_counted.sum(1).clamp(min=1)
 
 
 def draw_bernoulli(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:

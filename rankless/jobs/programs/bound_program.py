@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from rankless.compiler.capture.capture import CapturedJob
 from rankless.compiler.codegen.codegen import LocalProgram
 from rankless.compiler.ir.logical_program import ProgramInput, ProgramOutput
+from rankless.compiler.ir.looked_up_parameter import take_input
 from rankless.compiler.tracing.recomputed_weights import RecomputedWeight, find_recomputed_weights
 from rankless.jobs.arguments import FlattenedArguments, get_local_piece
 from rankless.jobs.definition import JobDefinition
@@ -71,7 +72,7 @@ class InputSources:
             for place, value in zip(self._divided, divided, strict=True):
                 states[place] = value
         values = [*states, *arguments, *self._constants]
-        return [values[place].detach() for place in self._order]
+        return [take_input(values[place]) for place in self._order]
 
 
 class OutputTargets:

@@ -11,6 +11,7 @@ from rankless.parameter_server.servers.messages import MessageRefusedError, deco
 from rankless.parameter_server.tables.optimizers import (
     AdagradSettings,
     AdamSettings,
+    FtrlSettings,
     OptimizerSettings,
     SgdSettings,
     SparseAdamSettings,
@@ -31,7 +32,7 @@ _MOST_INTEGER = 1 << 62
 _INITIALS: dict[str, type[Initial]] = {kind.__name__: kind for kind in (Constant, Uniform, Normal)}
 _ADMISSIONS: dict[str, type[Admission]] = {kind.__name__: kind for kind in (ByCount, ByHash)}
 _OPTIMIZERS: dict[str, type[OptimizerSettings]] = {
-    kind.__name__: kind for kind in (SgdSettings, AdagradSettings, SparseAdamSettings, AdamSettings)
+    kind.__name__: kind for kind in (SgdSettings, AdagradSettings, SparseAdamSettings, AdamSettings, FtrlSettings)
 }
 
 
@@ -105,6 +106,10 @@ def decode_optimizer(text: bytes) -> OptimizerSettings:
         raise _not_understood("betas from 0 to less than 1", settings.betas)
     if isinstance(settings, AdagradSettings) and settings.lr_decay < 0:
         raise _not_understood("lr_decay of at least 0", settings.lr_decay)
+    if isinstance(settings, FtrlSettings):
+        rest = (-settings.lr_power, settings.initial_accumulator_value, settings.l1, settings.l2, settings.beta)
+        if settings.lr <= 0 or min(rest) < 0:
+            raise _not_understood("lr of more than 0, lr_power of at most 0 and other numbers of at least 0", settings)
     return settings
 
 

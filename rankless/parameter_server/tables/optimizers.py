@@ -53,4 +53,16 @@ class AdamSettings:
     maximize: bool = False
 
 
-OptimizerSettings = SgdSettings | AdagradSettings | SparseAdamSettings | AdamSettings
+@dataclass(frozen=True, kw_only=True)
+class FtrlSettings:
+    """One step of `rankless.parameter_server.FTRL`."""
+
+    lr: float
+    lr_power: float = -0.5
+    initial_accumulator_value: float = 0.1
+    l1: float = 0.0
+    l2: float = 0.0
+    beta: float = 0.0
+
+
+OptimizerSettings = SgdSettings | AdagradSettings | SparseAdamSettings | AdamSettings | FtrlSettings

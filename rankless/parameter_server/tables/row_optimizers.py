@@ -13,6 +13,7 @@ from rankless.parameter_server.tables.momentum import MomentumHistory
 from rankless.parameter_server.tables.optimizers import (
     AdagradSettings,
     AdamSettings,
+    FtrlSettings,
     OptimizerSettings,
     SgdSettings,
     SparseAdamSettings,
@@ -22,11 +23,13 @@ from rankless.parameter_server.tables.table_memory import TableMemory
 from rankless.parameter_server.tables.undo_log import remember_elements, remember_rows
 from rankless.parameter_server.tables.updates import (
     AdamScalars,
+    FtrlScalars,
     MomentumScalars,
     catch_up_states,
     subtract_movements,
     update_adagrad,
     update_adam,
+    update_ftrl,
     update_momentum,
     update_sgd,
     update_sparse_adam,
@@ -220,8 +223,38 @@ class AmsgradRows(AdamRows):
         return isinstance(settings, AdamSettings) and settings.amsgrad
 
 
+class FtrlRows:
+    """FTRL. The states are the sum of squared gradients, without its initial value, and the linear term."""
+
+    name = "FTRL"
+    states = 2
+    initial_state = 0.0
+
+    def __init__(self, steps: int = 0) -> None:
+        self.steps = steps
+
+    def accepts(self, settings: OptimizerSettings) -> bool:
+        """Return whether settings are FTRL's."""
+        return isinstance(settings, FtrlSettings)
+
+    def step(self, rows: Rows, row_numbers: Numbers, gradients: Floats, settings: OptimizerSettings) -> None:
+        """Step rows."""
+        assert isinstance(settings, FtrlSettings)
+        self.steps += 1
+        scalars = FtrlScalars(
+            float(settings.lr),
+            float(-settings.lr_power),
+            float(settings.initial_accumulator_value),
+            float(settings.l1),
+            float(settings.l2),
+            float(settings.beta),
+        )
+        for part in noted_parts(rows, row_numbers):
+            update_ftrl(rows, row_numbers[part], gradients[part], scalars)
+
+
 OPTIMIZER_NAMES = tuple(
-    kind.name for kind in (SgdRows, MomentumRows, AdagradRows, SparseAdamRows, AdamRows, AmsgradRows)
+    kind.name for kind in (SgdRows, MomentumRows, AdagradRows, SparseAdamRows, AdamRows, AmsgradRows, FtrlRows)
 )
 
 
@@ -259,6 +292,8 @@ def make_row_optimizer(settings: OptimizerSettings, memory: TableMemory) -> RowO
             return AmsgradRows()
         case AdamSettings():
             return AdamRows()
+        case FtrlSettings():
+            return FtrlRows()
 
 
 def restore_row_optimizer(contents: TableContents | TableState, memory: TableMemory) -> RowOptimizer | None:
@@ -278,6 +313,8 @@ def restore_row_optimizer(contents: TableContents | TableState, memory: TableMem
             return AdamRows(contents.optimizer_steps)
         case AmsgradRows.name:
             return AmsgradRows(contents.optimizer_steps)
+        case FtrlRows.name:
+            return FtrlRows(contents.optimizer_steps)
         case name:
             names = ", ".join(OPTIMIZER_NAMES)
             raise TableError(

@@ -10,7 +10,7 @@ from rankless.parameter_server.tables.contents import TableContents, TableState,
 from rankless.parameter_server.tables.id_map import FULL, list_entries, pack_occurrences, unpack_occurrences
 from rankless.parameter_server.tables.memory import ArrayMemory, ProcessMemory
 from rankless.parameter_server.tables.momentum import ARRAYS as HISTORY_ARRAYS
-from rankless.parameter_server.tables.optimizers import AdagradSettings, OptimizerSettings, SgdSettings
+from rankless.parameter_server.tables.optimizers import AdagradSettings, FtrlSettings, OptimizerSettings, SgdSettings
 from rankless.parameter_server.tables.row_optimizers import (
     Floats,
     MomentumRows,
@@ -115,7 +115,8 @@ class Table:
         if admit(ids, occurrences, self.step + 1, parts, row_numbers) == FULL:
             raise self._full_error()
         self.step += 1
-        directed = -gradients if settings.maximize else gradients
+        maximizes = not isinstance(settings, FtrlSettings) and settings.maximize
+        directed = -gradients if maximizes else gradients
         if isinstance(settings, SgdSettings | AdagradSettings) and settings.weight_decay:
             directed = directed.copy()
             add_weight_decay(self._memory.rows, row_numbers, directed, settings.weight_decay)

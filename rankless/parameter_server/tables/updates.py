@@ -179,6 +179,62 @@ def update_adam(
                 row[column] = value - rate * mean / (np.sqrt(square) / correction + epsilon)
 
 
+class FtrlScalars(NamedTuple):
+    """Numbers of one step of FTRL, float64.
+
+    Args:
+        learning_rate: The learning rate, more than 0.
+        power: By which power of the squares' sum the learning rate of an element falls, at least 0.
+        initial: Where the squares' sum begins.
+        l1: The weight of the sum of absolute values.
+        l2: The weight of the sum of squares, halved.
+        beta: Added to the power of the squares' sum.
+    """
+
+    learning_rate: float
+    power: float
+    initial: float
+    l1: float
+    l2: float
+    beta: float
+
+
+@compiled
+def update_ftrl(
+    rows: Rows, row_numbers: NDArray[np.int64], gradients: NDArray[np.floating], scalars: FtrlScalars
+) -> None:
+    """Make a step of FTRL-proximal (McMahan and others, KDD 2013).
+
+    The states are the sum of squared gradients, without its initial value, and the coefficients of the linear term.
+    """
+    number_type = rows.values.dtype.type
+    rate, power, initial = (
+        number_type(scalars.learning_rate),
+        number_type(scalars.power),
+        number_type(scalars.initial),
+    )
+    l1, l2, beta = number_type(scalars.l1), number_type(scalars.l2), number_type(scalars.beta)
+    dim, takes_root = rows.dim, scalars.power == 0.5
+    for number in range(row_numbers.shape[0]):
+        if row_numbers[number] >= 0:
+            row, gradient = rows.values[row_numbers[number]], gradients[number]
+            for column in range(dim):
+                before = initial + row[dim + column]
+                square_sum = row[dim + column] + gradient[column] * gradient[column]
+                after = initial + square_sum
+                if takes_root:
+                    old, new = np.sqrt(before), np.sqrt(after)
+                else:
+                    old, new = before**power, after**power
+                linear = row[2 * dim + column] + gradient[column] - (new - old) / rate * row[column]
+                row[dim + column], row[2 * dim + column] = square_sum, linear
+                curvature = (beta + new) / rate + l2
+                if curvature == 0 or abs(linear) <= l1:
+                    row[column] = 0
+                else:
+                    row[column] = (np.sign(linear) * l1 - linear) / curvature
+
+
 @compiled
 def add_weight_decay(
     rows: Rows, row_numbers: NDArray[np.int64], gradients: NDArray[np.floating], weight_decay: float

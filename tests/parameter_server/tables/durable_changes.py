@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 
 from rankless.parameter_server.servers.setting_formats import encode_table_settings
-from rankless.parameter_server.tables.optimizers import AdagradSettings, SgdSettings, SparseAdamSettings
+from rankless.parameter_server.tables.optimizers import AdagradSettings, FtrlSettings, SgdSettings, SparseAdamSettings
 from rankless.parameter_server.tables.settings import ByCount, ByHash, Constant, TableSettings, Uniform
 from rankless.parameter_server.tables.table import Table
 
@@ -29,6 +29,7 @@ OPTIMIZERS = (
     SgdSettings(lr=0.1),
     SgdSettings(lr=0.02, momentum=0.5, dampening=0.1),
     AdagradSettings(lr=0.1, initial_accumulator_value=0.2),
+    FtrlSettings(lr=0.1, l1=0.01),
 )
 STEPS_OF_ONE_OPTIMIZER = 5
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from rankless.parameter_server.ftrl import FTRL
 from rankless.parameter_server.servers.setting_formats import (
     decode_optimizer,
     decode_table_settings,
@@ -14,7 +15,7 @@ from rankless.parameter_server.servers.setting_formats import (
     encode_table_settings,
 )
 from rankless.parameter_server.tables.durable_tables import DurableTables
-from rankless.parameter_server.tables.optimizers import AdagradSettings, AdamSettings, SgdSettings
+from rankless.parameter_server.tables.optimizers import AdagradSettings, AdamSettings, FtrlSettings, SgdSettings
 from rankless.parameter_server.tables.settings import TableSettings
 from rankless.parameter_server.tables.table import Table
 
@@ -26,6 +27,8 @@ OPTIMIZERS: dict[str, tuple[type, type, dict[str, Any], dict[str, Any]]] = {
     "momentum_decay": (torch.optim.SGD, SgdSettings, {"momentum": 0.9, "weight_decay": 0.1, "nesterov": True}, {}),
     "maximize_decay": (torch.optim.SGD, SgdSettings, {"momentum": 0.9, "weight_decay": 0.1, "maximize": True}, {}),
     "adagrad_decay": (torch.optim.Adagrad, AdagradSettings, {"weight_decay": 0.1, "lr_decay": 0.05}, {}),
+    "ftrl": (FTRL, FtrlSettings, {"l1": 0.05, "l2": 0.1, "beta": 0.5}, {}),
+    "ftrl_power": (FTRL, FtrlSettings, {"lr_power": -0.3, "initial_accumulator_value": 0.0, "l1": 0.01}, {}),
     "adam": (torch.optim.Adam, AdamSettings, {}, {}),
     "adam_settings": (torch.optim.Adam, AdamSettings, {**ADAM, "maximize": True}, {}),
     "amsgrad": (torch.optim.Adam, AdamSettings, {**ADAM, "amsgrad": True}, {}),

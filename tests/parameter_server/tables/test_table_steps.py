@@ -177,6 +177,6 @@ def test_contents_of_another_dim_or_optimizer_are_refused():
     with pytest.raises(TableError, match=r"rows of 6 elements: 3 values, 1 states"):
         other.restore(table.contents())
     assert other.statistics().rows == 0
-    unknown = table.contents().__class__(**{**vars(table.contents()), "optimizer": "FTRL"})
-    with pytest.raises(TableError, match="found:    FTRL"):
+    unknown = table.contents().__class__(**{**vars(table.contents()), "optimizer": "Lion"})
+    with pytest.raises(TableError, match="found:    Lion"):
         Table(TableSettings(dim=2)).restore(unknown)
