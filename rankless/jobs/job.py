@@ -41,7 +41,8 @@ from rankless.jobs.definition import (
 from rankless.jobs.dtype_override import cast_arguments, require_floating
 from rankless.jobs.optimizer_step import OptimizerStepper, count_group_parameters, require_known_parameters
 from rankless.jobs.views.consistent import ConsistentView
-from rankless.jobs.views.view_start import JobView, divides_states, start_view
+from rankless.jobs.views.operation import WorldView
+from rankless.jobs.views.view_start import divides_states
 from rankless.ownership.state_owner import StateOwner, WholeOwner
 from rankless.parallel.plan import PlanSource
 from rankless.records.parallel_plan import JobPlan, Recompute
@@ -69,7 +70,7 @@ class Job(Generic[Parameters, Result]):
         functools.update_wrapper(self, definition.function)
         self.definition = definition
         self._world = world
-        self._view: JobView | None = None
+        self._views = WorldView(definition)
         self._was_called = False
         self._stepper: OptimizerStepper | None = None
         self._optimizer_check = MissingOptimizerCheck(definition.label, definition.modules)
@@ -124,7 +125,8 @@ class Job(Generic[Parameters, Result]):
             >>> rankless.job(model=torch.nn.Linear(3, 1))(print).plan is None
             True
         """
-        return self._view.division.plan if self._was_called and isinstance(self._view, ConsistentView) else None
+        view = self._views.view
+        return view.division.plan if self._was_called and isinstance(view, ConsistentView) else None
 
     @property
     def owner(self) -> StateOwner:
@@ -147,9 +149,9 @@ class Job(Generic[Parameters, Result]):
         """
         world, job = self._world(), self.definition
         if divides_states(job, world):
-            self._view = self._view or start_view(job, world)
-            assert isinstance(self._view, ConsistentView)
-            self._view.divide_states()
+            view = self._views.find(world)
+            assert isinstance(view, ConsistentView)
+            view.divide_states()
 
     def __call__(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         """Run the job on a whole batch. A train job also makes its optimizer's step.
@@ -180,8 +182,7 @@ class Job(Generic[Parameters, Result]):
         world.require_not_in_once(f"job {job.name!r}")
         if self._check.placeholders:
             self._check(args, kwargs, recast=world.dtype is not None)
-        if self._view is None:
-            self._view = start_view(job, world)
+        self._views.find(world)
         if not self._was_called:
             self._was_called = True
             for hook in self._step_hooks:
@@ -201,7 +202,8 @@ class Job(Generic[Parameters, Result]):
         try:
             device = job.device(world.mesh.device)
             with use_default_dtype(world.dtype or self._dtype), world.leftovers.inside_job(), seed_call(job, device):
-                outcome = self._view.run(arguments)
+                outcome = self._views.run(world, arguments)
+            world = world.current  # without workers that were lost meanwhile
             self._stepped = outcome.is_elsewhere
             if outcome.loss is not None:
                 with disable_autocast(device.type):
@@ -303,11 +305,18 @@ class Job(Generic[Parameters, Result]):
                 found=pending,
                 fix="make that step first",
             )
-        return {**self.__dict__, "_view": None, "_was_called": False, "_stepper": None, "_stepped": False}
+        return {
+            **self.__dict__,
+            "_views": WorldView(self.definition),
+            "_was_called": False,
+            "_stepper": None,
+            "_stepped": False,
+        }
 
     def _get_stepper(self, world: World) -> OptimizerStepper:
         if self._stepper is None:
             self._stepper = OptimizerStepper(self.definition, world)
+        self._stepper.use(world)
         return self._stepper
 
     def __get__(self, instance: object, owner: type) -> Self:

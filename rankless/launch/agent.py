@@ -12,6 +12,7 @@ from typing import TextIO
 
 from rankless.config.run_config import RunConfig
 from rankless.launch.elastic.driver import DriverContext, run_elastic
+from rankless.launch.elastic.survivors import SurvivorRounds
 from rankless.launch.job_setup import ReadyJob, set_up_job
 from rankless.launch.log_files import make_run_folder
 from rankless.launch.ports import require_own_address
@@ -33,7 +34,7 @@ from rankless.launch.supervisor.supervisor import RunOutcome, Supervisor
 from rankless.launch.supervisor.terminal_text import format_count
 from rankless.launch.terminal_report import RunReport, conclude
 from rankless.launch.watchdog.watchdog import Watchdog, WatchdogConfig, open_status_pages
-from rankless.launch.worker_configs import make_worker_configs
+from rankless.launch.worker_configs import count_most_lost, make_worker_configs
 from rankless.launch.worker_output import SOURCES, Source, WorkerOutputFollower, Write, make_writer
 from rankless.records.events import AnyRecord, FileOpened, Notice, Raised, ScriptFinished, ServerRestarted
 from rankless.records.run_summary import RunSummary
@@ -194,7 +195,10 @@ class HostRun:
         self._streams = streams
         folder = make_run_folder(config, job.start, job.host_index)
         self._pages = pages = open_status_pages(config.worker_count)
-        self._workers = make_worker_configs(config, job, folder=folder, pages=pages)
+        self._survivors = SurvivorRounds(config.worker_count, count_most_lost(config, job.start))
+        self._workers = make_worker_configs(
+            config, job, folder=folder, pages=pages, channels=self._survivors.descriptors
+        )
         self._servers = ServerProcesses(
             make_server_launches(config, job.start, job.servers, folder=folder, host_index=job.host_index),
             max_restarts=0 if config.servers is None else config.servers.max_restarts,
@@ -254,6 +258,7 @@ class HostRun:
         with contextlib.ExitStack() as stack:
             for page in self._pages:
                 stack.callback(os.close, page)
+            stack.callback(self._survivors.close)
             stack.callback(self._servers.close, lambda: self._job.peers.poll(time.monotonic()))  # sends heartbeats
             self._start_servers()
             return self._run_workers(on_record, fork_server)
@@ -272,6 +277,7 @@ class HostRun:
     ) -> tuple[RunOutcome, bool]:
         job = self._job
         self._parent = parent = self._start(fork_server)
+        self._survivors.forget_worker_ends()
         if job.store is not None:
             job.store.close()  # rank 0 alone listens: once it ends, the system refuses ranks that connect late
         self._on_record = on_record
@@ -292,7 +298,7 @@ class HostRun:
             for _ in range(2):
                 self._show_notices()
             if self.report.summary_file is not None:
-                self.report.summary_file.measure(self._pages)
+                self.report.summary_file.measure(self._pages, self._survivors.first)
 
     def before_records(self) -> Sequence[AnyRecord]:
         """See `RunObserver`."""
@@ -300,6 +306,10 @@ class HostRun:
         self._terminal.measure()
         # The servers of this host serve the workers of others, too.
         return self._servers.poll() if not self._has_parent_ended or self._job.peers.are_running else []
+
+    def judge(self, records: Sequence[AnyRecord]) -> Sequence[AnyRecord]:
+        """See `RunObserver`."""
+        return self._survivors.judge(records)
 
     def receive(self, record: AnyRecord) -> None:
         """See `RunObserver`."""
@@ -326,6 +336,7 @@ class HostRun:
     def tick(self) -> list[AnyRecord]:
         """See `RunObserver`."""
         peers = self._job.peers
+        self._survivors.tick()
         if self._has_parent_ended or self._table.is_due(time.monotonic()):
             self._table.show()
         if self._has_parent_ended:
