@@ -2,9 +2,9 @@
 
 Note [operations]: in a run with parameter servers the others may go on without a worker that was killed. What workers
 do together is therefore an operation: a job's call, a pass over a loader, `once`, `save`. It changes nothing that
-lasts, and ends with a barrier. A worker that has passed the barrier knows that all have entered it. After a loss the others
-compare how many operations they have passed. The largest number counts for all of them. A worker that has not passed
-that last one was in its barrier, and has its result. All begin the next operation again, in a new world.
+lasts, and ends with a barrier. A worker that has passed the barrier knows that all have entered it. After a loss the
+others compare how many operations they have passed. The largest number counts for all of them. A worker that has not
+passed that last one was in its barrier, and has its result. All begin the next operation again, in a new world.
 """
 
 from collections.abc import Callable, MutableMapping

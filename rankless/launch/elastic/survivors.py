@@ -45,7 +45,9 @@ class SurvivorRounds:
         self._worker_ends = [end for _, end in pairs]
         for channel in self._channels.values():
             channel.setblocking(False)
-        self._most_lost, self._lost = most_lost, 0
+        self._most_lost = most_lost
+        self.lost: set[int] = set()
+        """The workers without which the others go on."""
         self._living = set(self._channels)
         self._joined: set[int] = set()
         """The workers that have been in a round."""
@@ -65,8 +67,8 @@ class SurvivorRounds:
 
     @property
     def first(self) -> int:
-        """The first worker that lives, or lived last."""
-        return min(self._living, default=0)
+        """The first worker that was not lost."""
+        return min(set(range(len(self.lost) + 1)) - self.lost)
 
     def forget_worker_ends(self) -> None:
         """Close the workers' ends in this process: the workers have them."""
@@ -101,10 +103,10 @@ class SurvivorRounds:
         self._ready.discard(record.rank)
         if record.exit_code == 0:
             return [record]
-        if record.exit_code > 0 or not may_go_on or not self._living or self._lost == self._most_lost:
+        if record.exit_code > 0 or not may_go_on or not self._living or len(self.lost) == self._most_lost:
             self._has_failed = True
             return [record]
-        self._lost += 1
+        self.lost.add(record.rank)
         self._end_round()
         count, signal_name = len(self._living), name_signal(-record.exit_code)
         text = (
