@@ -55,6 +55,11 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
         help="With --server-mode geo: after how many of its batches a worker sends what has changed. "
         f"Default: {DEFAULT_GEO_STEPS}.",
     )
+    _add_loss_options(group)
+
+
+def _add_loss_options(group: "argparse._ArgumentGroup") -> None:
+    """Add the options for servers and workers that die."""
     group.add_argument(
         "--server-restarts",
         type=int,

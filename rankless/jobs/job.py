@@ -3,9 +3,8 @@
 On one device a job runs as the plain script would. On a mesh it is captured, placed, lowered and run (see `program`).
 """
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Generic, ParamSpec, Self, TypeVar, cast, get_args
 
@@ -38,7 +37,7 @@ from rankless.jobs.definition import (
     require_settings,
     require_weighted_calls,
 )
-from rankless.jobs.dtype_override import cast_arguments, require_floating
+from rankless.jobs.dtype_override import cast_arguments, require_floating, use_default_dtype
 from rankless.jobs.optimizer_step import OptimizerStepper, count_group_parameters, require_known_parameters
 from rankless.jobs.views.consistent import ConsistentView
 from rankless.jobs.views.operation import WorldView
@@ -393,17 +392,3 @@ def raise_if_diverged(world: World, error: Exception) -> None:
         world.mesh.check_sync_point_again()
     except RanksDiverged as divergence:
         raise divergence.with_traceback(None) from error
-
-
-@contextlib.contextmanager
-def use_default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
-    """Set torch's default dtype inside the context; None leaves it unchanged."""
-    before = torch.get_default_dtype()
-    if dtype in (None, before):
-        yield
-        return
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)

@@ -33,7 +33,8 @@ from rankless.parallel.mesh import Mesh, SyncPointChecker
 from rankless.records.channel import send_record
 from rankless.records.events import AnyRecord, Notice
 from rankless.runtime.elastic_round import ElasticMember, Round
-from rankless.runtime.hooks.torch_settings import find_original_destroy
+from rankless.runtime.recovery.round_world import join_round_world
+from rankless.runtime.recovery.worker_recovery import WorkerRecovery
 from rankless.runtime.rendezvous.file import join_file_rendezvous
 from rankless.runtime.rendezvous.job_rendezvous import (
     JOIN_TIMEOUT_SECONDS,
@@ -45,7 +46,6 @@ from rankless.runtime.rendezvous.parameters import RendezvousParameters
 from rankless.runtime.rendezvous.process_group import make_world_group
 from rankless.runtime.rendezvous.tcp import join_tcp_rendezvous
 from rankless.runtime.status_publisher import publish_totals
-from rankless.runtime.worker_recovery import WorkerRecovery
 from rankless.runtime.world_mesh import make_world_mesh
 from rankless.user_code import caller_line
 from rankless.verify.recording.call_values_recorder import InspectedCallRecorder
@@ -177,18 +177,9 @@ class ProcessContext:
 
     def join_round(self, joined: Round) -> World:
         """Leave the process group, join that of a round, and return a world with it. Collective."""
-        config, device, place = self._config, self.world.mesh.device, joined.assignment
-        assert config is not None
-        if dist.is_initialized():
-            find_original_destroy()()
-        self._end_group = make_world_group(
-            config.backend, device, store=joined.store, rank=place.rank, world_size=place.size
-        )
-        mesh = make_world_mesh(device)
-        detector = DesyncDetector(mesh, notify=self.notify) if mesh.size > 1 else None
-        if detector is not None:
-            detector.open()
-        return replace(self.world, mesh=replace(mesh, desync_detector=detector))
+        assert self._config is not None
+        world, self._end_group = join_round_world(self.world, joined, self._config.backend)
+        return world
 
     def enter(self, world: World) -> None:
         """Use the world of a round from now on."""

@@ -1,4 +1,4 @@
-"""A script with tables whose workers are killed, the plain PyTorch script of the same training, and their comparison."""
+"""A script with tables whose workers are killed, and the same training in plain PyTorch on one device."""
 
 import subprocess
 import sys
@@ -113,7 +113,8 @@ schedules = [torch.optim.lr_scheduler.StepLR(each, 5, gamma=0.9) for each in opt
 ids = torch.stack([torch.arange(150) * 7 % 40, torch.arange(150) * 11 % 30], dim=1)
 ratings = torch.sin(torch.arange(150.0))[:, None]
 features = torch.cos(torch.outer(torch.arange(150.0), torch.tensor([1.0, 2.5])))
-loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(ids, features, ratings), batch_size=16, shuffle=True)
+data = torch.utils.data.TensorDataset(ids, features, ratings)
+loader = torch.utils.data.DataLoader(data, batch_size=16, shuffle=True)
 losses, seen = [], []
 
 

@@ -30,13 +30,13 @@ from rankless.parameter_server.servers.routing import are_ids_of_shards
 from rankless.parameter_server.servers.served_tables import OpenTable, ServerTables
 from rankless.parameter_server.servers.sessions import RequestAnswer, WorkerSession
 from rankless.parameter_server.servers.setting_formats import decode_optimizer
-from rankless.parameter_server.servers.transactions import (
+from rankless.parameter_server.servers.steps.transactions import (
     MOST_AHEAD,
     CommonTransactions,
     IndependentTransactions,
     PendingTransactions,
 )
-from rankless.parameter_server.servers.worker_changes import WorkerChange
+from rankless.parameter_server.servers.steps.worker_changes import WorkerChange
 from rankless.parameter_server.tables.row_gradients import RowGradients
 
 _MOST_OCCURRENCES = 1 << 32

@@ -160,12 +160,7 @@ class TableServer:
                 found=hello.worker,
                 fix="give each worker its own number",
             )
-        if hello.worker in self.requests.transactions.lost:
-            raise ServerError(
-                expected="a worker that the others have not lost",
-                found=f"worker {hello.worker}, without which they go on",
-                fix="start the run again",
-            )
+        self._require_not_lost(hello.worker)
         session = self._sessions.get(hello.worker)
         known = (-1, 0) if session is None else (session.incarnation, session.instance)
         number = draw_number()
@@ -197,6 +192,14 @@ class TableServer:
         self.requests.begin_incarnation(hello.worker)
         self._commit()
         return session
+
+    def _require_not_lost(self, worker: int) -> None:
+        if worker in self.requests.transactions.lost:
+            raise ServerError(
+                expected="a worker that the others have not lost",
+                found=f"worker {worker}, without which they go on",
+                fix="start the run again",
+            )
 
     def _handle(self, identity: bytes, header: MessageHeader, payload: Sequence[memoryview]) -> None:
         """Do a request of a session, or answer an earlier one again."""

@@ -17,8 +17,8 @@ from typing import Protocol
 
 from rankless.errors import TableError
 from rankless.parameter_server.servers.messages import MessageRefusedError
-from rankless.parameter_server.servers.prepared_slices import PreparedSlices
-from rankless.parameter_server.servers.worker_changes import WorkerChange
+from rankless.parameter_server.servers.steps.prepared_slices import PreparedSlices
+from rankless.parameter_server.servers.steps.worker_changes import WorkerChange
 from rankless.parameter_server.tables.row_gradients import RowGradients, count_bytes
 
 MOST_AHEAD = 8

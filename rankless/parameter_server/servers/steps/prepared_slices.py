@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rankless.errors import TableError
-from rankless.parameter_server.servers.worker_changes import WorkerChange
+from rankless.parameter_server.servers.steps.worker_changes import WorkerChange
 from rankless.parameter_server.tables.row_gradients import RowGradients
 
 
