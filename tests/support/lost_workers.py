@@ -8,8 +8,8 @@ import torch
 from support.jobs import DEADLINE_SECONDS, rankless
 
 TRAINING = """
-import os, random, signal, subprocess, sys, time
-import torch
+import os, signal, subprocess
+import psutil, torch
 from torch import nn
 import rankless
 
@@ -20,7 +20,11 @@ KILLS = [part.split(":") for part in os.environ.get("KILLS", "").split(",") if p
 def reach(moment):
     # KILLS has the worker, the moment, and after how many milliseconds it is killed
     for worker, at, delay in KILLS:
-        if at == moment and int(worker) == RANK:
+        if at == moment and worker == "server" and RANK == 0:
+            agent = psutil.Process(os.getppid()).parent()
+            server = next(each for each in agent.children() if "parameter server" in " ".join(each.cmdline()))
+            server.kill()
+        elif at == moment and worker == str(RANK):
             if float(delay) == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
             subprocess.Popen(["sh", "-c", f"sleep {float(delay) / 1000}; kill -9 {os.getpid()}"])
@@ -80,18 +84,16 @@ for epoch in range(3):
     reach(f"save{epoch}")
     rankless.save("checkpoint", model=model)
 reach("end")
-if rankless.rank() == 0:
-    torch.save(
-        {
-            "losses": losses,
-            "seen": seen,
-            "rows": [users.list_rows()["rows"], items.list_rows()["rows"]],
-            "layer": layer.state_dict(),
-            "states": optimizers[2].state_dict()["state"],
-            "size": rankless.world_size(),
-        },
-        "results.pt",
-    )
+results = {
+    "losses": losses,
+    "seen": seen,
+    "rows": [users.list_rows()["rows"], items.list_rows()["rows"]],
+    "layer": layer.state_dict(),
+    "states": optimizers[2].state_dict()["state"],
+    "size": rankless.world_size(),
+}
+torch.save(results, f"results{RANK}.new")
+os.replace(f"results{RANK}.new", f"results{RANK}.pt")
 """
 
 PLAIN = """
@@ -165,7 +167,8 @@ def run_killed(
 
     Args:
         folder: Where the run is.
-        kills: WORKER:MOMENT:MILLISECONDS of each kill, with commas. Moments are numbers of calls, and names.
+        kills: WORKER:MOMENT:MILLISECONDS of each kill, with commas, or `server` as the worker. Moments are numbers of
+            calls, and names.
         options: Further options of `rankless run`.
         gathers: Whether the script reads whole batches between calls.
         workers: Further arguments of the loader, as text.
@@ -177,11 +180,12 @@ def run_killed(
 
 
 def require_same_training(folder: Path, plain: dict) -> dict:
-    """Check that a run has trained what plain PyTorch has. Return the run's results."""
-    results = torch.load(folder / "results.pt")
-    assert len(results["losses"]) == len(plain["losses"])
-    if results["seen"]:
-        torch.testing.assert_close(results["seen"], plain["seen"], rtol=0, atol=1e-12)
-    for name in ("losses", "rows", "layer", "states"):
-        torch.testing.assert_close(results[name], plain[name], rtol=1e-10, atol=1e-10)
-    return results
+    """Check that each worker that was not killed has trained what plain PyTorch has. Return the results of one."""
+    found = [torch.load(path) for path in sorted(folder.glob("results*.pt"))]
+    for results in found:
+        assert len(results["losses"]) == len(plain["losses"])
+        if results["seen"]:
+            torch.testing.assert_close(results["seen"], plain["seen"], rtol=0, atol=1e-12)
+        for name in ("losses", "rows", "layer", "states"):
+            torch.testing.assert_close(results[name], plain[name], rtol=1e-10, atol=1e-10)
+    return found[0]
