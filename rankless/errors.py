@@ -175,13 +175,9 @@ class ServerError(RanklessError):
 
 
 class LostWorkerError(RanklessError):
-    """A worker was killed in a run with parameter servers, and this one cannot go on without it.
+    """Raised if a worker was killed in a run with parameter servers, and this one cannot go on without it.
 
-    The run ends, and names the worker that was killed.
-
-    Example:
-        >>> issubclass(rankless.LostWorkerError, rankless.RanklessError)
-        True
+    The run ends, and names the worker that was killed. The error has the attributes of `RanklessError`.
     """
 
 
