@@ -638,7 +638,7 @@ def save(
         {'epoch': 1}
     """
     options = checkpoint.SaveOptions(layout=layout, background=background, extra=extra)
-    _find_saver("rankless.save").save(path, objects, options=options)
+    _world().run_for_all(lambda _: _find_saver("rankless.save").save(path, objects, options=options))
 
 
 def load(path: str | os.PathLike[str], *, strict: bool = True, random: bool = True, **objects: Any) -> Any:

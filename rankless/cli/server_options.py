@@ -1,4 +1,4 @@
-"""Options for parameter servers: `--servers`, `--workers`, `--server-mode` with its settings, `--server-restarts`."""
+"""Options for parameter servers: `--servers`, `--workers`, `--server-mode`, `--server-restarts`, `--lost-workers`."""
 
 import argparse
 
@@ -40,14 +40,7 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
         "Default: none.",
     )
     _add_mode_options(group)
-    group.add_argument(
-        "--server-restarts",
-        type=int,
-        metavar="N",
-        default=DEFAULT_SERVER_RESTARTS,
-        help="How often to start servers again that die and can go on with their tables, all servers of a host "
-        f"together. 0: the first death ends the run. Default: {DEFAULT_SERVER_RESTARTS}.",
-    )
+    _add_loss_options(group)
 
 
 def _add_mode_options(group: argparse._ArgumentGroup) -> None:
@@ -77,6 +70,25 @@ def _add_mode_options(group: argparse._ArgumentGroup) -> None:
     )
 
 
+def _add_loss_options(group: "argparse._ArgumentGroup") -> None:
+    """Add the options for servers and workers that die."""
+    group.add_argument(
+        "--server-restarts",
+        type=int,
+        metavar="N",
+        default=DEFAULT_SERVER_RESTARTS,
+        help="How often to start servers again that die and can go on with their tables, all servers of a host "
+        f"together. 0: the first death ends the run. Default: {DEFAULT_SERVER_RESTARTS}.",
+    )
+    group.add_argument(
+        "--lost-workers",
+        type=int,
+        metavar="N",
+        help="With --server-mode sync on one host: without how many killed workers the others go on. 0: the first "
+        "death of a worker ends the run. Default: all but one, where no worker has an accelerator.",
+    )
+
+
 def read_servers(arguments: argparse.Namespace) -> RequestedServers | None:
     """Return the servers that the options request, or None.
 
@@ -97,8 +109,15 @@ def read_servers(arguments: argparse.Namespace) -> RequestedServers | None:
         raise ConfigError(
             expected="--server-restarts as a number from 0 up", found=restarts, fix="give 0 to start no server again"
         )
-    settings = {"mode": mode, "staleness": staleness, "geo_steps": geo_steps, "max_restarts": restarts}
     count = 0 if text is None else _read_count("--servers", text, least=0)
+    lost = _read_lost_workers(arguments, has_servers=count != 0)
+    settings = {
+        "mode": mode,
+        "staleness": staleness,
+        "geo_steps": geo_steps,
+        "max_restarts": restarts,
+        "lost_workers": lost,
+    }
     if count is not None:
         if not count:
             _require_sync(mode)
@@ -167,6 +186,18 @@ def _require_sync(mode: str) -> None:
             found="no servers",
             fix="give --servers a number from 1 up",
         )
+
+
+def _read_lost_workers(arguments: argparse.Namespace, *, has_servers: bool) -> int | None:
+    """Return without how many killed workers the others go on, or None without the option."""
+    lost: int | None = arguments.lost_workers
+    if lost is not None and (lost < 0 or (lost > 0 and (not has_servers or arguments.server_mode != "sync"))):
+        raise ConfigError(
+            expected="--lost-workers as a number from 0 up, together with --servers and --server-mode sync",
+            found=f"--lost-workers {lost}" + ("" if has_servers else " without servers"),
+            fix="give --servers a number from 1 up, or omit --lost-workers",
+        )
+    return lost
 
 
 def _read_option(arguments: argparse.Namespace, option: str, *, of_mode: str, least: int, default: int) -> int:

@@ -83,8 +83,7 @@ class DesyncDetector:
         returns the names. A `remark` and `details` are not compared; if digests differ, the error shows the remark and
         what `describe` makes of all ranks' details. The first call is collective.
         """
-        if not self._opened:
-            self._open()
+        self.open()
         if self._memory is None:
             return
         self._number += 1
@@ -116,6 +115,11 @@ class DesyncDetector:
         if self._hosts is not None:
             self._raise_difference_of_hosts(self._hosts.wait_at_end())
             self._hosts.close()
+
+    def open(self) -> None:
+        """Share memory with the other ranks, unless that has been done. Collective."""
+        if not self._opened:
+            self._open()
 
     def _open(self) -> None:
         """Share memory: the first rank of each host creates a file, all its ranks map it, and it removes its name."""

@@ -49,6 +49,8 @@ class RequestedServers(msgspec.Struct, frozen=True, kw_only=True):
     """In the mode `geo`, after how many of its batches a worker sends what has changed."""
     max_restarts: int = DEFAULT_SERVER_RESTARTS
     """How often servers that died are started again, all of a host together; 0 for never."""
+    lost_workers: int | None = None
+    """Without how many killed workers the others go on. None: all but one, where they can."""
 
 
 class AgreedServers(msgspec.Struct, frozen=True, kw_only=True):

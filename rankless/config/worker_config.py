@@ -48,6 +48,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The inherited memory to which it writes its steps and, on request, its stacks; None without a watchdog."""
     rounds_descriptor: int | None = None
     """The inherited socket to the driver of an elastic job."""
+    recovery_descriptor: int | None = None
+    """The inherited socket to the agent, which tells survivors how to go on; None: a lost worker ends the run."""
     servers: ServersConfig | None = None
     """The parameter servers of the run; None for a run without."""
     process_id: int | None = None
@@ -80,7 +82,8 @@ class HostConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def descriptors(self) -> list[int]:
         """Return the descriptors that the parent inherits under the same numbers."""
-        pages = (launch.config.status_descriptor for launch in self.workers)
+        configs = [launch.config for launch in self.workers]
+        pages = [each for config in configs for each in (config.status_descriptor, config.recovery_descriptor)]
         sockets = (self.control_descriptor, self.records_descriptor, self.store_descriptor, self.launches_descriptor)
         return [descriptor for descriptor in (*sockets, *pages) if descriptor is not None]
 

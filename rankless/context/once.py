@@ -32,6 +32,16 @@ def call_once(function: Callable[[], Result], *, name: str, world: World) -> Res
         )
     if world.once.call is not None:
         return function()
+    returned: list[bytes] = []
+    """What the function has returned here, so that it is not called again if another rank is lost meanwhile."""
+
+    def attempt(now: World) -> Result:
+        return _call_and_share(function, returned, name=name, world=now)
+
+    return world.run_for_all(attempt)
+
+
+def _call_and_share(function: Callable[[], Result], returned: list[bytes], *, name: str, world: World) -> Result:
     world.workers.check_sync_point(f"rankless.once({name})")
     if world.workers.rank != 0:
         received: Result = _decode_outcome(broadcast_bytes(b"", mesh=world.workers), name)
@@ -39,8 +49,9 @@ def call_once(function: Callable[[], Result], *, name: str, world: World) -> Res
     outcome = _Outcome(error="it was interrupted")
     world.once.call = f"rankless.once({name})"
     try:
-        result = function()
-        outcome = _Outcome(value=_encode_result(result, name))
+        if not returned:
+            returned.append(_encode_result(function(), name))
+        outcome = _Outcome(value=returned[0])
     except Exception as error:  # the script's own; the other ranks receive it before it propagates here
         text = error.found if isinstance(error, RanklessError) else error
         outcome = _Outcome(error=f"{type(error).__name__}: {text}")

@@ -125,6 +125,28 @@ class SharedTables(Protocol):
         """
         ...
 
+    def prepare(self, weights: Iterable[Tensor]) -> None:
+        """Give the servers the gradients of a program that has run, before its step.
+
+        Args:
+            weights: The parameters that stand for its tables.
+        """
+        ...
+
+    @property
+    def committed(self) -> int:
+        """How many steps this worker has committed."""
+        ...
+
+    def regroup(self, workers: Any, committed: int) -> None:
+        """Go on without lost workers.
+
+        Args:
+            workers: The workers with which the run began, `StartedWorkers`.
+            committed: The last step that counts, of all workers that are left.
+        """
+        ...
+
     def commit(self) -> None:
         """End a step: from here on all workers read what it has changed."""
         ...

@@ -1,8 +1,16 @@
-"""The world that the runtime passes to jobs and loaders, so that they never look up rank or process group."""
+"""The world that the runtime passes to jobs and loaders, so that they never look up rank or process group.
+
+Note [operations]: in a run with parameter servers the others may go on without a worker that was killed. What workers
+do together is therefore an operation: a job's call, a pass over a loader, `once`, `save`. It changes nothing that
+lasts, and ends with a barrier. A worker that has passed the barrier knows that all have entered it. After a loss the
+others compare how many operations they have passed. The largest number counts for all of them. A worker that has not
+passed that last one was in its barrier, and has its result. All begin the next operation again, in a new world.
+"""
 
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +35,8 @@ from rankless.parallel.mesh import Mesh, list_state_axes
 from rankless.records.events import AnyRecord
 from rankless.records.parallel_plan import ParallelPlan
 
+Result = TypeVar("Result")
+
 
 class OnceState:
     """Whether rank 0 is alone inside `rankless.once`. Then nothing may wait for other ranks."""
@@ -34,6 +44,40 @@ class OnceState:
     def __init__(self) -> None:
         self.call: str | None = None
         """The call that rank 0 is in, such as "rankless.once(download)"."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartedWorkers:
+    """The workers with which the run began. Servers and records know them by these numbers."""
+
+    own: int
+    """The number of this process."""
+    count: int
+    lost: tuple[int, ...] = ()
+    """Those that were killed while the others went on."""
+    round: int = 0
+    """How often those that are left have formed a group anew."""
+
+
+class Recovery(Protocol):
+    """Makes operations of all workers that go on without those that are lost; see Note [operations]."""
+
+    @property
+    def world(self) -> "World":
+        """The world of the workers that are left."""
+        ...
+
+    def run(self, attempt: "Callable[[World], Result]", *, commits: Callable[[], bool]) -> "Result":
+        """Return what an operation returns; see `World.run_for_all`."""
+        ...
+
+    def is_interrupted(self) -> bool:
+        """Return whether a worker has been lost, and the others have not formed a group anew."""
+        ...
+
+    def go_on(self) -> None:
+        """Form a group without lost workers. Called in the handler of an error, which it raises again in operations."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +125,10 @@ class World:
     """The parameter servers of the run, which hold its tables. None: each worker holds them."""
     tables: TableSharing = field(default_factory=TableSharing)
     """The tables that workers share."""
+    started: StartedWorkers | None = None
+    """The workers with which the run began, where it may go on without some of them."""
+    recovery: Recovery | None = None
+    """Goes on without lost workers. None: a lost worker ends the run."""
     independent: IndependentWorkers | None = None
     """What the workers do together where each trains on batches of its own; `mesh` is one worker then. None: they make
     all steps together."""
@@ -89,6 +137,28 @@ class World:
     def workers(self) -> Mesh:
         """The mesh of all workers that run the script. Jobs and loaders use `mesh`."""
         return self.mesh if self.independent is None else self.independent.workers
+
+    @property
+    def current(self) -> "World":
+        """The world of the workers that are left. Others may have been lost since this one was made."""
+        return self if self.recovery is None else self.recovery.world
+
+    @property
+    def numbering(self) -> StartedWorkers:
+        """The workers as servers know them."""
+        return self.started or StartedWorkers(own=self.workers.rank, count=self.workers.size)
+
+    def run_for_all(
+        self, attempt: "Callable[[World], Result]", *, commits: Callable[[], bool] = lambda: False
+    ) -> "Result":
+        """Return what an operation of all workers returns, which counts for all of them or for none.
+
+        Args:
+            attempt: Makes the operation in a world. It changes nothing that lasts, because it is called again if a
+                worker is lost.
+            commits: Whether a step on servers follows the operation.
+        """
+        return attempt(self) if self.recovery is None else self.recovery.run(attempt, commits=commits)
 
     @cached_property
     def owner(self) -> StateOwner:

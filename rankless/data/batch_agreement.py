@@ -1,7 +1,9 @@
 """Check that all ranks read the same batch, and make its tensors logical."""
 
 import zlib
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -34,10 +36,22 @@ class _BatchSignature(msgspec.Struct, frozen=True):
     error: str = ""
 
 
-def make_logical(read: BatchRead, *, mesh: Mesh, monitor: GatherMonitor) -> Any:
+def make_logical(
+    read: BatchRead,
+    *,
+    mesh: Mesh,
+    monitor: GatherMonitor,
+    read_whole: Callable[[BatchRequest], BatchRead] | None = None,
+) -> Any:
     """Return the batch with logical tensors.
 
     A batch that is not divided stays plain: every rank then has all of it. See Note [batch division].
+
+    Args:
+        read: The batch as this rank has read it.
+        mesh: The ranks that have read it.
+        monitor: Watches operations that gather it.
+        read_whole: Reads all rows of a batch, where a rank may be lost with its rows.
     """
     division = BatchDivision.of(mesh)
     request = read.request
@@ -61,10 +75,19 @@ def make_logical(read: BatchRead, *, mesh: Mesh, monitor: GatherMonitor) -> Any:
 
     def identify(path: str, tensor: LogicalTensor) -> LogicalTensor:
         # The path is part of it: a rank that passes inputs in place of targets must differ from the others.
+        if request.whole is not None and read_whole is not None:
+            tensor.read_again = partial(_read_leaf, read_whole, request, path)
         tensor.fingerprint = int.from_bytes(request.digest[:8], "little") ^ zlib.crc32(path.encode())
         return tensor
 
     return map_leaves(convert, read.data)
+
+
+def _read_leaf(read_whole: Callable[[BatchRequest], BatchRead], request: BatchRequest, path: str) -> Tensor:
+    """Return all rows of one tensor of a batch, read again."""
+    leaf = dict(iterate_leaves(read_whole(request).data))[path]
+    assert isinstance(leaf, Tensor)
+    return leaf
 
 
 def require_same_batch(read: BatchRead | Exception | None, *, mesh: Mesh) -> ProbeResult:

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from hashlib import blake2b
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 from torch import Tensor
@@ -24,7 +24,7 @@ from rankless.data.generators import (
     set_process_states,
 )
 from rankless.data.loader_position import GeneratorSnapshot, Pass, require_same_batches
-from rankless.data.sample_reader import BatchRequest, Division
+from rankless.data.sample_reader import BatchRequest, Division, WholeBatch
 from rankless.parallel.batch_division import BatchDivision
 from rankless.parallel.mesh import Mesh
 
@@ -48,8 +48,8 @@ class RequestSampler(Sampler[Any]):
     """Yields the requests of a pass; the inner `DataLoader` uses it as its sampler.
 
     `current` is the pass of the next iteration. `in_batches` is False if the sampler yields single keys, each for a
-    whole batch that the data set returns. With a probed decision `pending` holds the requests whose batches
-    have not come back yet.
+    whole batch that the data set returns. With a probed decision, or with `keeps_whole`, `pending` holds the requests
+    whose batches have not come back yet.
     """
 
     def __init__(
@@ -60,8 +60,10 @@ class RequestSampler(Sampler[Any]):
         decision: ReadingDecision,
         in_batches: bool,
         generators: Mapping[str, Generator],
+        keeps_whole: bool = False,
     ) -> None:
         self._sampler = sampler
+        self.keeps_whole = keeps_whole
         self._batch_division = BatchDivision.of(mesh)
         self._decision = decision
         self._in_batches = in_batches
@@ -76,7 +78,20 @@ class RequestSampler(Sampler[Any]):
         # Not inside the generator below: a sampler whose __iter__ is no generator function draws here.
         self._rest = self._iterate_requests(iter(self._sampler), self.current)
         self.pending.clear()
-        return self._record(self._rest) if self._decision.is_probed else self._rest
+        return self._record(self._rest) if self._decision.is_probed or self.keeps_whole else self._rest
+
+    def iterate_again(self, mesh: Mesh) -> Iterator[BatchRequest]:
+        """Yield the pending requests again and then the rest of the pass, divided over another mesh."""
+        self._batch_division = BatchDivision.of(mesh)
+        again = [self._divide_again(request) for request in self.pending]
+        self.pending.clear()
+        return chain(self._record(iter(again)), self._record(self._rest))
+
+    def _divide_again(self, request: BatchRequest) -> BatchRequest:
+        if not self._in_batches or self.current is None:
+            return request
+        whole = request.whole or request.division
+        return self._make_request(request.indices if whole is None else whole.indices, self.current.seed)
 
     def iterate_whole(self) -> Iterator[BatchRequest]:
         """Yield the pending requests again and then the rest of the pass, all of them for whole batches."""
@@ -134,6 +149,9 @@ class RequestSampler(Sampler[Any]):
                 rank=batch_division.own_part,
                 sample_seeds=_derive_seeds(seed, indices),
             )
+        whole = None
+        if is_split and self.keeps_whole:
+            whole = WholeBatch(indices=indices, sample_seeds=_derive_seeds(seed, indices))
         if is_split:
             lengths, own = batch_division.split(rows), batch_division.own_part
             start = sum(lengths[:own])
@@ -145,11 +163,19 @@ class RequestSampler(Sampler[Any]):
             digest=digest,
             sample_seeds=_derive_seeds(seed, indices),
             division=division,
+            whole=whole,
         )
 
 
 def _derive_seeds(seed: int | None, indices: list[Any]) -> list[int] | None:
     return None if seed is None else [derive_sample_seed(seed, index) for index in indices]
+
+
+def make_whole_again(request: BatchRequest) -> BatchRequest:
+    """Return the request for all samples of a batch that was divided."""
+    assert request.whole is not None
+    indices, seeds = request.whole.indices, request.whole.sample_seeds
+    return replace(request, indices=indices, sample_seeds=seeds, is_split=False, division=None, whole=None)
 
 
 def _make_whole(request: BatchRequest) -> BatchRequest:

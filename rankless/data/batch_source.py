@@ -1,5 +1,6 @@
 """Where a loader's batches come from on one rank: from a `DataLoader` of its own, or from rank 0."""
 
+import functools
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
@@ -10,7 +11,7 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, Weigh
 from rankless.context.world import World
 from rankless.data.baseline_reader import PlainKeys, PlainReader, SeededSamples
 from rankless.data.batch_agreement import gather_lists, has_per_sample_lists, require_same_batch
-from rankless.data.batch_requests import ReadingDecision, RequestSampler
+from rankless.data.batch_requests import ReadingDecision, RequestSampler, make_whole_again
 from rankless.data.batches_from_first_rank import distribute_from_first_rank, sync_generators
 from rankless.data.collation import Collation, refuse_random
 from rankless.data.collation_probe import describe_function
@@ -19,6 +20,7 @@ from rankless.data.loader_position import GeneratorSnapshot, Pass, require_same_
 from rankless.data.sample_order import SampleOrder
 from rankless.data.sample_reader import (
     BatchRead,
+    BatchRequest,
     ProbeResult,
     ReaderInit,
     ReadFailure,
@@ -44,6 +46,11 @@ class BatchSource:
         """Who reads what, for all passes; a probe of the `collate_fn` may change it."""
         self._collation = Collation(order.options.collate_fn)
         self._has_notified = False
+        self.mesh = Mesh.solo()
+        """The ranks between which batches are divided that are being read."""
+        self._keeps_whole = False
+        self._whole: tuple[BatchRequest, BatchRead] | None = None
+        """The last batch that was read again."""
 
     def begin(self, current: Pass, world: World, *, stream_state: Any = None) -> Iterator[BatchRead]:
         """Start a pass and return its batches as this rank reads them.
@@ -52,6 +59,9 @@ class BatchSource:
         this call, as in `DataLoader.__iter__`.
         """
         mesh, before = world.mesh, get_process_states()
+        if mesh is not self.mesh:
+            self._persistent = None  # of a process that has lost a rank since
+        self.mesh, self._keeps_whole = mesh, world.recovery is not None and mesh.size > 1
         first_rank_reads = self._options.reading == "first" and mesh.size > 1
         batches: Iterator[Any] = iter(())
         requests: RequestSampler | None = None
@@ -92,7 +102,8 @@ class BatchSource:
     ) -> tuple["DataLoader[Any] | PlainReader", RequestSampler | None]:
         order, options = self._order, self._options
         division = BatchDivision.of(mesh)
-        is_split = division.count > 1 and options.is_split
+        # Every rank reads a whole stream anyway. Rows that it has collated need not be read again.
+        is_split = division.count > 1 and options.is_split and not (order.is_stream and self._keeps_whole)
         if self._decision is None:
             is_probed = is_split and options.is_probed and order.collates_batches
             self._decision = ReadingDecision(is_split=None if is_probed else is_split, is_probed=is_probed)
@@ -113,6 +124,7 @@ class BatchSource:
                 decision=self._decision,
                 in_batches=order.collates_batches,
                 generators=order.generators,
+                keeps_whole=self._keeps_whole,
             )
             if plainly:
                 return self._make_plain_reader(requests, current), requests
@@ -175,11 +187,13 @@ class BatchSource:
     ) -> Iterator[BatchRead]:
         """Yield the batches after checking that all ranks have the same one, with lists gathered from all ranks."""
         # One check suffices for torch's samplers. A user's sampler, collation or stream may diverge at any batch.
-        mesh = world.mesh
-        always, agreeing = self._order.is_stream or self._options.has_custom_order, mesh.size > 1
+        always = self._order.is_stream or self._options.has_custom_order
+        reader = _FollowingReader(self, batches, requests, current)
+        agreeing = self.mesh.size > 1
         while True:
-            read = _take_next(batches)
-            found = require_same_batch(read, mesh=mesh) if agreeing else ProbeResult()
+            reader.take_next(world.current.mesh)
+            found = world.run_for_all(reader.agree) if agreeing else ProbeResult()
+            read = reader.read
             if isinstance(read, Exception):
                 raise read
             if read is None:
@@ -191,15 +205,39 @@ class BatchSource:
                 if must_restart and found.is_random and self._options.num_workers > 0:
                     raise refuse_random(found.reason)
                 if must_restart:
-                    batches = iter(self._restart_whole(requests, current))
+                    reader.batches = iter(self._restart_whole(requests, current))
                 if read.request.is_split and found.reason:
                     continue  # it is read again, whole
+            elif requests is not None and requests.keeps_whole:
+                requests.pending.popleft()
             if agreeing:
                 current.has_lists = has_per_sample_lists(read)
             if current.has_lists and read.request.is_split:
-                read = gather_lists(read, mesh=mesh)
-            agreeing = mesh.size > 1 and always
+                read = world.run_for_all(functools.partial(self._gather_lists, read))
+            agreeing = self.mesh.size > 1 and always
             yield read
+
+    def _gather_lists(self, read: BatchRead, world: World) -> BatchRead:
+        return gather_lists(read, mesh=world.mesh) if world.mesh is self.mesh else self.read_whole(read.request)
+
+    def read_whole(self, request: BatchRequest) -> BatchRead:
+        """Return a batch with all its rows, of which this rank had read some. It draws from no generator.
+
+        Raises DataError if it cannot be read again.
+        """
+        if self._whole is None or self._whole[0] is not request:
+            before = get_process_states()
+            read = self._collation(self._make_sample_reader()[make_whole_again(request)])
+            set_process_states(before)
+            if isinstance(read, ReadFailure):
+                raise read.as_error()
+            self._whole = request, read
+        return self._whole[1]
+
+    def restart_divided(self, requests: RequestSampler, current: Pass, mesh: Mesh) -> "DataLoader[Any]":
+        """Return a loader of the batches that have not been yielded, divided over another mesh."""
+        self.mesh, self._persistent = mesh, None
+        return self._restart(requests.iterate_again(mesh), current)
 
     def _notify_whole_reading(self, found: ProbeResult, world: World) -> None:
         if self._has_notified or self._options.collate_fn is None:
@@ -212,9 +250,39 @@ class BatchSource:
 
     def _restart_whole(self, requests: RequestSampler, current: Pass) -> "DataLoader[Any]":
         """Return a loader of the whole batches that have not been yielded. It draws from no generator of the script."""
+        return self._restart(requests.iterate_whole(), current)
+
+    def _restart(self, requests: Iterable[Any], current: Pass) -> "DataLoader[Any]":
         process_options = self._get_process_options(current)
         process_options |= {"generator": torch.Generator(), "persistent_workers": False}
-        return self._make_data_loader(self._make_sample_reader(), requests.iterate_whole(), process_options)
+        return self._make_data_loader(self._make_sample_reader(), requests, process_options)
+
+
+class _FollowingReader:
+    """The batches of one pass as this rank reads them, also after another one was lost."""
+
+    def __init__(
+        self, source: BatchSource, batches: Iterator[Any], requests: RequestSampler | None, current: Pass
+    ) -> None:
+        self._source, self._requests, self._pass = source, requests, current
+        self.batches = batches
+        self.read: BatchRead | Exception | None = None
+        """The last batch, the error that reading it raised, or None at the end."""
+
+    def take_next(self, mesh: Mesh) -> BatchRead | Exception | None:
+        """Read the next batch for the ranks of a mesh. If a rank was lost, that is the first one not yielded."""
+        source = self._source
+        if mesh is not source.mesh and self._requests is not None:
+            self.batches = iter(source.restart_divided(self._requests, self._pass, mesh))
+        source.mesh = mesh
+        self.read = _take_next(self.batches)
+        return self.read
+
+    def agree(self, world: World) -> ProbeResult:
+        """Require the same batch on all ranks. Return why they must read whole batches, if they must."""
+        if world.mesh is not self._source.mesh and self._requests is not None:
+            self.take_next(world.mesh)
+        return require_same_batch(self.read, mesh=world.mesh)
 
 
 def _follow_probe(read: BatchRead, found: ProbeResult, requests: RequestSampler, decision: ReadingDecision) -> bool:

@@ -113,7 +113,9 @@ class Loader(Generic[Batch]):
                 'numbers; reading="split" repeats the same ones'
             )
         self._pass = current
-        world.mesh.check_sync_point(f"pass {current.number + 1} of a loader of {type(self.dataset).__name__}")
+        where = f"pass {current.number + 1} of a loader of {type(self.dataset).__name__}"
+        world.run_for_all(lambda now: now.mesh.check_sync_point(where))
+        world = world.current
         # Not inside the generator below: DataLoader draws its base seed when iteration begins.
         return self._yield_batches(self._source.begin(current, world, stream_state=stream_state), current, world)
 
@@ -209,7 +211,11 @@ class Loader(Generic[Batch]):
         """Yield each batch as the script gets it, with what was read for it."""
         monitor = self._monitor
         assert monitor is not None
-        batches = ((read, make_logical(read, mesh=world.mesh, monitor=monitor)) for read in reads)
+        source = self._source
+        batches = (
+            (read, make_logical(read, mesh=source.mesh, monitor=monitor, read_whole=source.read_whole))
+            for read in reads
+        )
         if self.options.device is None:
             return batches
         device = torch.device(self.options.device)

@@ -7,6 +7,7 @@ of the whole, also through a view or a NumPy array, is then visible in the rows 
 would separate the two, such as an in-place transpose or new storage, raises `DataError`.
 """
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from rankless.collectives.mesh_collectives import all_gather
 from rankless.context.world import World
-from rankless.errors import DataError
+from rankless.errors import DataError, LostWorkerError
 from rankless.parallel.batch_division import BatchDivision, list_batch_axes
 from rankless.parallel.mesh import Mesh
 from rankless.parallel.tensor_placement import Shard
@@ -106,6 +107,12 @@ class GatherMonitor:
             f"{caller_line()}: {name} outside a job gathers the whole batch on every rank, here and "
             "wherever else it runs; inside a job nothing is gathered"
         )
+
+    def run_for_all(self, gather: Callable[[Mesh], Tensor], mesh: Mesh) -> Tensor:
+        """Return what a gather returns, as an operation of all workers."""
+        if self._world is None or self._world.recovery is None:
+            return gather(mesh)
+        return self._world.run_for_all(lambda world: gather(world.mesh))
 
     @contextmanager
     def watch_wait(self, where: str) -> Iterator[None]:
@@ -193,6 +200,8 @@ class LogicalTensor(Tensor):
         self._monitor = monitor
         self.placement = placement
         self.mesh = mesh
+        self.read_again: Callable[[], Tensor] | None = None
+        """Reads the whole tensor again, where workers go on without one that was lost with its rows."""
 
     @property
     def local(self) -> Tensor:
@@ -204,16 +213,55 @@ class LogicalTensor(Tensor):
         if self._whole is None:
             where = caller_line()
             with self._monitor.watch_wait(where), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-                self.mesh.check_sync_point(
-                    f"an operation on a whole batch of {self.dtype} {list(self.shape)} outside jobs",
-                    names=lambda: ["batch, and the same part of it,"],
-                    digests=[self.fingerprint],
-                )
-                self._whole = _gather(self._local, placement=self.placement, mesh=self.mesh)
+                self._whole = self._monitor.run_for_all(self._gather, self.mesh)
                 dim, rank = self.placement.dim, BatchDivision.of(self.mesh).own_part
                 length = self.placement.lengths[rank]
                 self._local = self._whole.narrow(dim, self.placement.start(rank), length)
         return self._whole
+
+    def _gather(self, mesh: Mesh) -> Tensor:
+        """Return the whole tensor. If `mesh` is not the tensor's, a worker was lost with its rows: read them again."""
+        if mesh is not self.mesh:
+            return self._read_whole()
+        mesh.check_sync_point(
+            f"an operation on a whole batch of {self.dtype} {list(self.shape)} outside jobs",
+            names=lambda: ["batch, and the same part of it,"],
+            digests=[self.fingerprint],
+        )
+        return _gather(self._local, placement=self.placement, mesh=mesh)
+
+    def divide_again(self, mesh: Mesh) -> Tensor:
+        """Divide the tensor over another mesh, without a worker that was lost.
+
+        Returns:
+            The tensor itself, or the whole one as a plain tensor for a mesh of one worker.
+
+        Raises:
+            LostWorkerError: The lost worker's rows cannot be read again.
+        """
+        if mesh is self.mesh:
+            return self
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            whole = self._whole = self._whole if self._whole is not None else self._read_whole()
+            division, dim = BatchDivision.of(mesh), self.placement.dim
+            self.placement = Shard(dim, division.split(whole.shape[dim]))
+            self.mesh = mesh
+            rank = division.own_part
+            self._local = whole.narrow(dim, self.placement.start(rank), self.placement.lengths[rank])
+        return whole if mesh.size == 1 else self
+
+    def whole_again(self) -> Tensor:
+        """Return the whole tensor, without the other ranks."""
+        return self._read_whole() if self._whole is None else self._whole
+
+    def _read_whole(self) -> Tensor:
+        if self.read_again is None:
+            raise LostWorkerError(
+                expected="a batch that can be read again, because a worker was lost with its rows",
+                found='one of a loader with reading="first"',
+                fix="read with another reading=, or start the run again from a checkpoint",
+            )
+        return self.read_again()
 
     @classmethod
     def __torch_function__(
@@ -251,7 +299,8 @@ class LogicalTensor(Tensor):
 def _apply_to_rows(
     func: Callable[..., Any], tensor: LogicalTensor, rest: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    rest, kwargs = tree_map_only(LogicalTensor, lambda other: other.local, (rest, kwargs))
+    given = rest, kwargs
+    rest, kwargs = tree_map_only(LogicalTensor, lambda other: other.local, given)
     result = func(tensor.local, *rest, **kwargs)
     if result is tensor.local:
         return tensor
@@ -259,7 +308,18 @@ def _apply_to_rows(
         return result
     converted = LogicalTensor(result, placement=tensor.placement, mesh=tensor.mesh, monitor=tensor._monitor)
     converted.fingerprint = tensor.fingerprint
+    if tensor.read_again is not None:
+        converted.read_again = functools.partial(_apply_to_read, func, tensor, given)
     return converted
+
+
+def _apply_to_read(
+    func: Callable[..., Any], tensor: LogicalTensor, given: tuple[tuple[Any, ...], dict[str, Any]]
+) -> Tensor:
+    """Return what an operation on rows gives for the whole tensor, read again."""
+    rest, kwargs = tree_map_only(LogicalTensor, LogicalTensor.whole_again, given)
+    result: Tensor = func(tensor.whole_again(), *rest, **kwargs)
+    return result
 
 
 def _apply_to_whole(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -44,6 +44,14 @@ class ProbeResult:
 
 
 @dataclass(frozen=True, kw_only=True)
+class WholeBatch:
+    """All samples of a batch, to read it without a worker that was lost."""
+
+    indices: Sequence[Any]
+    sample_seeds: Sequence[int] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class BatchRequest:
     """One batch as this rank reads it."""
 
@@ -58,6 +66,8 @@ class BatchRequest:
     """One seed for each index; None to draw from the process's generators."""
     division: Division | None = None
     """What a probe of the `collate_fn` needs; None if this batch is not probed."""
+    whole: WholeBatch | None = None
+    """All samples of a split batch, where a worker may be lost."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,8 @@ Models are cast once, in place, so that optimizers and schedulers keep their par
 cast at each call. Integers and booleans stay unchanged. Complex numbers are cast with the floats.
 """
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -47,3 +49,17 @@ def require_floating(dtype: torch.dtype, line: str) -> None:
             fix="pass for example torch.float32; declare the dtype of labels in their placeholder",
             where=line,
         )
+
+
+@contextlib.contextmanager
+def use_default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
+    """Set torch's default dtype inside the context; None leaves it unchanged."""
+    before = torch.get_default_dtype()
+    if dtype in (None, before):
+        yield
+        return
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

@@ -3,9 +3,8 @@
 On one device a job runs as the plain script would. On a mesh it is captured, placed, lowered and run (see `program`).
 """
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Generic, ParamSpec, Self, TypeVar, cast, get_args
 
@@ -38,10 +37,11 @@ from rankless.jobs.definition import (
     require_settings,
     require_weighted_calls,
 )
-from rankless.jobs.dtype_override import cast_arguments, require_floating
+from rankless.jobs.dtype_override import cast_arguments, require_floating, use_default_dtype
 from rankless.jobs.optimizer_step import OptimizerStepper, count_group_parameters, require_known_parameters
 from rankless.jobs.views.consistent import ConsistentView
-from rankless.jobs.views.view_start import JobView, divides_states, start_view
+from rankless.jobs.views.operation import WorldView
+from rankless.jobs.views.view_start import divides_states
 from rankless.ownership.state_owner import StateOwner, WholeOwner
 from rankless.parallel.plan import PlanSource
 from rankless.records.parallel_plan import JobPlan, Recompute
@@ -69,7 +69,7 @@ class Job(Generic[Parameters, Result]):
         functools.update_wrapper(self, definition.function)
         self.definition = definition
         self._world = world
-        self._view: JobView | None = None
+        self._views = WorldView(definition)
         self._was_called = False
         self._stepper: OptimizerStepper | None = None
         self._optimizer_check = MissingOptimizerCheck(definition.label, definition.modules)
@@ -124,7 +124,8 @@ class Job(Generic[Parameters, Result]):
             >>> rankless.job(model=torch.nn.Linear(3, 1))(print).plan is None
             True
         """
-        return self._view.division.plan if self._was_called and isinstance(self._view, ConsistentView) else None
+        view = self._views.view
+        return view.division.plan if self._was_called and isinstance(view, ConsistentView) else None
 
     @property
     def owner(self) -> StateOwner:
@@ -147,9 +148,9 @@ class Job(Generic[Parameters, Result]):
         """
         world, job = self._world(), self.definition
         if divides_states(job, world):
-            self._view = self._view or start_view(job, world)
-            assert isinstance(self._view, ConsistentView)
-            self._view.divide_states()
+            view = self._views.find(world)
+            assert isinstance(view, ConsistentView)
+            view.divide_states()
 
     def __call__(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         """Run the job on a whole batch. A train job also makes its optimizer's step.
@@ -180,7 +181,7 @@ class Job(Generic[Parameters, Result]):
         world.require_not_in_once(f"job {job.name!r}")
         if self._check.placeholders:
             self._check(args, kwargs, recast=world.dtype is not None)
-        self._view = self._view or start_view(job, world)
+        self._views.find(world)
         if not self._was_called:
             self._was_called = True
             for hook in self._step_hooks:
@@ -200,7 +201,8 @@ class Job(Generic[Parameters, Result]):
         try:
             device = job.device(world.mesh.device)
             with use_default_dtype(world.dtype or self._dtype), world.leftovers.inside_job(), seed_call(job, device):
-                outcome = self._view.run(arguments)
+                outcome = self._views.run(world, arguments)
+            world = world.current  # without workers that were lost meanwhile
             self._stepped = outcome.is_elsewhere
             if outcome.loss is not None:
                 with disable_autocast(device.type):
@@ -303,11 +305,18 @@ class Job(Generic[Parameters, Result]):
                 found=pending,
                 fix="make that step first",
             )
-        return {**self.__dict__, "_view": None, "_was_called": False, "_stepper": None, "_stepped": False}
+        return {
+            **self.__dict__,
+            "_views": WorldView(self.definition),
+            "_was_called": False,
+            "_stepper": None,
+            "_stepped": False,
+        }
 
     def _get_stepper(self, world: World) -> OptimizerStepper:
         if self._stepper is None:
             self._stepper = OptimizerStepper(self.definition, world)
+        self._stepper.use(world)
         return self._stepper
 
     def __get__(self, instance: object, owner: type) -> Self:
@@ -384,17 +393,3 @@ def raise_if_diverged(world: World, error: Exception) -> None:
         world.mesh.check_sync_point_again()
     except RanksDiverged as divergence:
         raise divergence.with_traceback(None) from error
-
-
-@contextlib.contextmanager
-def use_default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
-    """Set torch's default dtype inside the context; None leaves it unchanged."""
-    before = torch.get_default_dtype()
-    if dtype in (None, before):
-        yield
-        return
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)

@@ -1,6 +1,5 @@
 """The tables of rows among a job's models, which all workers share."""
 
-import functools
 import importlib
 from collections.abc import Callable
 from typing import Any
@@ -94,10 +93,40 @@ class JobTables:
             table.end_program()
 
     def _make_shared_tables(self) -> SharedTables:
-        mesh = self._world.workers
-        make: Callable[..., SharedTables] = importlib.import_module(WORKER_TABLES).WorkerTables
-        gather = functools.partial(all_gather_bytes, mesh=mesh)
-        return make(gather, self._world.servers, worker=mesh.rank, worker_count=mesh.size, notify=self._world.notify)
+        world, workers = self._world, self._world.numbering
+        module = importlib.import_module(WORKER_TABLES)
+        recovery = world.recovery
+        loss = module.LossHandling(is_first=lambda: world.current.workers.rank == 0)
+        if recovery is not None:
+            loss = loss._replace(
+                run_for_all=self._share_for_all, is_interrupted=recovery.is_interrupted, recover=recovery.go_on
+            )
+        make: Callable[..., SharedTables] = module.WorkerTables
+        tables = make(
+            lambda data: all_gather_bytes(data, mesh=world.current.workers),
+            world.servers,
+            worker=workers.own,
+            worker_count=workers.count,
+            notify=world.notify,
+            loss=loss,
+        )
+        if workers.lost:
+            tables.regroup(workers, 0)
+        return tables
+
+    def _share_for_all(self, attempt: Callable[[], Any]) -> Any:
+        """Share a table, as an operation of all workers."""
+
+        def share(world: World) -> Any:
+            world.workers.check_sync_point("a table that all workers share")
+            return attempt()
+
+        return self._world.run_for_all(share)
+
+    def prepare_step(self) -> None:
+        """Give the servers the gradients of the program that has run, if workers may be lost before they step."""
+        if self._world.recovery is not None and self._world.tables.tables is not None:
+            self._world.tables.tables.prepare([table.weight for table in self.find()])
 
     def require_none(self, doing: str) -> None:
         """Raise TableError if the job has tables, whose gradients a program would give them once more."""

@@ -44,6 +44,11 @@ class OptimizerStepper:
         if job.step_options.accumulate > 1:
             world.passes.subscribe(self)
 
+    def use(self, world: World) -> None:
+        """Step in a world from now on: it is another one after a worker was lost."""
+        if world is not self._world:
+            self._world, self._owner = world, world.owner
+
     def add_call(self, loss: Tensor, weights: Sequence[LossWeight], parameters: Sequence[Tensor]) -> bool:
         """Add the call whose gradients the job's parameters hold. Returns True if this made a step."""
         job, accumulate = self._job, self._job.step_options.accumulate

@@ -12,6 +12,7 @@ from typing import TextIO
 
 from rankless.config.run_config import RunConfig
 from rankless.launch.elastic.driver import DriverContext, run_elastic
+from rankless.launch.elastic.survivors import SurvivorRounds
 from rankless.launch.job_setup import ReadyJob, set_up_job
 from rankless.launch.log_files import make_run_folder
 from rankless.launch.ports import require_own_address
@@ -32,9 +33,14 @@ from rankless.launch.supervisor.shared_files import SharedFiles
 from rankless.launch.supervisor.supervisor import RunOutcome, Supervisor
 from rankless.launch.supervisor.terminal_text import format_count
 from rankless.launch.terminal_report import RunReport, conclude
+from rankless.launch.terminal_streams import TerminalStreams
 from rankless.launch.watchdog.watchdog import Watchdog, WatchdogConfig, open_status_pages
-from rankless.launch.worker_configs import make_worker_configs
-from rankless.launch.worker_output import SOURCES, Source, WorkerOutputFollower, Write, make_writer
+from rankless.launch.worker_configs import count_most_lost, make_worker_configs
+from rankless.launch.worker_output import (
+    SOURCES,
+    WorkerOutputFollower,
+    count_common_bytes,
+)
 from rankless.records.events import AnyRecord, FileOpened, Notice, Raised, ScriptFinished, ServerRestarted
 from rankless.records.run_summary import RunSummary
 from rankless.terminal import process_title
@@ -55,48 +61,6 @@ class AgentContext:
     """Follows the script's output, if the agent's own lines go to the same terminal."""
     on_summary: Callable[[RunSummary], None] = lambda _summary: None
     """Called on host 0 with the summary of a run that has ended. Runs of other launchers have none."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _TerminalStreams:
-    out: TextIO
-    err: TextIO
-    hide_progress: Callable[[], AbstractContextManager[None]]
-    cursor: CursorTracker | None
-    """None if the two streams end in different places: the script's output then cannot meet the agent's lines."""
-
-    def writers(self) -> dict[Source, Write]:
-        return {"out": self._writer(self.out), "err": self._writer(self.err)}
-
-    def _writer(self, text: TextIO) -> Write:
-        write, cursor = make_writer(text, self.hide_progress), self.cursor
-        if cursor is None:
-            return write
-
-        def write_and_follow(data: bytes) -> None:
-            write(data)
-            cursor.feed(data)
-
-        return write_and_follow
-
-    def notify(self, text: str) -> None:
-        with self.hide_progress():
-            self.write_error(f"rankless: {text}\n")
-
-    def write_error(self, text: str) -> None:
-        if self.cursor is not None and text:
-            if self.cursor.is_inside_line:  # below a bar there may be more bars: erase them
-                text = ("\n\x1b[J" if self.err.isatty() else "\n") + text
-            self.cursor.feed(text.encode())
-        try:
-            self.err.write(text)
-            self.err.flush()
-        except OSError:  # the terminal is gone, and training goes on
-            return
-
-    def write_table(self, text: str) -> None:
-        with self.hide_progress():
-            self.write_error(text)
 
 
 def run(
@@ -126,7 +90,7 @@ def run(
     forwarding = load_profile(config.launcher).signal_forwarding
     context = context or AgentContext()
     cursor = context.cursor if share_terminal(out, err) else None
-    streams = _TerminalStreams(out=out, err=err, hide_progress=hide_progress, cursor=cursor)
+    streams = TerminalStreams(out=out, err=err, hide_progress=hide_progress, cursor=cursor)
     with Interrupts(forwarding.numbers if forwarding is not None else ()) as interrupts, _titled(config):
         if config.elastic is not None:
             driver_context = DriverContext(
@@ -144,7 +108,7 @@ def run(
 
 
 def _run_on_host(
-    run: "HostRun", on_record: Callable[[AnyRecord], None], streams: _TerminalStreams, context: AgentContext
+    run: "HostRun", on_record: Callable[[AnyRecord], None], streams: TerminalStreams, context: AgentContext
 ) -> int:
     """Run this host's part of a job, write how it ended, and return the exit code."""
     with contextlib.closing(run.live):
@@ -186,15 +150,18 @@ def make_job_runner(fork_server: ForkServerPoolClient | None = None) -> Callable
 class HostRun:
     """This host's part of a run whose hosts are all there."""
 
-    def __init__(self, config: RunConfig, job: ReadyJob, *, interrupts: Interrupts, streams: _TerminalStreams) -> None:
+    def __init__(self, config: RunConfig, job: ReadyJob, *, interrupts: Interrupts, streams: TerminalStreams) -> None:
         self._config = config
         self._profile = load_profile(config.launcher)
         self._job = job
         self._interrupts = interrupts
         self._streams = streams
-        folder = make_run_folder(config, job.start, job.host_index)
+        self._folder = folder = make_run_folder(config, job.start, job.host_index)
         self._pages = pages = open_status_pages(config.worker_count)
-        self._workers = make_worker_configs(config, job, folder=folder, pages=pages)
+        self._survivors = SurvivorRounds(config.worker_count, count_most_lost(config, job.start))
+        self._workers = make_worker_configs(
+            config, job, folder=folder, pages=pages, channels=self._survivors.descriptors
+        )
         self._servers = ServerProcesses(
             make_server_launches(config, job.start, job.servers, folder=folder, host_index=job.host_index),
             max_restarts=0 if config.servers is None else config.servers.max_restarts,
@@ -254,6 +221,7 @@ class HostRun:
         with contextlib.ExitStack() as stack:
             for page in self._pages:
                 stack.callback(os.close, page)
+            stack.callback(self._survivors.close)
             stack.callback(self._servers.close, lambda: self._job.peers.poll(time.monotonic()))  # sends heartbeats
             self._start_servers()
             return self._run_workers(on_record, fork_server)
@@ -272,6 +240,7 @@ class HostRun:
     ) -> tuple[RunOutcome, bool]:
         job = self._job
         self._parent = parent = self._start(fork_server)
+        self._survivors.forget_worker_ends()
         if job.store is not None:
             job.store.close()  # rank 0 alone listens: once it ends, the system refuses ranks that connect late
         self._on_record = on_record
@@ -292,7 +261,7 @@ class HostRun:
             for _ in range(2):
                 self._show_notices()
             if self.report.summary_file is not None:
-                self.report.summary_file.measure(self._pages)
+                self.report.summary_file.measure(self._pages, self._survivors.first)
 
     def before_records(self) -> Sequence[AnyRecord]:
         """See `RunObserver`."""
@@ -300,6 +269,22 @@ class HostRun:
         self._terminal.measure()
         # The servers of this host serve the workers of others, too.
         return self._servers.poll() if not self._has_parent_ended or self._job.peers.are_running else []
+
+    def judge(self, records: Sequence[AnyRecord]) -> Sequence[AnyRecord]:
+        """See `RunObserver`."""
+        before, judged = self._survivors.first, self._survivors.judge(records)
+        if self._survivors.first != before:
+            self._show_next_worker(before)
+        return judged
+
+    def _show_next_worker(self, lost: int) -> None:
+        """Show the output of another worker instead of that of one that was lost: what the lost one had not written."""
+        configs = [worker.config for worker in self._workers]
+        shown = self._profile.shown_streams(self._config, self._folder, configs[lost:])
+        left = self._profile.shown_streams(self._config, self._folder, configs[self._survivors.first :])
+        for before, after in zip(shown, left, strict=False):
+            if after.path not in {stream.path for stream in shown}:
+                self._terminal.add(after, position=count_common_bytes(before.path, after.path))
 
     def receive(self, record: AnyRecord) -> None:
         """See `RunObserver`."""
@@ -326,6 +311,7 @@ class HostRun:
     def tick(self) -> list[AnyRecord]:
         """See `RunObserver`."""
         peers = self._job.peers
+        self._survivors.tick()
         if self._has_parent_ended or self._table.is_due(time.monotonic()):
             self._table.show()
         if self._has_parent_ended:

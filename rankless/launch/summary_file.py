@@ -79,18 +79,23 @@ class SummaryFile:
         rank = self._ranks.get(record.rank)
         if rank is None:
             return
+        if isinstance(record, Exited) and record.survivors is not None:
+            self.summary = msgspec.structs.replace(self.summary, lost_workers=self.summary.lost_workers + 1)
         if isinstance(record, Exited):
             rank = msgspec.structs.replace(rank, exit_code=record.exit_code, peak_memory_bytes=record.peak_memory_bytes)
         elif isinstance(record, ScriptFinished):
             rank = msgspec.structs.replace(rank, peak_gpu_memory_bytes=record.peak_gpu_memory_bytes)
         self._ranks[record.rank] = rank
 
-    def measure(self, pages: Sequence[int]) -> None:
-        """Take the figures of the training from the pages of this host's workers. The first worker has them."""
+    def measure(self, pages: Sequence[int], first: int = 0) -> None:
+        """Take the figures of the training from the pages of this host's workers.
+
+        The first worker has them, which is another one if that was lost.
+        """
         seconds = time.monotonic() - self._started_at
         self.summary = msgspec.structs.replace(self.summary, seconds=seconds, ranks=tuple(self._ranks.values()))
         if pages and 0 in self._ranks:
-            page = read_page(pages[0])
+            page = read_page(pages[first])
             rate = page.timed_samples / page.timed_seconds if page.timed_samples and page.timed_seconds else None
             steps = page.job_steps or page.count
             self.summary = msgspec.structs.replace(self.summary, steps=steps, samples_per_second=rate)

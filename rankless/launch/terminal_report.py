@@ -271,7 +271,9 @@ def _record_end(report: RunReport, outcome: RunOutcome, code: int) -> None:
     elif code != 0:
         report.summary_file.finish("failed", code, verdict="the process that starts the workers ended before them")
     else:
-        report.summary_file.finish("succeeded", code, verdict="all workers ended")
+        lost = report.summary_file.summary.lost_workers
+        others = f"all workers ended but {lost}, which {'were' if lost > 1 else 'was'} killed before"
+        report.summary_file.finish("succeeded", code, verdict=others if lost else "all workers ended")
 
 
 def _text_for_host(host: int, outcome: RunOutcome, report: RunReport, text: str) -> str:

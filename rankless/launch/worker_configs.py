@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rankless.config.environment import worker_environment
-from rankless.config.run_config import AgreedJobConfig, RunConfig
+from rankless.config.run_config import AgreedJobConfig, RunConfig, RunObservation
 from rankless.config.servers import ServersConfig
 from rankless.config.worker_config import WorkerConfig, WorkerLaunch
 from rankless.launch.job_setup import ReadyJob
@@ -36,15 +36,16 @@ class _Position:
     interface: str | None = None
     store_descriptor: int | None = None
     status_descriptor: int | None = None
+    recovery_descriptor: int | None = None
     servers: ServersConfig | None = None
 
 
 def make_worker_configs(
-    config: RunConfig, job: ReadyJob, *, folder: str, pages: Sequence[int] = ()
+    config: RunConfig, job: ReadyJob, *, folder: str, pages: Sequence[int] = (), channels: Sequence[int] = ()
 ) -> list[WorkerLaunch]:
     """Return the configuration and environment of every worker of this host, in the order of their ranks.
 
-    `pages` has the descriptor of each worker's status page.
+    `pages` has the descriptor of each worker's status page, and `channels` that of its end of the channel for rounds.
     """
     visible = load_profile(config.launcher).visible_devices(config.devices)
     first = job.start.first_rank(job.host_index)
@@ -62,6 +63,7 @@ def make_worker_configs(
                 interface=job.interface,
                 store_descriptor=job.store.fileno() if first + local_rank == 0 and job.store is not None else None,
                 status_descriptor=pages[local_rank] if pages else None,
+                recovery_descriptor=channels[local_rank] if channels else None,
                 servers=job.servers,
             ),
             folder=folder,
@@ -69,6 +71,18 @@ def make_worker_configs(
         )
         for local_rank, device in enumerate(visible.names)
     ]
+
+
+def count_most_lost(config: RunConfig, start: AgreedJobConfig) -> int:
+    """Return without how many killed workers the others can go on: 0 where a step needs every worker."""
+    servers = config.servers
+    if servers is None or servers.mode != "sync" or len(start.workers) > 1 or start.mesh or config.plan is not None:
+        return 0
+    is_observed = config.recording is not None or config.observation != RunObservation()
+    if is_observed or any(device != "cpu" for device in config.devices):
+        return 0
+    most = config.worker_count - 1
+    return most if servers.lost_workers is None else min(most, servers.lost_workers)
 
 
 def make_elastic_worker(
@@ -127,6 +141,7 @@ def _make_launch(
         host_count=len(start.workers),
         store_descriptor=position.store_descriptor,
         status_descriptor=position.status_descriptor,
+        recovery_descriptor=position.recovery_descriptor,
         store_address=start.store_address,
         store_port=start.store_port or None,
         servers=position.servers,

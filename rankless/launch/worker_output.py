@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import itertools
 import os
 import re
 import time
@@ -57,11 +58,11 @@ class LineWriter(Protocol):
 class FileTail:
     """Follows one growing file. It can leave out the text of the exception that ends the file's writer."""
 
-    def __init__(self, path: str, lines: LineWriter) -> None:
+    def __init__(self, path: str, lines: LineWriter, *, position: int = 0) -> None:
         self.path = path
         self._lines = lines
         self._file: io.FileIO | None = None
-        self._position = 0
+        self._position = position
         self._measured: int | None = None
         self._withheld_from: int | None = None
 
@@ -208,9 +209,10 @@ class WorkerOutputFollower:
         for stream in streams:
             self.add(stream)
 
-    def add(self, stream: FollowedFile) -> None:
-        """Show one more stream from now on."""
-        self._tails.append(FileTail(stream.path, _make_line_writer(stream, self._writers[stream.sink])))
+    def add(self, stream: FollowedFile, *, position: int = 0) -> None:
+        """Show one more stream from now on, from a byte of its file on."""
+        lines = _make_line_writer(stream, self._writers[stream.sink])
+        self._tails.append(FileTail(stream.path, lines, position=position))
         if stream.copy is not None:
             copy = self._copies.enter_context(io.FileIO(stream.copy, "ab"))
             lines = PrefixedLines(stream.prefix or "", _file_writer(copy), filters=stream.filters)
@@ -270,6 +272,19 @@ def make_writer(text: TextIO, hide_progress: Callable[[], AbstractContextManager
                 binary.flush()
 
     return write
+
+
+def count_common_bytes(path: str, other: str) -> int:
+    """Return with how many equal bytes two files begin."""
+    count = 0
+    with contextlib.suppress(OSError), io.FileIO(path) as first, io.FileIO(other) as second:
+        while (block := first.read(_BLOCK)) and (found := second.read(_BLOCK)):
+            equal = (one == two for one, two in zip(block, found, strict=False))
+            common = sum(itertools.takewhile(bool, equal))
+            count += common
+            if common < _BLOCK:
+                break
+    return count
 
 
 def _file_writer(file: io.FileIO) -> Write:

@@ -207,6 +207,11 @@ class ServedWeights:
         self._served: dict[int, ServedWeight] = {}
         self._with_plain_states: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
+    @property
+    def has_any(self) -> bool:
+        """Whether the servers hold a weight."""
+        return bool(self._served)
+
     def share(self, weights: Mapping[str, tuple[nn.Parameter, Optimizer]]) -> None:
         """Give the servers the rows of weights, which are equal on all workers, unless they have them. Collective.
 

@@ -2,7 +2,8 @@
 
 import functools
 import weakref
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from rankless.errors import TableError
 from rankless.parameter_server.optimizer_steps import has_stepped, require_known, settings_of
 from rankless.parameter_server.tables.distinct_ids import find_distinct, sum_rows
 from rankless.parameter_server.tables.row_gradients import RowGradients, no_gradients
-from rankless.parameter_server.tables.row_store import RowStore
+from rankless.parameter_server.tables.row_store import PreparedRowStore, RowStore
 from rankless.parameter_server.waiting_gradients import WaitingGradients
 
 _TRAININGS: "weakref.WeakSet[TableTraining]" = weakref.WeakSet()
@@ -49,6 +50,13 @@ def _list_stepped(optimizer: Optimizer) -> list[tuple["TableTraining", dict[str,
     known = {id(training.weight): training for training in _TRAININGS}
     steps = ((known.get(id(parameter)), group) for group in optimizer.param_groups for parameter in group["params"])
     return [(training, group) for training, group in steps if training is not None]
+
+
+def find_trainings(weights: Iterable[Tensor]) -> list["TableTraining"]:
+    """Return the tables of weights that are in training, in the order of the weights."""
+    known = {id(training.weight): training for training in _TRAININGS}
+    found = (known.get(id(weight)) for weight in weights)
+    return [training for training in found if training is not None]
 
 
 class TableTraining:
@@ -110,6 +118,10 @@ class TableTraining:
         places = torch.zeros(1, 1, dtype=torch.int64, device=entry.device)
         self.weight.grad = torch.sparse_coo_tensor(places, entry, entry.shape, check_invariants=False)
         self._waiting.end_program()
+
+    def prepare_program(self) -> RowGradients:
+        """Return this worker's gradients of the program that has run. The step then pushes nothing but a factor."""
+        return self._waiting.prepare() or no_gradients(self.table.settings)
 
     def add_gradients(self, added: RowGradients) -> Tensor:
         """Add gradients within a backward pass. Return the gradient of the weight."""
@@ -186,7 +198,11 @@ class TableTraining:
         self.weight.detach().zero_()  # what the optimizer did to it means nothing
         settings = settings_of(optimizer, group)
         # A gradient that was zeroed in place is one without rows: the step counts, and rows with momentum move.
+        factor = self._waiting.take_prepared_factor()
         gradients = self._waiting.take() or no_gradients(self.table.settings)
+        if factor is not None:
+            cast("PreparedRowStore", self.table).push_prepared(settings, factor)
+            return
         self.table.push(gradients.ids, gradients.occurrences, gradients.gradients, settings)
 
 

@@ -32,6 +32,7 @@ class WaitingGradients:
         self._scale: float | None = None
         self._changed_by_step = False
         self._hook: RemovableHandle | None = None
+        self._prepared_factor: float | None = None
 
     def add(self, added: RowGradients) -> Tensor:
         """Add gradients within a backward pass. They count once the pass accumulates the weight's gradient.
@@ -56,11 +57,24 @@ class WaitingGradients:
         self._in_backward.clear()
         self._accumulated = []
         self._scale, self._changed_by_step = None, False
+        self._prepared_factor = None
 
     def add_of_program(self, added: RowGradients) -> Tensor:
         """Add gradients of a captured program. Return the dense gradient of the weight that the program gives."""
         self._accumulated.append(added)
         return self._make_entry(is_finite=bool(np.isfinite(added.gradients).all()))
+
+    def prepare(self) -> RowGradients | None:
+        """Return the gradients of a program; None if it has none. Until the step only their factor changes."""
+        if self._accumulated:
+            self._accumulated = [sum_gradients(self._accumulated)]
+        self._prepared_factor = 1.0
+        return self._accumulated[0] if self._accumulated else None
+
+    def take_prepared_factor(self) -> float | None:
+        """Return by what the prepared gradients have been multiplied, once; None if none are prepared."""
+        factor, self._prepared_factor = self._prepared_factor, None
+        return factor
 
     def end_program(self) -> None:
         """Note the gradient that a captured program has given the weight: the sum over lookups and workers."""
@@ -99,8 +113,11 @@ class WaitingGradients:
         scale = self._weight_scale()
         if scale is None:
             self._accumulated = []
+            self._prepared_factor = None
         elif scale != self._scale and self._accumulated:
             factor = scale / self._scale if self._scale else 0.0
+            if self._prepared_factor is not None:
+                self._prepared_factor *= factor
             self._accumulated = [
                 replace(part, gradients=part.gradients * part.gradients.dtype.type(factor))
                 for part in self._accumulated

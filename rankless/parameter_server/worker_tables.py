@@ -1,8 +1,13 @@
 """The tables of one of several workers: where their rows are, and when all workers see a step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from torch import Tensor
 
 from rankless.config.servers import ServersConfig
+from rankless.context.world import StartedWorkers
+from rankless.errors import LostWorkerError
 from rankless.parameter_server.geo_exchange import GeoExchange
 from rankless.parameter_server.geo_table import GeoTable
 from rankless.parameter_server.own_steps import OwnSteps, StepsOnServers
@@ -10,12 +15,33 @@ from rankless.parameter_server.replicated_table import Gather, ReplicatedTable
 from rankless.parameter_server.served_weights import ServedWeights
 from rankless.parameter_server.servers.client import ServerClient
 from rankless.parameter_server.servers.served_table import ServedTable
-from rankless.parameter_server.servers.server_connection import ConnectionSettings
+from rankless.parameter_server.servers.server_connection import (
+    ConnectionSettings,
+    is_never_interrupted,
+    require_no_interruption,
+)
+from rankless.parameter_server.table_training import find_trainings
 from rankless.parameter_server.tables.row_store import RowStore
 from rankless.parameter_server.tables.table import Table
 
 RECONNECT_SECONDS = 60.0
 """How long a worker waits for a server that has ended. The agent starts it again, or ends the run."""
+
+
+class LossHandling(NamedTuple):
+    """What workers do if one of them is lost; see Note [operations] in `context.world`. Default: nothing.
+
+    Args:
+        is_first: Whether this worker is the first one of those that are left.
+        run_for_all: Makes an operation of all workers.
+        is_interrupted: Whether a worker is lost, whose step a read may await.
+        recover: Goes on without it.
+    """
+
+    is_first: Callable[[], bool]
+    run_for_all: Callable[[Callable[[], RowStore]], RowStore] = lambda attempt: attempt()
+    is_interrupted: Callable[[], bool] = is_never_interrupted
+    recover: Callable[[], None] = require_no_interruption
 
 
 class WorkerTables:
@@ -27,6 +53,7 @@ class WorkerTables:
         worker: Number of this worker.
         worker_count: Number of workers.
         notify: Shows the user a notice.
+        loss: What happens if a worker is lost. None: that ends the run.
 
     Raises:
         ServerError: A server cannot be reached.
@@ -40,20 +67,23 @@ class WorkerTables:
         worker: int,
         worker_count: int,
         notify: Callable[[str], None],
+        loss: LossHandling | None = None,
     ) -> None:
         self._gather = gather
-        self._is_first = worker == 0
+        self._loss = loss = loss or LossHandling(is_first=lambda: worker == 0)
         self._client: ServerClient | None = None
         self._own_steps: OwnSteps | None = None
         if servers is not None:
-            settings = ConnectionSettings(RECONNECT_SECONDS, notify)
+            settings = ConnectionSettings(
+                RECONNECT_SECONDS, notify, is_interrupted=loss.is_interrupted, recover=loss.recover
+            )
             self._client = client = ServerClient(servers, worker=worker, worker_count=worker_count, settings=settings)
             if servers.mode == "geo":
                 self._own_steps = GeoExchange(
                     client, gather, worker=worker, worker_count=worker_count, steps=servers.geo_steps
                 )
             elif servers.mode != "sync":
-                self._own_steps = StepsOnServers(client, gather, is_first=self._is_first)
+                self._own_steps = StepsOnServers(client, gather, is_first=worker == 0)
         self._opened = 0
         self._weights: ServedWeights | None = None
         if self._client is not None and self._own_steps is None:
@@ -85,20 +115,57 @@ class WorkerTables:
         Raises:
             TableError: The workers' tables differ.
         """
+        known = before.served if isinstance(before, GeoTable) else before
+        is_known = isinstance(known, ServedTable) and known.settings == table.settings
+        store = self._loss.run_for_all(lambda: self._share(table, known if is_known else None))
+        if self._client is not None and not is_known:
+            self._opened += 1
+        return store
+
+    def _share(self, table: Table, known: RowStore | None) -> RowStore:
+        """Return the store, which `known` is if the servers have the table."""
         replicated = ReplicatedTable(table, self._gather)
         if self._client is None:
             return replicated
-        known = before.served if isinstance(before, GeoTable) else before
-        if isinstance(known, ServedTable) and known.settings == table.settings:
+        if isinstance(known, ServedTable):
             served = known
         else:
             served = self._client.open_table(f"table {self._opened}", table.settings)
-            self._opened += 1
         if served is known or table.step > 0:
-            if self._is_first:
+            if self._loss.is_first():
                 served.restore(table.contents())
             self._gather(b"")  # nobody reads before the rows are there; all have read what was there before
         return served if self._own_steps is None else self._own_steps.add_table(served)
+
+    def prepare(self, weights: Iterable[Tensor]) -> None:
+        """Give the servers the gradients of a program that has run, before its step."""
+        if self._client is not None:
+            slices = [
+                (training.table, training.prepare_program())
+                for training in find_trainings(weights)
+                if isinstance(training.table, ServedTable)
+            ]
+            self._client.prepare(slices)
+
+    @property
+    def committed(self) -> int:
+        """How many steps this worker has committed."""
+        return 0 if self._client is None else self._client.committed
+
+    def regroup(self, workers: StartedWorkers, committed: int) -> None:
+        """Go on without lost workers. `committed` is the last step that counts.
+
+        Raises:
+            LostWorkerError: The lost workers had gradients of weights on servers, which the others cannot give again.
+        """
+        if self._weights is not None and self._weights.has_any:
+            raise LostWorkerError(
+                expected="tables of rankless.parameter_server, to go on without a worker that was killed",
+                found="the weight of an embedding with sparse gradients on servers",
+                fix="use rankless.parameter_server.Embedding",
+            )
+        if self._client is not None:
+            self._client.regroup(workers.lost, committed, workers.round)
 
     def commit(self) -> None:
         """End a step of a job, of all workers or of this one alone. Of all, it is one transaction on all servers."""

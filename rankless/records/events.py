@@ -62,6 +62,8 @@ class Exited(Record, frozen=True, tag="exited"):
     exit_code: int
     peak_memory_bytes: int | None = None
     """The largest resident set of the process, or of one of its children."""
+    survivors: int | None = None
+    """How many workers go on without it, which the agent adds; None: its end is no loss of a worker."""
 
 
 class ServerExited(Record, frozen=True, tag="server_exited"):

@@ -62,6 +62,8 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     """The number of parameter servers."""
     server_restarts: tuple[int, ...] = ()
     """How often each server was started again after it had died, in their order."""
+    lost_workers: int = 0
+    """How many workers were killed while the others went on."""
     torch: str | None
     """The version of PyTorch; None if it is not installed."""
     python: str

@@ -106,7 +106,9 @@ class ElasticMember:
         self._lock = threading.Lock()
         self._listeners: list[HostsChangedListener] = []
         self._change: HostsChanged | None = None
-        self._last_ended = 0
+        self._last_ended = -1
+        self.on_ended: Callable[[], None] = lambda: None
+        """Called when a round ends, from another thread."""
         self.round: Round | None = None
         self.keeps_state = False
         """Whether this process leaves its round with the state that all members have, so that nobody need send it."""
@@ -165,6 +167,16 @@ class ElasticMember:
         if current.has_ended:
             self._give_up_soon(current)
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the round of this process has ended; that before the first one is number 0."""
+        with self._lock:
+            return self._last_ended >= (0 if self.round is None else self.round.number)
+
+    def report_joined(self) -> None:
+        """Report to the agent that this process has joined the others; that before the first round is number 0."""
+        self._send(StateSynced(round=0 if self.round is None else self.round.number))
+
     def report_synced(self) -> None:
         """Report to the driver that this process has the state that all members of the round have."""
         if self.round is not None:
@@ -217,6 +229,7 @@ class ElasticMember:
                 with self._lock:
                     self._last_ended = message.round
                     ended = self.round if self.round is not None and self.round.number == message.round else None
+                self.on_ended()
                 if ended is not None:
                     ended.close()
                     self._give_up_soon(ended)

@@ -283,6 +283,7 @@ class ForkServer:
             config.store_descriptor,
             config.status_descriptor,
             config.rounds_descriptor,
+            config.recovery_descriptor,
         ]
         process = subprocess.Popen(
             python_command("rankless.runtime.unforked_worker"),

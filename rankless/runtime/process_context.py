@@ -3,6 +3,7 @@
 import atexit
 import os
 import random
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -25,12 +26,15 @@ from rankless.context.independent_workers import IndependentWorkers
 from rankless.context.step_limit import StepLimit
 from rankless.context.table_sharing import TableSharing
 from rankless.context.training_progress import ProgressMeter
-from rankless.context.world import World
+from rankless.context.world import StartedWorkers, World
 from rankless.errors import ConfigError, JoinError, RanklessError
 from rankless.jobs.programs.program_records import make_program_recorder
-from rankless.parallel.mesh import Mesh
+from rankless.parallel.mesh import Mesh, SyncPointChecker
 from rankless.records.channel import send_record
 from rankless.records.events import AnyRecord, Notice
+from rankless.runtime.elastic_round import ElasticMember, Round
+from rankless.runtime.recovery.round_world import join_round_world
+from rankless.runtime.recovery.worker_recovery import WorkerRecovery
 from rankless.runtime.rendezvous.file import join_file_rendezvous
 from rankless.runtime.rendezvous.job_rendezvous import (
     JOIN_TIMEOUT_SECONDS,
@@ -76,12 +80,19 @@ class ProcessContext:
         self._notified: set[str] = set()
         self._end_group = end_group
         self._has_left = False
-        self._desync_detector = DesyncDetector(mesh, notify=self.notify) if mesh.size > 1 else None
+        self._desync_detector: SyncPointChecker | None = None
+        if mesh.size > 1:
+            self._desync_detector = DesyncDetector(mesh, notify=self.notify)
         self._has_agent = config is not None
+        self._config = config
         servers = None if config is None else config.servers
         workers, tables = replace(mesh, desync_detector=self._desync_detector), TableSharing()
         trains_alone = servers is not None and servers.mode != "sync"
         staleness = servers.staleness if servers is not None and servers.mode == "bounded" else None
+        member = None
+        if config is not None and config.recovery_descriptor is not None and mesh.size > 1:
+            member = ElasticMember(socket.socket(fileno=config.recovery_descriptor))
+        recovery = None if member is None else WorkerRecovery(member, self, tables)
         self.world = World(
             mesh=Mesh.solo(mesh.device) if trains_alone else workers,
             independent=IndependentWorkers(workers, tables, staleness) if trains_alone else None,
@@ -89,9 +100,13 @@ class ProcessContext:
             notify=self.notify,
             send_record=observer,
             **({} if config is None else self._make_recorders(config)),
-            meter=_make_meter(mesh, observer if progress else None, config) if mesh.rank == 0 else None,
+            meter=self._make_meter(progress=progress) if mesh.rank == 0 or recovery is not None else None,
             servers=servers,
+            started=None if recovery is None else StartedWorkers(own=mesh.rank, count=mesh.size),
+            recovery=recovery,
         )
+        if recovery is not None:
+            recovery.begin(self.world)
         if self.world.independent is not None:
             self.world.passes.subscribe(self.world.independent)
         self.saver = Saver(mesh=self.world.workers, owner=self.world.owner)
@@ -160,6 +175,27 @@ class ProcessContext:
             end_group, self._end_group = self._end_group, None
             end_group()
 
+    def join_round(self, joined: Round) -> World:
+        """Leave the process group, join that of a round, and return a world with it. Collective."""
+        assert self._config is not None
+        world, self._end_group = join_round_world(self.world, joined, self._config.backend)
+        return world
+
+    def enter(self, world: World) -> None:
+        """Use the world of a round from now on."""
+        self.world, self._rank, self._desync_detector = world, world.mesh.rank, world.mesh.desync_detector
+        self.saver.mesh, self.saver.owner = world.workers, world.owner
+
+    def _make_meter(self, *, progress: bool) -> ProgressMeter:
+        config, record = self._config, self._record_progress if progress else None
+        if config is None or config.status_descriptor is None:
+            return ProgressMeter(rank=0, record=record)
+        return ProgressMeter(rank=0, record=record, publish_totals=publish_totals(config.status_descriptor))
+
+    def _record_progress(self, record: AnyRecord) -> None:
+        if self._rank == 0:
+            self._observer(record)
+
     def make_group(self) -> None:
         """Make a process group of size one, for the collectives of a process that is alone."""
         if not dist.is_initialized():
@@ -174,12 +210,6 @@ class ProcessContext:
         except RanklessError as error:
             print(f"rankless: {type(error).__name__}{error}", file=sys.stderr, flush=True)
             os._exit(1)
-
-
-def _make_meter(mesh: Mesh, record: RecordObserver | None, config: WorkerConfig | None) -> ProgressMeter:
-    if config is None or config.status_descriptor is None:
-        return ProgressMeter(rank=mesh.rank, record=record)
-    return ProgressMeter(rank=mesh.rank, record=record, publish_totals=publish_totals(config.status_descriptor))
 
 
 def join(

@@ -15,8 +15,10 @@ def main(fast_exit: FastExit) -> Callable[[], None]:
     """Read the config from standard input, and return the function that runs the user's program."""
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=HostConfig)
     (launch,) = config.workers
-    for descriptor in (config.records_descriptor, launch.config.store_descriptor, launch.config.rounds_descriptor):
+    worker = launch.config
+    inherited = (worker.store_descriptor, worker.rounds_descriptor, worker.recovery_descriptor)
+    for descriptor in (config.records_descriptor, *inherited):
         if descriptor is not None:
             os.set_inheritable(descriptor, False)
-    worker = make_worker(launch, config, fast_exit, hide_torch=False)
-    return worker.exec if config.program.kind == "command" else worker.run
+    process = make_worker(launch, config, fast_exit, hide_torch=False)
+    return process.exec if config.program.kind == "command" else process.run

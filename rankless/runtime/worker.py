@@ -40,8 +40,9 @@ def start_forked_worker(launch: WorkerLaunch, host: HostConfig, fast_exit: FastE
     if host.store_descriptor is not None and launch.config.store_descriptor is None:
         os.close(host.store_descriptor)
     for other in host.workers:
-        if other is not launch and other.config.status_descriptor is not None:
-            os.close(other.config.status_descriptor)
+        for descriptor in (other.config.status_descriptor, other.config.recovery_descriptor):
+            if other is not launch and descriptor is not None:
+                os.close(descriptor)
     worker = make_worker(launch, host, fast_exit, hide_torch=True)
     fast_exit.arm()
     return worker

@@ -59,6 +59,7 @@ BROAD_EXCEPTS = {
     "rankless/launch/rendezvous/follower.py": "the connection is closed, and the error is raised again",
     "rankless/launch/spawn_function.py": "the workers are ended, and the error is raised again",
     "rankless/parameter_server/servers/table_requests.py": "a step that fails half-way is refused to all workers",
+    "rankless/runtime/recovery/worker_recovery.py": "it is raised again unless the agent says that a worker is lost",
     "rankless/runtime/preload.py": "a preloaded module is foreign code; the workers import it themselves",
     "rankless/runtime/spawned_function.py": "the function's error travels to the process that called spawn",
     "rankless/runtime/worker.py": "every end of a script is reported, and the error is raised again",

@@ -238,3 +238,19 @@ def test_a_server_that_ends_after_all_workers_have_succeeded_is_no_failure() -> 
 def test_a_worker_without_its_server_gets_a_line_that_says_so() -> None:
     failure = describe_secondary_failure(raised(0, LOST_SERVER))
     assert failure.text == "lost its connection to a server"
+
+
+def survived(rank: int, code: int) -> Exited:
+    return Exited(rank=rank, time_ns=0, exit_code=code, survivors=1)
+
+
+def test_a_lost_worker_is_the_root_cause_only_if_another_one_cannot_go_on():
+    before = [survived(1, -9)]
+    assert attribute_failure(before) is None
+    verdict = attribute_failure([*before, raised(0, LOST)])
+    assert verdict is not None
+    assert (verdict.root_cause_rank, verdict.exit_code) == (1, 137)
+    assert "was killed by signal 9 (SIGKILL), and rank 0 could not go on without it" in verdict.headline
+    own = attribute_failure([*before, raised(0)])
+    assert own is not None
+    assert (own.root_cause_rank, own.cause) == (0, "raised")

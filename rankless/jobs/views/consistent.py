@@ -1,6 +1,7 @@
 """The consistent view: capture a job once per kind of call, then run it as one program on every rank of a mesh."""
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +30,7 @@ from rankless.jobs.planned_division import PlannedDivision, apply_plan
 from rankless.jobs.programs.bound_program import BoundProgram, collect_inputs
 from rankless.jobs.programs.cache_entries import CacheLookup
 from rankless.jobs.programs.layer_divisions import find_layer_divisions
-from rankless.jobs.programs.program_cache import ProgramCache
+from rankless.jobs.programs.program_cache import ProgramCache, ProgramRun
 
 
 class ConsistentView:
@@ -66,8 +67,21 @@ class ConsistentView:
             materialize_tensors([tensor])
             sync_tensors([(name, tensor)], self._job, self._world, when="before its states were divided")
 
+    @property
+    def generators(self) -> list[torch.Generator]:
+        """The generators of the script from which the job has drawn."""
+        return self._generators
+
     def run(self, arguments: FlattenedArguments) -> CallResult:
         """Return the job's whole result, the same on every rank. A train job also sets its parameters' gradients."""
+        return self.compute(arguments)()
+
+    def compute(self, arguments: FlattenedArguments) -> Callable[[], CallResult]:
+        """Run the call's program. Nothing but random generators changes until the returned function is called.
+
+        Returns:
+            A function that sets gradients, and whatever else the program changes, and returns the result.
+        """
         refused = find_refused_argument(self._job.function, arguments, trains=self._job.trains)
         if refused is not None:
             raise refused.add_location(self._job.line)
@@ -90,13 +104,18 @@ class ConsistentView:
             ran = self._programs.run_checked(
                 call, lambda program: self._run_program(program, call, inspected=inspected)
             )
+        if self._job.trains:
+            self._world.mesh.check_sync_point_again()  # the other hosts have arrived, and no step is made yet
+            self.tables.prepare_step()
+        return functools.partial(self._apply, ran, arguments)
+
+    def _apply(self, ran: ProgramRun, arguments: FlattenedArguments) -> CallResult:
+        """Set what a program has computed, and return the call's result."""
         bound, outputs = ran.bound, ran.outputs
         states = bound.sources.states.read()
         sizes = bound.sizes(arguments)
         self._draws = self._draws or bound.captured.program.is_random
         self._generators = list(dict.fromkeys([*self._generators, *bound.captured.program.generators]))
-        if self._job.trains:
-            self._world.mesh.check_sync_point_again()  # the other hosts have arrived, and no step is made yet
         for module, training in bound.captured.changed_modes:
             module.training = training
         results, changed = bound.targets.apply(outputs)

@@ -14,6 +14,7 @@ from typing import Literal
 
 import msgspec
 
+from rankless.errors import LostWorkerError
 from rankless.launch.signals import name_signal
 from rankless.launch.watchdog.timed_out_collectives import parse_timeout
 from rankless.records.events import (
@@ -115,7 +116,8 @@ def attribute_failure(records: Sequence[AnyRecord], host_of: Callable[[int], int
     if not secondary:
         return None
     return (
-        _find_restarted_server(records, secondary)
+        _find_lost_worker(records, secondary[0])
+        or _find_restarted_server(records, secondary)
         or _find_stalled_rank(secondary)
         or _find_early_exit(records, secondary[0], host_of)
         or _find_timeout(records, secondary)
@@ -132,6 +134,8 @@ def attribute_failure(records: Sequence[AnyRecord], host_of: Callable[[int], int
 
 def is_secondary_failure(record: Raised | GroupTeardown) -> bool:
     """Whether an exception, or one of its causes, is a lost connection."""
+    if record.error_type == LostWorkerError.__name__:
+        return True
     return _LOST_CONNECTION.search(record.traceback + record.message) is not None or has_lost_server(record)
 
 
@@ -187,7 +191,7 @@ def _reports_failure(record: AnyRecord) -> bool:
 
 
 def _attribute_exit(record: ScriptFinished | Exited) -> Verdict | None:
-    if record.exit_code == 0:
+    if record.exit_code == 0 or (isinstance(record, Exited) and record.survivors is not None):
         return None
     if isinstance(record, ScriptFinished):
         return Verdict(
@@ -223,9 +227,21 @@ def _attribute_server_exit(record: ServerExited) -> Verdict:
 def _have_all_succeeded(records: Sequence[AnyRecord]) -> bool:
     """Whether all workers that have started have ended with exit code 0, so that no server fails them any more."""
     started = {record.rank for record in records if isinstance(record, Started)}
+    ended = [record for record in records if isinstance(record, Exited)]
     return bool(started) and started <= {
-        record.rank for record in records if isinstance(record, Exited) and record.exit_code == 0
+        record.rank for record in ended if record.exit_code == 0 or record.survivors is not None
     }
+
+
+def _find_lost_worker(records: Sequence[AnyRecord], secondary: Raised) -> Verdict | None:
+    """Find a worker that was lost, and without which another one could not go on."""
+    lost = [record for record in records if isinstance(record, Exited) and record.survivors is not None]
+    if not lost:
+        return None
+    verdict = _attribute_exit(msgspec.structs.replace(lost[-1], survivors=None))
+    assert verdict is not None
+    more = f", and rank {secondary.rank} could not go on without it ({first_line(secondary)})"
+    return msgspec.structs.replace(verdict, headline=verdict.headline + more)
 
 
 def _find_restarted_server(records: Sequence[AnyRecord], secondary: Sequence[Raised]) -> Verdict | None:

@@ -58,6 +58,10 @@ class RunObserver(Protocol):
         """
         ...
 
+    def judge(self, records: Sequence[AnyRecord]) -> Sequence[AnyRecord]:
+        """Return new records of this host's workers, which may say that the others go on without one that has ended."""
+        ...
+
     def receive(self, record: AnyRecord) -> None:
         """Take a record of a worker."""
         ...
@@ -112,7 +116,7 @@ class Supervisor:
             while True:
                 exit_code = self._fork_server.poll()  # before reading: its last records have arrived by then
                 self._take_records(self._observer.before_records())
-                self._take_records(receive_records(self._fork_server.records)[0])
+                self._take_records(self._judge(receive_records(self._fork_server.records)[0]))
                 self._process_local_records(self._observer.tick())
                 now = time.monotonic()
                 self._extend_deadlines(now)
@@ -161,6 +165,10 @@ class Supervisor:
         """Process records of this host, and send them to host 0."""
         self._peers.send_records(records)
         self._process_records(records)
+
+    def _judge(self, records: Sequence[AnyRecord]) -> Sequence[AnyRecord]:
+        """Let the observer say of ended workers whether the others go on, as long as the run goes on."""
+        return self._observer.judge(records) if self._phase is Phase.RUNNING and self._verdict is None else records
 
     def _process_local_records(self, records: Sequence[AnyRecord]) -> None:
         """Process records that this agent has made itself. They are dropped once the run has a verdict."""

@@ -1,16 +1,20 @@
 """What a worker uses: connections to all servers of a run, tables, and transactions."""
 
 import contextlib
+from collections.abc import Collection, Sequence
 from typing import Self
 
+import msgspec
+
 from rankless.config.servers import ServersConfig
-from rankless.errors import RanklessError, ServerError
+from rankless.errors import LostWorkerError, RanklessError, ServerError
 from rankless.parameter_server.servers.authentication import WorkerHello
 from rankless.parameter_server.servers.messages import Kind, MessageHeader
 from rankless.parameter_server.servers.served_table import ServedTable, WorkerTransaction
 from rankless.parameter_server.servers.server_connection import ConnectionSettings
 from rankless.parameter_server.servers.server_requests import ServerRequests
 from rankless.parameter_server.servers.setting_formats import encode_table_settings
+from rankless.parameter_server.tables.row_gradients import RowGradients
 from rankless.parameter_server.tables.settings import TableSettings
 
 CONNECT_TIMEOUT_SECONDS = 60.0
@@ -87,6 +91,47 @@ class ServerClient:
         numbers = [answer.header.table for answer in answers]
         return ServedTable(self._requests, self._transaction, settings, numbers, answers[0].header.start)
 
+    def prepare(self, slices: Sequence[tuple[ServedTable, RowGradients]]) -> None:
+        """Send this worker's slices of the next step. All servers have them when the call returns.
+
+        `ServedTable.push_prepared` then adds them to the transaction. A lost worker's are used, too.
+
+        Raises:
+            TableError: A slice is too large.
+            ServerError: A server has died.
+        """
+        with self._requests.exchange():
+            self._requests.answers([sent for table, gradients in slices for sent in table.send_prepared(gradients)])
+
+    @property
+    def committed(self) -> int:
+        """The last transaction that this worker has committed."""
+        return self._transaction.committed
+
+    def regroup(self, lost: Collection[int], transaction: int, round_number: int) -> None:
+        """Tell the servers that workers are lost, and that the others go on; see Note [lost workers] in `transactions`.
+
+        Args:
+            lost: All workers that are lost.
+            transaction: The last transaction that counts, of all workers that are left.
+            round_number: The number of their round.
+
+        Raises:
+            ServerError: A server has died.
+            LostWorkerError: This worker has changed tables outside of a step.
+        """
+        if self._transaction.changes:
+            raise LostWorkerError(
+                expected="tables that change in the steps of jobs only, where a worker is lost",
+                found="a push or a reset since the last step, for example of optimizer.step() outside a job",
+                fix="step tables in jobs, or pass --lost-workers 0 and start again from a checkpoint",
+            )
+        for connection in self._requests.connections:
+            connection.forget_after(transaction)
+        payload = (msgspec.json.encode({"lost": sorted(lost), "round": round_number}),)
+        with self._requests.exchange():
+            self._requests.ask_all(MessageHeader(Kind.REGROUP, transaction=transaction), payload)
+
     def begin_step(self) -> None:
         """Begin a training step: in the mode `bounded` its pulls wait for workers that are too far behind."""
         self._transaction.is_training = True
@@ -103,16 +148,18 @@ class ServerClient:
         """
         header = MessageHeader(Kind.READY, transaction=self._transaction.committed + 1)
         with self._requests.exchange():
-            self._requests.ask_all(header)
+            pushes, self._transaction.unanswered = self._transaction.unanswered, []
+            ends = [self._requests.send(server, header) for server in range(len(self._requests.connections))]
+            self._requests.answers([*pushes, *ends])
             self._transaction.committed += 1
             self._transaction.changes = 0
             self._transaction.is_training = False
 
     def wait_until_committed(self) -> None:
         """Wait until all servers have made this worker's transactions, also those that are killed meanwhile."""
+        header = MessageHeader(Kind.STATISTICS, transaction=self._transaction.committed)
         if self._transaction.committed:
-            with self._requests.exchange():
-                self._requests.ask_all(MessageHeader(Kind.STATISTICS, transaction=self._transaction.committed))
+            self._requests.read(lambda: self._requests.ask_all(header))
 
     def close(self) -> None:
         """Leave the run once the last commit has been made, and close the connections. The others can go on alone.
@@ -121,8 +168,9 @@ class ServerClient:
         A worker with pushes that it has not committed only closes its connections.
         """
         if not self._closed and self._transaction.changes == 0:
-            with contextlib.suppress(RanklessError), self._requests.exchange():
-                self._requests.leave(MessageHeader(Kind.LEAVE, transaction=self._transaction.committed))
+            header = MessageHeader(Kind.LEAVE, transaction=self._transaction.committed)
+            with contextlib.suppress(RanklessError):
+                self._requests.read(lambda: self._requests.leave(header))
         self._close_connections()
 
     def _close_connections(self) -> None:

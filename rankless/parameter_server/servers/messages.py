@@ -26,6 +26,9 @@ COPIED_BYTES = 16384
 FOR_TRAINING = 1
 """The flag of a pull whose rows are for a training step: the worker must not be too far ahead of the others."""
 
+PREPARED = 2
+"""The flag of a push whose gradients the worker has prepared; see Note [prepared slices] in `prepared_slices`."""
+
 Frame = Any
 """Bytes, a memoryview, or an array in C's order."""
 
@@ -49,6 +52,10 @@ class Kind(IntEnum):
     RESTORE_END = 12
     STATISTICS = 13
     LEAVE = 14
+    PREPARE = 15
+    """A worker's slice of a step, before the step."""
+    REGROUP = 16
+    """Workers are lost, and the others go on. The payload says which."""
     CHALLENGE = 65
     WELCOME = 66
     DONE = 67
@@ -68,6 +75,7 @@ class MessageHeader(NamedTuple):
     Args:
         kind: See `Kind`.
         flags: Which section, in parts of contents: 0 for rows, 1 for ids that wait for one. In a pull: `FOR_TRAINING`.
+            In a push: `PREPARED`.
         table: Number of the table on this server.
         session: Number of the session, which the server has drawn.
         sequence: Number of the request among the worker's to this server, from 1 on. An answer has its request's.

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from rankless.parameter_server.servers.messages import MOST_IN_FLIGHT, Frame, Kind, MessageHeader
 
-CHANGES = (Kind.PUSH, Kind.RESET, Kind.READY)
+CHANGES = (Kind.PUSH, Kind.RESET, Kind.READY, Kind.PREPARE)
 TRANSFERS = (Kind.CONTENTS, Kind.CONTENTS_PART, Kind.RESTORE, Kind.RESTORE_PART, Kind.RESTORE_END)
 
 
@@ -90,6 +90,10 @@ class SentRequests:
         if transaction > self.committed:
             self.committed = transaction
             self._kept = [request for request in self._kept if request.header.transaction > transaction]
+
+    def forget_after(self, transaction: int) -> None:
+        """Forget changes of later transactions: this worker makes them again."""
+        self._kept = [request for request in self._kept if request.header.transaction <= transaction]
 
     def restart(self, committed: int) -> tuple[list[int], list[int]]:
         """Prepare to send again what a new process of the server lacks; see Note [requests of a lost server].

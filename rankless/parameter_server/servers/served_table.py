@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
 import msgspec
@@ -20,13 +20,14 @@ from rankless.parameter_server.servers.contents_transfer import (
     join_contents,
     split_contents,
 )
-from rankless.parameter_server.servers.messages import FOR_TRAINING, MOST_MESSAGE_BYTES, Kind, MessageHeader
+from rankless.parameter_server.servers.messages import FOR_TRAINING, MOST_MESSAGE_BYTES, PREPARED, Kind, MessageHeader
 from rankless.parameter_server.servers.routing import RoutedIds, route_ids, scatter_rows, servers_of_shards
 from rankless.parameter_server.servers.server_connection import ServerAnswer, TransferLostError
 from rankless.parameter_server.servers.server_requests import ServerRequests
 from rankless.parameter_server.servers.setting_formats import encode_optimizer
 from rankless.parameter_server.tables.contents import TableContents, TableStatistics
 from rankless.parameter_server.tables.optimizers import OptimizerSettings
+from rankless.parameter_server.tables.row_gradients import RowGradients
 from rankless.parameter_server.tables.settings import TableSettings
 
 Result = TypeVar("Result")
@@ -45,6 +46,8 @@ class WorkerTransaction:
         """The last transaction that this worker has committed."""
         self.changes = 0
         """Number of changes in the next one so far."""
+        self.unanswered: list[SentNumber] = []
+        """The pushes of it whose answers `commit` awaits."""
         self.is_training = False
         """Whether rows are read for a training step, which must not be too far ahead of other workers' steps."""
 
@@ -164,15 +167,23 @@ class ServedTable:
 
     def send_push(self, push: "TablePush") -> list[SentNumber]:
         """Send this worker's slice of a step, within an exchange."""
-        gradients, occurrences = push.gradients, push.occurrences
-        assert gradients.shape == (len(push.ids), self.settings.dim)
-        assert gradients.dtype == self.settings.dtype
         text = encode_optimizer(push.settings)
-        routed = self._route(push.ids)
+        return self._send_slice(Kind.PUSH, RowGradients(push.ids, push.occurrences, push.gradients), (text,))
+
+    def send_prepared(self, gradients: RowGradients) -> list[SentNumber]:
+        """Send this worker's slice of a step that follows, within an exchange; see `push_prepared`."""
+        return self._send_slice(Kind.PREPARE, gradients, ())
+
+    def _send_slice(self, kind: Kind, part: RowGradients, first_frames: tuple[bytes, ...]) -> list[SentNumber]:
+        """Send each server its part of gradients, after other frames. Raises TableError if they are too large."""
+        gradients, occurrences = part.gradients, part.occurrences
+        assert gradients.shape == (len(part.ids), self.settings.dim)
+        assert gradients.dtype == self.settings.dtype
+        routed = self._route(part.ids)
         if len(self._numbers) > 1:
             occurrences, gradients = occurrences[routed.places], gradients[routed.places]
         occurrences, gradients = np.ascontiguousarray(occurrences, np.int64), np.ascontiguousarray(gradients)
-        if gradients.nbytes + 2 * routed.ids.nbytes + len(text) > MOST_MESSAGE_BYTES:
+        if gradients.nbytes + 2 * routed.ids.nbytes + sum(map(len, first_frames)) > MOST_MESSAGE_BYTES:
             raise TableError(
                 expected=f"a slice of a step of at most {MOST_MESSAGE_BYTES:,} bytes",
                 found=f"{gradients.nbytes:,} bytes of gradients",
@@ -180,11 +191,28 @@ class ServedTable:
             )
         requests = []
         for server, (start, stop) in enumerate(_ranges(routed)):
-            header = self._header(Kind.PUSH, server, rows=stop - start)
-            header = header._replace(transaction=header.transaction + 1)
-            payload = (text, routed.ids[start:stop], occurrences[start:stop], gradients[start:stop])
+            header = self._change_header(kind, server)._replace(rows=stop - start)
+            payload = (*first_frames, routed.ids[start:stop], occurrences[start:stop], gradients[start:stop])
             requests.append(self.requests.send(server, header, payload))
         return requests
+
+    def push_prepared(self, settings: OptimizerSettings, factor: float) -> None:
+        """Add this worker's slice, which all servers have, to its transaction. Returns at once: `commit` waits.
+
+        Args:
+            settings: The optimizer's settings for this step, the same on all workers.
+            factor: By what the script has multiplied the gradients since they were prepared.
+        """
+        payload = (encode_optimizer(settings), np.array([factor], "<f8"))
+        with self.requests.exchange():
+            for server in range(len(self._numbers)):
+                header = self._change_header(Kind.PUSH, server)._replace(flags=PREPARED)
+                self._transaction.unanswered.append(self.requests.send(server, header, payload))
+        self.note_push()
+
+    def _change_header(self, kind: Kind, server: int) -> MessageHeader:
+        header = self._header(kind, server)
+        return header._replace(transaction=header.transaction + 1)
 
     def note_push(self) -> None:
         """Count a push that servers have noted."""
@@ -201,9 +229,7 @@ class ServedTable:
 
     def contents(self) -> TableContents:
         """Return a copy of everything that the servers hold after this worker's last commit, in the order of ids."""
-        with self.requests.exchange():
-            parts = begin_anew_if_lost(self._read_all)
-        return join_contents(parts)
+        return join_contents(self.requests.read(lambda: begin_anew_if_lost(self._read_all)))
 
     def _read_all(self) -> list[TableContents]:
         answers = self._ask_all(Kind.CONTENTS)
@@ -238,8 +264,7 @@ class ServedTable:
 
     def statistics(self) -> TableStatistics:
         """Return the numbers of all servers together."""
-        with self.requests.exchange():
-            answers = self._ask_all(Kind.STATISTICS)
+        answers = self.requests.read(lambda: self._ask_all(Kind.STATISTICS))
         parts = [msgspec.json.decode(answer.payload[0], type=TableStatistics) for answer in answers]
         sums = {
             name: sum(getattr(part, name) for part in parts)
@@ -305,9 +330,12 @@ def pull_together(tables: Sequence[ServedTable], ids: Sequence[NDArray[np.int64]
         ids: The ids in each table, as for `ServedTable.pull`.
     """
     requests = tables[0].requests
-    with requests.exchange():
+
+    def ask() -> tuple[list[PendingPull], Iterator[ServerAnswer]]:
         pending = [table.send_pull(wanted) for table, wanted in zip(tables, ids, strict=True)]
-        answers = iter(requests.answers([number for each in pending for number in each.requests]))
+        return pending, iter(requests.answers([number for each in pending for number in each.requests]))
+
+    pending, answers = requests.read(ask)
     return [
         table.take_pull(each, list(itertools.islice(answers, len(each.requests))))
         for table, each in zip(tables, pending, strict=True)

@@ -1,7 +1,7 @@
 """The tables of one server, by name, and the steps of committed transactions on them."""
 
 import contextlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -10,7 +10,7 @@ from rankless.errors import TableError
 from rankless.parameter_server.servers.messages import MessageRefusedError
 from rankless.parameter_server.servers.routing import first_shard
 from rankless.parameter_server.servers.setting_formats import decode_optimizer, decode_table_settings
-from rankless.parameter_server.servers.transactions import WorkerChange
+from rankless.parameter_server.servers.steps.worker_changes import WorkerChange
 from rankless.parameter_server.tables.contents import TableContents
 from rankless.parameter_server.tables.durable_tables import DurableTables
 from rankless.parameter_server.tables.row_gradients import sum_gradients
@@ -38,11 +38,15 @@ class KeptTransactions(msgspec.Struct, frozen=True):
 
     Args:
         left: The workers that have left.
+        lost: The workers that are lost, and the last transaction in which each takes part.
+        round: The number of the workers' last round.
         committed: The last transaction of each worker that has been committed, where each has its own. Empty: none.
         resets: How often the optimizer of a table has been reset, by the table's number.
     """
 
     left: list[int] = []
+    lost: dict[int, int] = {}
+    round: int = 0
     committed: list[int] = []
     resets: dict[int, int] = {}
 
@@ -76,6 +80,13 @@ class ServerTables:
         if sorted(left) != self._kept.left:
             with self._transaction(None):
                 self._keep(msgspec.structs.replace(self._kept, left=sorted(left)))
+
+    def keep_lost(self, lost: Mapping[int, int], round_number: int) -> None:
+        """Keep which workers are lost for a later process of this server."""
+        kept = msgspec.structs.replace(self._kept, lost=dict(sorted(lost.items())), round=round_number)
+        if kept != self._kept:
+            with self._transaction(None):
+                self._keep(kept)
 
     def open(self, name: str, settings: bytes, worker: int) -> int:
         """Return the number of a table, which is made if it does not exist.

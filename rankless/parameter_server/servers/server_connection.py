@@ -40,6 +40,20 @@ class TransferLostError(ServerError):
     """Raised if a server has started again while a worker read or restored contents: it must begin anew."""
 
 
+class ReadInterruptedError(Exception):
+    """Raised within a read that waits for the step of a lost worker."""
+
+
+def require_no_interruption() -> None:
+    """Raise the error again: nothing can be done about it here."""
+    raise
+
+
+def is_never_interrupted() -> bool:
+    """Return False: no worker can be lost."""
+    return False
+
+
 WaitCallback = Callable[[float, int], None]
 """Called while a worker waits, with the seconds so far and the index of the server."""
 
@@ -51,11 +65,15 @@ class ConnectionSettings(NamedTuple):
         reconnect_seconds: How long a server may be away. 0: its end is an error at once.
         notify: Tells the user that a worker waits for a server, and that it goes on.
         on_wait: Called several times a second while the worker waits. It may raise.
+        is_interrupted: Called several times a second within reads: whether a worker is lost, whose step they may await.
+        recover: Called then, in the handler of the error. It goes on without that worker, or raises.
     """
 
     reconnect_seconds: float = 0.0
     notify: Callable[[str], None] | None = None
     on_wait: WaitCallback | None = None
+    is_interrupted: Callable[[], bool] = is_never_interrupted
+    recover: Callable[[], None] = require_no_interruption
 
 
 class ServerAnswer(NamedTuple):
@@ -115,6 +133,15 @@ class ServerConnection:
         self._unanswered.add(number)
         self._send_queued()
         return number
+
+    def abandon(self, number: int) -> None:
+        """Wait no more for the answer to a request that reads."""
+        self._unanswered.discard(number)
+        self._answers.pop(number, None)
+
+    def forget_after(self, transaction: int) -> None:
+        """Send changes of later transactions to no later process of the server."""
+        self._sent.forget_after(transaction)
 
     @property
     def is_full(self) -> bool:

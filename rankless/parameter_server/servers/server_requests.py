@@ -2,7 +2,8 @@
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import zmq
 
@@ -10,7 +11,14 @@ from rankless.config.servers import ServersConfig
 from rankless.errors import RanklessError, ServerError, TableError
 from rankless.parameter_server.servers.authentication import WorkerHello, draw_number
 from rankless.parameter_server.servers.messages import Frame, MessageHeader
-from rankless.parameter_server.servers.server_connection import ConnectionSettings, ServerAnswer, ServerConnection
+from rankless.parameter_server.servers.server_connection import (
+    ConnectionSettings,
+    ReadInterruptedError,
+    ServerAnswer,
+    ServerConnection,
+)
+
+Result = TypeVar("Result")
 
 _SLICE_SECONDS = 0.25
 _LEAVE_SECONDS = 30.0
@@ -21,7 +29,9 @@ class ServerRequests:
 
     def __init__(self, config: ServersConfig, hello: WorkerHello, settings: ConnectionSettings) -> None:
         """Begin to connect. `hello` is that to server 0, without the client's random number."""
-        self._on_wait = settings.on_wait
+        self._on_wait, self._is_interrupted, self._recover = settings.on_wait, settings.is_interrupted, settings.recover
+        self._reads: list[tuple[int, int]] | None = None
+        """The requests of a read, which may be abandoned; None during changes."""
         self._failure: RanklessError | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.connections: list[ServerConnection] = []
@@ -77,10 +87,29 @@ class ServerRequests:
         except ServerError as error:
             self._failure = error
             raise
-        except TableError:
+        except (TableError, ReadInterruptedError):
             self._failure = None
             raise
         self._failure = None
+
+    def read(self, action: Callable[[], Result]) -> Result:
+        """Return what an exchange returns that only reads. It is made again if a lost worker has interrupted it.
+
+        Raises:
+            ReadInterruptedError: A worker was lost, and the caller must first go on without it.
+        """
+        while True:
+            try:
+                with self.exchange():
+                    self._reads = []
+                    return action()
+            except ReadInterruptedError:
+                for server, number in self._reads or ():
+                    self.connections[server].abandon(number)
+                self._reads = None
+                self._recover()
+            finally:
+                self._reads = None
 
     def send(self, server: int, header: MessageHeader, payload: Sequence[Frame] = ()) -> tuple[int, int]:
         """Send a request, and return the server and the request's number, for `answers`.
@@ -90,7 +119,10 @@ class ServerRequests:
         connection = self.connections[server]
         if connection.is_full:
             self._wait([(server, min(connection.unanswered))])
-        return server, connection.send(header, payload)
+        number = connection.send(header, payload)
+        if self._reads is not None:
+            self._reads.append((server, number))
+        return server, number
 
     def answers(self, requests: Iterable[tuple[int, int]]) -> list[ServerAnswer]:
         """Wait for the answers to requests, and return them in this order.
@@ -144,6 +176,8 @@ class ServerRequests:
                     connection.check_alive()
                 if waited > most_seconds:
                     return
+                if self._reads is not None and self._is_interrupted():
+                    raise ReadInterruptedError
                 if self._on_wait is not None:
                     self._on_wait(waited, connections[0].index)
 

@@ -15,10 +15,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from rankless.parameter_server.servers.messages import Kind, MessageHeader, array_of
+from rankless.parameter_server.servers.messages import PREPARED, Kind, MessageHeader, array_of
 from rankless.parameter_server.servers.served_tables import OpenTable, ServerTables
+from rankless.parameter_server.servers.steps.transactions import PendingTransactions
 from rankless.parameter_server.servers.table_requests import TableRequests
-from rankless.parameter_server.servers.transactions import PendingTransactions
 from rankless.parameter_server.tables.compiled_functions import compiled
 from rankless.parameter_server.tables.id_map import mix, shard_of
 from rankless.records.live.server_activity import SERVER_PAGE_BYTES, ServerActivity, ShardActivity, TableActivity
@@ -60,7 +60,7 @@ class RequestCounter:
         if answer.kind != Kind.DONE:
             return
         self.requests += 1
-        if header.kind not in (Kind.PULL, Kind.PUSH):
+        if header.kind not in (Kind.PULL, Kind.PUSH, Kind.PREPARE) or header.flags & PREPARED:
             return
         opened = tables.find(header.table)
         rows, settings = header.rows, opened.table.settings
@@ -76,7 +76,7 @@ class RequestCounter:
             counts = self._shard_ids[header.table] = np.zeros(max(1, stop - first), np.int64)
         self._table_ids[header.table] += rows
         if rows:
-            ids = array_of(payload[0 if header.kind == Kind.PULL else 1], "<i8", (rows,))
+            ids = array_of(payload[1 if header.kind == Kind.PUSH else 0], "<i8", (rows,))
             count_shards(ids, settings.shard_bits, first, counts)
 
     def requested_ids(self, table: int) -> int:

@@ -19,6 +19,7 @@ from rankless.parameter_server.servers.error_messages import encode_error
 from rankless.parameter_server.servers.messages import (
     FOR_TRAINING,
     MOST_MESSAGE_BYTES,
+    PREPARED,
     Kind,
     MessageHeader,
     MessageRefusedError,
@@ -29,13 +30,13 @@ from rankless.parameter_server.servers.routing import are_ids_of_shards
 from rankless.parameter_server.servers.served_tables import OpenTable, ServerTables
 from rankless.parameter_server.servers.sessions import RequestAnswer, WorkerSession
 from rankless.parameter_server.servers.setting_formats import decode_optimizer
-from rankless.parameter_server.servers.transactions import (
+from rankless.parameter_server.servers.steps.transactions import (
     MOST_AHEAD,
     CommonTransactions,
     IndependentTransactions,
     PendingTransactions,
-    WorkerChange,
 )
+from rankless.parameter_server.servers.steps.worker_changes import WorkerChange
 from rankless.parameter_server.tables.row_gradients import RowGradients
 
 _MOST_OCCURRENCES = 1 << 32
@@ -43,8 +44,15 @@ _MOST_OCCURRENCES = 1 << 32
 _READ_KINDS = (Kind.PULL, Kind.CONTENTS, Kind.RESTORE_END, Kind.STATISTICS, Kind.LEAVE)
 """They see what the worker has committed, and wait for the other workers' part of it. A worker leaves no earlier,
 because it keeps its part for a server that is killed before."""
-_CHANGE_KINDS = (Kind.PUSH, Kind.RESET)
+_CHANGE_KINDS = (Kind.PUSH, Kind.RESET, Kind.PREPARE)
 _MOST_WIDTH = 1 << 24
+
+
+class LostWorkersMessage(msgspec.Struct, frozen=True):
+    """What a worker says of others that are lost. `round` is the number of the round of those that are left."""
+
+    lost: list[int]
+    round: int
 
 
 class WorkerRequest(NamedTuple):
@@ -80,6 +88,8 @@ class TableRequests:
             Kind.RESTORE_END: self._restore_end,
             Kind.STATISTICS: self._statistics,
             Kind.LEAVE: self._leave,
+            Kind.PREPARE: self._prepare,
+            Kind.REGROUP: self._regroup,
         }
 
     def begin_incarnation(self, worker: int) -> None:
@@ -112,7 +122,7 @@ class TableRequests:
             raise MessageRefusedError("an unknown kind")
         if self.failure is not None:  # which answers it
             return
-        if header.kind not in (Kind.OPEN, Kind.READY, Kind.LEAVE):
+        if header.kind not in (Kind.OPEN, Kind.READY, Kind.LEAVE, Kind.REGROUP):
             self.tables.find(header.table)
         # A read of a later transaction than the worker's last one would wait for ever.
         ready = self.transactions.ready[request.session.worker]
@@ -161,18 +171,35 @@ class TableRequests:
         return answer._replace(header=answer.header._replace(table=number))
 
     def _push(self, request: WorkerRequest) -> RequestAnswer:
-        opened, header = self.tables.find(request.header.table), request.header
-        frames = _frames(request, 4)
-        settings = opened.table.settings
-        ids = _ids_of(opened, frames[1], header.rows)
-        occurrences = array_of(frames[2], "<i8", (header.rows,))
-        gradients = array_of(frames[3], settings.dtype, (header.rows, settings.dim))
-        if header.rows and not 0 <= int(occurrences.min()) <= int(occurrences.max()) <= _MOST_OCCURRENCES:
-            raise MessageRefusedError("occurrences out of range")
-        text = bytes(frames[0])
+        opened, header, factor = self.tables.find(request.header.table), request.header, None
+        if header.flags & PREPARED:
+            text, (factor,) = bytes(_frames(request, 2)[0]), array_of(request.payload[1], "<f8", (1,)).tolist()
+            gradients = self.transactions.find_prepared(
+                request.session.worker, header.transaction, header.table, factor
+            )
+        else:
+            text, gradients = bytes(_frames(request, 4)[0]), _gradients_of(opened, header.rows, request.payload[1:])
         what = f"push to the table {opened.name!r} with {decode_optimizer(text)}"
-        change = WorkerChange(header.table, what, text, RowGradients(ids, occurrences, gradients))
-        return self._add(request, change)
+        return self._add(request, WorkerChange(header.table, what, text, gradients, factor=factor))
+
+    def _prepare(self, request: WorkerRequest) -> RequestAnswer:
+        opened, header = self.tables.find(request.header.table), request.header
+        gradients = _gradients_of(opened, header.rows, _frames(request, 3))
+        try:
+            self.transactions.prepare(request.session.worker, header.transaction, header.table, gradients)
+        except TableError as error:
+            self.failure = error
+            raise
+        return _done(request)
+
+    def _regroup(self, request: WorkerRequest) -> RequestAnswer:
+        message = decode_json(_frames(request, 1)[0], LostWorkersMessage)
+        workers = range(len(self.transactions.ready))
+        if message.round < self.tables.kept.round or not set(message.lost) <= set(workers):
+            raise MessageRefusedError("lost workers of an earlier round, or that are none")
+        self.transactions.regroup(request.session.worker, message.lost, request.header.transaction)
+        self.tables.keep_lost(self.transactions.lost, message.round)
+        return _done(request)
 
     def _reset(self, request: WorkerRequest) -> RequestAnswer:
         _frames(request, 0)
@@ -273,7 +300,7 @@ def make_transactions(tables: ServerTables, worker_count: int, mode: ServerMode)
     """Return the transactions of a mode, after those that an earlier process of the server has kept."""
     kept = tables.kept
     if mode == "sync":
-        return CommonTransactions(worker_count, tables.last_transaction, kept.left)
+        return CommonTransactions(worker_count, tables.last_transaction, kept.left, kept.lost)
     return IndependentTransactions(worker_count, kept.committed, kept.left)
 
 
@@ -301,6 +328,17 @@ def _ids_of(opened: OpenTable, frame: memoryview, count: int) -> NDArray[np.int6
     if not are_ids_of_shards(ids, opened.table.settings.shard_bits, *opened.shards):
         raise MessageRefusedError("ids of another server")
     return ids
+
+
+def _gradients_of(opened: OpenTable, rows: int, frames: Sequence[memoryview]) -> RowGradients:
+    """Return gradients from the frames of their ids, occurrences and elements."""
+    settings = opened.table.settings
+    ids = _ids_of(opened, frames[0], rows)
+    occurrences = array_of(frames[1], "<i8", (rows,))
+    gradients = array_of(frames[2], settings.dtype, (rows, settings.dim))
+    if rows and not 0 <= int(occurrences.min()) <= int(occurrences.max()) <= _MOST_OCCURRENCES:
+        raise MessageRefusedError("occurrences out of range")
+    return RowGradients(ids, occurrences, gradients)
 
 
 def _frames(request: WorkerRequest, count: int) -> Sequence[memoryview]:

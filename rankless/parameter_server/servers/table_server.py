@@ -160,6 +160,7 @@ class TableServer:
                 found=hello.worker,
                 fix="give each worker its own number",
             )
+        self._require_not_lost(hello.worker)
         session = self._sessions.get(hello.worker)
         known = (-1, 0) if session is None else (session.incarnation, session.instance)
         number = draw_number()
@@ -191,6 +192,14 @@ class TableServer:
         self.requests.begin_incarnation(hello.worker)
         self._commit()
         return session
+
+    def _require_not_lost(self, worker: int) -> None:
+        if worker in self.requests.transactions.lost:
+            raise ServerError(
+                expected="a worker that the others have not lost",
+                found=f"worker {worker}, without which they go on",
+                fix="start the run again",
+            )
 
     def _handle(self, identity: bytes, header: MessageHeader, payload: Sequence[memoryview]) -> None:
         """Do a request of a session, or answer an earlier one again."""
@@ -228,10 +237,20 @@ class TableServer:
         request.session.last_sequence = request.header.sequence
         self._log_opened(request, answer)
         self._finish(request, answer)
-        if request.header.kind in (Kind.PUSH, Kind.RESET, Kind.READY, Kind.LEAVE):
+        if request.header.kind == Kind.REGROUP and answer.header.kind == Kind.DONE:
+            self._close_lost_sessions()
+        if request.header.kind in (Kind.PUSH, Kind.RESET, Kind.READY, Kind.LEAVE, Kind.REGROUP):
             self._commit()
         if request.header.kind == Kind.LEAVE:  # nobody waits for the worker any more
             self._do_waiting()
+
+    def _close_lost_sessions(self) -> None:
+        """Refuse what lost workers have still sent."""
+        for worker in self.requests.transactions.lost.keys() & self._sessions.keys():
+            session = self._sessions.pop(worker)
+            self._by_identity.pop(session.identity, None)
+            self._waiting = [request for request in self._waiting if request.session is not session]
+            self._log(f"worker {worker} is lost")
 
     def _commit(self) -> None:
         """Commit all transactions that are complete, and do the requests that have waited for them."""

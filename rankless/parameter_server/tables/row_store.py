@@ -49,3 +49,11 @@ class RowStore(Protocol):
     def statistics(self) -> TableStatistics:
         """Return numbers of rows and of what has happened to them."""
         ...
+
+
+class PreparedRowStore(RowStore, Protocol):
+    """A store that can get a worker's gradients before the step."""
+
+    def push_prepared(self, settings: OptimizerSettings, factor: float) -> None:
+        """Make one step with the gradients that this worker has prepared, times a factor. All workers call it."""
+        ...

@@ -62,8 +62,15 @@ def _patch_destroy_process_group(before_teardown: Callable[[BaseException | None
         destroyed.keep(living)
 
     destroy_process_group.__doc__ = destroy.__doc__
+    destroy_process_group.__wrapped__ = destroy  # type: ignore[attr-defined]  # as functools.wraps does
     _replace(groups, destroy_process_group)
     _replace(dist, destroy_process_group)
+
+
+def find_original_destroy() -> Callable[..., None]:
+    """Return PyTorch's own function that destroys process groups, without the report to the agent."""
+    current: Callable[..., None] = dist.destroy_process_group
+    return getattr(current, "__wrapped__", current)
 
 
 def _replace(module: Any, function: Callable[..., None]) -> None:

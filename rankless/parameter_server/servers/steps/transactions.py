@@ -4,14 +4,21 @@ Note [transactions]: a worker's pushes since its last commit are its part of one
 and commits a transaction when every worker has said that all servers have its part. So a worker that fails in between
 leaves no server with a step that another one lacks. In the modes without common steps each worker has transactions of
 its own.
+
+Note [lost workers]: the workers that are left say which ones are lost, and the last transaction that counts. Up to it
+a lost worker takes part with what it has sent, later it does not. Each worker says it in the order of its own requests,
+and what it has sent for later transactions is dropped then. A later round may say that fewer transactions count, if a
+worker that knew more was lost meanwhile. None of them is committed, because the others have not made their part.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Protocol
 
 from rankless.errors import TableError
 from rankless.parameter_server.servers.messages import MessageRefusedError
+from rankless.parameter_server.servers.steps.prepared_slices import PreparedSlices
+from rankless.parameter_server.servers.steps.worker_changes import WorkerChange
 from rankless.parameter_server.tables.row_gradients import RowGradients, count_bytes
 
 MOST_AHEAD = 8
@@ -20,34 +27,18 @@ MOST_HELD_BYTES = 4 << 30
 """Most bytes of one worker's pushes that wait for other workers."""
 
 
-class WorkerChange(NamedTuple):
-    """One push or reset of one worker.
-
-    Args:
-        table: Number of the table.
-        text: What it does, for people. Equal for all workers.
-        settings: Settings of the optimizer as JSON. Empty: reset the optimizer's states.
-        gradient_slice: The worker's slice of the gradients. None: reset.
-        reset: How many resets of the table the worker has asked for, with this one. 0: it is a push.
-    """
-
-    table: int
-    text: str
-    settings: bytes
-    gradient_slice: RowGradients | None
-    reset: int = 0
-
-
 class PendingTransactions(Protocol):
     """The parts of transactions that have arrived, and which ones are committed.
 
     Attributes:
         ready: The last transaction of each worker that it has said to be complete.
         left: The workers that have left.
+        lost: The workers that are lost, and the last transaction in which each takes part.
     """
 
     ready: list[int]
     left: set[int]
+    lost: dict[int, int]
 
     def committed_of(self, worker: int) -> int:
         """Return the last transaction of a worker that has been committed."""
@@ -73,6 +64,32 @@ class PendingTransactions(Protocol):
 
     def mark_ready(self, worker: int, transaction: int) -> None:
         """Note that all servers have a worker's part. Raises MessageRefusedError if it is not of its next one."""
+        ...
+
+    def prepare(self, worker: int, transaction: int, table: int, gradients: RowGradients) -> None:
+        """Keep a worker's slice of a step that follows; see Note [prepared slices].
+
+        Raises:
+            MessageRefusedError: It is not of the worker's next transaction, or there are no common steps.
+            TableError: The worker's slices take too much memory.
+        """
+        ...
+
+    def find_prepared(self, worker: int, transaction: int, table: int, factor: float) -> RowGradients:
+        """Return a worker's prepared slice times a factor. Raises MessageRefusedError if there is none."""
+        ...
+
+    def regroup(self, worker: int, lost: Collection[int], transaction: int) -> None:
+        """Take a worker's message that others are lost; see Note [lost workers].
+
+        Args:
+            worker: The worker that says it.
+            lost: All workers that are lost.
+            transaction: The last transaction that counts.
+
+        Raises:
+            MessageRefusedError: The worker itself is among them, or has completed later transactions.
+        """
         ...
 
     def leave(self, worker: int) -> None:
@@ -106,17 +123,21 @@ class WorkerParts:
 
     def add(self, worker: int, transaction: int, change: WorkerChange) -> dict[int, list[WorkerChange]]:
         """Keep a worker's next change. Return all workers' changes of that transaction. Raises TableError."""
-        size = _size_of(change)
-        if self._held_bytes[worker] + size > MOST_HELD_BYTES:
-            raise TableError(
-                expected=f"pushes of at most {MOST_HELD_BYTES:,} bytes to one server that wait for other workers",
-                found=f"{self._held_bytes[worker] + size:,} bytes of worker {worker}",
-                fix="make smaller batches, or add servers",
-            )
+        self.require_memory(worker, change.gradient_slice)
         parts = self._changes[transaction]
         parts.setdefault(worker, []).append(change)
-        self._held_bytes[worker] += size
+        self._held_bytes[worker] += _size_of(change)
         return parts
+
+    def require_memory(self, worker: int, gradients: RowGradients | None) -> None:
+        """Raise TableError if a worker's changes would take too much memory with these gradients."""
+        size = self._held_bytes[worker] + (0 if gradients is None else count_bytes(gradients))
+        if size > MOST_HELD_BYTES:
+            raise TableError(
+                expected=f"pushes of at most {MOST_HELD_BYTES:,} bytes to one server that wait for other workers",
+                found=f"{size:,} bytes of worker {worker}",
+                fix="make smaller batches, or add servers",
+            )
 
     def has(self, worker: int, transaction: int) -> bool:
         """Return whether a worker has made changes in a transaction."""
@@ -140,18 +161,27 @@ class WorkerParts:
 class CommonTransactions:
     """Transactions of all workers together: an optimizer step for all their batches; see PendingTransactions."""
 
-    def __init__(self, worker_count: int, committed: int = 0, left: Iterable[int] = ()) -> None:
+    def __init__(
+        self,
+        worker_count: int,
+        committed: int = 0,
+        left: Iterable[int] = (),
+        lost: Mapping[int, int] | None = None,
+    ) -> None:
         """Begin, or go on after an earlier process of this server.
 
         Args:
             worker_count: Number of workers.
             committed: The last transaction that has been committed.
             left: The workers that have left.
+            lost: The workers that are lost, and the last transaction in which each takes part. Default: none.
         """
         self.ready = [committed] * worker_count
         self.left = set(left)
+        self.lost = dict(lost or {})
         self._committed = committed
         self._parts = WorkerParts(worker_count)
+        self._prepared = PreparedSlices()
 
     def committed_of(self, worker: int) -> int:  # noqa: ARG002  # the same for all
         """Return the last transaction that has been committed."""
@@ -192,23 +222,56 @@ class CommonTransactions:
             self.left.remove(worker)
             self.ready[worker] = max(self.ready[worker], self._committed)
 
+    def prepare(self, worker: int, transaction: int, table: int, gradients: RowGradients) -> None:
+        """Keep a worker's slice of a step that follows."""
+        _require_next(transaction, self.ready[worker], "a change")
+        self._parts.require_memory(worker, gradients)
+        self._prepared.add(worker, transaction, table, gradients)
+
+    def find_prepared(self, worker: int, transaction: int, table: int, factor: float) -> RowGradients:
+        """Return a worker's prepared slice times a factor."""
+        found = self._prepared.take_scaled(worker, transaction, table, factor)
+        if found is None:
+            raise MessageRefusedError("a push of gradients that were not prepared")
+        return found
+
+    def regroup(self, worker: int, lost: Collection[int], transaction: int) -> None:
+        """Take a worker's message that others are lost; see Note [lost workers]."""
+        if worker in lost or self.ready[worker] > transaction:
+            raise MessageRefusedError(
+                "lost workers that cannot be, or fewer transactions than the worker has completed"
+            )
+        for each in lost:
+            self.lost[each] = min(transaction, self.lost.get(each, transaction))
+            self.ready[each] = min(self.ready[each], self.lost[each])
+        for each in (worker, *lost):
+            self._parts.forget_after(each, transaction)
+            self._prepared.forget_after(each, transaction)
+
     def take(self) -> list[list[WorkerChange]] | None:
-        """Return the next transaction if all workers have completed it, but for those that have left."""
+        """Return the next transaction if all workers have completed it, but for those that have left or are lost."""
         transaction = self._committed + 1
         taking_part = [worker for worker, ready in enumerate(self.ready) if ready >= transaction]
-        missing = [worker for worker in range(len(self.ready)) if worker not in taking_part]
-        if not taking_part or not self.left.issuperset(missing):
+        waiting_for = set(range(len(self.ready))) - set(taking_part) - self.left - self.lost.keys()
+        if waiting_for or not set(taking_part) - self.lost.keys():
             return None
-        changes = [self._parts.take(worker, transaction) for worker in taking_part]
-        for worker, worker_changes in zip(taking_part, changes, strict=True):
-            if len(worker_changes) != len(changes[0]):
+        changes = {worker: self._parts.take(worker, transaction) for worker in taking_part}
+        known = next(changes[worker] for worker in taking_part if worker not in self.lost)
+        for worker, last in self.lost.items():
+            if worker not in changes and last >= transaction:
+                self._parts.take(worker, transaction)
+                changes[worker] = self._prepared.complete(worker, transaction, known)
+        for worker, worker_changes in changes.items():
+            if len(worker_changes) != len(known):
+                first = next(each for each in changes if changes[each] is known)
                 raise TableError(
                     expected=f"the same pushes of all workers in transaction {transaction}",
-                    found=f"{len(changes[0])} of worker {taking_part[0]}, {len(worker_changes)} of worker {worker}",
+                    found=f"{len(known)} of worker {first}, {len(worker_changes)} of worker {worker}",
                     fix="push once for each table on every worker in each step, without ids if it has none",
                 )
+        self._prepared.forget(transaction)
         self._committed = transaction
-        return changes
+        return [changes[worker] for worker in sorted(changes)]
 
 
 class IndependentTransactions:
@@ -225,6 +288,7 @@ class IndependentTransactions:
         self._committed = list(committed) or [0] * worker_count
         self.ready = list(self._committed)
         self.left = set(left)
+        self.lost: dict[int, int] = {}
         self._parts = WorkerParts(worker_count)
 
     @property
@@ -264,6 +328,18 @@ class IndependentTransactions:
         """Forget the transaction that a worker has not completed."""
         self._parts.forget_after(worker, self.ready[worker])
         self.left.discard(worker)
+
+    def prepare(self, worker: int, transaction: int, table: int, gradients: RowGradients) -> None:  # noqa: ARG002
+        """Refuse it: no step has parts of several workers."""
+        raise MessageRefusedError("gradients for a common step in a mode without one")
+
+    def find_prepared(self, worker: int, transaction: int, table: int, factor: float) -> RowGradients:  # noqa: ARG002
+        """Refuse it: nothing is prepared."""
+        raise MessageRefusedError("a push of gradients that were not prepared")
+
+    def regroup(self, worker: int, lost: Collection[int], transaction: int) -> None:  # noqa: ARG002
+        """Refuse it: no worker waits for the step of another one."""
+        raise MessageRefusedError("lost workers in a mode without common steps")
 
     def take(self) -> list[list[WorkerChange]] | None:
         """Return the next transaction of a worker that has completed one."""

@@ -1,0 +1,83 @@
+"""A call of a job as an operation of all workers, which others make again without a worker that is lost meanwhile."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+
+from rankless.context.generator_states import restore_generators, save_generators
+from rankless.context.world import World
+from rankless.data.logical_tensor import LogicalTensor
+from rankless.errors import LostWorkerError
+from rankless.jobs.arguments import FlattenedArguments
+from rankless.jobs.definition import CallResult, JobDefinition
+from rankless.jobs.views.consistent import ConsistentView
+from rankless.jobs.views.view_start import JobView, start_view
+
+
+class WorldView:
+    """The view of a job in the world of the workers that are left."""
+
+    def __init__(self, job: JobDefinition) -> None:
+        self._job = job
+        self.view: JobView | None = None
+        """The view, once it was needed."""
+        self._world: World | None = None
+
+    def find(self, world: World) -> JobView:
+        """Return the view for a world, which is made if the world is another one than at the last call.
+
+        Raises LostWorkerError if the job cannot go on in it.
+        """
+        if self.view is not None and self._world is not world:
+            self._require_movable()
+            self.view = None
+        self._world = world
+        self.view = self.view or start_view(self._job, world)
+        return self.view
+
+    def run(self, world: World, arguments: FlattenedArguments) -> CallResult:
+        """Return the result of a call. A train job also sets its parameters' gradients."""
+        view = self.find(world)
+        if world.recovery is None or not isinstance(view, ConsistentView):
+            return view.run(divide_arguments(arguments, world))
+        view.tables.share()  # operations of their own
+        states, is_first = save_generators(view.generators), True
+
+        def attempt(current: World) -> Callable[[], CallResult]:
+            nonlocal is_first
+            if not is_first:
+                restore_generators(states)
+            is_first = False
+            divided, view = divide_arguments(arguments, current), self.find(current)
+            if isinstance(view, ConsistentView):
+                return view.compute(divided)
+            return functools.partial(view.run, divided)  # this worker is alone
+
+        has_tables = world.tables.tables is not None
+        return world.run_for_all(attempt, commits=lambda: self._job.trains and has_tables)()
+
+    def _require_movable(self) -> None:
+        """Raise LostWorkerError if a worker was lost that had a part of what the job needs."""
+        job = self._job
+        found = None
+        if job.step_options.zero is not None:
+            found = f"zero={job.step_options.zero!r}: it had a part of the states"
+        elif job.view != "consistent":
+            found = 'view="mirrored"' if job.view == "mirrored" else "capture=False"
+        if found is not None:
+            raise LostWorkerError(
+                expected=f"a job that can go on without a lost worker, as {job.name!r}",
+                found=found,
+                fix="start the run again from a checkpoint",
+                where=job.line,
+            )
+
+
+def divide_arguments(arguments: FlattenedArguments, world: World) -> FlattenedArguments:
+    """Return the arguments of a call as the workers that are left divide them."""
+    if world.recovery is None or all(
+        not isinstance(tensor, LogicalTensor) or tensor.mesh is world.mesh for tensor in arguments.tensors
+    ):
+        return arguments
+    tensors = [each.divide_again(world.mesh) if isinstance(each, LogicalTensor) else each for each in arguments.tensors]
+    return replace(arguments, tensors=tuple(tensors))

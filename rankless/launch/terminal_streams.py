@@ -1,0 +1,57 @@
+"""The two streams of the agent's terminal, which it shares with the script's output and a progress display."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TextIO
+
+from rankless.launch.worker_output import Source, Write, make_writer
+from rankless.terminal.cursor_tracker import CursorTracker
+
+
+@dataclass(frozen=True, kw_only=True)
+class TerminalStreams:
+    """Where the agent writes, between what workers write."""
+
+    out: TextIO
+    err: TextIO
+    hide_progress: Callable[[], AbstractContextManager[None]]
+    cursor: CursorTracker | None
+    """None if the two streams end in different places: the script's output then cannot meet the agent's lines."""
+
+    def writers(self) -> dict[Source, Write]:
+        """Return what writes the output of workers."""
+        return {"out": self._writer(self.out), "err": self._writer(self.err)}
+
+    def _writer(self, text: TextIO) -> Write:
+        write, cursor = make_writer(text, self.hide_progress), self.cursor
+        if cursor is None:
+            return write
+
+        def write_and_follow(data: bytes) -> None:
+            write(data)
+            cursor.feed(data)
+
+        return write_and_follow
+
+    def notify(self, text: str) -> None:
+        """Write a notice."""
+        with self.hide_progress():
+            self.write_error(f"rankless: {text}\n")
+
+    def write_error(self, text: str) -> None:
+        """Write text of the agent, on a line of its own."""
+        if self.cursor is not None and text:
+            if self.cursor.is_inside_line:  # below a bar there may be more bars: erase them
+                text = ("\n\x1b[J" if self.err.isatty() else "\n") + text
+            self.cursor.feed(text.encode())
+        try:
+            self.err.write(text)
+            self.err.flush()
+        except OSError:  # the terminal is gone, and training goes on
+            return
+
+    def write_table(self, text: str) -> None:
+        """Write a table, which may be long."""
+        with self.hide_progress():
+            self.write_error(text)

@@ -1,0 +1,66 @@
+"""Gradients that workers have sent before their step, so that the step outlives the worker that computed them.
+
+Note [prepared slices]: a worker that dies after others have stepped would take its part of the step with it. So all
+workers send their gradients before any of them steps. The push that follows has the optimizer's settings, and one
+factor by which the script has scaled the gradients. A server makes the push of a lost worker from its prepared slice
+and the push of another worker: they differ in nothing else.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+
+from rankless.errors import TableError
+from rankless.parameter_server.servers.steps.worker_changes import WorkerChange
+from rankless.parameter_server.tables.row_gradients import RowGradients
+
+
+class PreparedSlices:
+    """The slices of each worker for transactions that are not committed; see Note [prepared slices]."""
+
+    def __init__(self) -> None:
+        self._slices: defaultdict[int, dict[tuple[int, int], RowGradients]] = defaultdict(dict)
+        """By transaction, then by worker and table."""
+
+    def add(self, worker: int, transaction: int, table: int, gradients: RowGradients) -> None:
+        """Keep a slice, instead of an earlier one whose step the worker has not made."""
+        self._slices[transaction][worker, table] = gradients
+
+    def take_scaled(self, worker: int, transaction: int, table: int, factor: float) -> RowGradients | None:
+        """Return a worker's slice, with its gradients times a factor. None: it has sent none."""
+        found = self._slices.get(transaction, {}).get((worker, table))
+        if found is None or factor == 1.0:
+            return found
+        return replace(found, gradients=found.gradients * found.gradients.dtype.type(factor))
+
+    def complete(self, worker: int, transaction: int, changes: Sequence[WorkerChange]) -> list[WorkerChange]:
+        """Return the changes of a lost worker, from those of another worker and from its slices.
+
+        Raises TableError if it has not sent all of them to this process.
+        """
+        completed = []
+        for change in changes:
+            gradients = change.gradient_slice
+            if gradients is not None and change.factor is not None:
+                gradients = self.take_scaled(worker, transaction, change.table, change.factor)
+            if change.gradient_slice is not None and (gradients is None or change.factor is None):
+                raise TableError(
+                    expected=f"the gradients of worker {worker} for transaction {transaction}",
+                    found="that it was lost before they arrived, or together with an earlier process of this server",
+                    fix="start the run again from a checkpoint",
+                )
+            completed.append(change._replace(gradient_slice=gradients))
+        return completed
+
+    def forget(self, transaction: int) -> None:
+        """Forget the slices of a transaction, which is committed."""
+        self._slices.pop(transaction, None)
+
+    def forget_after(self, worker: int, transaction: int) -> None:
+        """Forget a worker's slices for later transactions: it will make them again."""
+        for later in [each for each in self._slices if each > transaction]:
+            slices = self._slices[later]
+            for key in [key for key in slices if key[0] == worker]:
+                del slices[key]
+            if not slices:
+                del self._slices[later]

@@ -1,0 +1,26 @@
+"""What a worker changes in a transaction."""
+
+from typing import NamedTuple
+
+from rankless.parameter_server.tables.row_gradients import RowGradients
+
+
+class WorkerChange(NamedTuple):
+    """One push or reset of one worker.
+
+    Args:
+        table: Number of the table.
+        text: What it does, for people. Equal for all workers.
+        settings: Settings of the optimizer as JSON. Empty: reset the optimizer's states.
+        gradient_slice: The worker's slice of the gradients. None: reset.
+        reset: How many resets of the table the worker has asked for, with this one. 0: it is a push.
+        factor: By what the gradients that the worker has prepared were multiplied; see Note [prepared slices]. None:
+            they came with the push.
+    """
+
+    table: int
+    text: str
+    settings: bytes
+    gradient_slice: RowGradients | None
+    reset: int = 0
+    factor: float | None = None

@@ -1,0 +1,177 @@
+"""Goes on without lost workers: this process's side of Note [operations] in `context.world`.
+
+The agent ends the round of a lost worker, and starts the next one when all others have asked for it
+(`launch.elastic.survivors`).
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Protocol, TypeVar
+
+import msgspec
+import torch.distributed as dist
+
+from rankless.collectives.backends.process_group import SharedMemoryProcessGroup
+from rankless.collectives.byte_messages import all_gather_bytes
+from rankless.context.table_sharing import TableSharing
+from rankless.context.world import World
+from rankless.errors import CollectiveError
+from rankless.runtime.elastic_round import ElasticMember, Round
+
+Result = TypeVar("Result")
+
+NOTICE_SECONDS = 5.0
+"""How long a worker whose group has failed waits for the agent to say that another one is lost."""
+OTHER_ERROR_SECONDS = 0.5
+"""The same after an error that another backend than the shared memory may have raised."""
+
+
+class _Progress(msgspec.Struct, frozen=True):
+    """What one worker tells the others in a new round."""
+
+    worker: int
+    passed: int
+    """How many operations it has passed."""
+    counted: int
+    """How many transactions on servers they include."""
+
+
+class Regrouping(Protocol):
+    """Makes the world of a round; the process's context does."""
+
+    def join_round(self, joined: Round) -> World:
+        """Leave the process group, join that of a round, and return a world with it. Collective."""
+        ...
+
+    def enter(self, world: World) -> None:
+        """Use a world from now on."""
+        ...
+
+
+class WorkerRecovery:
+    """Runs operations of all workers, again without those that are lost meanwhile."""
+
+    def __init__(self, member: ElasticMember, context: Regrouping, tables: TableSharing) -> None:
+        """Make operations once `begin` has been called.
+
+        Args:
+            member: The connection to the agent.
+            context: Makes the world of a round.
+            tables: The tables that workers share.
+        """
+        self._member, self._context, self._tables = member, context, tables
+        self._world: World | None = None
+        self._passed = 0
+        self._counted = 0
+        """How many transactions on servers the operations so far include."""
+        self._is_inside = False
+
+    def begin(self, world: World) -> None:
+        """Make operations in a world, in which all workers are."""
+        self._world = world
+        self._member.on_ended = self._abort
+        self._member.report_joined()
+
+    @property
+    def world(self) -> World:
+        """The world of the workers that are left."""
+        assert self._world is not None
+        return self._world
+
+    def run(self, attempt: Callable[[World], Result], *, commits: Callable[[], bool]) -> Result:
+        """Return what an operation returns. Within another one it is part of that."""
+        if self._is_inside or self.world.mesh.size == 1:
+            return attempt(self.world)
+        number = self._passed + 1
+        self._counted = self._committed
+        while True:
+            finished: list[Result] = []
+            self._is_inside = True
+            try:
+                self._require_all_workers()
+                finished.append(attempt(self.world))
+                if self.world.mesh.size > 1:
+                    dist.barrier(group=self.world.mesh.group)
+                self._passed, self._counted = number, self._committed + commits()
+                return finished[0]
+            except Exception as error:  # the script's own, or that of any library that lost its group
+                if not self._wait_for_notice(error):
+                    raise
+            finally:
+                self._is_inside = False
+            self._regroup()
+            if self._passed == number:  # this worker was in the barrier
+                return finished[0]
+
+    def is_interrupted(self) -> bool:
+        """Return whether a worker has been lost, and the others have not formed a group anew."""
+        return self._member.has_ended and self.world.mesh.size > 1
+
+    def go_on(self) -> None:
+        """Form a group without lost workers. Called in the handler of an error, which it raises again in operations."""
+        if self._is_inside:
+            raise
+        self._regroup()
+
+    @property
+    def _committed(self) -> int:
+        return 0 if self._tables.tables is None else self._tables.tables.committed
+
+    def _require_all_workers(self) -> None:
+        if self._member.has_ended:
+            raise CollectiveError(
+                expected="all workers in an operation that they make together",
+                found="a worker that was killed",
+                fix="go on without it",
+            )
+
+    def _wait_for_notice(self, error: BaseException) -> bool:
+        """Return whether the agent says, or soon says, that a worker is lost."""
+        seconds = OTHER_ERROR_SECONDS if isinstance(error, RuntimeError) else 0.0
+        if _has_group_failed(error):
+            seconds = NOTICE_SECONDS
+        deadline = time.monotonic() + seconds
+        while not self._member.has_ended:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.002)
+        return True
+
+    def _regroup(self) -> None:
+        """Form a group of the workers that are left, and agree with them on what counts."""
+        world, passed, counted = self._member.join_next_round(self._join)
+        self._world, self._passed, self._counted = world, passed, counted
+        self._context.enter(world)
+        if self._tables.tables is not None:
+            self._tables.tables.regroup(world.numbering, counted)
+        self._member.report_joined()
+
+    def _join(self, joined: Round) -> tuple[World, int, int]:
+        """Join a round. Return its world, and how many operations and transactions count."""
+        world = self._context.join_round(joined)
+        started = world.numbering
+        own = _Progress(started.own, self._passed, max(self._counted, self._committed))
+        gathered = all_gather_bytes(msgspec.msgpack.encode(own), mesh=world.mesh)
+        everyone = [msgspec.msgpack.decode(data, type=_Progress) for data in gathered]
+        lost = tuple(sorted(set(range(started.count)) - {each.worker for each in everyone}))
+        numbering = replace(started, lost=lost, round=joined.number)
+        passed, counted = max(each.passed for each in everyone), max(each.counted for each in everyone)
+        return replace(world, started=numbering), passed, counted
+
+    def _abort(self) -> None:
+        """End the waits of this process in its group, whose round has ended. Called from another thread."""
+        group = self.world.mesh.group
+        if isinstance(group, SharedMemoryProcessGroup):
+            group.abort()
+
+
+def _has_group_failed(error: BaseException | None) -> bool:
+    """Return whether an error, or one of its causes, is that of a process group in shared memory."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, CollectiveError):
+            return True
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return False

@@ -1,0 +1,147 @@
+"""The agent's rounds of workers that go on after others were killed."""
+
+import socket
+
+import pytest
+
+from rankless.launch.elastic.survivors import SurvivorRounds
+from rankless.records.elastic_messages import (
+    RoundEnded,
+    RoundStarted,
+    StateSynced,
+    StoreReady,
+    WorkerReady,
+    receive_driver_message,
+    send_message,
+)
+from rankless.records.events import Exited, Notice, Raised, ScriptFinished, Started
+
+
+class Workers:
+    """The workers' ends of the channels."""
+
+    def __init__(self, count: int, most_lost: int) -> None:
+        self.rounds = SurvivorRounds(count, most_lost)
+        self.ends = [socket.socket(fileno=socket.dup(each)) for each in self.rounds.descriptors]
+        for end in self.ends:
+            end.setblocking(False)
+        self.rounds.judge([Started(rank=rank, time_ns=0, pid=100 + rank, log_file="") for rank in range(count)])
+
+    def join(self, *ranks: int, round_number: int = 0) -> None:
+        for rank in ranks:
+            send_message(self.ends[rank], StateSynced(round=round_number))
+        self.rounds.tick()
+
+    def ask(self, *ranks: int, last_round: int = 0) -> None:
+        for rank in ranks:
+            send_message(self.ends[rank], WorkerReady(last_round=last_round))
+        self.rounds.tick()
+
+    def read(self, rank: int) -> list:
+        found = []
+        while True:
+            try:
+                found.append(receive_driver_message(self.ends[rank]))
+            except BlockingIOError:
+                return found
+
+    def end(self, rank: int, code: int) -> list:
+        return self.rounds.judge([Exited(rank=rank, time_ns=0, exit_code=code)])
+
+
+@pytest.fixture
+def three():
+    workers = Workers(3, 2)
+    workers.join(0, 1, 2)
+    yield workers
+    workers.rounds.close()
+    for end in workers.ends:
+        end.close()
+
+
+def test_a_killed_worker_ends_the_round_and_the_others_start_the_next(three):
+    exited, notice = three.end(1, -9)
+    assert exited.survivors == 2
+    assert isinstance(notice, Notice)
+    assert notice.text == "worker 1 (pid 101) was killed by SIGKILL; 2 workers go on"
+    assert three.read(0) == three.read(2) == [RoundEnded(round=0)]
+    three.ask(2)
+    assert three.read(2) == []  # the other one has not asked
+    three.ask(0)
+    (started,) = three.read(0)
+    assert isinstance(started, RoundStarted)
+    assert (started.round, started.assignment.rank, started.assignment.size, started.port) == (1, 0, 2, None)
+    send_message(three.ends[0], StoreReady(round=1, port=4711))
+    three.rounds.tick()
+    (started,) = three.read(2)
+    assert (started.round, started.assignment.rank, started.assignment.size, started.port) == (1, 1, 2, 4711)
+
+
+def test_a_worker_that_is_killed_while_a_round_forms_ends_that_round(three):
+    three.end(0, -11)
+    three.ask(1, 2)
+    assert three.read(1)[-1].round == 1
+    exited, notice = three.end(2, -9)
+    assert (exited.survivors, notice.text[-16:]) == (1, "1 worker goes on")
+    assert three.read(1) == [RoundEnded(round=1)]
+    send_message(three.ends[1], StoreReady(round=1, port=4711))  # of the round that has ended
+    three.ask(1, last_round=1)
+    (started,) = three.read(1)
+    assert (started.round, started.assignment.size) == (2, 1)
+    assert three.rounds.first == 1
+
+
+def test_a_worker_that_cannot_join_a_round_ends_it_for_all(three):
+    three.end(0, -9)
+    three.ask(1, 2)
+    three.read(1), three.read(2)
+    three.ask(2, last_round=1)
+    assert three.read(1) == three.read(2) == [RoundEnded(round=1)]
+    three.ask(1, last_round=1)
+    assert three.read(1)[0].round == 2
+
+
+def test_a_round_waits_for_no_worker_whose_script_has_ended(three):
+    assert three.end(0, 0) == [Exited(rank=0, time_ns=0, exit_code=0)]
+    three.end(1, -9)
+    three.ask(2)
+    assert three.read(2)[-1].assignment.size == 1
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        Raised(rank=0, time_ns=0, error_type="ValueError", message="", traceback=""),
+        ScriptFinished(rank=0, time_ns=0, exit_code=3),
+        Exited(rank=0, time_ns=0, exit_code=2),
+    ],
+    ids=lambda record: type(record).__name__,
+)
+def test_no_worker_is_survived_once_another_one_has_failed(three, before):
+    three.rounds.judge([before])
+    (exited,) = three.end(1, -9)
+    assert exited.survivors is None
+    assert three.read(2) == []
+
+
+def test_a_worker_that_is_killed_before_all_have_joined_ends_the_run():
+    workers = Workers(3, 2)
+    workers.join(0, 1)
+    (exited,) = workers.end(0, -9)
+    assert exited.survivors is None
+
+
+def test_no_more_workers_are_survived_than_allowed_and_not_the_last():
+    workers = Workers(3, 1)
+    workers.join(0, 1, 2)
+    assert workers.end(0, -9)[0].survivors == 2
+    assert workers.end(1, -9)[0].survivors is None
+    alone = Workers(1, 1)
+    alone.join(0)
+    assert alone.end(0, -9)[0].survivors is None
+
+
+def test_without_lost_workers_there_are_no_channels():
+    rounds = SurvivorRounds(3, 0)
+    exited = Exited(rank=0, time_ns=0, exit_code=-9)
+    assert (rounds.descriptors, rounds.judge([exited])) == ([], [exited])
