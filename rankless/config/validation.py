@@ -234,6 +234,13 @@ def hang_timeout(request: RunRequest) -> float | None:
 def check_program(program: Program) -> None:
     """Raise `ConfigError` unless the program exists and can be run."""
     target = program.target
+    for text in (target, *program.arguments):
+        if not text.isprintable() and any("\udc80" <= letter <= "\udcff" for letter in text):
+            raise ConfigError(
+                expected="a program and arguments that are text in UTF-8",
+                found=ascii(text),
+                fix="rename the file, or pass the bytes in another way, such as in a file",
+            )
     if program.kind == "script" and not os.path.isfile(target):
         raise ConfigError(
             expected="a Python script",

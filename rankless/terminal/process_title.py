@@ -40,11 +40,12 @@ def show_agent(program: Program, part: str) -> None:
 
 @contextlib.contextmanager
 def kept() -> Iterator[None]:
-    """Give this process its title back at the end of the block."""
-    if setproctitle is None or sys.platform != "linux":
+    """Give this process its title back at the end of the block, if that was text."""
+    title = _title()
+    if setproctitle is None or not title:
         yield
         return
-    title, short = setproctitle.getproctitle(), setproctitle.getthreadtitle()
+    short = setproctitle.getthreadtitle()
     try:
         yield
     finally:
@@ -99,7 +100,13 @@ def _show_child() -> None:
 
 
 def _title() -> str:
-    return "" if setproctitle is None or sys.platform != "linux" else str(setproctitle.getproctitle())
+    """Return the title of this process; "" if it has none that is text."""
+    if setproctitle is None or sys.platform != "linux":
+        return ""
+    try:
+        return str(setproctitle.getproctitle())
+    except UnicodeDecodeError:  # an argument of the command may have any bytes
+        return ""
 
 
 def _replace(title: str) -> None:

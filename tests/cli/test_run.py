@@ -281,3 +281,12 @@ def test_a_variable_that_cannot_be_forwarded_is_rejected_with_a_fix(options, fou
     assert done.returncode == 2
     assert found in done.stderr
     assert fix in done.stderr
+
+
+def test_an_argument_that_is_no_text_is_refused(tmp_path):
+    (tmp_path / "script.py").write_text("raise SystemExit('it runs')")
+    command = [sys.executable, "-m", "rankless", "run", "script.py", b"\xff"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "expected: a program and arguments that are text in UTF-8" in done.stderr
+    assert r"found:    '\udcff'" in done.stderr
