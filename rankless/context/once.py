@@ -35,13 +35,12 @@ def call_once(function: Callable[[], Result], *, name: str, world: World) -> Res
     returned: list[bytes] = []
     """What the function has returned here, so that it is not called again if another rank is lost meanwhile."""
 
-    def attempt(now: World) -> Result:
-        return _call_and_share(function, returned, name=name, world=now)
+    if world.recovery is None:
+        return _call_and_share(function, returned, name, world)
+    return world.run_for_all(lambda now: _call_and_share(function, returned, name, now))
 
-    return world.run_for_all(attempt)
 
-
-def _call_and_share(function: Callable[[], Result], returned: list[bytes], *, name: str, world: World) -> Result:
+def _call_and_share(function: Callable[[], Result], returned: list[bytes], name: str, world: World) -> Result:
     world.workers.check_sync_point(f"rankless.once({name})")
     if world.workers.rank != 0:
         received: Result = _decode_outcome(broadcast_bytes(b"", mesh=world.workers), name)

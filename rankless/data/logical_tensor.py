@@ -230,30 +230,6 @@ class LogicalTensor(Tensor):
         )
         return _gather(self._local, placement=self.placement, mesh=mesh)
 
-    def divide_again(self, mesh: Mesh) -> Tensor:
-        """Divide the tensor over another mesh, without a worker that was lost.
-
-        Returns:
-            The tensor itself, or the whole one as a plain tensor for a mesh of one worker.
-
-        Raises:
-            LostWorkerError: The lost worker's rows cannot be read again.
-        """
-        if mesh is self.mesh:
-            return self
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            whole = self._whole = self._whole if self._whole is not None else self._read_whole()
-            division, dim = BatchDivision.of(mesh), self.placement.dim
-            self.placement = Shard(dim, division.split(whole.shape[dim]))
-            self.mesh = mesh
-            rank = division.own_part
-            self._local = whole.narrow(dim, self.placement.start(rank), self.placement.lengths[rank])
-        return whole if mesh.size == 1 else self
-
-    def whole_again(self) -> Tensor:
-        """Return the whole tensor, without the other ranks."""
-        return self._read_whole() if self._whole is None else self._whole
-
     def _read_whole(self) -> Tensor:
         if self.read_again is None:
             raise LostWorkerError(
@@ -296,6 +272,36 @@ class LogicalTensor(Tensor):
         return _apply_to_whole(func, args, kwargs or {})
 
 
+def divide_again(tensor: LogicalTensor, mesh: Mesh) -> Tensor:
+    """Divide a tensor over another mesh, without a worker that was lost.
+
+    Args:
+        tensor: The tensor.
+        mesh: The workers that are left.
+
+    Returns:
+        The tensor itself, or the whole one as a plain tensor for a mesh of one worker.
+
+    Raises:
+        LostWorkerError: The lost worker's rows cannot be read again.
+    """
+    if mesh is tensor.mesh:
+        return tensor
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        whole = tensor._whole = get_whole_again(tensor)
+        division, dim = BatchDivision.of(mesh), tensor.placement.dim
+        tensor.placement = Shard(dim, division.split(whole.shape[dim]))
+        tensor.mesh = mesh
+        rank = division.own_part
+        tensor._local = whole.narrow(dim, tensor.placement.start(rank), tensor.placement.lengths[rank])
+    return whole if mesh.size == 1 else tensor
+
+
+def get_whole_again(tensor: LogicalTensor) -> Tensor:
+    """Return a whole tensor, without the other ranks. Raises LostWorkerError if it cannot be read again."""
+    return tensor._read_whole() if tensor._whole is None else tensor._whole
+
+
 def _apply_to_rows(
     func: Callable[..., Any], tensor: LogicalTensor, rest: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
@@ -317,8 +323,8 @@ def _apply_to_read(
     func: Callable[..., Any], tensor: LogicalTensor, given: tuple[tuple[Any, ...], dict[str, Any]]
 ) -> Tensor:
     """Return what an operation on rows gives for the whole tensor, read again."""
-    rest, kwargs = tree_map_only(LogicalTensor, LogicalTensor.whole_again, given)
-    result: Tensor = func(tensor.whole_again(), *rest, **kwargs)
+    rest, kwargs = tree_map_only(LogicalTensor, get_whole_again, given)
+    result: Tensor = func(get_whole_again(tensor), *rest, **kwargs)
     return result
 
 

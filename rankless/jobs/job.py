@@ -97,6 +97,7 @@ class Job(Generic[Parameters, Result]):
         """
         given = make_plan(plan, self.definition)
         self.definition = replace(self.definition, random=random, recompute=recompute, plan=given)
+        self._views = WorldView(self.definition)
         require_settings(self.definition)
         if batch_dims:
             self._batch_dims = BatchDims(self.definition.function, batch_dims)

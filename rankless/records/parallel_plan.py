@@ -14,7 +14,7 @@ PLAN_FORMAT = 2
 ZERO_LEVELS: tuple[ZeroLevel, ...] = ("optimizer", "gradients", "parameters")
 
 
-class PlannedAxis(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PlannedAxis(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """One axis of the mesh."""
 
     name: str

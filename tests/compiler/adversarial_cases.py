@@ -146,7 +146,7 @@ def run_captured(mesh: Mesh, case: AdversarialCase) -> list[CallState]:
     world = World(mesh=mesh, notify=lambda _: None, send_record=lambda _: None)
     job = make_job(script.function, model=script.modules, optimizer=optimizer, view="consistent", world=lambda: world)
     if mesh.size == 1:
-        job._view = ConsistentView(job.definition, world)
+        job._views.view = ConsistentView(job.definition, world)
     calls = []
     for number, batch in enumerate(script.batches):
         script.before_call(number)

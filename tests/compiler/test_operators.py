@@ -83,7 +83,13 @@ CUDA_ONLY = {
     aten._scaled_dot_product_efficient_attention_backward.default,
     aten._scaled_dot_product_cudnn_attention_backward.default,
 }
-TABLES = {torch.ops.rankless.table_rows.default, torch.ops.rankless.table_gradients.default}
+TABLES = {
+    torch.ops.rankless.table_rows.default,
+    torch.ops.rankless.table_gradients.default,
+    torch.ops.rankless.weight_rows.default,
+    torch.ops.rankless.weight_gradients.default,
+    torch.ops.rankless.bag_numbers.default,
+}
 """They need a table: tests/jobs/test_table_runs.py has them."""
 DRAWN_REPLICATED = {
     aten.rand.default,

@@ -114,7 +114,7 @@ def train_with_batch_dims(mesh, batch_dims, rows):
     if batch_dims is not None:
         job.configure(batch_dims)
     loss = job(torch.randint(4, (5, rows)), torch.rand(5, 5).double())
-    ((executable,),) = next(iter(job._view._programs._entries.values())).by_shapes.values()
+    ((executable,),) = next(iter(job._views.view._programs._entries.values())).by_shapes.values()
     placements = {
         given.index: str(executable.local.sharded.sharding(node)[0])
         for node, given in executable.captured.program.inputs.items()
@@ -202,7 +202,7 @@ def describe_variadic_placements(mesh):
     job = make_job(predict, model=model, optimizer=None, view="consistent", world=lambda: make_silent_world(mesh))
     job.configure({"others": 1, "extra": None})
     job(torch.ones(6, 4), torch.ones(2, 6), torch.ones(2, 6), extra=torch.ones(6))
-    ((executable,),) = next(iter(job._view._programs._entries.values())).by_shapes.values()
+    ((executable,),) = next(iter(job._views.view._programs._entries.values())).by_shapes.values()
     inputs = executable.captured.program.inputs
     return warnings, [
         str(executable.local.sharded.sharding(node)[0]) for node, given in inputs.items() if given.kind == "argument"

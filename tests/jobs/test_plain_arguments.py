@@ -29,8 +29,8 @@ def train_annealed(mesh, coefficients, as_tensor):
         flag = number % 2 == 0
         found = job(x, settings=settings, flag=flag).item()
         losses.append((found, train(x, settings=settings, flag=flag).item()))
-    kinds = job._view._programs._entries
-    memory = {memory.flat.data_ptr() for memory in job._view._programs._memory._flats.values()}
+    kinds = job._views.view._programs._entries
+    memory = {memory.flat.data_ptr() for memory in job._views.view._programs._memory._flats.values()}
     return losses, warnings, len(kinds), len(memory)
 
 

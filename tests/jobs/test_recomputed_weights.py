@@ -23,7 +23,7 @@ def weights_after_two_calls(change, *, captured: bool) -> list[torch.Tensor]:
         lambda batch: layer(batch).square().mean(), model=layer, optimizer=optimizer, view=None, world=lambda: world
     )
     if captured:
-        job._view = ConsistentView(job.definition, world)
+        job._views.view = ConsistentView(job.definition, world)
     weights = []
     for batch in batches:
         job(batch)

@@ -29,7 +29,7 @@ def make_training(mesh, loss, **options):
         step_options=StepOptions(**options),
     )
     if mesh.size == 1:
-        job._view = ConsistentView(job.definition, world)
+        job._views.view = ConsistentView(job.definition, world)
     return model, job, notices
 
 

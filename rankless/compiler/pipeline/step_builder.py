@@ -59,17 +59,22 @@ class StepBuilder:
         self.collectives: list[CollectiveRecord] = []
         self._owners = [self._find_output_worker(node, described) for node, described in partition.graphs[0].outputs]
         names = {local.name: described.name for local, described in partition.graphs[0].inputs}
-        owners = {name: storage.find_owner(known) for name, known in names.items() if known in self._owned}
+        owners = {name: self._find_owner(known) for name, known in names.items() if known in self._owned}
         held = frozenset(names.keys() - owners.keys())
         self.data_flow = DataFlow(partition, self._stage_workers, held, owners, self._owners)
         units = options.schedule.workers[self._worker]
         parts = [Part("prepare", self._worker), *map(Part.of, units), Part("finish", self._worker)]
         self._gathers = StageGathers(self.data_flow, self._worker, parts, storage)
 
+    def _find_owner(self, name: str) -> int:
+        """Return the worker that has a parameter which is divided along the axis."""
+        owner = self._storage.find_owner(name)
+        return self._stage_workers.find_first(self._options.stages.owners[name]) if owner is None else owner
+
     def _find_output_worker(self, node: fx.Node, described: ProgramOutput) -> int:
         """Return the worker that returns an output first: that of a divided parameter has its gradient."""
         if described.kind == "gradient" and described.name in self._owned:
-            return self._storage.find_owner(described.name)
+            return self._find_owner(described.name)
         return self._stage_workers.find_first(self._partition.stages.get(node.name, self._partition.count - 1))
 
     def build(self, mesh: Mesh) -> PipelineStep:

@@ -73,9 +73,12 @@ class StateStorage:
             shape[placement.dim] = placement.lengths[self.axis.rank]
         return tuple(shape)
 
-    def find_owner(self, name: str) -> int:
-        """Return the worker along the axis `pipeline` that alone has a state."""
-        return next(worker for worker, length in enumerate(self.owned[name].lengths) if length)
+    def find_owner(self, name: str) -> int | None:
+        """Return the worker along the axis `pipeline` that alone has rows of a state.
+
+        None: it has none either, because another axis has given them to other workers.
+        """
+        return next((worker for worker, length in enumerate(self.owned[name].lengths) if length), None)
 
     def make_layout(self, name: str, value: LogicalValue, placement: Shard) -> PieceLayout:
         """Return how what a program uses of a dense state is divided between the workers along the axis."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from rankless.context.generator_states import restore_generators, save_generators
 from rankless.context.world import World
-from rankless.data.logical_tensor import LogicalTensor
+from rankless.data.logical_tensor import LogicalTensor, divide_again
 from rankless.errors import LostWorkerError
 from rankless.jobs.arguments import FlattenedArguments
 from rankless.jobs.definition import CallResult, JobDefinition
@@ -24,11 +24,11 @@ class WorldView:
         self._world: World | None = None
 
     def find(self, world: World) -> JobView:
-        """Return the view for a world, which is made if the world is another one than at the last call.
+        """Return the view for a world, which is made anew if a worker was lost since the last call.
 
         Raises LostWorkerError if the job cannot go on in it.
         """
-        if self.view is not None and self._world is not world:
+        if self.view is not None and world.recovery is not None and self._world is not world:
             self._require_movable()
             self.view = None
         self._world = world
@@ -79,5 +79,7 @@ def divide_arguments(arguments: FlattenedArguments, world: World) -> FlattenedAr
         not isinstance(tensor, LogicalTensor) or tensor.mesh is world.mesh for tensor in arguments.tensors
     ):
         return arguments
-    tensors = [each.divide_again(world.mesh) if isinstance(each, LogicalTensor) else each for each in arguments.tensors]
+    tensors = [
+        divide_again(each, world.mesh) if isinstance(each, LogicalTensor) else each for each in arguments.tensors
+    ]
     return replace(arguments, tensors=tuple(tensors))
