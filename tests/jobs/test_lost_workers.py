@@ -120,9 +120,8 @@ def test_a_run_that_cannot_go_on_names_the_killed_worker(tmp_path, text):
         loop = "for step, ids in enumerate(loader):\n    die_at(step, 3)\n    train(ids)\n"
     done = run_script(STEPS + text + "\n" + loop, "--servers", "1", "--workers", "3", folder=tmp_path)
     assert done.returncode == 137, done.stderr
-    assert re.search(
-        r"rank 1 was killed by signal 9 \(SIGKILL\), and rank [02] could not go on without it", done.stderr
-    )
+    # A survivor may notice it first by its lost connection.
+    assert "rankless: rank 1 was killed by signal 9 (SIGKILL)" in done.stderr
 
 
 def test_a_worker_is_killed_while_a_server_starts_again(tmp_path, plain):
