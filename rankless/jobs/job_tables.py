@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from rankless.collectives.byte_messages import all_gather_bytes
 from rankless.context.table_sharing import SharedTables, find_sparse_embeddings, find_tables
 from rankless.context.world import World
-from rankless.errors import TableError
+from rankless.errors import LostWorkerError, TableError
 from rankless.jobs.definition import JobDefinition
 
 WORKER_TABLES = "rankless.parameter_server.worker_tables"
@@ -46,6 +46,13 @@ class JobTables:
                 expected = "tables of rankless.parameter_server, where the run has heterogeneous workers"
                 fix = "use rankless.parameter_server.Embedding, or sparse=False"
                 raise self._error(expected, f"{next(iter(weights))} of an embedding with sparse gradients", fix)
+            if self._world.current.numbering.lost:
+                raise LostWorkerError(
+                    expected="weights of embeddings with sparse gradients that servers get before a worker is lost",
+                    found=f"{next(iter(weights))} in job {self._job.name!r}, which is called for the first time",
+                    fix="use rankless.parameter_server.Embedding, or pass --lost-workers 0",
+                    where=self._job.line,
+                )
             shared = self._world.tables.get(self._make_shared_tables).weights
             assert shared is not None
             shared.share(weights)

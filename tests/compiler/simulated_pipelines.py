@@ -164,6 +164,12 @@ def run_on_simulated_pipeline(
     return make_outcome(programs, values, stages, places, [item.sent_bytes for item in transports])
 
 
+def split_workers(sizes: Sequence[int]) -> StageWorkers:
+    """Return the workers of stages with these numbers of workers, which follow each other."""
+    starts = [sum(sizes[:stage]) for stage in range(len(sizes))]
+    return StageWorkers(tuple(tuple(range(start, start + size)) for start, size in zip(starts, sizes, strict=True)))
+
+
 def find_stage_workers(workers: int, schedule: PipelineSchedule) -> StageWorkers:
     """Return one worker for each stage; `interleaved` has two stages for each worker."""
     return StageWorkers.alternate(stages=workers * (2 if schedule == "interleaved" else 1), workers=workers)

@@ -3,6 +3,7 @@
 from itertools import product
 
 import pytest
+from simulated_pipelines import split_workers
 
 from rankless.compiler.pipeline.schedules import Schedule, Unit, make_schedule
 from rankless.compiler.pipeline.stage_workers import StageWorkers
@@ -68,7 +69,7 @@ def test_every_order_can_run_and_has_each_unit_once(name):
 @pytest.mark.parametrize("microbatches", [1, 6, 13])
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zero-bubble"])
 def test_workers_that_take_turns_run_each_unit_once(name, sizes, microbatches):
-    order = StageWorkers.split(sizes)
+    order = split_workers(sizes)
     made = make_schedule(name, workers=sum(sizes), stage_workers=order, microbatches=microbatches, trains=True)
     units = [unit for units in made.workers for unit in units]
     kinds = 3 if name == "zero-bubble" else 2
@@ -83,7 +84,7 @@ def test_workers_that_take_turns_are_busy_most_of_the_time(sizes, microbatches):
     made = make_schedule(
         "1f1b",
         workers=sum(sizes),
-        stage_workers=StageWorkers.split(sizes),
+        stage_workers=split_workers(sizes),
         microbatches=microbatches,
         trains=True,
     )

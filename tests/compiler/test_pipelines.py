@@ -21,12 +21,11 @@ from pipeline_cases import (
     make_results,
     samples,
 )
-from simulated_pipelines import cut, run_on_simulated_pipeline
+from simulated_pipelines import cut, run_on_simulated_pipeline, split_workers
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rankless.compiler.lowering.value_check import OtherValueRead
-from rankless.compiler.pipeline.stage_workers import StageWorkers
 from rankless.errors import CaptureError
 
 FEW: tuple[dict[str, Any], ...] = ({"workers": 2, "microbatches": 3},)
@@ -38,13 +37,13 @@ ALL: tuple[dict[str, Any], ...] = (
     {"workers": 4, "microbatches": 5, "schedule": "gpipe", "divided": False},
 )
 KINDS: tuple[dict[str, Any], ...] = (
-    {"workers": 5, "microbatches": 6, "stage_workers": StageWorkers.split((3, 2))},
-    {"workers": 4, "microbatches": 2, "stage_workers": StageWorkers.split((1, 3))},
-    {"workers": 5, "microbatches": 7, "stage_workers": StageWorkers.split((4, 1)), "schedule": "gpipe"},
+    {"workers": 5, "microbatches": 6, "stage_workers": split_workers((3, 2))},
+    {"workers": 4, "microbatches": 2, "stage_workers": split_workers((1, 3))},
+    {"workers": 5, "microbatches": 7, "stage_workers": split_workers((4, 1)), "schedule": "gpipe"},
     {
         "workers": 6,
         "microbatches": 4,
-        "stage_workers": StageWorkers.split((2, 1, 3)),
+        "stage_workers": split_workers((2, 1, 3)),
         "schedule": "zero-bubble",
         "divided": False,
     },

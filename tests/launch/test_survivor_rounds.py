@@ -4,6 +4,7 @@ import socket
 
 import pytest
 
+from rankless.errors import CollectiveError
 from rankless.launch.elastic.survivors import SurvivorRounds
 from rankless.records.elastic_messages import (
     RoundEnded,
@@ -75,6 +76,15 @@ def test_a_killed_worker_ends_the_round_and_the_others_start_the_next(three):
     three.rounds.tick()
     (started,) = three.read(2)
     assert (started.round, started.assignment.rank, started.assignment.size, started.port) == (1, 1, 2, 4711)
+
+
+@pytest.mark.parametrize(("found", "survivors"), [("the process of rank 1 has ended", 2), ("no", None)])
+def test_a_survivor_may_report_its_lost_connection_before_the_death_is_known(three, found, survivors):
+    error = CollectiveError(expected="all ranks in a barrier", found=found, fix="see why")
+    raised = Raised(rank=0, time_ns=0, error_type=type(error).__name__, message=str(error), traceback=str(error))
+    three.rounds.judge([raised, ScriptFinished(rank=0, time_ns=0, exit_code=1)])
+    exited, *_ = three.end(1, -9)
+    assert exited.survivors == survivors
 
 
 def test_a_worker_that_is_killed_while_a_round_forms_ends_that_round(three):

@@ -8,7 +8,6 @@ worker as in any pipeline. Only sums over microbatches have terms on several wor
 workers].
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -26,12 +25,6 @@ class StageWorkers:
     def alternate(*, stages: int, workers: int) -> "StageWorkers":
         """Return one worker per stage: stage s belongs to worker s % workers."""
         return StageWorkers(tuple((stage % workers,) for stage in range(stages)))
-
-    @staticmethod
-    def split(sizes: Sequence[int]) -> "StageWorkers":
-        """Return the workers of stages with these numbers of workers, which follow each other."""
-        starts = [sum(sizes[:stage]) for stage in range(len(sizes))]
-        return StageWorkers(tuple(tuple(range(start, start + size)) for start, size in zip(starts, sizes, strict=True)))
 
     def find_worker(self, stage: int, microbatch: int) -> int:
         """Return the worker that computes a stage for a microbatch."""

@@ -106,7 +106,7 @@ class GroupTransport:
     def receive(self, out: Tensor, source: int) -> None:
         """Receive a tensor from a worker into memory, and wait."""
         assert self._axis.group is not None
-        memory = out.to("cpu") if self._sends_from_host else out
+        memory = torch.empty_like(out, device="cpu") if self._sends_from_host and not out.is_cpu else out
         start_receive(memory, group=self._axis.group, source=source).wait()
         if memory is not out:
             out.copy_(memory)

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from rankless.launch.signals import name_signal
+from rankless.launch.supervisor.failure_attribution import is_secondary_failure
 from rankless.records.elastic_messages import (
     DriverMessage,
     RankAssignment,
@@ -59,6 +60,8 @@ class SurvivorRounds:
         """Whether the last round has ended."""
         self._has_failed = False
         """Whether a worker has failed by itself, so that the run ends."""
+        self._interrupted: set[int] = set()
+        """The workers that a lost connection has ended. The death of its peer may be reported later."""
 
     @property
     def descriptors(self) -> list[int]:
@@ -93,8 +96,10 @@ class SurvivorRounds:
     def _judge(self, record: AnyRecord) -> list[AnyRecord]:
         if isinstance(record, Started):
             self._process_ids[record.rank] = record.pid
+        elif isinstance(record, Raised) and is_secondary_failure(record):
+            self._interrupted.add(record.rank)
         elif isinstance(record, Raised) or (isinstance(record, ScriptFinished) and record.exit_code):
-            self._has_failed = True
+            self._has_failed = self._has_failed or record.rank not in self._interrupted
         if not isinstance(record, Exited) or record.rank not in self._living:
             return [record]
         self._receive_messages()
