@@ -72,6 +72,7 @@ def test_every_schedule_gives_the_same(options: Mapping[str, Any]) -> None:
     assert_same_as_plain(make_results(), options, trains=False)
 
 
+@pytest.mark.ci_sample(12)
 @pytest.mark.parametrize("options", KINDS, ids=str)
 @pytest.mark.parametrize("make", PLAIN + LAYOUTS, ids=lambda make: make.__name__)
 def test_workers_of_a_stage_that_take_turns_give_the_same(make: Callable[[], Case], options: Mapping[str, Any]) -> None:

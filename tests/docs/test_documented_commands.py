@@ -115,7 +115,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.ci_sample(6)
+@pytest.mark.ci_sample(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("command", CASES)
 def test_a_command_of_the_docs_works(command: str, folder: Path):

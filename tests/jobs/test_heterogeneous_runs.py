@@ -41,7 +41,7 @@ CASES = [
 ]
 
 
-@pytest.mark.ci_sample(3)
+@pytest.mark.ci_sample(2)
 @pytest.mark.parametrize(("case", "size", "rows"), CASES)
 def test_workers_of_two_kinds_train_as_one_device(tmp_path, case, size, rows):
     wanted = read_numbers(run_plainly(str(SCRIPT), case, "--rows", str(rows)))
@@ -51,26 +51,29 @@ def test_workers_of_two_kinds_train_as_one_device(tmp_path, case, size, rows):
     assert read_numbers(done.stdout) == pytest.approx(wanted, rel=1e-11, abs=1e-11)
 
 
+@pytest.mark.ci_sample(2)
+@pytest.mark.parametrize("part", range(4))
 @pytest.mark.parametrize(
     ("optimizer", "size"),
     [
         ("momentum", "3 and 2"),
-        pytest.param("sparse_adam", "1 and 3", marks=pytest.mark.exhaustive),
-        pytest.param("sgd", "4 and 1", marks=pytest.mark.exhaustive),
-        pytest.param("adagrad", "without servers", marks=pytest.mark.exhaustive),
+        ("sparse_adam", "1 and 3"),
+        ("sgd", "4 and 1"),
+        ("adagrad", "without servers"),
     ],
 )
-def test_every_form_of_a_lookup_trains_or_is_refused(tmp_path, optimizer, size):
+def test_every_form_of_a_lookup_trains_or_is_refused(tmp_path, optimizer, size, part):
     def read(output):
         lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
         return {line["form"]: line for line in lines}
 
-    wanted = read(run_plainly(str(FORMS), "--plain", "--optimizer", optimizer))
-    done = rankless("run", *SIZES[size], "-q", str(FORMS), "--optimizer", optimizer, folder=tmp_path)
+    script = (str(FORMS), "--optimizer", optimizer, "--part", str(part), "--parts", "4")
+    wanted = read(run_plainly(*script, "--plain"))
+    done = rankless("run", *SIZES[size], "-q", *script, folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     found = read(done.stdout)
-    assert {form for form, line in found.items() if "refused" in line} == WHOLE_BATCH
-    assert len(found) == len(wanted) > 25
+    assert {form for form, line in found.items() if "refused" in line} == WHOLE_BATCH & wanted.keys()
+    assert len(found) == len(wanted) > 5
     for form in wanted.keys() - WHOLE_BATCH:
         numbers = [*wanted[form]["losses"], *wanted[form]["rows"]]
         assert [*found[form]["losses"], *found[form]["rows"]] == pytest.approx(numbers, rel=0, abs=1e-11), form

@@ -182,6 +182,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.ci_sample(5)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_independent_workers_cannot_do_is_refused(tmp_path, name):
     body, message = REFUSED[name]

@@ -97,6 +97,7 @@ def test_what_the_fork_server_cannot_import_is_refused_before_the_start(
     assert os.listdir(tmp_path) == ["script.py"]
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("imports", ["from torch import optim", "import torch"])
 def test_what_optimizers_import_is_imported_once_for_programs_that_name_them(imports: str, tmp_path: Path):
     line = "print('torch._dynamo' in sys.modules, 'torch' in before)"

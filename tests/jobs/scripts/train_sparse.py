@@ -14,6 +14,8 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--plain", action="store_true")
 parser.add_argument("--optimizer", default="adagrad")
 parser.add_argument("--forms", default="")
+parser.add_argument("--part", type=int, default=0, help="with --parts N: every N-th form, from this one on")
+parser.add_argument("--parts", type=int, default=1)
 arguments = parser.parse_args()
 if not arguments.plain or arguments.optimizer == "ftrl":
     import rankless
@@ -170,5 +172,6 @@ def train(form: str) -> None:
         print(json.dumps({"form": form, **found}))
 
 
-for form in [name for name in FORMS if not arguments.forms or name in arguments.forms.split(",")]:
+chosen = [name for name in FORMS if not arguments.forms or name in arguments.forms.split(",")]
+for form in chosen[arguments.part :: arguments.parts]:
     train(form)

@@ -14,6 +14,8 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--plain", action="store_true")
 parser.add_argument("--optimizer", default="adagrad")
 parser.add_argument("--forms", default="")
+parser.add_argument("--part", type=int, default=0, help="with --parts N: every N-th form, from this one on")
+parser.add_argument("--parts", type=int, default=1)
 parser.add_argument("--rows", type=int, default=7)
 arguments = parser.parse_args()
 import rankless  # noqa: E402  # the plain training uses it for the initial values of rows only
@@ -158,7 +160,8 @@ def train(form: str) -> None:
         print(json.dumps({"form": form, "losses": losses, "rows": rows.flatten().tolist()}))
 
 
-for form in [name for name in FORMS if not arguments.forms or name in arguments.forms.split(",")]:
+chosen = [name for name in FORMS if not arguments.forms or name in arguments.forms.split(",")]
+for form in chosen[arguments.part :: arguments.parts]:
     try:
         train(form)
     except rankless.errors.CaptureError as error:
