@@ -2,7 +2,7 @@
 
 - A bare socket server with the same table, over Unix sockets and TCP. It has no authentication, no numbered requests,
   no transactions, and one client. With `durable`, ours keeps its tables in memory that outlives it, as in a run; the
-  bare one never does.
+  bare one never does. With `encrypted`, what ours sends is encrypted.
 - PyTorch's RPC with a dense matrix, which needs no lookup, and `index_add_`.
 - gRPC with the same table, and raw arrays as bytes.
 """
@@ -28,6 +28,7 @@ KINDS = {
     "unix": ("a bare socket", ()),
     "tcp": ("a bare socket", ("--tcp",)),
     "unix_durable": ("a bare socket", ("--durable",)),
+    "tcp_encrypted": ("a bare socket", ("--tcp", "--encrypted")),
     "torch_rpc": ("torch RPC", ("--peer", "torch_rpc")),
     "grpc": ("gRPC", ("--peer", "grpc")),
 }

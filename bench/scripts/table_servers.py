@@ -3,7 +3,8 @@
 The bare server speaks over a Unix or TCP socket, without authentication, numbers, transactions or several workers. All
 servers run in processes of their own. --peer compares with another one than the bare: see table_peers. A push of ours
 includes the commit. Writes the seconds of ours and of the peer to the files pull.json and push.json of the working
-folder. With --durable, our server keeps its tables in memory that outlives it, as in a run.
+folder. With --durable, our server keeps its tables in memory that outlives it, as in a run. With --encrypted, what we
+send is encrypted.
 """
 
 import argparse
@@ -112,7 +113,7 @@ def bare_server(folder: str, dim: int, *, tcp: bool) -> Iterator[BareTable]:
 
 
 @contextlib.contextmanager
-def table_server(folder: str, *, tcp: bool, durable: bool) -> Iterator[ServerClient]:
+def table_server(folder: str, *, tcp: bool, durable: bool, encrypted: bool) -> Iterator[ServerClient]:
     reading, writing = os.pipe()
     memory = os.memfd_create("tables") if durable else None
     passed = [writing] if memory is None else [writing, memory]
@@ -124,6 +125,7 @@ def table_server(folder: str, *, tcp: bool, durable: bool) -> Iterator[ServerCli
         address=address,
         token=token,
         run_id="bench",
+        encrypted=encrypted,
         ready_descriptor=writing,
         memory_descriptor=memory,
     )
@@ -132,7 +134,8 @@ def table_server(folder: str, *, tcp: bool, durable: bool) -> Iterator[ServerCli
     os.close(writing)
     with os.fdopen(reading) as pipe:
         address = pipe.readline().split()[1]
-    with ServerClient(ServersConfig(addresses=(address,), token=token), worker=0, worker_count=1) as client:
+    servers = ServersConfig(addresses=(address,), token=token, encrypted=encrypted)
+    with ServerClient(servers, worker=0, worker_count=1) as client:
         yield client
     process.terminate()
     process.wait()
@@ -153,12 +156,12 @@ def peer_server(kind: str, folder: str, dim: int, *, tcp: bool) -> contextlib.Ab
     return peers.rpc_server(ROWS, dim) if kind == "torch_rpc" else peers.grpc_server(dim)
 
 
-def measure_size(ids_count: int, dim: int, *, peer: str, tcp: bool, durable: bool) -> None:
+def measure_size(ids_count: int, dim: int, *, peer: str, tcp: bool, durable: bool, encrypted: bool) -> None:
     generator = np.random.default_rng(0)
     with (
         tempfile.TemporaryDirectory() as folder,
         peer_server(peer, folder, dim, tcp=tcp) as bare,
-        table_server(folder, tcp=tcp, durable=durable) as client,
+        table_server(folder, tcp=tcp, durable=durable, encrypted=encrypted) as client,
     ):
         table = client.open_table("bench", TableSettings(dim=dim))
         for ids in np.arange(ROWS).reshape(8, -1):  # so that all rows exist
@@ -199,6 +202,7 @@ def main() -> None:
     parser.add_argument("--size", nargs=2, type=int, default=SIZE, metavar=("IDS", "DIM"))
     parser.add_argument("--tcp", action="store_true")
     parser.add_argument("--durable", action="store_true")
+    parser.add_argument("--encrypted", action="store_true")
     parser.add_argument("--peer", choices=["bare", "torch_rpc", "grpc"], default="bare")
     arguments = parser.parse_args()
     if arguments.serve:
@@ -207,7 +211,8 @@ def main() -> None:
             with connection:
                 serve_bare(connection, arguments.serve[1])
         return
-    measure_size(*arguments.size, peer=arguments.peer, tcp=arguments.tcp, durable=arguments.durable)
+    options = {name: getattr(arguments, name) for name in ("peer", "tcp", "durable", "encrypted")}
+    measure_size(*arguments.size, **options)
 
 
 if __name__ == "__main__":

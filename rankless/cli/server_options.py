@@ -39,6 +39,12 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
         "models, which the script marks, on GPUs if there are any. The others read data and look rows up on the CPU. "
         "Default: none.",
     )
+    group.add_argument(
+        "--encrypt-servers",
+        action="store_true",
+        help="Workers and servers encrypt what they send each other, with ZeroMQ's CURVE. Default: they only prove "
+        "that they belong to the run.",
+    )
     _add_mode_options(group)
     _add_loss_options(group)
 
@@ -117,10 +123,17 @@ def read_servers(arguments: argparse.Namespace) -> RequestedServers | None:
         "geo_steps": geo_steps,
         "max_restarts": restarts,
         "lost_workers": lost,
+        "encrypted": arguments.encrypt_servers,
     }
     if count is not None:
         if not count:
             _require_sync(mode)
+            if arguments.encrypt_servers:
+                raise ConfigError(
+                    expected="--servers with --encrypt-servers, which is about messages to servers",
+                    found="no servers",
+                    fix="give --servers a number from 1 up, or omit --encrypt-servers",
+                )
             return None
         return RequestedServers(count=count, **settings)
     endpoints = _read_server_endpoints(text)

@@ -60,10 +60,11 @@ def require_reachable_names(option: str, endpoints: Sequence[Endpoint]) -> None:
 
 
 def require_server_hosts(servers: RequestedServers | None, cluster: Cluster | None) -> None:
-    """Raise `ConfigError` for addresses of servers that no host of the run can have."""
+    """Raise `ConfigError` for servers that no hosts of the run can have."""
     endpoints = [] if servers is None else list(map(parse_endpoint, servers.endpoints))
     if cluster is not None:
         require_reachable_names("--servers", endpoints)
+        _require_secret_keys(servers, cluster)
         return
     others = sorted({each.host for each in endpoints if not is_here(each.host)})
     if others:
@@ -71,6 +72,15 @@ def require_server_hosts(servers: RequestedServers | None, cluster: Cluster | No
             expected="addresses of this host in --servers, because all workers of this run are here",
             found=f"{', '.join(others)}, which {'is' if len(others) == 1 else 'are'} not this host",
             fix="list the workers of all hosts: --workers A,A,B,B; servers on hosts without workers: not yet",
+        )
+
+
+def _require_secret_keys(servers: RequestedServers | None, cluster: Cluster) -> None:
+    if servers is not None and servers.encrypted and cluster.insecure:
+        raise ConfigError(
+            expected="a token that nobody else knows, from which the keys of --encrypt-servers follow",
+            found="--insecure, with which those who read the network know the keys",
+            fix="omit --insecure, or --encrypt-servers",
         )
 
 
@@ -106,4 +116,4 @@ def describe_servers(servers: RequestedServers | None) -> tuple[str, ...]:
         return ()
     requested = servers.endpoints or (f"{servers.count} servers",)
     settings = (f"mode {servers.mode}", f"staleness {servers.staleness}", f"{servers.geo_steps} geo steps")
-    return (*requested, *settings, f"{servers.max_restarts} restarts")
+    return (*requested, *settings, f"{servers.max_restarts} restarts", *(["encrypted"] if servers.encrypted else []))

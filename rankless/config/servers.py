@@ -51,6 +51,8 @@ class RequestedServers(msgspec.Struct, frozen=True, kw_only=True):
     """How often servers that died are started again, all of a host together; 0 for never."""
     lost_workers: int | None = None
     """Without how many killed workers the others go on. None: all but one, where they can."""
+    encrypted: bool = False
+    """Whether workers and servers encrypt what they send each other."""
 
 
 class AgreedServers(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,6 +80,7 @@ class ServersConfig(msgspec.Struct, frozen=True, kw_only=True):
     mode: ServerMode = "sync"
     staleness: int = DEFAULT_STALENESS
     geo_steps: int = DEFAULT_GEO_STEPS
+    encrypted: bool = False
 
 
 def make_servers_config(requested: RequestedServers, addresses: Iterable[str], token: str) -> ServersConfig:
@@ -88,6 +91,7 @@ def make_servers_config(requested: RequestedServers, addresses: Iterable[str], t
         mode=requested.mode,
         staleness=requested.staleness,
         geo_steps=requested.geo_steps,
+        encrypted=requested.encrypted,
     )
 
 
@@ -101,6 +105,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The address on which it serves."""
     token: str
     run_id: str
+    encrypted: bool = False
     mode: ServerMode = "sync"
     staleness: int = DEFAULT_STALENESS
     """In the mode `bounded`, by how many of its batches a worker may be ahead of the slowest one."""

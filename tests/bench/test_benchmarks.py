@@ -67,8 +67,10 @@ def test_the_table_of_help_is_printed_and_written_down(tmp_path: Path):
         torchrun(2, "first_collective.py"),
         rankless_run(2, "first_result_rankless.py"),
         pytest.param(torchrun(2, "first_result_ddp.py"), marks=pytest.mark.exhaustive),
+        rankless_run(2, "first_batch_tables.py", servers=2),
+        pytest.param(rankless_run(2, "first_batch_tables.py"), marks=pytest.mark.exhaustive),
     ],
-    ids=["rankless collective", "torchrun collective", "rankless result", "torchrun result"],
+    ids=["rankless collective", "torchrun collective", "rankless result", "torchrun result", "servers", "tables"],
 )
 def test_a_start_is_timed_to_what_rank_0_reports(command: list[str]):
     assert 0.1 < seconds_to_report(command) < 200

@@ -105,6 +105,11 @@ REFUSED = [
     (("--servers", "1", "--server-mode", "async", "--geo-steps", "3"), "found:    --geo-steps 3 --server-mode async"),
     (("--server-mode", "async"), "expected: --servers with --server-mode async"),
     (("--servers", "0", "--server-mode", "bounded"), "found:    no servers"),
+    (("--encrypt-servers",), "expected: --servers with --encrypt-servers"),
+    (
+        ("--servers", "2", "--encrypt-servers", "--hosts", "127.0.0.1,198.51.100.7", "--no-ssh", "--insecure"),
+        "found:    --insecure",
+    ),
     (("--servers", "1", "--staleness", "3"), "found:    --staleness 3 --server-mode sync"),
     (("--servers", "1", "--server-mode", "bounded", "--staleness", "-1"), "fix:      give 0 or more"),
     (("--servers", "1", "--server-restarts", "-1"), "expected: --server-restarts as a number from 0 up"),

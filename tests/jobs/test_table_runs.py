@@ -25,6 +25,7 @@ RUNS = [("-n", str(workers)) for workers in (1, 2, 3, 4)] + [
     ("--servers", str(servers), "--workers", str(workers))
     for servers, workers in ((1, 1), (1, 2), (2, 2), (2, 3), (3, 4))
 ]
+RUNS[-1] += ("--encrypt-servers",)
 CASES = list(itertools.product(("sgd", "momentum", "adagrad", "sparse_adam"), RUNS, range(PARTS)))
 random.Random(5).shuffle(CASES)  # the sample that always runs has some of each
 

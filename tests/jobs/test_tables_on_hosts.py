@@ -33,7 +33,7 @@ LINES = {
 }
 """Lines that a user types on both hosts."""
 SSH_LINES = {
-    "run": ("run", "--servers", "a:6170,b", "--workers", "a,a,b:6179,b"),
+    "run": ("run", "--servers", "a:6170,b", "--encrypt-servers", "--workers", "a,a,b:6179,b"),
     "hosts": ("run", "--hosts", "a:3,b:1", "--servers", "2"),
 }
 """Lines that a user types on host a."""

@@ -35,6 +35,7 @@ def make_server_launches(
             address=servers.addresses[index],
             token=servers.token,
             run_id=start.run_id,
+            encrypted=servers.encrypted,
             mode=servers.mode,
             staleness=servers.staleness,
         )

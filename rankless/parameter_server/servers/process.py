@@ -14,6 +14,7 @@ import zmq
 from rankless.config.servers import CANNOT_GO_ON, ServerConfig, read_server_config
 from rankless.errors import RanklessError, TableError
 from rankless.parameter_server.servers.addresses import bound
+from rankless.parameter_server.servers.encryption import FailedHandshakes, encrypted_server
 from rankless.parameter_server.servers.server_status import ServerStatusPage
 from rankless.parameter_server.servers.setting_formats import decode_table_settings
 from rankless.parameter_server.servers.table_server import TableServer, configure, log_line
@@ -46,6 +47,9 @@ def serve(config: ServerConfig) -> None:
         context = resources.enter_context(zmq.Context())
         router = resources.enter_context(context.socket(zmq.ROUTER))
         configure(router)
+        failed_handshakes = FailedHandshakes()
+        if config.encrypted:
+            failed_handshakes = resources.enter_context(encrypted_server(context, router, config.token))
         address = resources.enter_context(bound(router, config.address))
         durable = _map_tables(config, log)
         server = TableServer(config, router, log, durable)
@@ -54,11 +58,13 @@ def serve(config: ServerConfig) -> None:
         poller = zmq.Poller()
         poller.register(router, zmq.POLLIN)
         poller.register(wakeup, zmq.POLLIN)
+        failed_handshakes.register(poller)
         status = ServerStatusPage(config.status_descriptor, server.requests, server.counter, server.refused)
         while os.getppid() == parent:
             events = dict(poller.poll(status.poll_milliseconds))
             if wakeup.fileno() in events and signal.SIGTERM in wakeup.recv(4096):
                 break
+            failed_handshakes.add_to(server.refused)
             for _ in range(_MOST_MESSAGES):
                 if not server.receive():
                     break

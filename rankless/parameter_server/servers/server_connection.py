@@ -18,6 +18,7 @@ from rankless.parameter_server.servers.authentication import (
     is_proof,
     prove,
 )
+from rankless.parameter_server.servers.encryption import encrypt_worker
 from rankless.parameter_server.servers.error_messages import decode_error
 from rankless.parameter_server.servers.messages import (
     COPIED_BYTES,
@@ -99,7 +100,7 @@ class ServerConnection:
         self.name = f"server {self.index} at {self.address}"
         self.welcome: ServerWelcome | None = None
         self._context, self._settings = context, settings
-        self._hello, self._token = hello, config.token
+        self._hello, self._token, self._is_encrypted = hello, config.token, config.encrypted
         self._statement = msgspec.json.encode(hello)
         self._challenge, self._server_challenge = b"", b""
         self._session = 0
@@ -212,6 +213,8 @@ class ServerConnection:
         self.socket.set(zmq.HEARTBEAT_TIMEOUT, 15000)
         self.socket.set(zmq.IPV6, int("[" in self.address))
         self.socket.copy_threshold = COPIED_BYTES
+        if self._is_encrypted:
+            encrypt_worker(self.socket, self._token)
         self._monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         try:
             self.socket.connect(self.address)

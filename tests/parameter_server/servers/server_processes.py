@@ -80,7 +80,11 @@ class ServersOfRun:
                 **mode,
             )
             self.processes.append(ServerProcess(config))
-        self.config = ServersConfig(addresses=tuple(each.address for each in self.processes), token=self.token)
+        self.config = ServersConfig(
+            addresses=tuple(each.address for each in self.processes),
+            token=self.token,
+            encrypted=bool(mode.get("encrypted")),
+        )
 
     def client(self, worker: int = 0, **options) -> ServerClient:
         return ServerClient(self.config, worker=worker, worker_count=self.workers, **options)
