@@ -45,7 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Folder in which jobs will write logs. Default: RANKLESS_LOG_DIR, else log.",
     )
     parser.add_argument(
-        "--quick", action="store_true", help="Skip the checks that import torch: the test job and the collective."
+        "--quick",
+        action="store_true",
+        help="Skip the checks that start something: the test job, the collective and the parameter server.",
     )
     add_json_option(parser, "the results", file_is_optional=True)
 

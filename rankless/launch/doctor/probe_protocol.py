@@ -111,6 +111,16 @@ class RelayTask(msgspec.Struct, frozen=True, kw_only=True, tag="relay"):
     timeout_seconds: float
 
 
+class CheckServers(msgspec.Struct, frozen=True, kw_only=True, tag="servers"):
+    """Request: start a parameter server, and see whether it goes on after a kill."""
+
+
+class ServersChecked(msgspec.Struct, frozen=True, kw_only=True, tag="served"):
+    """Response: what was found."""
+
+    result: CheckResult
+
+
 class ProbeDone(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
     """Response: the request was carried out."""
 
@@ -130,6 +140,7 @@ ProbeRequest = (
     | MeasureLink
     | StartCollectiveProcess
     | RelayTask
+    | CheckServers
 )
 ProbeResponse = (
     ProbeReady
@@ -141,6 +152,7 @@ ProbeResponse = (
     | TorchImported
     | StoreServedMessage
     | AllReduceResult
+    | ServersChecked
     | ProbeDone
     | ProbeFailed
 )

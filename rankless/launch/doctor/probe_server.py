@@ -19,6 +19,7 @@ from rankless.config import environment
 from rankless.launch.doctor.probe_protocol import (
     ApplyEnvironment,
     CheckHost,
+    CheckServers,
     ClockTime,
     ConnectionAttempts,
     ConnectToTargets,
@@ -32,8 +33,10 @@ from rankless.launch.doctor.probe_protocol import (
     ProbeResponse,
     ReadClock,
     RelayTask,
+    ServersChecked,
     StartCollectiveProcess,
 )
+from rankless.launch.doctor.server_checks import check_parameter_servers
 from rankless.launch.doctor.single_host_checks import check_host, read_host_identity
 from rankless.launch.rendezvous import link_test
 from rankless.records.collective_test_messages import MARK, AllReduceFailed, CollectiveTestResult
@@ -58,6 +61,8 @@ class ProbeServer:
         """Carry out a request and return the response."""
         if isinstance(request, CheckHost):
             return check_host(request)
+        if isinstance(request, CheckServers):
+            return ServersChecked(result=check_parameter_servers())
         if isinstance(request, ApplyEnvironment):
             environment.apply(request.environment)
             return ProbeDone()

@@ -7,8 +7,17 @@ from rankless.config.environment import carried_variables
 from rankless.config.hosts import Host, addresses_of, own_addresses
 from rankless.launch.doctor.collective_test import run_collective_test, start_collective_processes
 from rankless.launch.doctor.host_pairs import HostPairs, PairCheckContext
-from rankless.launch.doctor.probe_protocol import ApplyEnvironment, CheckHost, HostReport, ProbeFailed, ProbeRequest
+from rankless.launch.doctor.probe_protocol import (
+    ApplyEnvironment,
+    CheckHost,
+    CheckServers,
+    HostReport,
+    ProbeFailed,
+    ProbeRequest,
+    ServersChecked,
+)
 from rankless.launch.doctor.remote_probes import HostProbes
+from rankless.launch.doctor.server_checks import TIMEOUT_SECONDS as SERVER_TIMEOUT_SECONDS
 from rankless.launch.doctor.startup_test import StartupTest
 from rankless.launch.rendezvous.host_facts import MAX_CLOCK_SKEW_SECONDS, find_differences
 from rankless.launch.rendezvous.host_probe import describe_reachability
@@ -32,7 +41,7 @@ class DoctorConfig:
     without_ssh: bool = False
     """Do not use ssh; check the other hosts only from outside."""
     quick: bool = False
-    """Skip the checks that import torch."""
+    """Skip the checks that import torch, and those of parameter servers."""
 
 
 @dataclass
@@ -92,6 +101,9 @@ class _Diagnosis:
                 start_collective_processes(self._probes)
             report_progress("checking each host")
             self._check_hosts()
+            if not self._config.quick:
+                report_progress("testing a parameter server on each host")
+                self._check_servers()
             pairs = None
             if len(self._hosts) > 1:
                 self._compare_versions()
@@ -162,6 +174,12 @@ class _Diagnosis:
                 result = make_failure("program", f"the probe failed: {text}", "run rankless doctor on that host alone")
                 self._results += with_place([result], self._names[index])
                 self._probes.ready.pop(index)
+
+    def _check_servers(self) -> None:
+        requests: dict[int, ProbeRequest] = {index: CheckServers() for index in self._probes.ready}
+        for index, response in self._probes.request(requests, 2 * SERVER_TIMEOUT_SECONDS).items():
+            if isinstance(response, ServersChecked):
+                self._results += with_place([response.result], self._names[index])
 
     def _compare_versions(self) -> None:
         """Compare every host's versions with the first host's."""

@@ -1,0 +1,33 @@
+"""Check that parameter servers run on a host, and that one that is killed goes on with its tables."""
+
+import importlib.util
+import subprocess
+
+from rankless.config.servers import SERVER_PACKAGES
+from rankless.records.check_results import CheckResult, make_failure, make_pass
+from rankless.runtime.subprocess_command import module_command
+
+CHECK_NAME = "parameter servers"
+TIMEOUT_SECONDS = 30.0
+
+
+def check_parameter_servers() -> CheckResult:
+    """Start a server, make a step on it, kill it, and read the rows from its next process."""
+    missing = [name for name in SERVER_PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        return make_pass(
+            CHECK_NAME, f'no {" and no ".join(missing)}; runs with --servers need pip install "rankless[ps]"'
+        )
+    command = module_command("rankless.launch.doctor.server_test_job")
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        return _failure(f"not finished within {TIMEOUT_SECONDS:g} s")
+    lines = (done.stdout.strip() or done.stderr.strip() or f"it ended with exit code {done.returncode}").splitlines()
+    return make_pass(CHECK_NAME, lines[-1]) if done.returncode == 0 else _failure(lines[-1])
+
+
+def _failure(text: str) -> CheckResult:
+    return make_failure(CHECK_NAME, text, "run rankless run --servers 1 -c 'import rankless', and read its server0.log")
