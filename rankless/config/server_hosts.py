@@ -12,29 +12,22 @@ _LOCALHOST = "localhost"
 
 
 def find_worker_hosts(option: str, workers: Sequence[Endpoint], servers: Sequence[Endpoint]) -> tuple[Host, ...]:
-    """Return the hosts of a list of workers, in its order; none if all workers and servers are on this host.
+    """Return the hosts of a list of workers, in its order, and after them those that have servers and no worker.
 
     Args:
         option: The option that has the list, for errors.
         workers: The address of each worker.
         servers: The address of each server.
 
+    Returns:
+        The hosts; none if all workers and servers are on this host.
+
     Raises:
-        ConfigError: The workers of a host do not stand side by side, an address means another host on each, or this
-            host has servers and no worker.
+        ConfigError: The workers of a host do not stand side by side, or an address means another host on each.
     """
     if all(is_here(each.host) for each in (*workers, *servers)):
         return ()
     names = list(dict.fromkeys(each.host for each in workers))
-    own_servers = [each for each in servers if is_here(each.host)]
-    if own_servers and not any(map(is_here, names)):
-        raise ConfigError(
-            expected=f"a worker of each host of a server in {option}; servers on hosts without workers: not yet",
-            found=f"{own_servers[0]}, a server of this host, and no worker of it",
-            fix=f"add a worker of this host: {option}={','.join(map(str, workers))},{own_servers[0].host}",
-        )
-    if len(names) == 1 and is_here(names[0]):
-        return ()  # the servers elsewhere are found out with the other checks
     found = [name for name, _ in groupby(each.host for each in workers)]
     if found != names:
         ordered = sorted(workers, key=lambda each: names.index(each.host))
@@ -44,8 +37,18 @@ def find_worker_hosts(option: str, workers: Sequence[Endpoint], servers: Sequenc
             fix=f"reorder them: {option}={','.join(map(str, ordered))}",
         )
     require_reachable_names(option, workers)
-    counts = [sum(each.host == name for each in workers) for name in names]
-    return tuple(Host(address=name, workers=count) for name, count in zip(names, counts, strict=True))
+    require_reachable_names("--servers", servers)
+    for each in servers:
+        if not any(is_same_host(each.host, name) for name in names):
+            names.append(each.host)
+    return tuple(Host(address=name, workers=sum(each.host == name for each in workers)) for name in names)
+
+
+def is_same_host(name: str, other: str) -> bool:
+    """Return whether two names or addresses mean one host, as far as this host can tell."""
+    if name == other or (is_here(name) and is_here(other)):
+        return True
+    return bool(addresses_of(name) & addresses_of(other))
 
 
 def require_reachable_names(option: str, endpoints: Sequence[Endpoint]) -> None:
@@ -70,7 +73,7 @@ def require_server_hosts(servers: RequestedServers | None, cluster: Cluster | No
         raise ConfigError(
             expected="addresses of this host in --servers, because all workers of this run are here",
             found=f"{', '.join(others)}, which {'is' if len(others) == 1 else 'are'} not this host",
-            fix="list the workers of all hosts: --workers A,A,B,B; servers on hosts without workers: not yet",
+            fix="list the workers, too: with --workers A,A and --servers B,C the hosts B and C have servers alone",
         )
 
 

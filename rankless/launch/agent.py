@@ -21,7 +21,7 @@ from rankless.launch.rendezvous.leader import RendezvousInterrupted
 from rankless.launch.rendezvous.peers import FollowerPeers, LeaderPeer
 from rankless.launch.servers.common_start import CommonStart
 from rankless.launch.servers.processes import ServerProcesses, ServerRow
-from rankless.launch.servers.server_configs import make_server_launches
+from rankless.launch.servers.server_configs import list_lone_servers, make_server_launches
 from rankless.launch.signals import Interrupts, name_signal
 from rankless.launch.startup_table import WorkerTable
 from rankless.launch.status.live_run_page import LiveRunPage, make_live_run, measure_live_run
@@ -29,6 +29,7 @@ from rankless.launch.status.process_identity import identify_agent
 from rankless.launch.supervisor.failure_attribution import Verdict
 from rankless.launch.supervisor.fork_server_client import ForkServerClient, InheritedSockets
 from rankless.launch.supervisor.fork_server_pool_client import ForkServerPoolClient
+from rankless.launch.supervisor.no_workers import NoWorkers, WorkerParent
 from rankless.launch.supervisor.shared_files import SharedFiles
 from rankless.launch.supervisor.supervisor import RunOutcome, Supervisor
 from rankless.launch.supervisor.terminal_text import format_count
@@ -171,7 +172,7 @@ class HostRun:
         self.report = RunReport(config, job, folder, agent=None if descriptor is None else identify_agent(descriptor))
         self.live.begin(make_live_run(config, job, folder=folder, pages=pages, log_file=self.report.log_file))
         self._watchdog = self._make_watchdog(folder)
-        lead, is_quiet = self._workers[0], config.agent_output == "quiet"
+        lead, is_quiet = self._workers[0] if self._workers else None, config.agent_output == "quiet"
         if not is_quiet:
             streams.write_error(self.report.format_opening(lead))
         self._server_rows: Sequence[ServerRow] = ()
@@ -207,6 +208,9 @@ class HostRun:
                 host_name=self.report.host_name,
                 list_servers=self._servers.list_rows,
                 server_host_name=self.report.server_host_name,
+                lone_servers=()
+                if job.start.servers is None
+                else list_lone_servers(job.start.servers, job.start.workers),
             )
         )
 
@@ -362,8 +366,10 @@ class HostRun:
             peers.set_output_sink(terminal.show)
         return terminal
 
-    def _start(self, fork_server: ForkServerPoolClient | None) -> ForkServerClient:
+    def _start(self, fork_server: ForkServerPoolClient | None) -> WorkerParent:
         config, job = self._config, self._job
+        if not self._workers:
+            return NoWorkers()
         if fork_server is not None and not fork_server.is_ready(config, until=self._interrupts):
             fork_server = None
         return ForkServerClient(

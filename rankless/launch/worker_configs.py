@@ -138,7 +138,7 @@ def _make_launch(
         progress=config.progress,
         interface=position.interface,
         host=position.host_index,
-        host_count=len(start.workers),
+        host_count=start.worker_host_count,
         store_descriptor=position.store_descriptor,
         status_descriptor=position.status_descriptor,
         recovery_descriptor=position.recovery_descriptor,

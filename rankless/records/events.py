@@ -130,14 +130,14 @@ class FileOpened(Record, frozen=True, tag="file_opened"):
 
 
 class HostLost(Record, frozen=True, tag="host_lost"):
-    """A host of the job is gone or silent. `rank` is the first rank of that host."""
+    """A host of the job is gone or silent. `rank` is the first rank of that host, NO_RANK if it has servers alone."""
 
     host: str
     how: str
 
 
 class HostInterrupted(Record, frozen=True, tag="host_interrupted"):
-    """A signal has ended the agent of another host. `rank` is the first rank of that host."""
+    """A signal has ended the agent of another host. `rank` is the first rank of that host, or NO_RANK."""
 
     host: str
     signal: int

@@ -44,7 +44,9 @@ def cluster(index: int, count: int = 3) -> Cluster:
         ("a:6172,a:6173,10.0.0.2:6174", "10.0.0.2", [("a", 2), ("10.0.0.2", 1)]),
         ("b,a", "a", [("b", 1), ("a", 1)]),
         ("127.0.0.1,localhost,a", "127.0.0.1:6170", []),
-        ("a", "a:6170,b:6170", []),  # which require_server_hosts refuses
+        ("a", "a:6170,b:6170", [("a", 1), ("b", 0)]),
+        ("b,b", "b:6170,a:6171,10.0.0.1:6172", [("b", 2), ("a", 0)]),
+        ("a,a", "10.0.0.1,10.0.0.2,c,b,10.0.0.2", [("a", 2), ("10.0.0.2", 0), ("c", 0)]),
     ],
 )
 def test_workers_name_the_hosts_in_their_order(workers: str, servers: str, hosts: list[tuple[str, int]]):
@@ -58,7 +60,7 @@ def test_workers_name_the_hosts_in_their_order(workers: str, servers: str, hosts
         ("a,b,a", "a", "--workers=a,a,b"),
         ("127.0.0.1,b", "b", "127.0.0.1, which every host has for itself"),
         ("a,localhost:7,b", "b", "localhost:7, which every host has for itself"),
-        ("b,b", "b:6170,a:6171", "a:6171, a server of this host, and no worker of it"),
+        ("b,b", "b:6170,localhost:6171", "localhost:6171, which every host has for itself"),
     ],
 )
 def test_lists_that_name_no_hosts_are_refused(workers: str, servers: str, message: str):

@@ -34,7 +34,7 @@ from rankless.launch.rendezvous.messages import (
 )
 from rankless.launch.rendezvous.recording_transfer import CHUNK_BYTES, read_recording, write_recording
 from rankless.launch.worker_output import Source
-from rankless.records.events import AnyRecord, HostInterrupted, HostLost, Notice
+from rankless.records.events import NO_RANK, AnyRecord, HostInterrupted, HostLost, Notice
 
 
 @dataclass(frozen=True)
@@ -232,8 +232,8 @@ class FollowerPeers:
         return [self._make_lost_record(host, reason)]
 
     def _make_lost_record(self, host: int, reason: str) -> HostLost:
-        first_rank = self._start.first_rank(host)
-        return HostLost(rank=first_rank, time_ns=time.monotonic_ns(), host=self._names[host], how=reason)
+        rank = _first_rank(self._start, host)
+        return HostLost(rank=rank, time_ns=time.monotonic_ns(), host=self._names[host], how=reason)
 
 
 class LeaderPeer:
@@ -324,8 +324,8 @@ class LeaderPeer:
 
     def send_interrupt(self, number: int) -> None:
         """Report to host 0 that this host's agent has received a signal."""
-        first_rank = self._start.first_rank(self._host_index)
-        record = HostInterrupted(rank=first_rank, time_ns=time.monotonic_ns(), host=self._name, signal=number)
+        rank = _first_rank(self._start, self._host_index)
+        record = HostInterrupted(rank=rank, time_ns=time.monotonic_ns(), host=self._name, signal=number)
         self.send_records([record])
 
     def send_end(self, end: HostEnded) -> None:
@@ -338,3 +338,8 @@ class LeaderPeer:
     def are_running(self) -> bool:
         """True until host 0 has sent the job's end, or is lost."""
         return self.job_end is None and self.lost_reason is None
+
+
+def _first_rank(start: AgreedJobConfig, host: int) -> int:
+    """Return the first rank of a host, or NO_RANK if it has servers alone."""
+    return start.first_rank(host) if start.workers[host] else NO_RANK

@@ -113,9 +113,9 @@ def _find_hosts(requested: RequestedServers, facts: Sequence[HostFacts], names: 
             raise JoinError(
                 expected="each address of --servers to be that of one host of the run",
                 found=f"{endpoint}, which is an address of " + (shared or f"none of {', '.join(names)}"),
-                fix="correct the address"
+                fix="give a host one name in --servers and --workers"
                 if hosts
-                else "correct the address, or list workers of that host too; servers on hosts without workers: not yet",
+                else "correct the address; --workers A,A with --servers C adds a host C that has servers alone",
             )
     return tuple(hosts[0] for hosts in found)
 

@@ -24,7 +24,7 @@ from rankless.launch.rendezvous.messages import HostEnded, StopMode
 from rankless.launch.rendezvous.peers import Peers
 from rankless.launch.signals import Interrupts
 from rankless.launch.supervisor.failure_attribution import ATTRIBUTED_RECORDS, Verdict, attribute_failure
-from rankless.launch.supervisor.fork_server_client import ForkServerClient
+from rankless.launch.supervisor.no_workers import WorkerParent
 from rankless.launch.supervisor.secondary_failure_lines import SecondaryFailure, describe_secondary_failure
 from rankless.records.channel import receive_records
 from rankless.records.events import AnyRecord, Raised
@@ -86,7 +86,7 @@ class Supervisor:
 
     def __init__(
         self,
-        fork_server: ForkServerClient,
+        fork_server: WorkerParent,
         *,
         peers: Peers,
         interrupts: Interrupts,
