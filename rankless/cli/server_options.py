@@ -1,4 +1,4 @@
-"""Options for parameter servers: `--servers`, `--workers`, `--server-mode`, `--server-restarts`, `--lost-workers`."""
+"""Options for parameter servers: `--servers`, `--workers`, `--server-mode`, `--replicas` and others."""
 
 import argparse
 
@@ -71,7 +71,15 @@ def _add_mode_options(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_loss_options(group: "argparse._ArgumentGroup") -> None:
-    """Add the options for servers and workers that die."""
+    """Add the options for servers, hosts and workers that are lost."""
+    group.add_argument(
+        "--replicas",
+        type=int,
+        metavar="N",
+        default=0,
+        help="With --server-mode sync: 1 for a copy of each server, on another host if there are several. Then the run "
+        "goes on if a host of servers is lost. Default: 0.",
+    )
     group.add_argument(
         "--server-restarts",
         type=int,
@@ -117,10 +125,12 @@ def read_servers(arguments: argparse.Namespace) -> RequestedServers | None:
         "geo_steps": geo_steps,
         "max_restarts": restarts,
         "lost_workers": lost,
+        "replicas": arguments.replicas,
     }
     if count is not None:
         if not count:
             _require_sync(mode)
+            _require_no_replicas(arguments.replicas)
             return None
         return RequestedServers(count=count, **settings)
     endpoints = _read_server_endpoints(text)
@@ -185,6 +195,15 @@ def _require_sync(mode: str) -> None:
             expected=f"--servers with --server-mode {mode}, because servers hold the parameters then",
             found="no servers",
             fix="give --servers a number from 1 up",
+        )
+
+
+def _require_no_replicas(replicas: int) -> None:
+    if replicas:
+        raise ConfigError(
+            expected="--servers with --replicas, because replicas are copies of servers",
+            found=f"--replicas {replicas} without servers",
+            fix="give --servers a number from 1 up, or omit --replicas",
         )
 
 

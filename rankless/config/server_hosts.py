@@ -93,13 +93,54 @@ def divide_servers(count: int, host_count: int) -> tuple[int, ...]:
     return tuple(host for host in range(host_count) for _ in range(size + (host < more)))
 
 
+def place_copies(hosts: Sequence[int], candidates: Sequence[int]) -> tuple[int, ...]:
+    """Return the index of the host of each server's copy.
+
+    The copies of a host's servers go to the hosts after it in turn, so that hosts have equally many. With one host they
+    are there too.
+
+    Args:
+        hosts: The index of the host of each server.
+        candidates: The hosts that may have copies, in their order, each once. They include `hosts`.
+    """
+    placed: list[int] = []
+    for server, host in enumerate(hosts):
+        others = [each for each in candidates if each > host] + [each for each in candidates if each < host]
+        before = hosts[:server].count(host)
+        placed.append(others[before % len(others)] if others else host)
+    return tuple(placed)
+
+
+def require_replicas(servers: RequestedServers) -> None:
+    """Raise `ConfigError` for copies of servers that no run can have."""
+    if servers.replicas not in (0, 1):
+        raise ConfigError(
+            expected="--replicas 0 or 1: none, or one copy of each server",
+            found=servers.replicas,
+            fix="give --replicas 1",
+        )
+    if servers.replicas and servers.mode != "sync":
+        raise ConfigError(
+            expected="--replicas with --server-mode sync, in which all steps have one order, so that copies stay equal",
+            found=f"--server-mode {servers.mode}",
+            fix="give --server-mode sync, or omit --replicas",
+        )
+    names = [parse_endpoint(each).host for each in servers.endpoints]
+    if servers.replicas and names and all(is_same_host(name, names[0]) for name in names):
+        raise ConfigError(
+            expected="addresses of two hosts or more in --servers with --replicas 1, which puts copies on another host",
+            found=f"{', '.join(servers.endpoints)}, on one host",
+            fix=f"add a server on another host; --servers {len(names)} puts copies on this host, too",
+        )
+
+
 def count_own_servers(servers: RequestedServers | None, cluster: Cluster | None) -> int:
     """Return how many servers will run on this host; at most so many if its index is not known yet."""
     if servers is None or cluster is None:
-        return 0 if servers is None else servers.count
-    if servers.endpoints:
-        return len(find_own_servers(servers))
-    hosts = divide_servers(servers.count, len(cluster.hosts))
+        return 0 if servers is None else servers.process_count
+    if servers.endpoints:  # as many copies as first servers, because hosts share copies evenly
+        return len(find_own_servers(servers)) * (1 + servers.replicas)
+    hosts = divide_servers(servers.process_count, len(cluster.hosts))
     return hosts.count(0 if cluster.host_index == UNKNOWN_HOST else cluster.host_index)
 
 
@@ -109,4 +150,5 @@ def describe_servers(servers: RequestedServers | None) -> tuple[str, ...]:
         return ()
     requested = servers.endpoints or (f"{servers.count} servers",)
     settings = (f"mode {servers.mode}", f"staleness {servers.staleness}", f"{servers.geo_steps} geo steps")
-    return (*requested, *settings, f"{servers.max_restarts} restarts")
+    copies = ("1 replica",) if servers.replicas else ()
+    return (*requested, *settings, f"{servers.max_restarts} restarts", *copies)

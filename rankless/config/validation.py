@@ -13,7 +13,7 @@ from rankless.config.mesh_option import format_mesh, make_heterogeneous_mesh, re
 from rankless.config.resource_limits import core_count
 from rankless.config.run_config import Cluster, PlanFile, Program, RunConfig, RunRequest
 from rankless.config.script_source import names_rankless
-from rankless.config.server_hosts import count_own_servers, require_server_hosts
+from rankless.config.server_hosts import count_own_servers, require_replicas, require_server_hosts
 from rankless.config.servers import SERVER_MODES, SERVER_PACKAGES
 from rankless.errors import ConfigError
 from rankless.records.parallel_plan import PlannedAxis
@@ -108,6 +108,7 @@ def check_servers(request: RunRequest, cluster: Cluster | None) -> None:
             found=f"--lost-workers {servers.lost_workers} with several hosts, --mesh, a plan or --heter-workers",
             fix="omit --lost-workers",
         )
+    require_replicas(servers)
     require_server_hosts(servers, cluster)
     require_server_packages()
 

@@ -20,6 +20,7 @@ from rankless.launch.profile import load_profile
 from rankless.launch.rendezvous.leader import RendezvousInterrupted
 from rankless.launch.rendezvous.peers import FollowerPeers, LeaderPeer
 from rankless.launch.servers.common_start import CommonStart
+from rankless.launch.servers.lost_servers import LostServers
 from rankless.launch.servers.processes import ServerProcesses, ServerRow
 from rankless.launch.servers.server_configs import list_lone_servers, make_server_launches
 from rankless.launch.signals import Interrupts, name_signal
@@ -36,7 +37,7 @@ from rankless.launch.supervisor.terminal_text import format_count
 from rankless.launch.terminal_report import RunReport, conclude
 from rankless.launch.terminal_streams import TerminalStreams
 from rankless.launch.watchdog.watchdog import Watchdog, WatchdogConfig, open_status_pages
-from rankless.launch.worker_configs import count_most_lost, make_worker_configs
+from rankless.launch.worker_configs import WorkerDescriptors, count_most_lost, make_worker_configs
 from rankless.launch.worker_output import (
     SOURCES,
     WorkerOutputFollower,
@@ -160,8 +161,12 @@ class HostRun:
         self._folder = folder = make_run_folder(config, job.start, job.host_index)
         self._pages = pages = open_status_pages(config.worker_count)
         self._survivors = SurvivorRounds(config.worker_count, count_most_lost(config, job.start))
+        self._lost_servers = LostServers(job.servers, job.start, names=job.names, peers=job.peers)
         self._workers = make_worker_configs(
-            config, job, folder=folder, pages=pages, channels=self._survivors.descriptors
+            config,
+            job,
+            folder=folder,
+            descriptors=WorkerDescriptors(pages, self._survivors.descriptors, self._lost_servers.descriptor),
         )
         self._servers = ServerProcesses(
             make_server_launches(config, job.start, job.servers, folder=folder, host_index=job.host_index),
@@ -226,6 +231,7 @@ class HostRun:
             for page in self._pages:
                 stack.callback(os.close, page)
             stack.callback(self._survivors.close)
+            stack.callback(self._lost_servers.close)
             stack.callback(self._servers.close, lambda: self._job.peers.poll(time.monotonic()))  # sends heartbeats
             self._start_servers()
             return self._run_workers(on_record, fork_server)
@@ -238,6 +244,8 @@ class HostRun:
             )
             with self.report.recorded_start():
                 self._server_rows = start.run(self._interrupts)
+            if self._lost_servers.warning:
+                self._streams.notify(self._lost_servers.warning)
 
     def _run_workers(
         self, on_record: Callable[[AnyRecord], None], fork_server: ForkServerPoolClient | None
@@ -290,6 +298,10 @@ class HostRun:
             if after.path not in {stream.path for stream in shown}:
                 self._terminal.add(after, position=count_common_bytes(before.path, after.path))
 
+    def judge_servers(self, records: Sequence[AnyRecord]) -> Sequence[AnyRecord]:
+        """See `RunObserver`."""
+        return self._lost_servers.judge(records)
+
     def receive(self, record: AnyRecord) -> None:
         """See `RunObserver`."""
         is_host_0 = self._job.host_index == 0
@@ -316,6 +328,7 @@ class HostRun:
         """See `RunObserver`."""
         peers = self._job.peers
         self._survivors.tick()
+        self._lost_servers.tick()
         if self._has_parent_ended or self._table.is_due(time.monotonic()):
             self._table.show()
         if self._has_parent_ended:

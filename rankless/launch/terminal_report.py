@@ -32,7 +32,7 @@ from rankless.launch.supervisor.terminal_text import (
     format_worker_table,
 )
 from rankless.records.events import ServerRestarted
-from rankless.records.run_summary import AgentProcess, Outcome
+from rankless.records.run_summary import AgentProcess, Outcome, RunSummary
 
 
 class RunReport:
@@ -278,9 +278,19 @@ def _record_end(report: RunReport, outcome: RunOutcome, code: int) -> None:
     elif code != 0:
         report.summary_file.finish("failed", code, verdict="the process that starts the workers ended before them")
     else:
-        lost = report.summary_file.summary.lost_workers
-        others = f"all workers ended but {lost}, which {'were' if lost > 1 else 'was'} killed before"
-        report.summary_file.finish("succeeded", code, verdict=others if lost else "all workers ended")
+        report.summary_file.finish("succeeded", code, verdict=_describe_success(report.summary_file.summary))
+
+
+def _describe_success(summary: RunSummary) -> str:
+    lost, text = summary.lost_workers, "all workers ended"
+    if lost:
+        text += f" but {lost}, which {'were' if lost > 1 else 'was'} killed before"
+    if summary.lost_servers:
+        numbers = ", ".join(map(str, sorted(summary.lost_servers)))
+        text += f"; without {'servers' if len(summary.lost_servers) > 1 else 'server'} {numbers}"
+    if summary.lost_hosts:
+        text += f", {'hosts' if len(summary.lost_hosts) > 1 else 'host'} {', '.join(summary.lost_hosts)} lost"
+    return text
 
 
 def _text_for_host(host: int, outcome: RunOutcome, report: RunReport, text: str) -> str:

@@ -59,7 +59,13 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     workers: int
     """The number of workers, of all hosts together."""
     servers: int = 0
-    """The number of parameter servers."""
+    """The number of parameter servers, with copies."""
+    replicas: int = 0
+    """How many copies each server has."""
+    lost_servers: tuple[int, ...] = ()
+    """The servers that were lost while others with the same tables went on."""
+    lost_hosts: tuple[str, ...] = ()
+    """The names of the hosts that were lost while the others went on."""
     server_restarts: tuple[int, ...] = ()
     """How often each server was started again after it had died, in their order."""
     lost_workers: int = 0

@@ -4,7 +4,7 @@ There are three cases: no other hosts, the followers that host 0 leads, and the 
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,6 +24,7 @@ from rankless.launch.rendezvous.messages import (
     JoinRefused,
     RankStatusRequest,
     RecordingChunk,
+    ServersLost,
     ServersRefused,
     ServersStarted,
     StartWorkers,
@@ -217,6 +218,10 @@ class FollowerPeers:
         """Let all followers start their workers."""
         self._server.broadcast(StartWorkers())
 
+    def send_lost_servers(self, servers: Collection[int]) -> None:
+        """Tell all followers which servers are lost, so that their workers go on without them."""
+        self._server.broadcast(ServersLost(servers=tuple(sorted(servers))))
+
     def refuse_start(self, refusal: JoinRefused) -> None:
         """Tell all followers that the job does not start."""
         self._server.broadcast(refusal)
@@ -233,7 +238,7 @@ class FollowerPeers:
 
     def _make_lost_record(self, host: int, reason: str) -> HostLost:
         rank = _first_rank(self._start, host)
-        return HostLost(rank=rank, time_ns=time.monotonic_ns(), host=self._names[host], how=reason)
+        return HostLost(rank=rank, time_ns=time.monotonic_ns(), host=self._names[host], how=reason, host_index=host)
 
 
 class LeaderPeer:
@@ -252,6 +257,8 @@ class LeaderPeer:
         self._stop: StopMode | None = None
         self.may_start_workers = False
         """Whether all servers of all hosts serve."""
+        self.lost_servers: set[int] = set()
+        """The servers without which the run goes on."""
         self.refusal: JoinRefused | None = None
         """Why the job does not start, if it does not."""
 
@@ -289,6 +296,8 @@ class LeaderPeer:
             self.job_end = message
         elif isinstance(message, StartWorkers):
             self.may_start_workers = True
+        elif isinstance(message, ServersLost):
+            self.lost_servers |= set(message.servers)
         elif isinstance(message, JoinRefused):
             self.refusal = message
 

@@ -30,7 +30,8 @@ def make_server_launches(
     configs = [
         ServerConfig(
             index=index,
-            server_count=len(servers.addresses),
+            server_count=servers.part_count,
+            replicas=servers.replicas,
             worker_count=start.world_size,
             address=servers.addresses[index],
             token=servers.token,

@@ -163,7 +163,7 @@ def _find_own_failure(records: Sequence[AnyRecord], index: int) -> Verdict | Non
         earlier = [each for each in records[:index] if each.rank == record.rank]
         return None if any(map(_reports_failure, earlier)) else _attribute_exit(record)
     if isinstance(record, ServerExited):
-        return None if record.is_restarted else _attribute_server_exit(record)
+        return None if record.is_restarted or record.is_covered else _attribute_server_exit(record)
     if isinstance(record, HangDetected):
         return Verdict(
             root_cause_rank=record.rank,
@@ -174,6 +174,8 @@ def _find_own_failure(records: Sequence[AnyRecord], index: int) -> Verdict | Non
             traceback=record.traceback,
         )
     if isinstance(record, HostLost):
+        if record.is_covered:
+            return None
         headline = f"host {record.host} {record.how}"
         return Verdict(root_cause_rank=record.rank, cause="host", exit_code=1, headline=headline)
     if isinstance(record, HostInterrupted):
