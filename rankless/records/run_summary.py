@@ -11,11 +11,11 @@ class RunFailure(msgspec.Struct, frozen=True, kw_only=True):
     """The root cause of a failure."""
 
     rank: int | None
-    """None if a parameter server is the root cause."""
+    """None if a parameter server is the root cause, or a host that has servers alone."""
     server: int | None = None
     """The parameter server that is the root cause; None if a rank is."""
     host: str
-    """The name of the rank's host; "" if the job has one host."""
+    """The name of the host of the rank or server, or of the host that was lost; "" if the job has one host."""
     error: str
     """What happened, like "raised ValueError: no data"."""
     line: str

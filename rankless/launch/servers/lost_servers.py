@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Sequence
 import msgspec
 
 from rankless.config.run_config import AgreedJobConfig
-from rankless.config.servers import ServersConfig, find_partner
+from rankless.config.servers import ServersConfig, find_original, find_partner
 from rankless.launch.rendezvous.peers import FollowerPeers, LeaderPeer, NoPeers
 from rankless.launch.signals import name_signal
 from rankless.records.events import NO_RANK, AnyRecord, HostLost, Notice, ServerExited, ServerLost
@@ -110,15 +110,16 @@ class LostServers:
         self._mark(servers)
         if isinstance(self._peers, FollowerPeers):
             self._peers.send_lost_servers(self._lost)
-        others = [find_partner(server, self._parts) for server in servers]
-        alone = [
-            f"server {other} alone has the tables of both servers {server} and {other}"
-            for server, other in zip(servers, others, strict=True)
-        ]
-        text = f"{how}; the run goes on" + (f": {', '.join(alone)}" if alone else "")
+        text = f"{how}; the run goes on" + ("".join(f", {self._describe_partner(server)}" for server in servers))
         now = time.monotonic_ns()
         yield from (ServerLost(rank=NO_RANK, time_ns=now, server=server) for server in servers)
         yield Notice(rank=NO_RANK, time_ns=now, text=text)
+
+    def _describe_partner(self, lost: int) -> str:
+        original, partner = find_original(lost, self._parts), find_partner(lost, self._parts)
+        if original is None:
+            return f"server {partner}, the copy of server {lost}, alone"
+        return f"server {partner} without its copy"
 
     def _mark(self, servers: Collection[int]) -> None:
         for server in servers:

@@ -83,7 +83,8 @@ class ReplicatedConnection:
         return any(each.is_full for each in self._living)
 
     def greet(self) -> None:
-        """Ask for challenges."""
+        """Ask the servers that are not lost for challenges."""
+        self._drop_lost()
         for each in self._living:
             each.greet()
 
@@ -141,9 +142,7 @@ class ReplicatedConnection:
 
     def check_alive(self) -> None:
         """Drop servers that are lost, and begin to reconnect to others. Raises ServerError if both are lost."""
-        for each in list(self._living):
-            if self._is_lost(each.index):
-                self._drop(each)
+        self._drop_lost()
         for each in self._living:
             each.check_alive()
 
@@ -168,6 +167,11 @@ class ReplicatedConnection:
         if header.kind == Kind.OPEN or header.table >= len(self._tables):
             return header
         return header._replace(table=self._tables[header.table][connection])
+
+    def _drop_lost(self) -> None:
+        for each in list(self._living):
+            if self._is_lost(each.index):
+                self._drop(each)
 
     def _drop(self, lost: ServerConnection) -> None:
         """Go on without a server."""
