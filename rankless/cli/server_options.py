@@ -3,7 +3,7 @@
 import argparse
 
 from rankless.config.hosts import Endpoint, Host, read_endpoints
-from rankless.config.server_hosts import find_worker_hosts
+from rankless.config.server_hosts import find_worker_hosts, require_replicas
 from rankless.config.servers import (
     DEFAULT_GEO_STEPS,
     DEFAULT_SERVER_RESTARTS,
@@ -132,9 +132,12 @@ def read_servers(arguments: argparse.Namespace) -> RequestedServers | None:
             _require_sync(mode)
             _require_no_replicas(arguments.replicas)
             return None
-        return RequestedServers(count=count, **settings)
-    endpoints = _read_server_endpoints(text)
-    return RequestedServers(count=len(endpoints), endpoints=tuple(map(str, endpoints)), **settings)
+        servers = RequestedServers(count=count, **settings)
+    else:
+        endpoints = _read_server_endpoints(text)
+        servers = RequestedServers(count=len(endpoints), endpoints=tuple(map(str, endpoints)), **settings)
+    require_replicas(servers)
+    return servers
 
 
 def read_workers(arguments: argparse.Namespace) -> tuple[int | None, tuple[Host, ...]]:

@@ -10,6 +10,7 @@ from rankless.config.server_hosts import (
     divide_servers,
     find_own_servers,
     find_worker_hosts,
+    place_copies,
     require_server_hosts,
 )
 from rankless.config.servers import RequestedServers, format_server_address, parse_server_address
@@ -86,6 +87,30 @@ def test_a_number_of_servers_is_divided_evenly_in_the_order_of_hosts():
         assert (len(hosts), sorted(hosts)) == (count, list(hosts))
         sizes = [hosts.count(host) for host in range(4)]
         assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize(
+    ("hosts", "candidates", "copies"),
+    [
+        ((0, 1), (0, 1), (1, 0)),
+        ((0, 1, 2), (0, 1, 2), (1, 2, 0)),
+        ((0, 0, 1, 1, 2, 2), (0, 1, 2), (1, 2, 2, 0, 0, 1)),
+        ((2, 2, 1), (1, 2), (1, 1, 2)),
+        ((0, 0), (0, 1), (1, 1)),  # a number of servers on hosts that have more than servers
+        ((0, 0, 0), (0,), (0, 0, 0)),
+    ],
+)
+def test_copies_are_on_another_host_and_divided_evenly(hosts, candidates, copies):
+    assert place_copies(hosts, candidates) == copies
+
+
+def test_copies_are_never_with_their_server_if_there_are_two_hosts():
+    for count in range(2, 6):
+        for servers in range(1, 11):
+            hosts = divide_servers(servers, count)
+            placed = place_copies(hosts, range(count))
+            assert not [pair for pair in zip(hosts, placed, strict=True) if pair[0] == pair[1]]
+            assert servers % count or len({placed.count(host) for host in range(count)}) == 1
 
 
 def test_a_host_counts_its_own_servers():

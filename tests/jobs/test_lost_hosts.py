@@ -93,10 +93,10 @@ def test_a_run_goes_on_without_a_lost_host_of_servers(how, name, step, hosts: Ho
     require_same(output, plain)
     reason = "no heartbeat for" if how == "link" else "the connection"
     alone = {
-        "b": "server 2, the copy of server 0, alone, server 1 without its copy",
-        "c": "server 3, the copy of server 1, alone, server 0 without its copy",
+        "b": "server 2 in place of server 0, server 1 without a copy",
+        "c": "server 3 in place of server 1, server 0 without a copy",
     }[name]
-    assert re.search(rf"rankless: host {name} was lost: {reason}.*; the run goes on, {alone}\n", errors), errors
+    assert re.search(rf"rankless: host {name} was lost: {reason}.*; the run goes on with {alone}\n", errors), errors
     summary = summary_of(tmp_path)
     assert (summary.lost_hosts, len(summary.lost_servers), summary.replicas) == ((name,), 2, 1)
     assert summary.verdict.endswith(f", host {name} lost")
@@ -147,8 +147,8 @@ def test_a_run_goes_on_without_a_server_that_is_not_started_again(server: int, t
     done = rankless(*ONE_HOST, str(SCRIPT), "--steps", str(STEPS), "--kill", f"5:{server}", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     require_same(done.stdout, plain)
-    alone = ("server 1, the copy of server 0, alone", "server 0 without its copy")[server]
-    assert f"rankless: server {server} was killed by SIGKILL; the run goes on, {alone}\n" in done.stderr
+    alone = ("server 1 in place of server 0", "server 0 without a copy")[server]
+    assert f"rankless: server {server} was killed by SIGKILL; the run goes on with {alone}\n" in done.stderr
     assert "that covers a lost server, and not a lost host" in done.stderr
     assert summary_of(tmp_path).lost_servers == (server,)
 

@@ -110,7 +110,8 @@ class LostServers:
         self._mark(servers)
         if isinstance(self._peers, FollowerPeers):
             self._peers.send_lost_servers(self._lost)
-        text = f"{how}; the run goes on" + ("".join(f", {self._describe_partner(server)}" for server in servers))
+        others = ", ".join(map(self._describe_partner, servers))
+        text = f"{how}; the run goes on" + (f" with {others}" if others else "")
         now = time.monotonic_ns()
         yield from (ServerLost(rank=NO_RANK, time_ns=now, server=server) for server in servers)
         yield Notice(rank=NO_RANK, time_ns=now, text=text)
@@ -118,8 +119,8 @@ class LostServers:
     def _describe_partner(self, lost: int) -> str:
         original, partner = find_original(lost, self._parts), find_partner(lost, self._parts)
         if original is None:
-            return f"server {partner}, the copy of server {lost}, alone"
-        return f"server {partner} without its copy"
+            return f"server {partner} in place of server {lost}"
+        return f"server {partner} without a copy"
 
     def _mark(self, servers: Collection[int]) -> None:
         for server in servers:
