@@ -136,7 +136,7 @@ def test_without_copies_records_stay_as_they_are():
     assert run.warning == ""
 
 
-def test_copies_on_one_host_are_said_to_cover_no_lost_host(run: LostServers):
+def test_a_warning_says_that_copies_on_one_host_cover_no_lost_host(run: LostServers):
     one = make_run(hosts=(0, 0), workers=(2,))
     assert "and not a lost host" in one.warning
     assert run.warning == ""

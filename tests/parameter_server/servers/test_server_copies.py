@@ -202,14 +202,14 @@ def test_a_worker_without_a_server_and_its_copy_raises_and_names_both(clients, l
 
 
 def test_a_worker_that_waited_says_that_it_goes_on_without_a_server(run, losses):
-    said: list[str] = []
-    clients = [run.client(worker, settings=losses.settings(notify=said.append)) for worker in range(WORKERS)]
+    notices: list[str] = []
+    clients = [run.client(worker, settings=losses.settings(notify=notices.append)) for worker in range(WORKERS)]
     training = Training(clients, ["every_id"])
     training.step()
     run.processes[0].process.kill()
     with_loss = threading.Timer(1.0, losses.lost.add, (0,))
     with_loss.start()
     training.check()
-    assert any("worker 0 waits for server 0 at" in text for text in said)
-    assert any("worker 0 goes on without server 0 at" in text and "server 1 at" in text for text in said)
+    assert any("worker 0 waits for server 0 at" in text for text in notices)
+    assert any("worker 0 goes on without server 0 at" in text and "server 1 at" in text for text in notices)
     together([client.close for client in clients])
