@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -29,9 +29,12 @@ LINE = ("run", "--servers", "b:6170,c", "--replicas", "1", "--workers", "a,a", "
 """Server 0 and the copy of server 1 are on b; server 1 and the copy of server 0 are on c."""
 
 
+LOST = "  host b was lost, and the run goes on without it\n"
+
+
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
-    with some_hosts(tmp_path_factory.mktemp("three"), "abc") as found:
+    with some_hosts(tmp_path_factory.mktemp("four"), "abcd") as found:
         yield found
 
 
@@ -45,10 +48,14 @@ def require_same(output: str, plain: list[float]) -> None:
     assert json.loads(output.splitlines()[-1]) == pytest.approx(plain, rel=0, abs=1e-11)
 
 
-def start(hosts: Hosts, folder: Path) -> subprocess.Popen[str]:
-    """Start the training on three hosts."""
-    line = (sys.executable, "-m", "rankless", *LINE, str(SCRIPT), "--steps", str(STEPS))
-    return hosts.start("a", line, cwd=folder)
+def start(hosts: Hosts, folder: Path, line: Sequence[str] = LINE, *options: str) -> subprocess.Popen[str]:
+    """Start the training on several hosts, with further options of the script."""
+    script = (str(SCRIPT), "--steps", str(STEPS), *options)
+    return hosts.start("a", (sys.executable, "-m", "rankless", *line, *script), cwd=folder)
+
+
+def read_status(hosts: Hosts, name: str, folder: Path) -> str:
+    return hosts.run(name, (sys.executable, "-m", "rankless", "status"), cwd=folder).stdout
 
 
 def wait_for_step(job: subprocess.Popen[str], folder: Path, step: int) -> None:
@@ -137,6 +144,93 @@ def test_the_loss_of_both_hosts_ends_the_run_and_names_them(hosts: Hosts, tmp_pa
     assert summary.failure is not None
     assert {*summary.lost_hosts, summary.failure.host} == {"b", "c"}
     assert "were lost" not in summary.verdict
+
+
+TWO_HOSTS_OF_WORKERS = ("run", "--servers", "b,c", "--replicas", "1", "--workers", "a,d", "--no-progress")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("how", "name"), [("link", "b"), ("kill", "c")])
+def test_workers_of_all_hosts_go_on_without_a_lost_host(how: str, name: str, hosts: Hosts, tmp_path: Path, plain):
+    job = start(hosts, tmp_path, TWO_HOSTS_OF_WORKERS)
+    wait_for_step(job, tmp_path, 6)
+    try:
+        lose(hosts, name, how)
+        output, errors = job.communicate(timeout=120)
+    finally:
+        hosts.link(name, up=True)
+    assert job.returncode == 0, errors
+    require_same(output, plain)
+
+
+@pytest.mark.exhaustive
+def test_the_loss_of_a_host_with_workers_ends_the_run_also_with_copies(hosts: Hosts, tmp_path: Path):
+    line = ("run", "--servers", "b,d", "--replicas", "1", "--workers", "a,d", "--no-progress")
+    job = start(hosts, tmp_path, line)
+    wait_for_step(job, tmp_path, 6)
+    lose(hosts, "d", "kill")
+    _, errors = job.communicate(timeout=120)
+    assert job.returncode == 1, errors
+    assert "rankless: host d was lost: the connection" in errors
+
+
+@pytest.mark.exhaustive
+def test_a_frozen_agent_is_lost_and_ends_its_servers_when_it_goes_on(hosts: Hosts, tmp_path: Path, plain):
+    job = start(hosts, tmp_path, (*LINE, "--hang-timeout", "0"), "--hold", "5")
+    wait_for_step(job, tmp_path, 5)
+    agent = psutil.Process(find_agent(hosts, "b"))
+    servers = agent.children()
+    agent.suspend()
+    try:
+        wait_until(lambda: LOST in read_status(hosts, "a", tmp_path))
+    finally:
+        agent.resume()
+    wait_until(lambda: not [each for each in servers if each.is_running() and each.status() != psutil.STATUS_ZOMBIE])
+    (tmp_path / "go").touch()
+    output, errors = job.communicate(timeout=120)
+    assert job.returncode == 0, errors
+    require_same(output, plain)
+    assert "host b was lost: no heartbeat" in errors
+
+
+@pytest.mark.exhaustive
+def test_a_short_break_of_the_network_loses_nothing(hosts: Hosts, tmp_path: Path, plain):
+    job = start(hosts, tmp_path)
+    wait_for_step(job, tmp_path, 6)
+    hosts.link("b", up=False)
+    threading.Event().wait(1.5)
+    hosts.link("b", up=True)
+    output, errors = job.communicate(timeout=120)
+    assert job.returncode == 0, errors
+    require_same(output, plain)
+    assert summary_of(tmp_path).lost_hosts == ()
+
+
+@pytest.mark.exhaustive
+def test_a_host_that_is_lost_while_workers_start_is_not_needed(hosts: Hosts, tmp_path: Path, plain):
+    job = start(hosts, tmp_path)
+    log = tmp_path / "log" / "latest" / "rank1.log"
+    wait_until(lambda: log.exists() or job.poll() is not None)
+    lose(hosts, "c", "kill")
+    output, errors = job.communicate(timeout=120)
+    if job.returncode == 0:
+        require_same(output, plain)
+    else:  # not all servers had served yet
+        assert "expected: all hosts to start their servers" in errors
+
+
+@pytest.mark.exhaustive
+def test_status_shows_a_lost_host_and_copies(hosts: Hosts, tmp_path: Path):
+    job = start(hosts, tmp_path, (*LINE, "--hang-timeout", "0"), "--hold", "5")
+    wait_for_step(job, tmp_path, 5)
+    text = read_status(hosts, "c", tmp_path)
+    assert re.search(r"^  server .* copy of  address", text, re.MULTILINE), text
+    assert re.search(r"^ +2 .* 0  tcp://10.77.0.3:", text, re.MULTILINE), text
+    lose(hosts, "b", "kill")
+    wait_until(lambda: LOST in read_status(hosts, "a", tmp_path))
+    job.send_signal(signal.SIGINT)
+    job.communicate(timeout=60)
+    assert job.returncode == 130
 
 
 ONE_HOST = ("run", "--servers", "1", "--replicas", "1", "--workers", "2", "--server-restarts", "0", "--no-progress")

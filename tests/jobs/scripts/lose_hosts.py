@@ -1,13 +1,14 @@
 """Trains two tables in jobs or, with --plain, as `nn.Embedding` in plain PyTorch. Prints losses and rows as JSON.
 
 Rank 0 writes the number of its step into the file `step`. With --kill it kills servers by SIGKILL at these steps, as in
-`5:1,9:0`: server 1 after step 5, server 0 after step 9.
+`5:1,9:0`: server 1 after step 5, server 0 after step 9. With --hold it waits after that step for a file `go`.
 """
 
 import argparse
 import json
 import os
 import signal
+import threading
 
 import psutil
 import torch
@@ -21,6 +22,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--plain", action="store_true")
 parser.add_argument("--steps", type=int, default=40)
 parser.add_argument("--kill", default="")
+parser.add_argument("--hold", type=int)
 arguments = parser.parse_args()
 kills = [tuple(map(int, each.split(":"))) for each in arguments.kill.split(",") if each]
 torch.manual_seed(0)
@@ -81,6 +83,8 @@ for step in range(arguments.steps):
         os.replace("step.new", "step")
         for _, server in [each for each in kills if each[0] == step]:
             kill(server)
+        while step == arguments.hold and not os.path.exists("go"):
+            threading.Event().wait(0.05)
 with torch.no_grad():
     rows = torch.cat([tables[0](IDS).flatten(), tables[1](IDS // 3).flatten()])
 if arguments.plain or rankless.rank() == 0:
