@@ -128,3 +128,12 @@ def test_the_line_without_ssh_flags_on_a_host_of_servers_names_the_first_host(ho
     done = hosts.run("b", line, cwd=tmp_path)
     assert done.returncode == 2
     assert f"this command on host 0, {A}, which starts the others by ssh" in done.stderr
+
+
+@pytest.mark.exhaustive
+def test_a_host_of_servers_needs_the_ports_of_servers_alone(tmp_path: Path):
+    with two_hosts(tmp_path, sshd=()) as apart:
+        apart.firewall("b", open_ports=(22, 9988, 6170, 6171))
+        lists = {"servers": (f"--servers={B}:6170,{B}:6171",) * 2, "workers": f"--workers={A},{A}"}
+        job = run(apart, tmp_path, "print('done')", server=DURABLE, **lists)
+    assert (job.codes, job.outputs) == ([0, 0], ["done\n", ""]), job.errors
