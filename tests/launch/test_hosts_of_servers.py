@@ -62,7 +62,6 @@ def test_a_server_killed_on_it_starts_again(hosts: Hosts, tmp_path: Path):
     script = ASK + "if os.environ['RANK'] == '1':\n    kill(1)\nprint(*ask(1, 1)[:2])\n"
     job = run(hosts, tmp_path, script, server=DURABLE, **LONE)
     assert (job.codes, job.outputs) == ([0, 0], ["1 2\n", ""]), job.errors
-    assert f"server 1 on {B} was killed by SIGKILL; started again" in job.errors[0]
     assert summary_of(tmp_path).server_restarts == (0, 1)
 
 
