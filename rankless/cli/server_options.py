@@ -1,9 +1,9 @@
-"""Options for parameter servers: `--servers`, `--workers`, `--server-mode`, `--server-restarts`, `--lost-workers`."""
+"""Options for parameter servers: `--servers`, `--workers`, `--server-mode`, `--replicas` and others."""
 
 import argparse
 
 from rankless.config.hosts import Endpoint, Host, read_endpoints
-from rankless.config.server_hosts import find_worker_hosts
+from rankless.config.server_hosts import find_worker_hosts, require_replicas
 from rankless.config.servers import (
     DEFAULT_GEO_STEPS,
     DEFAULT_SERVER_RESTARTS,
@@ -77,7 +77,15 @@ def _add_mode_options(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_loss_options(group: "argparse._ArgumentGroup") -> None:
-    """Add the options for servers and workers that die."""
+    """Add the options for servers, hosts and workers that are lost."""
+    group.add_argument(
+        "--replicas",
+        type=int,
+        metavar="N",
+        default=0,
+        help="With --server-mode sync: 1 for a copy of each server, on another host if there are several. Then the run "
+        "goes on if a host of servers is lost. Default: 0.",
+    )
     group.add_argument(
         "--server-restarts",
         type=int,
@@ -124,6 +132,7 @@ def read_servers(arguments: argparse.Namespace) -> RequestedServers | None:
         "max_restarts": restarts,
         "lost_workers": lost,
         "encrypted": arguments.encrypt_servers,
+        "replicas": arguments.replicas,
     }
     if count is not None:
         if not count:
@@ -134,10 +143,14 @@ def read_servers(arguments: argparse.Namespace) -> RequestedServers | None:
                     found="no servers",
                     fix="give --servers a number from 1 up, or omit --encrypt-servers",
                 )
+            _require_no_replicas(arguments.replicas)
             return None
-        return RequestedServers(count=count, **settings)
-    endpoints = _read_server_endpoints(text)
-    return RequestedServers(count=len(endpoints), endpoints=tuple(map(str, endpoints)), **settings)
+        servers = RequestedServers(count=count, **settings)
+    else:
+        endpoints = _read_server_endpoints(text)
+        servers = RequestedServers(count=len(endpoints), endpoints=tuple(map(str, endpoints)), **settings)
+    require_replicas(servers)
+    return servers
 
 
 def read_workers(arguments: argparse.Namespace) -> tuple[int | None, tuple[Host, ...]]:
@@ -198,6 +211,15 @@ def _require_sync(mode: str) -> None:
             expected=f"--servers with --server-mode {mode}, because servers hold the parameters then",
             found="no servers",
             fix="give --servers a number from 1 up",
+        )
+
+
+def _require_no_replicas(replicas: int) -> None:
+    if replicas:
+        raise ConfigError(
+            expected="--servers with --replicas, because replicas are copies of servers",
+            found=f"--replicas {replicas} without servers",
+            fix="give --servers a number from 1 up, or omit --replicas",
         )
 
 

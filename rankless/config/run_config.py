@@ -101,6 +101,11 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
         """The number of workers of all hosts."""
         return sum(host.workers for host in self.hosts)
 
+    @property
+    def worker_host_count(self) -> int:
+        """The number of hosts that have workers. The others have parameter servers alone, and come last."""
+        return sum(host.workers > 0 for host in self.hosts)
+
 
 class AgreedJobConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What host 0 decides for all hosts once they have joined."""
@@ -135,6 +140,11 @@ class AgreedJobConfig(msgspec.Struct, frozen=True, kw_only=True):
     def first_rank(self, host_index: int) -> int:
         """Return the rank of a host's first worker."""
         return sum(self.workers[:host_index])
+
+    @property
+    def worker_host_count(self) -> int:
+        """The number of hosts that have workers. The others have parameter servers alone, and come last."""
+        return sum(count > 0 for count in self.workers)
 
     def host_of(self, rank: int) -> int:
         """Return the index of a rank's host."""

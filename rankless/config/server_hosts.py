@@ -12,29 +12,22 @@ _LOCALHOST = "localhost"
 
 
 def find_worker_hosts(option: str, workers: Sequence[Endpoint], servers: Sequence[Endpoint]) -> tuple[Host, ...]:
-    """Return the hosts of a list of workers, in its order; none if all workers and servers are on this host.
+    """Return the hosts of a list of workers, in its order, and after them those that have servers and no worker.
 
     Args:
         option: The option that has the list, for errors.
         workers: The address of each worker.
         servers: The address of each server.
 
+    Returns:
+        The hosts; none if all workers and servers are on this host.
+
     Raises:
-        ConfigError: The workers of a host do not stand side by side, an address means another host on each, or this
-            host has servers and no worker.
+        ConfigError: The workers of a host do not stand side by side, or an address means another host on each.
     """
     if all(is_here(each.host) for each in (*workers, *servers)):
         return ()
     names = list(dict.fromkeys(each.host for each in workers))
-    own_servers = [each for each in servers if is_here(each.host)]
-    if own_servers and not any(map(is_here, names)):
-        raise ConfigError(
-            expected=f"a worker of each host of a server in {option}; servers on hosts without workers: not yet",
-            found=f"{own_servers[0]}, a server of this host, and no worker of it",
-            fix=f"add a worker of this host: {option}={','.join(map(str, workers))},{own_servers[0].host}",
-        )
-    if len(names) == 1 and is_here(names[0]):
-        return ()  # the servers elsewhere are found out with the other checks
     found = [name for name, _ in groupby(each.host for each in workers)]
     if found != names:
         ordered = sorted(workers, key=lambda each: names.index(each.host))
@@ -44,8 +37,18 @@ def find_worker_hosts(option: str, workers: Sequence[Endpoint], servers: Sequenc
             fix=f"reorder them: {option}={','.join(map(str, ordered))}",
         )
     require_reachable_names(option, workers)
-    counts = [sum(each.host == name for each in workers) for name in names]
-    return tuple(Host(address=name, workers=count) for name, count in zip(names, counts, strict=True))
+    require_reachable_names("--servers", servers)
+    for each in servers:
+        if not any(is_same_host(each.host, name) for name in names):
+            names.append(each.host)
+    return tuple(Host(address=name, workers=sum(each.host == name for each in workers)) for name in names)
+
+
+def is_same_host(name: str, other: str) -> bool:
+    """Return whether two names or addresses mean one host, as far as this host can tell."""
+    if name == other or (is_here(name) and is_here(other)):
+        return True
+    return bool(addresses_of(name) & addresses_of(other))
 
 
 def require_reachable_names(option: str, endpoints: Sequence[Endpoint]) -> None:
@@ -71,7 +74,7 @@ def require_server_hosts(servers: RequestedServers | None, cluster: Cluster | No
         raise ConfigError(
             expected="addresses of this host in --servers, because all workers of this run are here",
             found=f"{', '.join(others)}, which {'is' if len(others) == 1 else 'are'} not this host",
-            fix="list the workers of all hosts: --workers A,A,B,B; servers on hosts without workers: not yet",
+            fix="list the workers, too: with --workers A,A and --servers B,C the hosts B and C have servers alone",
         )
 
 
@@ -100,13 +103,54 @@ def divide_servers(count: int, host_count: int) -> tuple[int, ...]:
     return tuple(host for host in range(host_count) for _ in range(size + (host < more)))
 
 
+def place_copies(hosts: Sequence[int], candidates: Sequence[int]) -> tuple[int, ...]:
+    """Return the index of the host of each server's copy.
+
+    The copies of a host's servers go to the hosts after it in turn, so that hosts have equally many. With one host they
+    are there too.
+
+    Args:
+        hosts: The index of the host of each server.
+        candidates: The hosts that may have copies, in their order, each once. They include `hosts`.
+    """
+    placed: list[int] = []
+    for server, host in enumerate(hosts):
+        others = [each for each in candidates if each > host] + [each for each in candidates if each < host]
+        before = hosts[:server].count(host)
+        placed.append(others[before % len(others)] if others else host)
+    return tuple(placed)
+
+
+def require_replicas(servers: RequestedServers) -> None:
+    """Raise `ConfigError` for copies of servers that no run can have."""
+    if servers.replicas not in (0, 1):
+        raise ConfigError(
+            expected="--replicas 0 or 1: none, or one copy of each server",
+            found=servers.replicas,
+            fix="give --replicas 1",
+        )
+    if servers.replicas and servers.mode != "sync":
+        raise ConfigError(
+            expected="--replicas with --server-mode sync, in which all steps have one order, so that copies stay equal",
+            found=f"--server-mode {servers.mode}",
+            fix="give --server-mode sync, or omit --replicas",
+        )
+    names = [parse_endpoint(each).host for each in servers.endpoints]
+    if servers.replicas and names and all(is_same_host(name, names[0]) for name in names):
+        raise ConfigError(
+            expected="addresses of two hosts or more in --servers with --replicas 1, which puts copies on another host",
+            found=f"{', '.join(servers.endpoints)}, on one host",
+            fix=f"add a server on another host; --servers {len(names)} puts copies on this host, too",
+        )
+
+
 def count_own_servers(servers: RequestedServers | None, cluster: Cluster | None) -> int:
     """Return how many servers will run on this host; at most so many if its index is not known yet."""
     if servers is None or cluster is None:
-        return 0 if servers is None else servers.count
-    if servers.endpoints:
-        return len(find_own_servers(servers))
-    hosts = divide_servers(servers.count, len(cluster.hosts))
+        return 0 if servers is None else servers.process_count
+    if servers.endpoints:  # as many copies as first servers, because hosts share copies evenly
+        return len(find_own_servers(servers)) * (1 + servers.replicas)
+    hosts = divide_servers(servers.process_count, len(cluster.hosts))
     return hosts.count(0 if cluster.host_index == UNKNOWN_HOST else cluster.host_index)
 
 
@@ -116,4 +160,5 @@ def describe_servers(servers: RequestedServers | None) -> tuple[str, ...]:
         return ()
     requested = servers.endpoints or (f"{servers.count} servers",)
     settings = (f"mode {servers.mode}", f"staleness {servers.staleness}", f"{servers.geo_steps} geo steps")
-    return (*requested, *settings, f"{servers.max_restarts} restarts", *(["encrypted"] if servers.encrypted else []))
+    more = (*(["1 replica"] if servers.replicas else []), *(["encrypted"] if servers.encrypted else []))
+    return (*requested, *settings, f"{servers.max_restarts} restarts", *more)

@@ -1,6 +1,9 @@
 """The parameter servers of a run: what one server needs, and what workers need to reach all of them.
 
 A server process has its configuration in one environment variable, which only this file reads and writes.
+
+Note [copies of servers]: with `replicas=1` a run with S servers has 2 S server processes. All are numbered: server
+S + k is the copy of server k. Both hold part k of each table. They are equal, and know nothing of each other.
 """
 
 import os
@@ -53,13 +56,20 @@ class RequestedServers(msgspec.Struct, frozen=True, kw_only=True):
     """Without how many killed workers the others go on. None: all but one, where they can."""
     encrypted: bool = False
     """Whether workers and servers encrypt what they send each other."""
+    replicas: int = 0
+    """How many more servers hold the tables of each server: 0 or, in the mode `sync`, 1."""
+
+    @property
+    def process_count(self) -> int:
+        """The number of servers with their copies."""
+        return self.count * (1 + self.replicas)
 
 
 class AgreedServers(msgspec.Struct, frozen=True, kw_only=True):
     """The servers of a run on which all its hosts have agreed. It has no secret."""
 
     addresses: tuple[str, ...]
-    """ZeroMQ's address of each server, in their order."""
+    """ZeroMQ's address of each server, in their order; see Note [copies of servers]."""
     hosts: tuple[int, ...]
     """The index of each server's host."""
     salt: str = ""
@@ -81,6 +91,24 @@ class ServersConfig(msgspec.Struct, frozen=True, kw_only=True):
     staleness: int = DEFAULT_STALENESS
     geo_steps: int = DEFAULT_GEO_STEPS
     encrypted: bool = False
+    replicas: int = 0
+    lost_descriptor: int | None = None
+    """An inherited file in memory with a byte for each server, which is not 0 once it is lost; None without copies."""
+
+    @property
+    def part_count(self) -> int:
+        """Into how many parts tables are divided: the number of servers without copies."""
+        return len(self.addresses) // (1 + self.replicas)
+
+
+def find_original(server: int, part_count: int) -> int | None:
+    """Return the server of which a server is the copy; None if it is none. See Note [copies of servers]."""
+    return server - part_count if server >= part_count else None
+
+
+def find_partner(server: int, part_count: int) -> int:
+    """Return the other server with the same tables, in a run with copies. See Note [copies of servers]."""
+    return (server + part_count) % (2 * part_count)
 
 
 def make_servers_config(requested: RequestedServers, addresses: Iterable[str], token: str) -> ServersConfig:
@@ -92,6 +120,7 @@ def make_servers_config(requested: RequestedServers, addresses: Iterable[str], t
         staleness=requested.staleness,
         geo_steps=requested.geo_steps,
         encrypted=requested.encrypted,
+        replicas=requested.replicas,
     )
 
 
@@ -99,7 +128,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """All that one server process needs. It travels as JSON in one environment variable."""
 
     index: int
+    """Its number among all servers. It holds the part `index % server_count` of tables."""
     server_count: int
+    """Into how many parts tables are divided: the number of servers without copies."""
+    replicas: int = 0
     worker_count: int
     address: str
     """The address on which it serves."""

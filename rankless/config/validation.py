@@ -13,7 +13,7 @@ from rankless.config.mesh_option import format_mesh, make_heterogeneous_mesh, re
 from rankless.config.resource_limits import core_count
 from rankless.config.run_config import Cluster, PlanFile, Program, RunConfig, RunRequest
 from rankless.config.script_source import names_rankless
-from rankless.config.server_hosts import count_own_servers, require_server_hosts
+from rankless.config.server_hosts import count_own_servers, require_replicas, require_server_hosts
 from rankless.config.servers import SERVER_MODES, SERVER_PACKAGES
 from rankless.errors import ConfigError
 from rankless.records.parallel_plan import PlannedAxis
@@ -29,14 +29,16 @@ def make_run_config(program: Program, request: RunRequest) -> RunConfig:
         count, cluster = request.worker_count, None
     if cluster is not None and len(cluster.hosts) == 1:
         cluster = None
-    if count < 1:
+    has_workers = count > 0 or cluster is None
+    if count < has_workers:
         raise ConfigError(expected="at least 1 worker", found=count, fix="give -n a number from 1 up")
     check_numbers(request)
     check_servers(request, cluster)
-    check_program(program)
+    if has_workers:  # a host of servers alone does not run the program
+        check_program(program)
     mesh = choose_run_mesh(request, cluster)
     devices, backend = choose_worker_devices(request, count), read_requested_backend(request.backend)
-    require_usable_backend(backend, devices, host_count=1 if cluster is None else len(cluster.hosts))
+    require_usable_backend(backend, devices, host_count=1 if cluster is None else cluster.worker_host_count)
     # Processes of other programs seed themselves. A program that names Rankless expects one seed for all ranks.
     has_separate_seeds = request.recording is None and (request.separate_seeds or not names_rankless(program))
     return RunConfig(
@@ -48,7 +50,7 @@ def make_run_config(program: Program, request: RunRequest) -> RunConfig:
         log_folder=request.log_folder,
         show=request.show,
         warm=request.warm,
-        preload=choose_preload(program, request),
+        preload=choose_preload(program, request) if has_workers else (),
         seed=seed if seed is not None else None if has_separate_seeds else secrets.randbelow(2**32),
         recording=request.recording,
         perturbation_seed=request.perturbation_seed,
@@ -106,6 +108,7 @@ def check_servers(request: RunRequest, cluster: Cluster | None) -> None:
             found=f"--lost-workers {servers.lost_workers} with several hosts, --mesh, a plan or --heter-workers",
             fix="omit --lost-workers",
         )
+    require_replicas(servers)
     require_server_hosts(servers, cluster)
     require_server_packages()
 
@@ -125,7 +128,7 @@ def share_cores(worker_count: int, server_count: int) -> int:
     """Return the threads of each worker: its share of the cores, one of which each server keeps if all have one."""
     cores = core_count()
     left = cores - server_count
-    return max(1, (left if left >= worker_count else cores) // worker_count)
+    return max(1, (left if left >= worker_count else cores) // max(1, worker_count))
 
 
 def choose_run_mesh(request: RunRequest, cluster: Cluster | None) -> tuple[PlannedAxis, ...]:
@@ -268,6 +271,8 @@ def choose_worker_devices(request: RunRequest, workers: int) -> tuple[str, ...]:
 
     Beside heterogeneous workers, which have the last ranks, the others are on the CPU.
     """
+    if not workers:
+        return ()
     some = request.heterogeneous_workers or workers
     return ("cpu",) * (workers - some) + choose_devices(request.devices, worker_count=some)
 

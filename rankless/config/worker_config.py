@@ -85,7 +85,8 @@ class HostConfig(msgspec.Struct, frozen=True, kw_only=True):
         configs = [launch.config for launch in self.workers]
         pages = [each for config in configs for each in (config.status_descriptor, config.recovery_descriptor)]
         sockets = (self.control_descriptor, self.records_descriptor, self.store_descriptor, self.launches_descriptor)
-        return [descriptor for descriptor in (*sockets, *pages) if descriptor is not None]
+        shared = {config.servers.lost_descriptor for config in configs if config.servers is not None}
+        return [descriptor for descriptor in (*sockets, *pages, *shared) if descriptor is not None]
 
 
 class ForkServerPoolConfig(msgspec.Struct, frozen=True, kw_only=True):

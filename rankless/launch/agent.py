@@ -20,8 +20,9 @@ from rankless.launch.profile import load_profile
 from rankless.launch.rendezvous.leader import RendezvousInterrupted
 from rankless.launch.rendezvous.peers import FollowerPeers, LeaderPeer
 from rankless.launch.servers.common_start import CommonStart
+from rankless.launch.servers.lost_servers import LostServers
 from rankless.launch.servers.processes import ServerProcesses, ServerRow
-from rankless.launch.servers.server_configs import make_server_launches
+from rankless.launch.servers.server_configs import list_lone_servers, make_server_launches
 from rankless.launch.signals import Interrupts, name_signal
 from rankless.launch.startup_table import WorkerTable
 from rankless.launch.status.live_run_page import LiveRunPage, make_live_run, measure_live_run
@@ -29,13 +30,14 @@ from rankless.launch.status.process_identity import identify_agent
 from rankless.launch.supervisor.failure_attribution import Verdict
 from rankless.launch.supervisor.fork_server_client import ForkServerClient, InheritedSockets
 from rankless.launch.supervisor.fork_server_pool_client import ForkServerPoolClient
+from rankless.launch.supervisor.no_workers import NoWorkers, WorkerParent
 from rankless.launch.supervisor.shared_files import SharedFiles
 from rankless.launch.supervisor.supervisor import RunOutcome, Supervisor
 from rankless.launch.supervisor.terminal_text import format_count
 from rankless.launch.terminal_report import RunReport, conclude
 from rankless.launch.terminal_streams import TerminalStreams
 from rankless.launch.watchdog.watchdog import Watchdog, WatchdogConfig, open_status_pages
-from rankless.launch.worker_configs import count_most_lost, make_worker_configs
+from rankless.launch.worker_configs import WorkerDescriptors, count_most_lost, make_worker_configs
 from rankless.launch.worker_output import (
     SOURCES,
     WorkerOutputFollower,
@@ -159,8 +161,12 @@ class HostRun:
         self._folder = folder = make_run_folder(config, job.start, job.host_index)
         self._pages = pages = open_status_pages(config.worker_count)
         self._survivors = SurvivorRounds(config.worker_count, count_most_lost(config, job.start))
+        self._lost_servers = LostServers(job.servers, job.start, names=job.names, peers=job.peers)
         self._workers = make_worker_configs(
-            config, job, folder=folder, pages=pages, channels=self._survivors.descriptors
+            config,
+            job,
+            folder=folder,
+            descriptors=WorkerDescriptors(pages, self._survivors.descriptors, self._lost_servers.descriptor),
         )
         self._servers = ServerProcesses(
             make_server_launches(config, job.start, job.servers, folder=folder, host_index=job.host_index),
@@ -171,7 +177,7 @@ class HostRun:
         self.report = RunReport(config, job, folder, agent=None if descriptor is None else identify_agent(descriptor))
         self.live.begin(make_live_run(config, job, folder=folder, pages=pages, log_file=self.report.log_file))
         self._watchdog = self._make_watchdog(folder)
-        lead, is_quiet = self._workers[0], config.agent_output == "quiet"
+        lead, is_quiet = self._workers[0] if self._workers else None, config.agent_output == "quiet"
         if not is_quiet:
             streams.write_error(self.report.format_opening(lead))
         self._server_rows: Sequence[ServerRow] = ()
@@ -207,6 +213,9 @@ class HostRun:
                 host_name=self.report.host_name,
                 list_servers=self._servers.list_rows,
                 server_host_name=self.report.server_host_name,
+                lone_servers=()
+                if job.start.servers is None
+                else list_lone_servers(job.start.servers, job.start.workers),
             )
         )
 
@@ -222,6 +231,7 @@ class HostRun:
             for page in self._pages:
                 stack.callback(os.close, page)
             stack.callback(self._survivors.close)
+            stack.callback(self._lost_servers.close)
             stack.callback(self._servers.close, lambda: self._job.peers.poll(time.monotonic()))  # sends heartbeats
             self._start_servers()
             return self._run_workers(on_record, fork_server)
@@ -234,6 +244,8 @@ class HostRun:
             )
             with self.report.recorded_start():
                 self._server_rows = start.run(self._interrupts)
+            if self._lost_servers.warning:
+                self._streams.notify(self._lost_servers.warning)
 
     def _run_workers(
         self, on_record: Callable[[AnyRecord], None], fork_server: ForkServerPoolClient | None
@@ -286,6 +298,10 @@ class HostRun:
             if after.path not in {stream.path for stream in shown}:
                 self._terminal.add(after, position=count_common_bytes(before.path, after.path))
 
+    def judge_servers(self, records: Sequence[AnyRecord]) -> Sequence[AnyRecord]:
+        """See `RunObserver`."""
+        return self._lost_servers.judge(records)
+
     def receive(self, record: AnyRecord) -> None:
         """See `RunObserver`."""
         is_host_0 = self._job.host_index == 0
@@ -312,6 +328,7 @@ class HostRun:
         """See `RunObserver`."""
         peers = self._job.peers
         self._survivors.tick()
+        self._lost_servers.tick()
         if self._has_parent_ended or self._table.is_due(time.monotonic()):
             self._table.show()
         if self._has_parent_ended:
@@ -362,8 +379,10 @@ class HostRun:
             peers.set_output_sink(terminal.show)
         return terminal
 
-    def _start(self, fork_server: ForkServerPoolClient | None) -> ForkServerClient:
+    def _start(self, fork_server: ForkServerPoolClient | None) -> WorkerParent:
         config, job = self._config, self._job
+        if not self._workers:
+            return NoWorkers()
         if fork_server is not None and not fork_server.is_ready(config, until=self._interrupts):
             fork_server = None
         return ForkServerClient(

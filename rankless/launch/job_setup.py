@@ -247,6 +247,7 @@ def _test_ports(
             control_port=request.cluster.port,
             master_port=start.master_port,
             store=store,
+            workers=start.workers,
             servers=start.servers,
         )
         run_port_test(server, test, interrupts=request.interrupts, notify=request.notify)
@@ -316,7 +317,7 @@ def _make_start(
         run_id=make_run_id(config),
         seed=config.seed,
         workers=tuple(map(len, devices)),
-        backend=choose_backend(devices, config.backend).name,
+        backend=choose_backend([each for each in devices if each], config.backend).name,
         master_address=config.master_address if config.cluster is None else address,
         master_port=reserved.getsockname()[1],
         store_address=address,

@@ -16,7 +16,7 @@ from rankless.config.run_config import RunConfig
 from rankless.launch.job_setup import ReadyJob
 from rankless.launch.supervisor.failure_attribution import Verdict
 from rankless.launch.supervisor.secondary_failure_lines import find_script_line
-from rankless.records.events import AnyRecord, Exited, ScriptFinished, ServerExited
+from rankless.records.events import NO_RANK, AnyRecord, Exited, HostLost, ScriptFinished, ServerExited, ServerLost
 from rankless.records.run_summary import AgentProcess, Outcome, RankSummary, RunFailure, RunSummary
 from rankless.records.worker_status import read_page
 from rankless.version import VERSION
@@ -60,6 +60,7 @@ class SummaryFile:
             command_line=config.request.command or tuple(sys.argv),
             workers=job.start.world_size,
             servers=0 if job.servers is None else len(job.servers.addresses),
+            replicas=0 if job.servers is None else job.servers.replicas,
             server_restarts=() if job.servers is None else (0,) * len(job.servers.addresses),
             torch=torch_version(),
             python=platform.python_version(),
@@ -76,6 +77,12 @@ class SummaryFile:
             counts = list(self.summary.server_restarts)
             counts[record.server] += 1
             self.summary = msgspec.structs.replace(self.summary, server_restarts=tuple(counts))
+        if isinstance(record, ServerLost):
+            lost = (*self.summary.lost_servers, record.server)
+            self.summary = msgspec.structs.replace(self.summary, lost_servers=lost)
+        if isinstance(record, HostLost) and record.is_covered:
+            hosts = (*self.summary.lost_hosts, record.host)
+            self.summary = msgspec.structs.replace(self.summary, lost_hosts=hosts)
         rank = self._ranks.get(record.rank)
         if rank is None:
             return
@@ -114,11 +121,12 @@ class SummaryFile:
 
     def _describe(self, failure: Verdict) -> RunFailure:
         rank, server = failure.root_cause_rank, failure.root_cause_server
-        host, line = self._host_name.get(rank, ""), find_script_line(failure.traceback)
+        host = failure.root_cause_host or self._host_name.get(rank, "")
+        line = find_script_line(failure.traceback)
         if server is not None:
             host = self._server_host_names[server]
         return RunFailure(
-            rank=rank if server is None else None, server=server, host=host, error=failure.headline, line=line
+            rank=None if rank == NO_RANK else rank, server=server, host=host, error=failure.headline, line=line
         )
 
     def _write(self) -> None:

@@ -32,7 +32,7 @@ from rankless.launch.supervisor.terminal_text import (
     format_worker_table,
 )
 from rankless.records.events import ServerRestarted
-from rankless.records.run_summary import AgentProcess, Outcome
+from rankless.records.run_summary import AgentProcess, Outcome, RunSummary
 
 
 class RunReport:
@@ -57,10 +57,10 @@ class RunReport:
         )
         self.parent_log = os.path.join(folder, "parent.log" if job.host_index == 0 else f"parent{job.host_index}.log")
 
-    def format_opening(self, lead: WorkerLaunch) -> str:
+    def format_opening(self, lead: WorkerLaunch | None) -> str:
         """Return the first line about the job; on other hosts than host 0 about its part; or the launcher's own text.
 
-        `lead` is this host's first worker.
+        `lead` is this host's first worker; None on a host of servers alone.
         """
         config, job = self._config, self.job
         count = len(job.start.workers)
@@ -69,7 +69,7 @@ class RunReport:
             return text
         if job.host_index > 0:
             first, own = job.start.first_rank(job.host_index), job.start.workers[job.host_index]
-            ranks = f"rank {first}" if own == 1 else f"ranks {first} to {first + own - 1}"
+            ranks = f"rank {first}" if own == 1 else f"ranks {first} to {first + own - 1}" if own else "no ranks"
             servers = "" if job.start.servers is None else format_servers(job.start.servers.on_host(job.host_index))
             return (
                 f"rankless: host {job.host_index + 1} of {count}, {ranks}{servers}, logs in {self._folder}; "
@@ -80,7 +80,7 @@ class RunReport:
         return format_hosts_line(config, folder=self._folder, worker_count=job.start.world_size, host_count=count)
 
     def format_processes(
-        self, lead: WorkerLaunch, process_ids: Mapping[int, int], servers: Sequence[ServerRow] = ()
+        self, lead: WorkerLaunch | None, process_ids: Mapping[int, int], servers: Sequence[ServerRow] = ()
     ) -> str:
         """Return the tables of all servers and workers, to follow `format_opening`; "" if this host shows none."""
         config, job = self._config, self.job
@@ -105,9 +105,13 @@ class RunReport:
         )
         return server_table + format_worker_table(rows, has_error_files=has_error_files) + shared
 
-    def _launcher_text(self, lead: WorkerLaunch) -> str | None:
-        return self._profile.opening_text(
-            self._config, lead, self.job.start, folder=self._folder, first_host=self.job.names[0]
+    def _launcher_text(self, lead: WorkerLaunch | None) -> str | None:
+        return (
+            None
+            if lead is None
+            else self._profile.opening_text(
+                self._config, lead, self.job.start, folder=self._folder, first_host=self.job.names[0]
+            )
         )
 
     @property
@@ -201,6 +205,8 @@ class RunReport:
 
     def read_parent_log(self) -> str:
         """Return the end of what the workers' parent wrote; delete the file if it is empty."""
+        if not os.path.exists(self.parent_log):  # a host of servers alone has no such process
+            return ""
         with open(self.parent_log, encoding="utf-8", errors="replace") as log:
             text = log.read()[-2000:].strip()
         if not text:
@@ -266,14 +272,25 @@ def _record_end(report: RunReport, outcome: RunOutcome, code: int) -> None:
     if outcome.interrupted_by is not None:
         report.summary_file.finish("interrupted", code, verdict=f"ended by {name_signal(outcome.interrupted_by)}")
     elif outcome.verdict is not None:
-        headline = f"{outcome.verdict.root_cause} {outcome.verdict.headline}"
+        is_host = outcome.verdict.cause in ("host", "interrupted")
+        headline = outcome.verdict.headline if is_host else f"{outcome.verdict.root_cause} {outcome.verdict.headline}"
         report.summary_file.finish("failed", code, verdict=headline, failure=outcome.verdict)
     elif code != 0:
         report.summary_file.finish("failed", code, verdict="the process that starts the workers ended before them")
     else:
-        lost = report.summary_file.summary.lost_workers
-        others = f"all workers ended but {lost}, which {'were' if lost > 1 else 'was'} killed before"
-        report.summary_file.finish("succeeded", code, verdict=others if lost else "all workers ended")
+        report.summary_file.finish("succeeded", code, verdict=_describe_success(report.summary_file.summary))
+
+
+def _describe_success(summary: RunSummary) -> str:
+    lost, text = summary.lost_workers, "all workers ended"
+    if lost:
+        text += f" but {lost}, which {'were' if lost > 1 else 'was'} killed before"
+    if summary.lost_servers:
+        numbers = ", ".join(map(str, sorted(summary.lost_servers)))
+        text += f"; without {'servers' if len(summary.lost_servers) > 1 else 'server'} {numbers}"
+    if summary.lost_hosts:
+        text += f", {'hosts' if len(summary.lost_hosts) > 1 else 'host'} {', '.join(summary.lost_hosts)} lost"
+    return text
 
 
 def _text_for_host(host: int, outcome: RunOutcome, report: RunReport, text: str) -> str:
@@ -306,5 +323,8 @@ def _format_follower_outcome(outcome: RunOutcome, report: RunReport, leader: Lea
     if outcome.interrupted_by is not None:
         return 128 + outcome.interrupted_by, f"rankless: ended by {name_signal(outcome.interrupted_by)}\n"
     text = f"rankless: the process that starts the workers wrote: {parent_text}\n" if parent_text else ""
-    ended = format_count(report.job.start.workers[report.job.host_index], "worker")
+    start, host = report.job.start, report.job.host_index
+    ended = format_count(start.workers[host], "worker")
+    if not start.workers[host] and start.servers is not None:
+        ended = format_count(len(start.servers.on_host(host)), "server")
     return 1, f"{text}rankless: host 0, {report.job.names[0]}, was lost: {leader.lost_reason}; {ended} here ended\n"

@@ -3,6 +3,9 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import msgspec
 
 from rankless.config.environment import worker_environment
 from rankless.config.run_config import AgreedJobConfig, RunConfig, RunObservation
@@ -23,6 +26,20 @@ class ElasticSlot:
     """The smallest number that no other living worker of its host has."""
 
 
+class WorkerDescriptors(NamedTuple):
+    """Descriptors that the workers of a host inherit.
+
+    Args:
+        pages: That of each worker's status page; empty for none.
+        channels: That of each worker's end of the channel for rounds; empty for none.
+        lost_servers: That of the memory of `records.live.lost_servers`; None without copies of servers.
+    """
+
+    pages: Sequence[int] = ()
+    channels: Sequence[int] = ()
+    lost_servers: int | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Position:
     """Where a worker is, and what else the agreed configuration of its job does not have."""
@@ -40,13 +57,16 @@ class _Position:
     servers: ServersConfig | None = None
 
 
-def make_worker_configs(
-    config: RunConfig, job: ReadyJob, *, folder: str, pages: Sequence[int] = (), channels: Sequence[int] = ()
-) -> list[WorkerLaunch]:
-    """Return the configuration and environment of every worker of this host, in the order of their ranks.
+_NO_DESCRIPTORS = WorkerDescriptors()
 
-    `pages` has the descriptor of each worker's status page, and `channels` that of its end of the channel for rounds.
-    """
+
+def make_worker_configs(
+    config: RunConfig, job: ReadyJob, *, folder: str, descriptors: WorkerDescriptors = _NO_DESCRIPTORS
+) -> list[WorkerLaunch]:
+    """Return the configuration and environment of every worker of this host, in the order of their ranks."""
+    pages, channels, servers = descriptors.pages, descriptors.channels, job.servers
+    if servers is not None:
+        servers = msgspec.structs.replace(servers, lost_descriptor=descriptors.lost_servers)
     visible = load_profile(config.launcher).visible_devices(config.devices)
     first = job.start.first_rank(job.host_index)
     return [
@@ -64,7 +84,7 @@ def make_worker_configs(
                 store_descriptor=job.store.fileno() if first + local_rank == 0 and job.store is not None else None,
                 status_descriptor=pages[local_rank] if pages else None,
                 recovery_descriptor=channels[local_rank] if channels else None,
-                servers=job.servers,
+                servers=servers,
             ),
             folder=folder,
             cuda_devices="" if device == "cpu" and visible.cuda_variable else visible.cuda_variable,
@@ -138,7 +158,7 @@ def _make_launch(
         progress=config.progress,
         interface=position.interface,
         host=position.host_index,
-        host_count=len(start.workers),
+        host_count=start.worker_host_count,
         store_descriptor=position.store_descriptor,
         status_descriptor=position.status_descriptor,
         recovery_descriptor=position.recovery_descriptor,

@@ -1,6 +1,7 @@
 """The tables of one of several workers: where their rows are, and when all workers see a step."""
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
@@ -23,6 +24,7 @@ from rankless.parameter_server.servers.server_connection import (
 from rankless.parameter_server.table_training import find_trainings
 from rankless.parameter_server.tables.row_store import RowStore
 from rankless.parameter_server.tables.table import Table
+from rankless.records.live.lost_servers import is_server_lost
 
 RECONNECT_SECONDS = 60.0
 """How long a worker waits for a server that has ended. The agent starts it again, or ends the run."""
@@ -75,7 +77,11 @@ class WorkerTables:
         self._own_steps: OwnSteps | None = None
         if servers is not None:
             settings = ConnectionSettings(
-                RECONNECT_SECONDS, notify, is_interrupted=loss.is_interrupted, recover=loss.recover
+                RECONNECT_SECONDS,
+                notify,
+                is_interrupted=loss.is_interrupted,
+                recover=loss.recover,
+                is_lost=partial(is_server_lost, servers.lost_descriptor),
             )
             self._client = client = ServerClient(servers, worker=worker, worker_count=worker_count, settings=settings)
             if servers.mode == "geo":

@@ -76,6 +76,14 @@ class ServerExited(Record, frozen=True, tag="server_exited"):
     """Whether the agent has started it again."""
     note: str = ""
     """Why it was not started again, to follow "was killed by signal 9 (SIGKILL)"; "" without a reason."""
+    is_covered: bool = False
+    """Whether the run goes on without it, because another server has the same tables. Host 0 adds it."""
+
+
+class ServerLost(Record, frozen=True, tag="server_lost"):
+    """The run goes on without a parameter server, with another one that has the same tables. Host 0 makes it."""
+
+    server: int
 
 
 class ServerRestarted(Record, frozen=True, tag="server_restarted"):
@@ -130,14 +138,17 @@ class FileOpened(Record, frozen=True, tag="file_opened"):
 
 
 class HostLost(Record, frozen=True, tag="host_lost"):
-    """A host of the job is gone or silent. `rank` is the first rank of that host."""
+    """A host of the job is gone or silent. `rank` is the first rank of that host, NO_RANK if it has servers alone."""
 
     host: str
     how: str
+    host_index: int | None = None
+    is_covered: bool = False
+    """Whether the run goes on without the host, because others have its servers' tables. Host 0 adds it."""
 
 
 class HostInterrupted(Record, frozen=True, tag="host_interrupted"):
-    """A signal has ended the agent of another host. `rank` is the first rank of that host."""
+    """A signal has ended the agent of another host. `rank` is the first rank of that host, or NO_RANK."""
 
     host: str
     signal: int
@@ -193,6 +204,7 @@ AnyRecord = (
     | Exited
     | ServerExited
     | ServerRestarted
+    | ServerLost
     | ServerObserved
     | Progress
     | Notice

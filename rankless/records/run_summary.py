@@ -11,11 +11,11 @@ class RunFailure(msgspec.Struct, frozen=True, kw_only=True):
     """The root cause of a failure."""
 
     rank: int | None
-    """None if a parameter server is the root cause."""
+    """None if a parameter server is the root cause, or a host that has servers alone."""
     server: int | None = None
     """The parameter server that is the root cause; None if a rank is."""
     host: str
-    """The name of the rank's host; "" if the job has one host."""
+    """The name of the host of the rank or server, or of the host that was lost; "" if the job has one host."""
     error: str
     """What happened, like "raised ValueError: no data"."""
     line: str
@@ -59,7 +59,13 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     workers: int
     """The number of workers, of all hosts together."""
     servers: int = 0
-    """The number of parameter servers."""
+    """The number of parameter servers, with copies."""
+    replicas: int = 0
+    """How many copies each server has."""
+    lost_servers: tuple[int, ...] = ()
+    """The servers that were lost while others with the same tables went on."""
+    lost_hosts: tuple[str, ...] = ()
+    """The names of the hosts that were lost while the others went on."""
     server_restarts: tuple[int, ...] = ()
     """How often each server was started again after it had died, in their order."""
     lost_workers: int = 0

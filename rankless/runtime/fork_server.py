@@ -284,6 +284,7 @@ class ForkServer:
             config.status_descriptor,
             config.rounds_descriptor,
             config.recovery_descriptor,
+            None if config.servers is None else config.servers.lost_descriptor,
         ]
         process = subprocess.Popen(
             python_command("rankless.runtime.unforked_worker"),

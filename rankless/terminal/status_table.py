@@ -23,6 +23,7 @@ def format_status(status: RunStatus, *, script: str | None, arguments: Sequence[
     if status.outcome == "running":
         lines += [f"  {_format_figures(status)}", *_format_workers(status), *_format_servers(status.servers)]
         lines += _format_elsewhere(status)
+        lines += [f"  host {name} was lost, and the run goes on without it" for name in status.lost_hosts]
     else:
         lines.append(f"  {_format_figures(status)}")
     # Names of tables, paths and what servers refuse may have any character.
@@ -137,8 +138,9 @@ def _format_ahead(rank: int, servers: Sequence[ServerReport]) -> str:
 def _format_servers(servers: Sequence[ServerReport]) -> list[str]:
     if not servers:
         return []
+    has_copies = any(server.copy_of is not None for server in servers)
     heading = ("server", "pid", "state", "restarts", "CPU", "memory", "steps", "steps/s", "requests/s", "pulled rows/s")
-    rows = [[*heading, "pushed rows/s", "bytes/s", "address"]]
+    rows = [[*heading, "pushed rows/s", "bytes/s", *(["copy of"] if has_copies else []), "address"]]
     for server in servers:
         moved = (server.pulled_bytes_per_second, server.pushed_bytes_per_second)
         rates = (
@@ -158,10 +160,11 @@ def _format_servers(servers: Sequence[ServerReport]) -> list[str]:
                 _UNKNOWN if server.activity is None else str(server.activity.transactions),
                 *(_UNKNOWN if rate is None else _format_number(rate) for rate in rates),
                 _UNKNOWN if None in moved else format_bytes(sum(rate or 0.0 for rate in moved)),
+                *(["" if server.copy_of is None else str(server.copy_of)] if has_copies else []),
                 server.address,
             ]
         )
-    lines = format_table(rows, right=[0, 1, *range(3, 12)])
+    lines = format_table(rows, right=[0, 1, *range(3, 13 if has_copies else 12)])
     return [*lines, *_format_tables(servers), *_format_refused(servers)]
 
 

@@ -113,6 +113,23 @@ REFUSED = [
     (("--servers", "1", "--staleness", "3"), "found:    --staleness 3 --server-mode sync"),
     (("--servers", "1", "--server-mode", "bounded", "--staleness", "-1"), "fix:      give 0 or more"),
     (("--servers", "1", "--server-restarts", "-1"), "expected: --server-restarts as a number from 0 up"),
+    (("--servers", "1", "--replicas", "2"), "expected: --replicas 0 or 1"),
+    (("--servers", "1", "--replicas", "-1"), "found:    -1"),
+    (("--replicas", "1"), "found:    --replicas 1 without servers"),
+    (("--servers", "0", "--replicas", "1"), "found:    --replicas 1 without servers"),
+    (
+        ("--servers", "1", "--replicas", "1", "--server-mode", "async"),
+        "expected: --replicas with --server-mode sync, in which all steps have one order",
+    ),
+    (
+        ("--servers", "127.0.0.1:6170,127.0.0.1:6171", "--replicas", "1"),
+        "found:    127.0.0.1:6170, 127.0.0.1:6171, on one host",
+    ),
+    (("--servers", "127.0.0.1,localhost", "--replicas", "1"), "found:    127.0.0.1, localhost, on one host"),
+    (
+        ("--servers", "198.51.100.7:1", "--workers", "198.51.100.8", "--replicas", "1"),
+        "fix:      add a server on another host; --servers 1 puts copies on this host, too",
+    ),
     (("--servers", "1", "--workers", "3", "--mesh", "data=2"), "expected: 2 workers, the product of the axes"),
     (("--servers", "1", "--workers", "198.51.100.7,198.51.100.8"), "expected: this host among 198.51.100.7, 198"),
     (("--workers", "198.51.100.7,198.51.100.8", "--hosts", "198.51.100.7"), "found:    --hosts and --workers"),

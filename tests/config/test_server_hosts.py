@@ -10,6 +10,7 @@ from rankless.config.server_hosts import (
     divide_servers,
     find_own_servers,
     find_worker_hosts,
+    place_copies,
     require_server_hosts,
 )
 from rankless.config.servers import RequestedServers, format_server_address, parse_server_address
@@ -44,7 +45,9 @@ def cluster(index: int, count: int = 3) -> Cluster:
         ("a:6172,a:6173,10.0.0.2:6174", "10.0.0.2", [("a", 2), ("10.0.0.2", 1)]),
         ("b,a", "a", [("b", 1), ("a", 1)]),
         ("127.0.0.1,localhost,a", "127.0.0.1:6170", []),
-        ("a", "a:6170,b:6170", []),  # which require_server_hosts refuses
+        ("a", "a:6170,b:6170", [("a", 1), ("b", 0)]),
+        ("b,b", "b:6170,a:6171,10.0.0.1:6172", [("b", 2), ("a", 0)]),
+        ("a,a", "10.0.0.1,10.0.0.2,c,b,10.0.0.2", [("a", 2), ("10.0.0.2", 0), ("c", 0)]),
     ],
 )
 def test_workers_name_the_hosts_in_their_order(workers: str, servers: str, hosts: list[tuple[str, int]]):
@@ -58,7 +61,7 @@ def test_workers_name_the_hosts_in_their_order(workers: str, servers: str, hosts
         ("a,b,a", "a", "--workers=a,a,b"),
         ("127.0.0.1,b", "b", "127.0.0.1, which every host has for itself"),
         ("a,localhost:7,b", "b", "localhost:7, which every host has for itself"),
-        ("b,b", "b:6170,a:6171", "a:6171, a server of this host, and no worker of it"),
+        ("b,b", "b:6170,localhost:6171", "localhost:6171, which every host has for itself"),
     ],
 )
 def test_lists_that_name_no_hosts_are_refused(workers: str, servers: str, message: str):
@@ -84,6 +87,30 @@ def test_a_number_of_servers_is_divided_evenly_in_the_order_of_hosts():
         assert (len(hosts), sorted(hosts)) == (count, list(hosts))
         sizes = [hosts.count(host) for host in range(4)]
         assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize(
+    ("hosts", "candidates", "copies"),
+    [
+        ((0, 1), (0, 1), (1, 0)),
+        ((0, 1, 2), (0, 1, 2), (1, 2, 0)),
+        ((0, 0, 1, 1, 2, 2), (0, 1, 2), (1, 2, 2, 0, 0, 1)),
+        ((2, 2, 1), (1, 2), (1, 1, 2)),
+        ((0, 0), (0, 1), (1, 1)),  # a number of servers on hosts that have more than servers
+        ((0, 0, 0), (0,), (0, 0, 0)),
+    ],
+)
+def test_copies_are_on_another_host_and_divided_evenly(hosts, candidates, copies):
+    assert place_copies(hosts, candidates) == copies
+
+
+def test_copies_are_never_with_their_server_if_there_are_two_hosts():
+    for count in range(2, 6):
+        for servers in range(1, 11):
+            hosts = divide_servers(servers, count)
+            placed = place_copies(hosts, range(count))
+            assert not [pair for pair in zip(hosts, placed, strict=True) if pair[0] == pair[1]]
+            assert servers % count or len({placed.count(host) for host in range(count)}) == 1
 
 
 def test_a_host_counts_its_own_servers():

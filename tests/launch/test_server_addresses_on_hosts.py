@@ -48,7 +48,10 @@ def test_a_port_in_use_ends_the_run_on_all_hosts(name: str, host: str, hosts: Ho
 
 
 WRONG_ADDRESSES = [
-    ((f"--servers={A},10.77.0.9:6171",) * 2, f"10.77.0.9:6171, which is an address of none of {A}, {B}"),
+    (
+        (f"--servers={A},10.77.0.9:6171 --hosts={A}:1,{B}:1",) * 2,
+        f"10.77.0.9:6171, which is an address of none of {A}, {B}",
+    ),
     ((f"--servers={A},{B}:6171", f"--servers={A},{B}:6172"), f"the parameter servers: {B} has {A}, {B}:6172"),
     (
         (f"--servers={A}", "--servers=2"),
@@ -60,7 +63,8 @@ WRONG_ADDRESSES = [
 @pytest.mark.ci_sample(2)
 @pytest.mark.parametrize(("servers", "message"), WRONG_ADDRESSES)
 def test_addresses_that_hosts_cannot_share_are_refused(servers, message: str, hosts: Hosts, tmp_path: Path):
-    job = run(hosts, tmp_path, "open('started', 'w').close()", servers=servers)
+    workers = "-q" if "--hosts" in servers[0] else f"--workers={A},{B}"
+    job = run(hosts, tmp_path, "open('started', 'w').close()", servers=servers, workers=workers)
     assert job.codes == [2, 2], job.errors
     for text in job.errors:
         assert message in text

@@ -197,7 +197,7 @@ CONTRADICTIONS = [
     ("--servers=127.0.0.1:6170,127.0.0.1:6170 --worker_num=1", "expected: each address of --servers once"),
     ("--servers=127.0.0.1:99999 --worker_num=1", "expected: --servers as a number, or as a list"),
     ("--servers=198.51.100.7:6170 --workers=198.51.100.7,198.51.100.7", "this host among 198.51.100.7"),
-    ("--servers=198.51.100.7:6170 --workers=127.0.0.1", "198.51.100.7, which is not this host"),
+    ("--servers=198.51.100.7:6170 --workers=127.0.0.1", "127.0.0.1, which every host has for itself"),
     ("--servers=127.0.0.1:6170 --workers=127.0.0.1,198.51.100.7", "127.0.0.1, which every host has for itself"),
     ("--servers=198.51.100.7 --workers=198.51.100.7,198.51.100.8,198.51.100.7", "side by side"),
     ("--server_num=1 --workers=198.51.100.7,198.51.100.8", "give both lists, or both numbers"),

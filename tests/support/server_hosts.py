@@ -12,6 +12,7 @@ from support.jobs import is_alive, read_process_ids, wait_until
 from support.servers import SERVE, install_server
 
 A, B = "10.77.0.1", "10.77.0.2"
+RUN_BY_HAND = (sys.executable, "-m", "rankless", "run", "--no-warm", "--no-ssh", "--insecure", "--hang-timeout", "4")
 
 
 class Ended(NamedTuple):
@@ -30,15 +31,15 @@ def start(
     servers: Sequence[str] = (f"--servers={A},{B}",) * 2,
     workers: str = f"--workers={A},{B}",
     server: str = SERVE,
+    names: str = "ab",
 ) -> list[subprocess.Popen[str]]:
-    """Type a line on both hosts, with stand-ins for servers."""
+    """Type a line on both hosts, or on those in `names`, with stand-ins for servers."""
     (folder / "script.py").write_text(script)
     variables = install_server(folder, server)
     variables["PYTHONPATH"] += f"{os.pathsep}{ROOT}"
-    line = [sys.executable, "-m", "rankless", "run", "--no-warm", "--no-ssh", "--insecure", "--hang-timeout", "4"]
     return [
-        hosts.start(name, [*line, *own.split(), workers, "script.py"], cwd=folder, env=variables)
-        for name, own in zip("ab", servers, strict=True)
+        hosts.start(name, [*RUN_BY_HAND, *own.split(), workers, "script.py"], cwd=folder, env=variables)
+        for name, own in zip(names, servers, strict=False)
     ]
 
 

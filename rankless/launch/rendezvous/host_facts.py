@@ -17,6 +17,8 @@ from rankless.version import VERSION
 
 MAX_CLOCK_SKEW_SECONDS = 30.0
 NOT_INSTALLED = "not installed"
+_COMMON_VERSIONS = ("the version of Python", "the version of Rankless")
+"""Those that also hosts without workers must share."""
 NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 
 
@@ -108,8 +110,13 @@ def find_differences(here: HostFacts, there: HostFacts, *, received_seconds: flo
 
     `received_seconds` is host 0's clock when `there` arrived.
     """
-    found = find_version_differences(here.versions, there.versions)
-    if there.program_digest != here.program_digest:
+    runs_program = bool(there.devices)  # a host of servers alone runs no program, and needs no torch
+    found = [
+        each
+        for each in find_version_differences(here.versions, there.versions)
+        if runs_program or each.what in _COMMON_VERSIONS
+    ]
+    if runs_program and there.program_digest != here.program_digest:
         found.append(
             HostDifference(
                 what=f"the {here.program}",

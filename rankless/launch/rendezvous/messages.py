@@ -44,6 +44,8 @@ class StartedServer(msgspec.Struct, frozen=True, kw_only=True):
     process_id: int
     address: str
     log_file: str
+    copy_of: int | None = None
+    """The server of which it is the copy; None if it is none."""
 
 
 class JoinRequest(msgspec.Struct, frozen=True, kw_only=True, tag="join_request"):
@@ -105,6 +107,12 @@ class ServersStarted(msgspec.Struct, frozen=True, kw_only=True, tag="servers_sta
 
 class StartWorkers(msgspec.Struct, frozen=True, kw_only=True, tag="start_workers"):
     """All servers of all hosts serve. The receiver starts its workers."""
+
+
+class ServersLost(msgspec.Struct, frozen=True, kw_only=True, tag="servers_lost"):
+    """The run goes on without these servers, because others have the same tables. The receiver tells its workers."""
+
+    servers: tuple[int, ...]
 
 
 class OpenPort(msgspec.Struct, frozen=True, kw_only=True, tag="open_port"):
@@ -199,6 +207,7 @@ ControlMessage = (
     | ServersRefused
     | ServersStarted
     | StartWorkers
+    | ServersLost
     | OpenPort
     | PortOpened
     | ConnectToPorts

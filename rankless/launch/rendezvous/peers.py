@@ -4,7 +4,7 @@ There are three cases: no other hosts, the followers that host 0 leads, and the 
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,6 +24,7 @@ from rankless.launch.rendezvous.messages import (
     JoinRefused,
     RankStatusRequest,
     RecordingChunk,
+    ServersLost,
     ServersRefused,
     ServersStarted,
     StartWorkers,
@@ -34,7 +35,7 @@ from rankless.launch.rendezvous.messages import (
 )
 from rankless.launch.rendezvous.recording_transfer import CHUNK_BYTES, read_recording, write_recording
 from rankless.launch.worker_output import Source
-from rankless.records.events import AnyRecord, HostInterrupted, HostLost, Notice
+from rankless.records.events import NO_RANK, AnyRecord, HostInterrupted, HostLost, Notice
 
 
 @dataclass(frozen=True)
@@ -217,6 +218,10 @@ class FollowerPeers:
         """Let all followers start their workers."""
         self._server.broadcast(StartWorkers())
 
+    def send_lost_servers(self, servers: Collection[int]) -> None:
+        """Tell all followers which servers are lost, so that their workers go on without them."""
+        self._server.broadcast(ServersLost(servers=tuple(sorted(servers))))
+
     def refuse_start(self, refusal: JoinRefused) -> None:
         """Tell all followers that the job does not start."""
         self._server.broadcast(refusal)
@@ -232,8 +237,8 @@ class FollowerPeers:
         return [self._make_lost_record(host, reason)]
 
     def _make_lost_record(self, host: int, reason: str) -> HostLost:
-        first_rank = self._start.first_rank(host)
-        return HostLost(rank=first_rank, time_ns=time.monotonic_ns(), host=self._names[host], how=reason)
+        rank = _first_rank(self._start, host)
+        return HostLost(rank=rank, time_ns=time.monotonic_ns(), host=self._names[host], how=reason, host_index=host)
 
 
 class LeaderPeer:
@@ -252,6 +257,8 @@ class LeaderPeer:
         self._stop: StopMode | None = None
         self.may_start_workers = False
         """Whether all servers of all hosts serve."""
+        self.lost_servers: set[int] = set()
+        """The servers without which the run goes on."""
         self.refusal: JoinRefused | None = None
         """Why the job does not start, if it does not."""
 
@@ -289,6 +296,8 @@ class LeaderPeer:
             self.job_end = message
         elif isinstance(message, StartWorkers):
             self.may_start_workers = True
+        elif isinstance(message, ServersLost):
+            self.lost_servers |= set(message.servers)
         elif isinstance(message, JoinRefused):
             self.refusal = message
 
@@ -324,8 +333,8 @@ class LeaderPeer:
 
     def send_interrupt(self, number: int) -> None:
         """Report to host 0 that this host's agent has received a signal."""
-        first_rank = self._start.first_rank(self._host_index)
-        record = HostInterrupted(rank=first_rank, time_ns=time.monotonic_ns(), host=self._name, signal=number)
+        rank = _first_rank(self._start, self._host_index)
+        record = HostInterrupted(rank=rank, time_ns=time.monotonic_ns(), host=self._name, signal=number)
         self.send_records([record])
 
     def send_end(self, end: HostEnded) -> None:
@@ -338,3 +347,8 @@ class LeaderPeer:
     def are_running(self) -> bool:
         """True until host 0 has sent the job's end, or is lost."""
         return self.job_end is None and self.lost_reason is None
+
+
+def _first_rank(start: AgreedJobConfig, host: int) -> int:
+    """Return the first rank of a host, or NO_RANK if it has servers alone."""
+    return start.first_rank(host) if start.workers[host] else NO_RANK

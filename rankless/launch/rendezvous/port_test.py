@@ -104,6 +104,8 @@ class PortTest:
     master_port: int
     store: socket.socket
     """The listening socket on which rank 0 will serve the store."""
+    workers: Sequence[int]
+    """The number of workers of every host. One without workers needs the ports of its servers alone."""
     servers: AgreedServers | None = None
     """The parameter servers, which do not run yet."""
 
@@ -177,11 +179,12 @@ class _Conversation:
         ]
         if self._tester.listen(test.address, test.master_port):
             fixed.append(ConnectionTarget(host_index=0, address=test.address, port=test.master_port))
-        for host in sorted(opened.keys() - {0}):
-            targets = (*_choose_targets(host, opened), *fixed, *test.server_targets(host, opened))
+        ranked = {host: each for host, each in opened.items() if test.workers[host]}
+        for host in sorted(ranked.keys() - {0}):
+            targets = (*_choose_targets(host, ranked), *fixed, *test.server_targets(host, opened))
             self._server.send(host, ConnectToPorts(targets=targets))
-        self._tester.receive(ConnectToPorts(targets=(*_choose_targets(0, opened), *test.server_targets(0, opened))))
-        answers = self._receive(PortsTried, opened.keys(), self._tester.take_result)
+        self._tester.receive(ConnectToPorts(targets=(*_choose_targets(0, ranked), *test.server_targets(0, opened))))
+        answers = self._receive(PortsTried, ranked.keys(), self._tester.take_result)
         return {host: answer.attempts for host, answer in answers.items()}
 
     def _receive(

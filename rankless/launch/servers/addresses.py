@@ -34,8 +34,8 @@ def reserve_server_addresses(servers: RequestedServers | None) -> Iterator[Serve
         if servers.endpoints:
             addresses = [reserve_address(endpoint, stack) for endpoint in servers.endpoints]
         else:
-            folder = stack.enter_context(_private_folder(servers.count))
-            addresses = [f"ipc://{folder / str(index)}" for index in range(servers.count)]
+            folder = stack.enter_context(_private_folder(servers.process_count))
+            addresses = [f"ipc://{folder / str(index)}" for index in range(servers.process_count)]
         yield make_servers_config(servers, addresses, secrets.token_hex(32))
 
 

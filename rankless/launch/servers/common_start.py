@@ -121,6 +121,7 @@ class CommonStart:
                 process_id=each.process_id,
                 address=each.address,
                 log_file=each.log_file,
+                copy_of=each.copy_of,
             )
             for answer in self._started.values()
             if isinstance(answer, ServersStarted)
@@ -142,4 +143,6 @@ class CommonStart:
 
 
 def _describe(row: ServerRow) -> StartedServer:
-    return StartedServer(index=row.index, process_id=row.process_id, address=row.address, log_file=row.log_file)
+    return StartedServer(
+        index=row.index, process_id=row.process_id, address=row.address, log_file=row.log_file, copy_of=row.copy_of
+    )

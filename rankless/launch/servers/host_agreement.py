@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Self
 
 from rankless.config.hosts import Endpoint
-from rankless.config.server_hosts import divide_servers
+from rankless.config.server_hosts import divide_servers, place_copies
 from rankless.config.servers import AgreedServers, RequestedServers
 from rankless.errors import JoinError, RanklessError
 from rankless.launch.rendezvous.answers import ANSWER_TIMEOUT_SECONDS, announced_failures, receive_answers
@@ -102,6 +102,21 @@ def agree_on_servers(
 
 def _find_hosts(requested: RequestedServers, facts: Sequence[HostFacts], names: Sequence[str]) -> tuple[int, ...]:
     """Return the index of each server's host."""
+    hosts = _find_first_hosts(requested, facts, names)
+    if not requested.replicas:
+        return hosts
+    candidates = sorted(set(hosts)) if requested.endpoints else range(len(facts))
+    if len(candidates) == 1:
+        raise JoinError(
+            expected="addresses of two hosts or more in --servers with --replicas 1, which puts copies on another host",
+            found=f"{', '.join(requested.endpoints)}, all on {names[hosts[0]]}",
+            fix="add a server on another host, or omit --replicas",
+        )
+    return (*hosts, *place_copies(hosts, candidates))
+
+
+def _find_first_hosts(requested: RequestedServers, facts: Sequence[HostFacts], names: Sequence[str]) -> tuple[int, ...]:
+    """Return the index of the host of each server without copies."""
     if not requested.endpoints:
         return divide_servers(requested.count, len(facts))
     found = [
@@ -113,9 +128,9 @@ def _find_hosts(requested: RequestedServers, facts: Sequence[HostFacts], names: 
             raise JoinError(
                 expected="each address of --servers to be that of one host of the run",
                 found=f"{endpoint}, which is an address of " + (shared or f"none of {', '.join(names)}"),
-                fix="correct the address"
+                fix="give a host one name in --servers and --workers"
                 if hosts
-                else "correct the address, or list workers of that host too; servers on hosts without workers: not yet",
+                else "correct the address; --workers A,A with --servers C adds a host C that has servers alone",
             )
     return tuple(hosts[0] for hosts in found)
 
@@ -123,7 +138,8 @@ def _find_hosts(requested: RequestedServers, facts: Sequence[HostFacts], names: 
 def _list_endpoints(requested: RequestedServers, hosts: Sequence[int], host: int, address: str) -> tuple[str, ...]:
     """Return the endpoints of a host's servers, in their order."""
     own = [server for server, each in enumerate(hosts) if each == host]
-    return tuple(requested.endpoints[server] if requested.endpoints else str(Endpoint(address)) for server in own)
+    given = len(requested.endpoints)  # copies have none
+    return tuple(requested.endpoints[server] if server < given else str(Endpoint(address)) for server in own)
 
 
 def _read_answer(answers: Mapping[int, HostReport], host: int, names: Sequence[str]) -> tuple[str, ...]:

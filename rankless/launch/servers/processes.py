@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from rankless.config.servers import CANNOT_GO_ON, DEFAULT_SERVER_RESTARTS
+from rankless.config.servers import CANNOT_GO_ON, DEFAULT_SERVER_RESTARTS, find_original
 from rankless.errors import LaunchError
 from rankless.launch.rendezvous.leader import RendezvousInterrupted
 from rankless.launch.servers.server_configs import ServerLaunch
@@ -42,6 +42,8 @@ class ServerRow:
     process_id: int
     address: str
     log_file: str
+    copy_of: int | None = None
+    """The server of which it is the copy; None if it is none."""
     is_restarting: bool = False
     """Whether its process has died and no other one serves yet."""
     stage: ServerStage = "serves"
@@ -85,6 +87,7 @@ class ServerProcesses:
                 process_id=each.process.pid,
                 address=each.launch.config.address,
                 log_file=os.path.relpath(each.launch.log_file),
+                copy_of=find_original(each.index, each.launch.config.server_count),
                 is_restarting=each.stage == "restarting",
                 stage=each.stage,
                 restarts=each.incarnation,

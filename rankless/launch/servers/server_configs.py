@@ -1,11 +1,11 @@
 """The configuration, the variables and the log file of every server of a run."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rankless.config.run_config import AgreedJobConfig, RunConfig
-from rankless.config.servers import ServerConfig, ServersConfig
+from rankless.config.servers import AgreedServers, ServerConfig, ServersConfig
 from rankless.launch.profile import load_profile
 
 
@@ -30,7 +30,8 @@ def make_server_launches(
     configs = [
         ServerConfig(
             index=index,
-            server_count=len(servers.addresses),
+            server_count=servers.part_count,
+            replicas=servers.replicas,
             worker_count=start.world_size,
             address=servers.addresses[index],
             token=servers.token,
@@ -49,3 +50,8 @@ def make_server_launches(
         )
         for each in configs
     ]
+
+
+def list_lone_servers(servers: AgreedServers, workers: Sequence[int]) -> tuple[int, ...]:
+    """Return the servers on hosts without workers, of which `workers` has the number on each host."""
+    return tuple(server for server, host in enumerate(servers.hosts) if not workers[host])

@@ -12,7 +12,7 @@ import msgspec
 from rankless.config.run_config import RunConfig
 from rankless.launch.job_setup import ReadyJob
 from rankless.launch.servers.processes import ServerRow
-from rankless.records.events import AnyRecord, Exited, ScriptFinished, Started
+from rankless.records.events import AnyRecord, Exited, HostLost, ScriptFinished, Started
 from rankless.records.live.live_run import LAYOUT, LIVE_RUN_NAME, LiveRun, LiveServer, LiveWorker
 from rankless.records.live.shared_record import RecordWriter, open_shared_file
 
@@ -41,7 +41,10 @@ class LiveRunPage:
         self.publish()
 
     def receive(self, record: AnyRecord) -> None:
-        """Take note of the start and the end of a worker and of its script, also on another host."""
+        """Take note of the start and the end of a worker and of its script, also on another host, and of lost hosts."""
+        if self._run is not None and isinstance(record, HostLost) and record.is_covered:
+            self._run = msgspec.structs.replace(self._run, lost_hosts=(*self._run.lost_hosts, record.host))
+            self._has_changed = True
         if self._run is None or not isinstance(record, Started | ScriptFinished | Exited):
             return
         workers = list(self._run.workers)
@@ -67,6 +70,7 @@ class LiveRunPage:
                 process_id=row.process_id,
                 stage=row.stage,
                 restarts=row.restarts,
+                copy_of=row.copy_of,
                 page=row.status_descriptor,
             )
             for row in rows

@@ -54,6 +54,7 @@ def report_running(before: RunReading | None, after: RunReading) -> RunStatus:
         samples_per_second=None if page is None or lead != 0 else _samples_per_second(page, after.monotonic),
         workers=tuple(_report_worker(run, each, before, after) for each in run.workers),
         servers=tuple(_report_server(each, before, after) for each in run.servers),
+        lost_hosts=run.lost_hosts,
     )
 
 
@@ -93,6 +94,7 @@ def report_ended(summary: RunSummary, *, outcome: StatusOutcome, verdict: str) -
             for each in summary.ranks
         ),
         servers=(),
+        lost_hosts=summary.lost_hosts,
     )
 
 
@@ -220,6 +222,7 @@ def _report_server(server: LiveServer, before: RunReading | None, after: RunRead
         process_id=server.process_id,
         state=_server_state(server, process),
         restarts=server.restarts,
+        copy_of=server.copy_of,
         memory_bytes=None if process is None else process.memory_bytes,
         cpu_percent=_cpu_percent(None if earlier is None else earlier.process, process, seconds),
         transactions_per_second=rate(lambda each: each.transactions),

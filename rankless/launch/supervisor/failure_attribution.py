@@ -80,7 +80,9 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """The rank or server that caused the end of the job, what happened to it, and the job's exit code."""
 
     root_cause_rank: int
-    """If a whole host is the root cause, its first rank; NO_RANK if a server is."""
+    """If a whole host is the root cause, its first rank; NO_RANK if a server is, or a host without ranks."""
+    root_cause_host: str = ""
+    """The name of the host, if a whole host is the root cause."""
     root_cause_server: int | None = None
     """The server that is the root cause, if one is."""
     cause: Cause
@@ -163,7 +165,7 @@ def _find_own_failure(records: Sequence[AnyRecord], index: int) -> Verdict | Non
         earlier = [each for each in records[:index] if each.rank == record.rank]
         return None if any(map(_reports_failure, earlier)) else _attribute_exit(record)
     if isinstance(record, ServerExited):
-        return None if record.is_restarted else _attribute_server_exit(record)
+        return None if record.is_restarted or record.is_covered else _attribute_server_exit(record)
     if isinstance(record, HangDetected):
         return Verdict(
             root_cause_rank=record.rank,
@@ -174,11 +176,19 @@ def _find_own_failure(records: Sequence[AnyRecord], index: int) -> Verdict | Non
             traceback=record.traceback,
         )
     if isinstance(record, HostLost):
-        headline = f"host {record.host} {record.how}"
-        return Verdict(root_cause_rank=record.rank, cause="host", exit_code=1, headline=headline)
+        if record.is_covered:
+            return None
+        return Verdict(
+            root_cause_rank=record.rank,
+            root_cause_host=record.host,
+            cause="host",
+            exit_code=1,
+            headline=f"host {record.host} {record.how}",
+        )
     if isinstance(record, HostInterrupted):
         return Verdict(
             root_cause_rank=record.rank,
+            root_cause_host=record.host,
             cause="interrupted",
             exit_code=128 + record.signal,
             headline=f"host {record.host} received {name_signal(record.signal)}",

@@ -24,7 +24,7 @@ from rankless.launch.rendezvous.messages import HostEnded, StopMode
 from rankless.launch.rendezvous.peers import Peers
 from rankless.launch.signals import Interrupts
 from rankless.launch.supervisor.failure_attribution import ATTRIBUTED_RECORDS, Verdict, attribute_failure
-from rankless.launch.supervisor.fork_server_client import ForkServerClient
+from rankless.launch.supervisor.no_workers import WorkerParent
 from rankless.launch.supervisor.secondary_failure_lines import SecondaryFailure, describe_secondary_failure
 from rankless.records.channel import receive_records
 from rankless.records.events import AnyRecord, Raised
@@ -62,6 +62,10 @@ class RunObserver(Protocol):
         """Return new records of this host's workers, which may say that the others go on without one that has ended."""
         ...
 
+    def judge_servers(self, records: Sequence[AnyRecord]) -> Sequence[AnyRecord]:
+        """Return new records of all hosts, which may say that the run goes on without servers that are lost."""
+        ...
+
     def receive(self, record: AnyRecord) -> None:
         """Take a record of a worker."""
         ...
@@ -86,7 +90,7 @@ class Supervisor:
 
     def __init__(
         self,
-        fork_server: ForkServerClient,
+        fork_server: WorkerParent,
         *,
         peers: Peers,
         interrupts: Interrupts,
@@ -186,6 +190,8 @@ class Supervisor:
             self._stop_workers(_STOP_SIGNALS[update.stop], now, is_lost=update.stop == "lost")
 
     def _process_records(self, records: Sequence[AnyRecord]) -> None:
+        if self._phase is Phase.RUNNING:
+            records = self._observer.judge_servers(records)
         relevant = [record for record in records if isinstance(record, ATTRIBUTED_RECORDS)]
         for record in records:
             self._observer.receive(record)

@@ -39,7 +39,7 @@ def format_start_line(config: RunConfig, *, folder: str) -> str:
     threads = format_count(config.threads_per_worker, "thread")
     start = "" if config.warm else ", plain processes"
     seed = "" if config.seed is None else f", seed {config.seed}"
-    servers = "" if config.servers is None else f", {format_count(config.servers.count, 'server')}"
+    servers = _format_server_count(config)
     return f"rankless: {workers}, {threads} each{servers}{seed}{start}, logs in {folder}\n"
 
 
@@ -47,8 +47,15 @@ def format_hosts_line(config: RunConfig, *, folder: str, worker_count: int, host
     """Return the first line about the workers of a job on several hosts."""
     counts = f"{format_count(worker_count, 'worker')} on {format_count(host_count, 'host')}"
     seed = "" if config.seed is None else f", seed {config.seed}"
-    servers = "" if config.servers is None else f", {format_count(config.servers.count, 'server')}"
+    servers = _format_server_count(config)
     return f"rankless: {counts}{servers}{seed}, logs in {folder} on each\n"
+
+
+def _format_server_count(config: RunConfig) -> str:
+    if config.servers is None:
+        return ""
+    copies = "" if not config.servers.replicas else " and a copy of each"
+    return f", {format_count(config.servers.count, 'server')}{copies}"
 
 
 def format_worker_table(rows: Sequence[WorkerRow], *, has_error_files: bool = False) -> str:
@@ -82,12 +89,14 @@ def format_server_table(rows: Sequence[ServerRow], *, hosts: Sequence[str] | Non
     address_width = max(len(row.address) for row in rows)
     names = [""] * len(rows) if hosts is None else hosts
     host_width = 0 if hosts is None else max(4, *map(len, hosts)) + 2
-    head = f"{'host'[:host_width]:<{host_width}}{'pid':>{id_width}}  {'address':<{address_width}}"
-    lines = [f"  {'server':>6}  {head}  log file"]
+    copies = ["" if row.copy_of is None else str(row.copy_of) for row in rows]
+    copy_width = len("copy of") + 2 if any(copies) else 0
+    head = f"{'copy of'[:copy_width]:<{copy_width}}{'host'[:host_width]:<{host_width}}{'pid':>{id_width}}"
+    lines = [f"  {'server':>6}  {head}  {'address':<{address_width}}  log file"]
     lines += [
-        f"  {row.index:>6}  {name:<{host_width}}{row.process_id:>{id_width}}  {row.address:<{address_width}}  "
-        f"{row.log_file}"
-        for row, name in zip(rows, names, strict=True)
+        f"  {row.index:>6}  {copy:<{copy_width}}{name:<{host_width}}{row.process_id:>{id_width}}  "
+        f"{row.address:<{address_width}}  {row.log_file}"
+        for row, name, copy in zip(rows, names, copies, strict=True)
     ]
     return "\n".join(lines) + "\n"
 

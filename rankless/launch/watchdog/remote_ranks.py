@@ -3,19 +3,26 @@
 from collections.abc import Collection
 
 from rankless.launch.rendezvous.peers import Peers
-from rankless.records.events import RankStatus
+from rankless.records.events import RankStatus, ServerObserved
 
 RESPONSE_TIMEOUT_SECONDS = 2.5
 """For another host's response: it requests the stacks of its own workers first."""
 
 
 class RemoteRanks:
-    """The latest status of each rank on another host."""
+    """The latest status of each rank on another host.
 
-    def __init__(self, peers: Peers, ranks: Collection[int]) -> None:
+    Args:
+        peers: The other hosts.
+        ranks: The ranks there.
+        servers: The parameter servers on hosts without workers, which respond too.
+    """
+
+    def __init__(self, peers: Peers, ranks: Collection[int], *, servers: Collection[int] = ()) -> None:
         self._peers = peers
-        self._ranks = frozenset(ranks)
+        self._ranks, self._servers = frozenset(ranks), frozenset(servers)
         self._pending: frozenset[int] = frozenset()
+        self._pending_servers: frozenset[int] = frozenset()
         self._requested_at = 0.0
         self.statuses: dict[int, RankStatus] = {}
 
@@ -24,12 +31,18 @@ class RemoteRanks:
         self.statuses[where.rank] = where
         self._pending -= {where.rank}
 
+    def receive_server(self, observed: ServerObserved) -> None:
+        """Note that the host of a server has responded."""
+        self._pending_servers -= {observed.server}
+
     def request_statuses(self, now: float) -> None:
-        """Request the status of every remote rank."""
-        if self._ranks:
+        """Request the status of every remote rank, and of servers on hosts without ranks."""
+        if self._ranks or self._servers:
             self._peers.request_rank_status()
-            self._pending, self._requested_at = self._ranks, now
+            self._pending, self._pending_servers, self._requested_at = self._ranks, self._servers, now
 
     def is_complete(self, now: float, *, ended: Collection[int]) -> bool:
-        """Return True once every rank outside `ended` has responded, or the responses have timed out."""
-        return self._pending <= set(ended) or now - self._requested_at > RESPONSE_TIMEOUT_SECONDS
+        """Return True once all but the ranks in `ended` have responded, or the responses have timed out."""
+        return (
+            self._pending <= set(ended) and not self._pending_servers
+        ) or now - self._requested_at > RESPONSE_TIMEOUT_SECONDS

@@ -13,6 +13,7 @@ from rankless.records.events import (
     NO_RANK,
     AnyRecord,
     ServerExited,
+    ServerLost,
     ServerObserved,
     ServerRestarted,
     ServerState,
@@ -67,6 +68,10 @@ class ServerMonitor:
 
     def receive(self, record: AnyRecord, now: float) -> None:
         """Take note of a record about a server of another host."""
+        if isinstance(record, ServerLost):  # also one of this host, whose partner goes on
+            self._remote.pop(record.server, None)
+            self._remote_restarting.discard(record.server)
+            self._interrupted_at = now
         if not isinstance(record, ServerExited | ServerRestarted | ServerObserved):
             return
         if record.server in {row.index for row in self._list_servers()}:

@@ -27,6 +27,7 @@ from rankless.records.events import (
     Raised,
     RankStatus,
     ScriptFinished,
+    ServerObserved,
     Started,
 )
 from rankless.records.quantities import format_seconds
@@ -61,6 +62,8 @@ class WatchdogConfig:
     """Returns the parameter servers of this host."""
     server_host_name: Callable[[int], str] = lambda _server: ""
     """Returns the name of the host of a server of the job."""
+    lone_servers: Sequence[int] = ()
+    """The servers of the job on hosts without workers."""
 
 
 class Watchdog:
@@ -72,9 +75,11 @@ class Watchdog:
         self._pages = {each.rank: page for each, page in zip(config.worker_configs, config.pages, strict=False)}
         self._workers: dict[int, WorkerMonitor] = {}
         self._ended: set[int] = set()
-        size = config.worker_configs[0].world_size
+        size = config.worker_configs[0].world_size if config.worker_configs else 0
         self._remote_ranks = RemoteRanks(
-            config.peers, set(range(size)) - set(self._worker_configs) if config.peers.attributes_failures else ()
+            config.peers,
+            set(range(size)) - set(self._worker_configs) if config.peers.attributes_failures else (),
+            servers=config.lone_servers if config.peers.attributes_failures else (),
         )
         self._servers = ServerMonitor(config.list_servers, config.server_host_name)
         self._timed_out: dict[int, RankStatus] = {}
@@ -98,6 +103,8 @@ class Watchdog:
         elif isinstance(record, Raised) and (where := parse_timeout(record)) is not None:
             self._timed_out[record.rank] = where
             self._is_requested = True
+        elif isinstance(record, ServerObserved):
+            self._remote_ranks.receive_server(record)
         elif isinstance(record, RankStatus) and record.rank not in self._worker_configs:
             self._remote_ranks.receive(record)
             if not record.requested and record.state != "moves":
@@ -105,6 +112,8 @@ class Watchdog:
 
     def tick(self, now: float) -> list[AnyRecord]:
         """Check the workers if a check is due, and return the records to send."""
+        if not self._worker_configs:
+            return list(self._observe_lone_servers(now))
         if not self._workers or self._is_finished:
             return []
         self._is_requested = self._config.peers.take_rank_status_request() or self._is_requested
@@ -129,6 +138,14 @@ class Watchdog:
         elif stalled < self._stall_limit and not self._servers.is_restarting:
             return list(self._report_recovery())
         return []
+
+    def _observe_lone_servers(self, now: float) -> Iterator[AnyRecord]:
+        """Yield for host 0, if it asks, what the servers of this host without workers do."""
+        if now >= self._next_update_at:
+            self._next_update_at = now + SHORTEST_INTERVAL_SECONDS
+            self._servers.update(now)
+        if self._config.peers.take_rank_status_request():
+            yield from self._servers.make_records(now)
 
     def _start_collecting(self, now: float) -> None:
         for worker in self._live_workers():

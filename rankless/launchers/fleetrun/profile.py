@@ -211,7 +211,7 @@ class FleetrunProfile(LauncherProfile):
 
 
 def _list_endpoints(servers: ServersConfig) -> str:
-    return ",".join(map(name_endpoint, servers.addresses))
+    return ",".join(map(name_endpoint, servers.addresses[: servers.part_count]))
 
 
 def endpoint(address: str, port: int) -> str:

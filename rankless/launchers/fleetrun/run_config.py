@@ -37,14 +37,15 @@ def fleetrun_request(flags: FleetrunFlags, program: Program) -> RunRequest:
     """Return the request. Raises `ConfigError` for invalid values, and for features that Rankless does not have."""
     job = read_parameter_server_job(flags)
     _require_known(flags, with_servers=job is not None)
-    gpus = chosen_gpus(flags)
     cluster = None if job is None or not job.hosts else make_cluster(flags, workers=1, listed=job.hosts)
+    has_workers = cluster is None or cluster.hosts[cluster.host_index].workers > 0
+    gpus = chosen_gpus(flags) if has_workers else ()
     count = flags.nproc_per_node if job is None else job.worker_count
     if cluster is not None:
         count = cluster.hosts[cluster.host_index].workers
     if count is None:
         count = len(gpus) or 1
-    if count < 1:
+    if count < 1 and cluster is None:
         raise ConfigError(expected="--nproc_per_node from 1 up", found=count, fix="omit it: one process per GPU")
     first_port = flags.start_port if flags.start_port is not None else user_first_port()
     if first_port is not None and not 0 < first_port < 2**16 - count:

@@ -180,7 +180,7 @@ class ServerClient:
 
     def _common_transaction(self) -> int:
         """Return the last transaction of this worker's earlier incarnation. Raises ServerError if servers differ."""
-        counts = [each.welcome.ready for each in self._requests.connections if each.welcome is not None]
+        counts = [welcome.ready for each in self._requests.connections for welcome in each.welcomes]
         if len(set(counts)) > 1:
             raise ServerError(
                 expected="all servers to have the same last transaction of this worker",

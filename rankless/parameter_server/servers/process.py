@@ -107,7 +107,7 @@ def main() -> int:
     """Serve with the configuration of the environment. Return the exit code."""
     try:
         config = read_server_config()
-        process_title.show_parameter_server(config.index, config.server_count)
+        process_title.show_parameter_server(config.index, config.server_count * (1 + config.replicas))
         serve(config)
     except RanklessError as error:
         print(f"a parameter server cannot run: {error}", file=sys.stderr)

@@ -121,11 +121,6 @@ class SentRequests:
         return self._last_sequence - self.acknowledged + len(self._queue) >= MOST_IN_FLIGHT
 
     @property
-    def unanswered(self) -> list[int]:
-        """The numbers of requests without an answer, in their order."""
-        return [*(request.number for _, request in self.list_in_flight()), *(each.number for each in self._queue)]
-
-    @property
     def acknowledged(self) -> int:
         """The sequence up to which all answers have arrived."""
         return min(self._in_flight, default=self._last_sequence + 1) - 1

@@ -55,6 +55,11 @@ def is_never_interrupted() -> bool:
     return False
 
 
+def is_never_lost(server: int) -> bool:  # noqa: ARG001  # the signature of `ConnectionSettings.is_lost`
+    """Return False: no agent says that servers are lost."""
+    return False
+
+
 WaitCallback = Callable[[float, int], None]
 """Called while a worker waits, with the seconds so far and the index of the server."""
 
@@ -68,6 +73,7 @@ class ConnectionSettings(NamedTuple):
         on_wait: Called several times a second while the worker waits. It may raise.
         is_interrupted: Called several times a second within reads: whether a worker is lost, whose step they may await.
         recover: Called then, in the handler of the error. It goes on without that worker, or raises.
+        is_lost: Whether a server is lost for good, by its index, so that its copy goes on alone.
     """
 
     reconnect_seconds: float = 0.0
@@ -75,6 +81,7 @@ class ConnectionSettings(NamedTuple):
     on_wait: WaitCallback | None = None
     is_interrupted: Callable[[], bool] = is_never_interrupted
     recover: Callable[[], None] = require_no_interruption
+    is_lost: Callable[[int], bool] = is_never_lost
 
 
 class ServerAnswer(NamedTuple):
@@ -114,6 +121,26 @@ class ServerConnection:
         self._is_broken = False
         self._connect()
 
+    @property
+    def worker(self) -> int:
+        """The number of the worker."""
+        return self._hello.worker
+
+    @property
+    def welcomes(self) -> list[ServerWelcome]:
+        """The server's answer to the greeting, if it has arrived."""
+        return [] if self.welcome is None else [self.welcome]
+
+    @property
+    def sockets(self) -> "list[zmq.Socket[bytes]]":
+        """The socket on which messages arrive."""
+        return [self.socket]
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the connection has broken, and there is no new one yet."""
+        return self._last_welcome is not None and self.welcome is None
+
     def close(self) -> None:
         """Close the connection. Messages that have not been sent are dropped."""
         self.socket.disable_monitor()
@@ -149,11 +176,6 @@ class ServerConnection:
         """Whether an answer must arrive before another request."""
         return self._sent.is_full
 
-    @property
-    def unanswered(self) -> list[int]:
-        """The numbers of requests without an answer."""
-        return self._sent.unanswered
-
     def has_answer(self, number: int) -> bool:
         """Return whether the answer to a request has arrived."""
         return number in self._answers
@@ -185,7 +207,7 @@ class ServerConnection:
             self.receive()
             if self.welcome is not None:
                 self._reconnect()
-        if self._last_welcome is not None and self.welcome is None:
+        if self.is_waiting:
             self.greet()
             if time.monotonic() - self._lost_at > self._settings.reconnect_seconds:
                 raise self._error("the connection has broken: the server has ended, or cannot be reached any more")

@@ -11,6 +11,7 @@ from rankless.config.servers import ServersConfig
 from rankless.errors import RanklessError, ServerError, TableError
 from rankless.parameter_server.servers.authentication import WorkerHello, draw_number
 from rankless.parameter_server.servers.messages import Frame, MessageHeader
+from rankless.parameter_server.servers.replicated_connection import ReplicatedConnection
 from rankless.parameter_server.servers.server_connection import (
     ConnectionSettings,
     ReadInterruptedError,
@@ -34,15 +35,28 @@ class ServerRequests:
         """The requests of a read, which may be abandoned; None during changes."""
         self._failure: RanklessError | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.connections: list[ServerConnection] = []
-        instance = draw_number()
+        self.connections: list[ServerConnection | ReplicatedConnection] = []
+        """One for each part of the tables."""
+        instance, parts = draw_number(), config.part_count
+        fields = {name: getattr(hello, name) for name in ("worker", "worker_count", "incarnation")}
+        if config.replicas:  # the agent decides first whether a server is lost
+            settings = settings._replace(reconnect_seconds=2 * settings.reconnect_seconds)
         try:
-            for index in range(len(config.addresses)):
-                fields = {name: getattr(hello, name) for name in ("worker", "worker_count", "incarnation")}
-                greeting = WorkerHello(
-                    **fields, instance=instance, server_index=index, server_count=len(config.addresses)
+            single = [
+                ServerConnection(
+                    self._context,
+                    config,
+                    WorkerHello(**fields, instance=instance, server_index=index, server_count=parts),
+                    settings,
                 )
-                self.connections.append(ServerConnection(self._context, config, greeting, settings))
+                for index in range(len(config.addresses))
+            ]
+            self.connections += single[:parts]
+            if config.replicas:
+                self.connections = [
+                    ReplicatedConnection(single[part::parts], is_lost=settings.is_lost, notify=settings.notify)
+                    for part in range(parts)
+                ]
         except ServerError:
             self.close()
             raise
@@ -118,7 +132,7 @@ class ServerRequests:
         """
         connection = self.connections[server]
         if connection.is_full:
-            self._wait([(server, min(connection.unanswered))])
+            self._wait_for(lambda: {server} if connection.is_full else set())
         number = connection.send(header, payload)
         if self._reads is not None:
             self._reads.append((server, number))
@@ -160,17 +174,27 @@ class ServerRequests:
         self._context.destroy(0)
 
     def _wait(self, requests: Iterable[tuple[int, int]], *, most_seconds: float = float("inf")) -> None:
+        """Wait until requests have answers."""
+        missing = set(requests)
+
+        def find_servers() -> set[int]:
+            answered = {each for each in missing if self.connections[each[0]].has_answer(each[1])}
+            missing.difference_update(answered)
+            return {server for server, _ in missing}
+
+        self._wait_for(find_servers, most_seconds=most_seconds)
+
+    def _wait_for(self, find_servers: Callable[[], set[int]], *, most_seconds: float = float("inf")) -> None:
+        """Receive messages until a function returns no more servers that must send some."""
         start = time.monotonic()
-        missing = {(server, number) for server, number in requests if not self.connections[server].has_answer(number)}
-        while missing:
-            connections = [self.connections[server] for server in sorted({server for server, _ in missing})]
+        servers = find_servers()
+        while servers:
+            connections = [self.connections[server] for server in sorted(servers)]
             ready = self._poll(connections, _SLICE_SECONDS)
             for connection in connections:
                 connection.receive()
-            missing = {
-                (server, number) for server, number in missing if not self.connections[server].has_answer(number)
-            }
-            if missing and not ready:
+            servers = find_servers()
+            if servers and not ready:
                 waited = time.monotonic() - start
                 for connection in self.connections:
                     connection.check_alive()
@@ -181,12 +205,13 @@ class ServerRequests:
                 if self._on_wait is not None:
                     self._on_wait(waited, connections[0].index)
 
-    def _poll(self, connections: Sequence[ServerConnection], seconds: float) -> bool:
+    def _poll(self, connections: Sequence[ServerConnection | ReplicatedConnection], seconds: float) -> bool:
         """Return whether a message has arrived."""
         milliseconds = int(seconds * 1000) or 1
-        if len(connections) == 1:
-            return bool(connections[0].socket.poll(milliseconds))
+        sockets = [socket for connection in connections for socket in connection.sockets]
+        if len(sockets) == 1:
+            return bool(sockets[0].poll(milliseconds))
         poller = zmq.Poller()
-        for connection in connections:
-            poller.register(connection.socket, zmq.POLLIN)
+        for socket in sockets:
+            poller.register(socket, zmq.POLLIN)
         return bool(poller.poll(milliseconds))

@@ -76,7 +76,7 @@ class TableServer:
         self._waiting: list[WorkerRequest] = []
         self._last_logs: dict[str, float] = {}
         self._is_durable = durable is not None
-        tables = ServerTables(config.index, config.server_count, durable)
+        tables = ServerTables(config.index % config.server_count, config.server_count, durable)
         self.requests = TableRequests(tables, config.worker_count, config.mode, config.staleness)
         self.refused: Counter[str] = Counter()
         self.counter = RequestCounter()

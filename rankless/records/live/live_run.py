@@ -38,6 +38,8 @@ class LiveServer(msgspec.Struct, frozen=True, kw_only=True):
     process_id: int
     stage: ServerStage
     restarts: int
+    copy_of: int | None = None
+    """The server of which it is the copy; None if it is none."""
     page: int | None = None
     """The agent's descriptor of its status page; None if it has none."""
 
@@ -66,3 +68,5 @@ class LiveRun(msgspec.Struct, frozen=True, kw_only=True):
     server_count: int
     servers: tuple[LiveServer, ...] = ()
     """None before they have started, nor once they have ended."""
+    lost_hosts: tuple[str, ...] = ()
+    """The names of the hosts without which the run goes on."""

@@ -52,6 +52,8 @@ class ServerReport(msgspec.Struct, frozen=True, kw_only=True):
     state: ServerState
     restarts: int
     """How often it was started again after it had died."""
+    copy_of: int | None = None
+    """The server of which it is the copy; None if it is none."""
     memory_bytes: int | None = None
     """The resident set of its process."""
     cpu_percent: float | None = None
@@ -98,3 +100,5 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     workers: tuple[WorkerReport, ...]
     servers: tuple[ServerReport, ...]
     """Those of a run that goes on."""
+    lost_hosts: tuple[str, ...] = ()
+    """The names of the hosts that were lost while the others went on."""

@@ -63,12 +63,14 @@ class ServerProcess:
 class ServersOfRun:
     """All servers of a run."""
 
-    def __init__(self, folder: Path, servers: int, workers: int, *, tcp: bool = False, **mode) -> None:
+    def __init__(
+        self, folder: Path, servers: int, workers: int, *, tcp: bool = False, replicas: int = 0, **mode
+    ) -> None:
         self.token = secrets.token_hex(16)
         self.workers = workers
         self.processes = []
         run = secrets.token_hex(4)
-        for index in range(servers):
+        for index in range(servers * (1 + replicas)):
             address = "tcp://127.0.0.1:0" if tcp else f"ipc://{folder}/{run}.{index}"
             config = ServerConfig(
                 index=index,
@@ -77,6 +79,7 @@ class ServersOfRun:
                 address=address,
                 token=self.token,
                 run_id=run,
+                replicas=replicas,
                 **mode,
             )
             self.processes.append(ServerProcess(config))
@@ -84,6 +87,7 @@ class ServersOfRun:
             addresses=tuple(each.address for each in self.processes),
             token=self.token,
             encrypted=bool(mode.get("encrypted")),
+            replicas=replicas,
         )
 
     def client(self, worker: int = 0, **options) -> ServerClient:

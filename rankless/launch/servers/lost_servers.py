@@ -1,0 +1,129 @@
+"""Which servers of a run are lost for good, and whether others have their tables, so that the run goes on.
+
+Host 0 decides it (`LostServers.judge`), because it attributes failures. It tells the other hosts, and each agent tells
+its workers through memory (`records.live.lost_servers`). See Note [copies of servers] in `config.servers`.
+"""
+
+import os
+import time
+from collections.abc import Collection, Iterable, Sequence
+
+import msgspec
+
+from rankless.config.run_config import AgreedJobConfig
+from rankless.config.servers import ServersConfig, find_original, find_partner
+from rankless.launch.rendezvous.peers import FollowerPeers, LeaderPeer, NoPeers
+from rankless.launch.signals import name_signal
+from rankless.records.events import NO_RANK, AnyRecord, HostLost, Notice, ServerExited, ServerLost
+from rankless.records.live.lost_servers import mark_lost, open_lost_servers
+
+
+class LostServers:
+    """The lost servers of a run, as one host knows them. Without copies it does nothing.
+
+    Args:
+        servers: The servers as workers see them; None for a run without.
+        start: The run's hosts.
+        names: The name of every host.
+        peers: The other hosts.
+    """
+
+    def __init__(
+        self,
+        servers: ServersConfig | None,
+        start: AgreedJobConfig,
+        *,
+        names: Sequence[str],
+        peers: NoPeers | FollowerPeers | LeaderPeer,
+    ) -> None:
+        self._parts = 0 if servers is None or not servers.replicas or start.servers is None else servers.part_count
+        self._hosts = () if start.servers is None else start.servers.hosts
+        self._workers, self._names, self._peers = start.workers, names, peers
+        self._lost: set[int] = set()
+        self.descriptor = open_lost_servers(2 * self._parts) if self._parts else None
+        """The memory from which this host's workers learn of lost servers; None without copies."""
+
+    @property
+    def warning(self) -> str:
+        """A line for the user if no loss of a host is covered; "" otherwise."""
+        if not self._parts or len(set(self._hosts)) > 1:
+            return ""
+        return "each server has a copy on this host: that covers a lost server, and not a lost host"
+
+    def judge(self, records: Sequence[AnyRecord]) -> Sequence[AnyRecord]:
+        """Return records of all hosts, which say of lost servers whether the run goes on without them.
+
+        Other hosts than host 0 return them as they are.
+        """
+        if not self._parts or not self._peers.attributes_failures:
+            return records
+        return [judged for record in records for judged in self._judge_one(record)]
+
+    def tick(self) -> None:
+        """Tell the workers of this host what host 0 has said."""
+        if isinstance(self._peers, LeaderPeer):
+            self._mark(self._peers.lost_servers - self._lost)
+
+    def close(self) -> None:
+        """Release the memory."""
+        if self.descriptor is not None:
+            os.close(self.descriptor)
+            self.descriptor = None
+
+    def _judge_one(self, record: AnyRecord) -> Iterable[AnyRecord]:
+        if isinstance(record, ServerExited) and not record.is_restarted and record.server not in self._lost:
+            return self._judge_exit(record)
+        if isinstance(record, HostLost) and not record.is_covered and record.host_index is not None:
+            return self._judge_host(record, record.host_index)
+        return [record]
+
+    def _judge_exit(self, record: ServerExited) -> Iterable[AnyRecord]:
+        server, partner = record.server, find_partner(record.server, self._parts)
+        if partner in self._lost:
+            more = f"; server {partner}, which had the same tables, was lost before"
+            return [msgspec.structs.replace(record, note=record.note + more)]
+        code = record.exit_code
+        how = f"was killed by {name_signal(-code)}" if code < 0 else f"ended with exit code {code}"
+        where = f" on {self._names[self._hosts[server]]}" if len(self._names) > 1 else ""
+        return [
+            msgspec.structs.replace(record, is_covered=True),
+            *self._lose([server], f"server {server}{where} {how}{record.note}"),
+        ]
+
+    def _judge_host(self, record: HostLost, host: int) -> Iterable[AnyRecord]:
+        """Let the run go on without a host of servers alone, if other hosts have the tables of all of them."""
+        servers = [server for server, each in enumerate(self._hosts) if each == host and server not in self._lost]
+        for server in servers:
+            partner = find_partner(server, self._parts)
+            if partner in self._lost or self._hosts[partner] == host:
+                first, second = sorted((server, partner))
+                more = f"; servers {first} and {second}, which had the same tables, are lost"
+                return [msgspec.structs.replace(record, how=record.how + more)]
+        if self._workers[host]:
+            return [record]
+        return [
+            msgspec.structs.replace(record, is_covered=True),
+            *self._lose(servers, f"host {record.host} {record.how}"),
+        ]
+
+    def _lose(self, servers: Sequence[int], how: str) -> Iterable[AnyRecord]:
+        self._mark(servers)
+        if isinstance(self._peers, FollowerPeers):
+            self._peers.send_lost_servers(self._lost)
+        others = ", ".join(map(self._describe_partner, servers))
+        text = f"{how}; the run goes on" + (f" with {others}" if others else "")
+        now = time.monotonic_ns()
+        yield from (ServerLost(rank=NO_RANK, time_ns=now, server=server) for server in servers)
+        yield Notice(rank=NO_RANK, time_ns=now, text=text)
+
+    def _describe_partner(self, lost: int) -> str:
+        original, partner = find_original(lost, self._parts), find_partner(lost, self._parts)
+        if original is None:
+            return f"server {partner} in place of server {lost}"
+        return f"server {partner} without a copy"
+
+    def _mark(self, servers: Collection[int]) -> None:
+        for server in servers:
+            self._lost.add(server)
+            if self.descriptor is not None:
+                mark_lost(self.descriptor, server)
