@@ -120,7 +120,7 @@ class ServerClient:
             ServerError: A server has died.
             LostWorkerError: This worker has changed tables outside of a step.
         """
-        if self._transaction.changes:
+        if self._transaction.changes and self._transaction.committed >= transaction:
             raise LostWorkerError(
                 expected="tables that change in the steps of jobs only, where a worker is lost",
                 found="a push or a reset since the last step, for example of optimizer.step() outside a job",

@@ -174,7 +174,26 @@ class ServedTable:
         """Send this worker's slice of a step that follows, within an exchange; see `push_prepared`."""
         return self._send_slice(Kind.PREPARE, gradients, ())
 
-    def _send_slice(self, kind: Kind, part: RowGradients, first_frames: tuple[bytes, ...]) -> list[SentNumber]:
+    @property
+    def next_change(self) -> tuple[int, int]:
+        """The transaction of the next push, and its number among this worker's changes in it, from 0 on."""
+        return self._transaction.committed + 1, self._transaction.changes
+
+    def push_for_lost(self, worker: int, change: tuple[int, int], gradients: RowGradients) -> None:
+        """Let the servers have what a lost worker would have pushed; see Note [parts of lost workers].
+
+        Args:
+            worker: The lost worker.
+            change: The transaction and the number of the push, as `next_change` had them.
+            gradients: The lost worker's slice.
+        """
+        text = msgspec.json.encode({"worker": worker, "number": change[1]})
+        with self.requests.exchange():
+            self.requests.answers(self._send_slice(Kind.PUSH_FOR_LOST, gradients, (text,), transaction=change[0]))
+
+    def _send_slice(
+        self, kind: Kind, part: RowGradients, first_frames: tuple[bytes, ...], *, transaction: int | None = None
+    ) -> list[SentNumber]:
         """Send each server its part of gradients, after other frames. Raises TableError if they are too large."""
         gradients, occurrences = part.gradients, part.occurrences
         assert gradients.shape == (len(part.ids), self.settings.dim)
@@ -192,6 +211,8 @@ class ServedTable:
         requests = []
         for server, (start, stop) in enumerate(_ranges(routed)):
             header = self._change_header(kind, server)._replace(rows=stop - start)
+            if transaction is not None:
+                header = header._replace(transaction=transaction)
             payload = (*first_frames, routed.ids[start:stop], occurrences[start:stop], gradients[start:stop])
             requests.append(self.requests.send(server, header, payload))
         return requests
@@ -253,6 +274,7 @@ class ServedTable:
             TableError: The contents are of another number of elements or optimizer than this table can hold.
         """
         split = split_contents(contents, self.settings, len(self._numbers))
+        self.requests.read(lambda: self._ask_all(Kind.STATISTICS))  # no lost worker's step is awaited from here on
         with self.requests.exchange():
             begin_anew_if_lost(lambda: self._write_all(split))
         self._step = contents.step + self._pending_pushes()

@@ -30,13 +30,9 @@ from rankless.parameter_server.servers.routing import are_ids_of_shards
 from rankless.parameter_server.servers.served_tables import OpenTable, ServerTables
 from rankless.parameter_server.servers.sessions import RequestAnswer, WorkerSession
 from rankless.parameter_server.servers.setting_formats import decode_optimizer
-from rankless.parameter_server.servers.steps.transactions import (
-    MOST_AHEAD,
-    CommonTransactions,
-    IndependentTransactions,
-    PendingTransactions,
-)
-from rankless.parameter_server.servers.steps.worker_changes import WorkerChange
+from rankless.parameter_server.servers.steps.independent_transactions import IndependentTransactions
+from rankless.parameter_server.servers.steps.transactions import MOST_AHEAD, CommonTransactions, PendingTransactions
+from rankless.parameter_server.servers.steps.worker_changes import LostWorkerChange, WorkerChange
 from rankless.parameter_server.tables.row_gradients import RowGradients
 
 _MOST_OCCURRENCES = 1 << 32
@@ -46,6 +42,8 @@ _READ_KINDS = (Kind.PULL, Kind.CONTENTS, Kind.RESTORE_END, Kind.STATISTICS, Kind
 because it keeps its part for a server that is killed before."""
 _CHANGE_KINDS = (Kind.PUSH, Kind.RESET, Kind.PREPARE)
 _MOST_WIDTH = 1 << 24
+_MOST_CHANGES = 1 << 20
+"""Of one worker in one transaction, for another worker that is lost."""
 
 
 class LostWorkersMessage(msgspec.Struct, frozen=True):
@@ -53,6 +51,13 @@ class LostWorkersMessage(msgspec.Struct, frozen=True):
 
     lost: list[int]
     round: int
+
+
+class LostChangeMessage(msgspec.Struct, frozen=True):
+    """Whose change a worker sends for a lost one, and its number among those in the transaction."""
+
+    worker: int
+    number: int
 
 
 class WorkerRequest(NamedTuple):
@@ -90,6 +95,7 @@ class TableRequests:
             Kind.LEAVE: self._leave,
             Kind.PREPARE: self._prepare,
             Kind.REGROUP: self._regroup,
+            Kind.PUSH_FOR_LOST: self._push_for_lost,
         }
 
     def begin_incarnation(self, worker: int) -> None:
@@ -187,6 +193,21 @@ class TableRequests:
         gradients = _gradients_of(opened, header.rows, _frames(request, 3))
         try:
             self.transactions.prepare(request.session.worker, header.transaction, header.table, gradients)
+        except TableError as error:
+            self.failure = error
+            raise
+        return _done(request)
+
+    def _push_for_lost(self, request: WorkerRequest) -> RequestAnswer:
+        opened, header = self.tables.find(request.header.table), request.header
+        message = decode_json(_frames(request, 4)[0], LostChangeMessage)
+        if not 0 <= message.worker < len(self.transactions.ready) or not 0 <= message.number <= _MOST_CHANGES:
+            raise MessageRefusedError("a change of a worker that is none")
+        change = LostWorkerChange(
+            message.worker, message.number, _gradients_of(opened, header.rows, request.payload[1:])
+        )
+        try:
+            self.transactions.add_for_lost(request.session.worker, header.transaction, change)
         except TableError as error:
             self.failure = error
             raise
