@@ -12,7 +12,8 @@ from typing import TextIO
 
 from rankless.config.run_config import RunConfig
 from rankless.launch.elastic.driver import DriverContext, run_elastic
-from rankless.launch.elastic.survivors import SurvivorRounds
+from rankless.launch.elastic.survivors import GoingOn, SurvivorRelay, SurvivorRounds, WorkerHosts
+from rankless.launch.elastic.worker_channels import WorkerChannels
 from rankless.launch.job_setup import ReadyJob, set_up_job
 from rankless.launch.log_files import make_run_folder
 from rankless.launch.ports import require_own_address
@@ -35,7 +36,7 @@ from rankless.launch.supervisor.terminal_text import format_count
 from rankless.launch.terminal_report import RunReport, conclude
 from rankless.launch.terminal_streams import TerminalStreams
 from rankless.launch.watchdog.watchdog import Watchdog, WatchdogConfig, open_status_pages
-from rankless.launch.worker_configs import count_most_lost, make_worker_configs
+from rankless.launch.worker_configs import make_worker_configs
 from rankless.launch.worker_output import (
     SOURCES,
     WorkerOutputFollower,
@@ -158,10 +159,9 @@ class HostRun:
         self._streams = streams
         self._folder = folder = make_run_folder(config, job.start, job.host_index)
         self._pages = pages = open_status_pages(config.worker_count)
-        self._survivors = SurvivorRounds(config.worker_count, count_most_lost(config, job.start))
-        self._workers = make_worker_configs(
-            config, job, folder=folder, pages=pages, channels=self._survivors.descriptors
-        )
+        self._survivors = make_survivors(job)
+        channels = self._survivors.channels.descriptors
+        self._workers = make_worker_configs(config, job, folder=folder, pages=pages, channels=channels)
         self._servers = ServerProcesses(
             make_server_launches(config, job.start, job.servers, folder=folder, host_index=job.host_index),
             max_restarts=0 if config.servers is None else config.servers.max_restarts,
@@ -221,7 +221,7 @@ class HostRun:
         with contextlib.ExitStack() as stack:
             for page in self._pages:
                 stack.callback(os.close, page)
-            stack.callback(self._survivors.close)
+            stack.callback(self._survivors.channels.close)
             stack.callback(self._servers.close, lambda: self._job.peers.poll(time.monotonic()))  # sends heartbeats
             self._start_servers()
             return self._run_workers(on_record, fork_server)
@@ -240,7 +240,7 @@ class HostRun:
     ) -> tuple[RunOutcome, bool]:
         job = self._job
         self._parent = parent = self._start(fork_server)
-        self._survivors.forget_worker_ends()
+        self._survivors.channels.forget_worker_ends()
         if job.store is not None:
             job.store.close()  # rank 0 alone listens: once it ends, the system refuses ranks that connect late
         self._on_record = on_record
@@ -281,7 +281,8 @@ class HostRun:
         """Show the output of another worker instead of that of one that was lost: what the lost one had not written."""
         configs = [worker.config for worker in self._workers]
         shown = self._profile.shown_streams(self._config, self._folder, configs[lost:])
-        left = self._profile.shown_streams(self._config, self._folder, configs[self._survivors.first :])
+        next_configs = configs[self._survivors.first :]
+        left = self._profile.shown_streams(self._config, self._folder, next_configs) if next_configs else []
         for before, after in zip(shown, left, strict=False):
             if after.path not in {stream.path for stream in shown}:
                 self._terminal.add(after, position=count_common_bytes(before.path, after.path))
@@ -374,3 +375,18 @@ class HostRun:
             other_hosts=[each for host, each in enumerate(job.start.addresses) if host != job.host_index],
             pool=fork_server,
         )
+
+
+def make_survivors(job: ReadyJob) -> GoingOn:
+    """Return this host's part in letting workers go on without lost ones."""
+    start, peers = job.start, job.peers
+    first = start.first_rank(job.host_index)
+    channels = WorkerChannels(range(first, start.first_rank(job.host_index + 1) if start.most_lost_workers else first))
+    if isinstance(peers, LeaderPeer):
+        return SurvivorRelay(channels, peers, first)
+    hosts = WorkerHosts(
+        host_of=tuple(map(start.host_of, range(start.world_size))),
+        addresses=start.addresses,
+        with_servers=frozenset(() if start.servers is None else start.servers.hosts),
+    )
+    return SurvivorRounds(channels, hosts, start.most_lost_workers, peers)

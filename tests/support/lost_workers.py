@@ -8,7 +8,7 @@ import torch
 from support.jobs import DEADLINE_SECONDS, rankless
 
 KILLS_OF_WORKERS = """
-import os, signal, subprocess
+import os, signal, subprocess, time
 import psutil, torch
 from torch import nn
 import rankless
@@ -24,6 +24,16 @@ def reach(moment):
             agent = psutil.Process(os.getppid()).parent()
             server = next(each for each in agent.children() if "parameter server" in " ".join(each.cmdline()))
             server.kill()
+        elif at == moment and worker == "host" and RANK == int(os.environ["WORLD_SIZE"]) - 1:
+            agent = psutil.Process(os.getppid()).parent()
+            for each in [agent, *agent.children(recursive=True)]:
+                if each.pid != os.getpid():
+                    each.kill()
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif at == moment and worker == "link" and RANK == 0:
+            open("reached", "w").close()
+            while not os.path.exists("cut"):
+                time.sleep(0.01)
         elif at == moment and worker == str(RANK):
             if float(delay) == 0:
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -31,6 +31,7 @@ def open_hosts_group(
     objection: str = "",
     host: str | None = None,
     check: Callable[[], None] = do_nothing,
+    also_single_ranks: bool = False,
 ) -> HostsGroup | SharedGroup | Support:
     """Open a group of processes of several hosts.
 
@@ -41,6 +42,7 @@ def open_hosts_group(
         objection: Why this rank does not want such a group. Default: none.
         host: What ranks of the same host have in common. Default: `find_host_name()`.
         check: Called while waiting. It raises if the wait is in vain. Default: nothing.
+        also_single_ranks: Whether to open a group if every host has one rank. Gloo is as fast, and cannot be aborted.
 
     Returns:
         The group; that of one host if all ranks are on it. On all ranks, why there is none, if a rank objects or its
@@ -60,7 +62,7 @@ def open_hosts_group(
         return support
     if len(layout.hosts) == 1:
         return open_shared_group(_derive(store, "one host"), member, timeout, check=check)
-    if len(layout.hosts) == member.size:
+    if len(layout.hosts) == member.size and not also_single_ranks:
         return ONE_RANK_PER_HOST
     return _open(store, exchange, member, layout, timeout)
 
