@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 from support.hosts import Hosts, two_hosts
+from support.jobs import wait_until
 from support.lost_weights import TRAINING as WEIGHTS
 from support.lost_weights import require_same_weights, run_plain_weights
 from support.lost_workers import TRAINING as TABLES
 from support.lost_workers import require_same_training, run_plain
-from support.processes import wait_until
 from support.server_jobs import summary_of
 
 pytestmark = pytest.mark.slow
@@ -35,9 +35,10 @@ def plain(tmp_path_factory) -> dict:
 def start_killed(hosts: Hosts, folder: Path, kills: str, *options: str, text: str = TABLES):
     """Start a run from host a whose workers or hosts are killed as `kills` says."""
     text = text.replace("GATHERS", "False").replace("READS", "False").replace(", ACCUMULATE", "")
+    text = text.replace('os.environ.get("KILLS", "")', repr(kills))  # ssh passes no variables on
     (folder / "script.py").write_text(text.replace(", WORKERS", ""))
     line = [*RANKLESS, "run", *(options or ("--servers", "a", "--workers", "a,a,b,b")), "script.py"]
-    return hosts.start("a", line, cwd=folder, env={"KILLS": kills})
+    return hosts.start("a", line, cwd=folder)
 
 
 def run_killed(hosts: Hosts, folder: Path, kills: str, *options: str, **more) -> str:
