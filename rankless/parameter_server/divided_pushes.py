@@ -2,9 +2,10 @@
 
 Note [pushes of whole gradients]: each worker pushes another part of a gradient's rows, so that it goes to the servers
 once. Those that have begun a step together make it together: if one of them is lost, the others also send what it would
-have pushed, because a server may have made the parts of those that were faster. From the next step on the workers that
-are left divide the rows among themselves. A worker that has completed its part keeps the gradients until its next step,
-because another one may be lost that has not. See Note [parts of lost workers] in `servers.steps.prepared_slices`.
+have pushed, because a server may have made the parts of those that were faster. After the last transaction that counts
+the workers that are left divide the rows among themselves. A worker that has completed its part keeps the gradients
+until all servers have made the step, because another worker may be lost that has not completed its own. See Note [parts
+of lost workers] in `servers.steps.prepared_slices`.
 """
 
 from collections.abc import Collection
@@ -57,16 +58,16 @@ class PushDivision:
         self._members = tuple(range(worker_count))
         """Those that make the next step together."""
         self._living = self._members
-        self._last: list[WholePush] = []
-        """The pushes of the last transaction that has any."""
+        self._common = 0
+        """The last transaction that counted when a worker was lost."""
+        self._kept: list[WholePush] = []
+        """The pushes of transactions that servers may not have made."""
 
     def push(self, table: ServedTable, whole: RowGradients, settings: OptimizerSettings) -> None:
         """Push this worker's part of a gradient, and those of lost workers that have begun the step."""
         push = WholePush(table, table.next_change, self._members, whole)
-        if self._last and self._last[0].change[0] != push.change[0]:
-            self._last = []
         if self._keeps:
-            self._last.append(push)
+            self._kept = [*(each for each in self._kept if each.change[0] > table.committed_by_all), push]
         self._push_for_lost(push)
         own = push.part(self._worker)
         table.push(own.ids, own.occurrences, own.gradients, settings)
@@ -80,15 +81,20 @@ class PushDivision:
             committed: The last one that counts.
         """
         self._living = tuple(worker for worker in self._living if worker not in lost)
-        for push in self._last:
+        self._common = committed
+        for push in self._kept:
             if push.change[0] <= committed:
                 self._push_for_lost(push)
-        if own_committed >= committed:
-            self._members = self._living
+        self.end_step(own_committed)
 
-    def end_step(self) -> None:
-        """Divide the next step between the workers that are left."""
-        self._members = self._living
+    def end_step(self, own_committed: int) -> None:
+        """Divide the next step between the workers that are left, if the lost ones have not begun it.
+
+        Args:
+            own_committed: The last transaction that this worker has completed.
+        """
+        if own_committed >= self._common:
+            self._members = self._living
 
     def _push_for_lost(self, push: WholePush) -> None:
         for worker in push.members:

@@ -184,7 +184,7 @@ class WorkerTables:
             self._own_steps.end_step()
         elif self._client is not None:
             self._client.commit()
-        self._division.end_step()
+        self._division.end_step(self.committed)
         if self._weights is not None:
             self._weights.refresh()
 

@@ -175,6 +175,11 @@ class ServedTable:
         return self._send_slice(Kind.PREPARE, gradients, ())
 
     @property
+    def committed_by_all(self) -> int:
+        """The last transaction that all servers are known to have made."""
+        return min(connection.committed for connection in self.requests.connections)
+
+    @property
     def next_change(self) -> tuple[int, int]:
         """The transaction of the next push, and its number among this worker's changes in it, from 0 on."""
         return self._transaction.committed + 1, self._transaction.changes

@@ -144,6 +144,11 @@ class ServerConnection:
         self._sent.forget_after(transaction)
 
     @property
+    def committed(self) -> int:
+        """The last transaction that the server is known to have committed."""
+        return self._sent.committed
+
+    @property
     def is_full(self) -> bool:
         """Whether an answer must arrive before another request."""
         return self._sent.is_full

@@ -84,7 +84,7 @@ class PendingTransactions(Protocol):
 
         Args:
             worker: The worker that sends it.
-            transaction: The transaction, which the sender has just completed, or will complete next.
+            transaction: The transaction. One that is committed needs no part.
             change: Whose change it is, and which.
 
         Raises:
@@ -251,8 +251,8 @@ class CommonTransactions:
 
     def add_for_lost(self, worker: int, transaction: int, change: LostWorkerChange) -> None:
         """Keep what a lost worker would have pushed, the first time that another worker says it."""
-        if transaction not in (self.ready[worker], self.ready[worker] + 1) or change.worker == worker:
-            raise MessageRefusedError("the part of a lost worker in another transaction than the sender's last or next")
+        if not 1 <= transaction <= self._committed + MOST_AHEAD + 1 or change.worker == worker:
+            raise MessageRefusedError("a part of no lost worker, or of a transaction that cannot be")
         if transaction > self._committed:
             self._parts.require_memory(worker, change.gradients)
             self._prepared.add_for_lost(transaction, change)
