@@ -10,9 +10,8 @@ from dataclasses import dataclass
 import msgspec
 
 from rankless.config import environment
-from rankless.config.backends import choose_backend
+from rankless.config.backends import ABORTABLE, choose_abortable_backend, choose_backend, count_most_lost
 from rankless.config.hosts import addresses_of, interface_of, interface_towards, is_loopback, own_addresses
-from rankless.config.lost_workers import ABORTABLE, choose_abortable_backend, count_most_lost
 from rankless.config.run_config import AgreedJobConfig, Cluster, RunConfig
 from rankless.config.servers import AgreedServers, ServersConfig, make_servers_config
 from rankless.errors import ConfigError, JoinError

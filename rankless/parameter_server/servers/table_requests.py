@@ -60,6 +60,13 @@ class LostChangeMessage(msgspec.Struct, frozen=True):
     number: int
 
 
+class PreparedPushMessage(msgspec.Struct, frozen=True):
+    """A push of prepared gradients. `settings` are the optimizer's, as JSON."""
+
+    table: int
+    settings: str
+
+
 class WorkerRequest(NamedTuple):
     """A request of a worker, in its order."""
 
@@ -177,16 +184,18 @@ class TableRequests:
         return answer._replace(header=answer.header._replace(table=number))
 
     def _push(self, request: WorkerRequest) -> RequestAnswer:
-        opened, header, factor = self.tables.find(request.header.table), request.header, None
+        opened, header = self.tables.find(request.header.table), request.header
         if header.flags & PREPARED:
             text, (factor,) = bytes(_frames(request, 2)[0]), array_of(request.payload[1], "<f8", (1,)).tolist()
-            gradients = self.transactions.find_prepared(
-                request.session.worker, header.transaction, header.table, factor
-            )
-        else:
-            text, gradients = bytes(_frames(request, 4)[0]), _gradients_of(opened, header.rows, request.payload[1:])
-        what = f"push to the table {opened.name!r} with {decode_optimizer(text)}"
-        return self._add(request, WorkerChange(header.table, what, text, gradients, factor=factor))
+            return self._add(request, self._make_prepared_change(request, header.table, text, factor))
+        text, gradients = bytes(_frames(request, 4)[0]), _gradients_of(opened, header.rows, request.payload[1:])
+        return self._add(request, WorkerChange(header.table, _describe_push(opened, text), text, gradients))
+
+    def _make_prepared_change(self, request: WorkerRequest, table: int, text: bytes, factor: float) -> WorkerChange:
+        """Return a push of gradients that the worker has prepared."""
+        opened = self.tables.find(table)
+        gradients = self.transactions.find_prepared(request.session.worker, request.header.transaction, table, factor)
+        return WorkerChange(table, _describe_push(opened, text), text, gradients, factor=factor)
 
     def _prepare(self, request: WorkerRequest) -> RequestAnswer:
         opened, header = self.tables.find(request.header.table), request.header
@@ -236,7 +245,17 @@ class TableRequests:
         return _done(request)
 
     def _ready(self, request: WorkerRequest) -> RequestAnswer:
-        _frames(request, 0)
+        """End a worker's part of a transaction, perhaps after its last pushes, which come with the end."""
+        if request.payload:
+            frames = _frames(request, 2)
+            pushes = decode_json(frames[0], list[PreparedPushMessage])
+            factors = array_of(frames[1], "<f8", (len(pushes),)).tolist()
+            changes = [
+                self._make_prepared_change(request, push.table, push.settings.encode(), factor)
+                for push, factor in zip(pushes, factors, strict=True)
+            ]
+            for change in changes:
+                self._add(request, change)
         self.transactions.mark_ready(request.session.worker, request.header.transaction)
         return _done(request)
 
@@ -360,6 +379,10 @@ def _gradients_of(opened: OpenTable, rows: int, frames: Sequence[memoryview]) ->
     if rows and not 0 <= int(occurrences.min()) <= int(occurrences.max()) <= _MOST_OCCURRENCES:
         raise MessageRefusedError("occurrences out of range")
     return RowGradients(ids, occurrences, gradients)
+
+
+def _describe_push(opened: OpenTable, text: bytes) -> str:
+    return f"push to the table {opened.name!r} with {decode_optimizer(text)}"
 
 
 def _frames(request: WorkerRequest, count: int) -> Sequence[memoryview]:

@@ -150,7 +150,10 @@ def _open_group(request: GroupRequest) -> SharedGroup | HostsGroup | Support:
     choice = environment.user_backend()
     objection = f"RANKLESS_BACKEND={choice}" if choice not in (None, "shared_memory", "hierarchical") else ""
     member = Membership(
-        rank=request.rank, global_ranks=tuple(range(request.size)), timeout_seconds=request.timeout.total_seconds()
+        rank=request.rank,
+        global_ranks=tuple(range(request.size)),
+        timeout_seconds=request.timeout.total_seconds(),
+        must_be_abortable=request.must_be_abortable,
     )
     if not request.has_several_hosts:
         store = _derive(request.store, f"rankless/shared memory {number}")
@@ -158,9 +161,7 @@ def _open_group(request: GroupRequest) -> SharedGroup | HostsGroup | Support:
         if opened is not SEVERAL_HOSTS:
             return opened
     store = _derive(request.store, f"rankless/hosts {number}")
-    return open_hosts_group(
-        store, member, request.timeout, objection=objection, also_single_ranks=request.must_be_abortable
-    )
+    return open_hosts_group(store, member, request.timeout, objection=objection)
 
 
 def _derive(store: Any, prefix: str) -> Any:

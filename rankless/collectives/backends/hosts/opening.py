@@ -31,7 +31,6 @@ def open_hosts_group(
     objection: str = "",
     host: str | None = None,
     check: Callable[[], None] = do_nothing,
-    also_single_ranks: bool = False,
 ) -> HostsGroup | SharedGroup | Support:
     """Open a group of processes of several hosts.
 
@@ -42,11 +41,10 @@ def open_hosts_group(
         objection: Why this rank does not want such a group. Default: none.
         host: What ranks of the same host have in common. Default: `find_host_name()`.
         check: Called while waiting. It raises if the wait is in vain. Default: nothing.
-        also_single_ranks: Whether to open a group if every host has one rank. Gloo is as fast, and cannot be aborted.
 
     Returns:
         The group; that of one host if all ranks are on it. On all ranks, why there is none, if a rank objects or its
-        machine does not support it, a host has no memory, or every host has one rank only.
+        machine does not support it, a host has no memory, or every host has one rank only and Gloo may connect them.
 
     Raises:
         CollectiveError: A rank does not call this within the timeout, or its process has ended.
@@ -62,7 +60,7 @@ def open_hosts_group(
         return support
     if len(layout.hosts) == 1:
         return open_shared_group(_derive(store, "one host"), member, timeout, check=check)
-    if len(layout.hosts) == member.size and not also_single_ranks:
+    if len(layout.hosts) == member.size and not member.must_be_abortable:
         return ONE_RANK_PER_HOST
     return _open(store, exchange, member, layout, timeout)
 
