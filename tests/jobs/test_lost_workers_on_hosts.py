@@ -34,7 +34,7 @@ def plain(tmp_path_factory) -> dict:
 
 def start_killed(hosts: Hosts, folder: Path, kills: str, *options: str, text: str = TABLES):
     """Start a run from host a whose workers or hosts are killed as `kills` says."""
-    text = text.replace("GATHERS", "False").replace("READS", "False").replace(", ACCUMULATE", "")
+    text = text.replace("GATHERS", "False").replace("READS", "False").replace(", MORE", "")
     text = text.replace('os.environ.get("KILLS", "")', repr(kills))  # ssh passes no variables on
     (folder / "script.py").write_text(text.replace(", WORKERS", ""))
     line = [*RANKLESS, "run", *(options or ("--servers", "a", "--workers", "a,a,b,b")), "script.py"]
@@ -59,7 +59,7 @@ KILLS = {
 SURVIVORS = dict(zip(KILLS, (3, 2, 2, 2, 2, 1), strict=True))
 
 
-@pytest.mark.ci_sample(2)
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("name", ["one of each host", *(each for each in KILLS if each[:3] != "one"), *list(KILLS)[:1]])
 def test_the_others_go_on(hosts: Hosts, tmp_path: Path, plain, name: str):
     text = run_killed(hosts, tmp_path, KILLS[name])
@@ -72,7 +72,7 @@ def test_the_others_go_on(hosts: Hosts, tmp_path: Path, plain, name: str):
 @pytest.mark.exhaustive
 def test_weights_on_servers_go_on_without_a_host(hosts: Hosts, tmp_path: Path):
     (tmp_path / "plain").mkdir()
-    text = run_killed(hosts, tmp_path, "1:4:0,host:after9:0", text=WEIGHTS)
+    text = run_killed(hosts, tmp_path, "1:4:0,host:schedule9.0:0", text=WEIGHTS)
     assert require_same_weights(tmp_path, run_plain_weights(tmp_path / "plain"))["size"] == 1
     assert re.search(r"host b was lost: .+; 2 workers ended there; 1 worker goes on", text)
 

@@ -16,15 +16,18 @@ torch.manual_seed(0)
 users = nn.Embedding(40, 4, padding_idx=3, sparse=True)
 items = nn.Embedding(30, 4, sparse=True)
 bags = nn.EmbeddingBag(30, 4, mode="mean", sparse=True)
+tied = nn.Embedding(30, 4, sparse=True)
+tied.weight = items.weight
 frozen = nn.Embedding(40, 4, sparse=True)
 frozen.weight.requires_grad_(False)
 layer = nn.Sequential(nn.Linear(6, 6, bias=False), nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(0.2), nn.Linear(6, 1))
-model = nn.ModuleList([users, items, bags, frozen, layer])
+model = nn.ModuleList([users, items, tied, bags, frozen, layer])
 optimizers = [
     torch.optim.Adagrad([*users.parameters(), *bags.parameters()], lr=0.1, initial_accumulator_value=0.1),
     torch.optim.SGD(items.parameters(), lr=0.05, momentum=0.9),
     torch.optim.AdamW(layer.parameters(), lr=0.01),
 ]
+optimizers[1].register_step_pre_hook(lambda *_: [items.weight.grad.mul_(0.5)] and None)
 schedules = [torch.optim.lr_scheduler.StepLR(each, 5, gamma=0.9) for each in optimizers]
 ids = torch.stack([torch.arange(150) * 7 % 40, torch.arange(150) * 11 % 30, torch.arange(150) * 13 % 30], dim=1)
 ratings = torch.sin(torch.arange(150.0))[:, None]
@@ -33,11 +36,22 @@ loader = rankless.loader(torch.utils.data.TensorDataset(ids, features, ratings),
 
 
 def score(ids, features):
-    looked_up = users(ids[:, 0]) * items(ids[:, 1]) + items(ids[:, 2]) * bags(ids[:, 1:]) + frozen(ids[:, 0])
+    looked_up = users(ids[:, 0]) * items(ids[:, 1]) + tied(ids[:, 2]) * bags(ids[:, 1:]) + frozen(ids[:, 0])
     return layer(torch.cat([looked_up, features], dim=1))
 
 
-@rankless.job(model=model, optimizer=optimizers, ACCUMULATE)
+optimizers[0].register_step_pre_hook(lambda *_: reach(f"steps{calls}"))
+optimizers[0].register_step_post_hook(lambda *_: reach(f"stepped{calls}"))
+optimizers[2].register_step_post_hook(lambda *_: reach(f"all{calls}"))
+model.register_state_dict_pre_hook(lambda *_: reach(f"state{epoch}"))
+
+
+def show():
+    reach(f"inside{epoch}")
+    print(f"epoch {epoch}: {losses[-1]:.12f}", flush=True)
+
+
+@rankless.job(model=model, optimizer=optimizers, MORE)
 def train(ids, features, ratings):
     return nn.functional.mse_loss(score(ids, features), ratings)
 
@@ -47,16 +61,17 @@ def predict(ids, features):
     return score(ids, features).sum()
 
 
-losses, seen, calls = [], [], 0
+losses, seen, calls, epoch = [], [], 0, 0
 for epoch in range(3):
+    reach(f"epoch{epoch}")
     model.train()
     for batch, more, target in loader:
         reach(str(calls))
         losses.append(float(train(batch, more, target)))
         calls += 1
-        for schedule in schedules:
+        for number, schedule in enumerate(schedules):
             schedule.step()
-        reach(f"after{calls}")
+            reach(f"schedule{calls}.{number}")
         if READS:
             seen.append(users.weight.detach().abs().sum().item())
             seen.append(bags.weight.grad.coalesce().values().abs().sum().item())
@@ -67,7 +82,7 @@ for epoch in range(3):
     reach(f"predict{epoch}")
     losses.append(float(predict(ids, features)))
     reach(f"once{epoch}")
-    rankless.once(lambda: print(f"epoch {epoch}: {losses[-1]:.12f}", flush=True))
+    rankless.once(show)
     reach(f"save{epoch}")
     rankless.save("checkpoint", model=model, optimizer=optimizers[0])
 reach("end")
@@ -92,15 +107,18 @@ torch.manual_seed(0)
 users = nn.Embedding(40, 4, padding_idx=3, sparse=True)
 items = nn.Embedding(30, 4, sparse=True)
 bags = nn.EmbeddingBag(30, 4, mode="mean", sparse=True)
+tied = nn.Embedding(30, 4, sparse=True)
+tied.weight = items.weight
 frozen = nn.Embedding(40, 4, sparse=True)
 frozen.weight.requires_grad_(False)
 layer = nn.Sequential(nn.Linear(6, 6, bias=False), nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(0.2), nn.Linear(6, 1))
-model = nn.ModuleList([users, items, bags, frozen, layer])
+model = nn.ModuleList([users, items, tied, bags, frozen, layer])
 optimizers = [
     torch.optim.Adagrad([*users.parameters(), *bags.parameters()], lr=0.1, initial_accumulator_value=0.1),
     torch.optim.SGD(items.parameters(), lr=0.05, momentum=0.9),
     torch.optim.AdamW(layer.parameters(), lr=0.01),
 ]
+optimizers[1].register_step_pre_hook(lambda *_: [items.weight.grad.mul_(0.5)] and None)
 schedules = [torch.optim.lr_scheduler.StepLR(each, 5, gamma=0.9) for each in optimizers]
 ids = torch.stack([torch.arange(150) * 7 % 40, torch.arange(150) * 11 % 30, torch.arange(150) * 13 % 30], dim=1)
 ratings = torch.sin(torch.arange(150.0))[:, None]
@@ -111,7 +129,7 @@ losses, seen = [], []
 
 
 def score(ids, features):
-    looked_up = users(ids[:, 0]) * items(ids[:, 1]) + items(ids[:, 2]) * bags(ids[:, 1:]) + frozen(ids[:, 0])
+    looked_up = users(ids[:, 0]) * items(ids[:, 1]) + tied(ids[:, 2]) * bags(ids[:, 1:]) + frozen(ids[:, 0])
     return layer(torch.cat([looked_up, features], dim=1))
 
 
@@ -161,12 +179,12 @@ def run_killed_weights(
 
     Args:
         folder: Where the run is.
-        kills: As for `run_killed`. Moments are numbers of calls, `after` and the number of calls so far, and names.
+        kills: As for `run_killed`. Moments are numbers of calls, and names with the number of calls or epochs so far.
         options: Further options of `rankless run`.
         reads: Whether the script reads a weight and a gradient after each step.
         workers: Number of workers.
     """
-    text = TRAINING.replace("READS", str(reads)).replace(", ACCUMULATE", "")
+    text = TRAINING.replace("READS", str(reads)).replace(", MORE", "")
     (folder / "script.py").write_text(text)
     command = ("run", "--servers", "2", "--workers", str(workers), *options, "script.py")
     return rankless(*command, folder=folder, KILLS=kills)
