@@ -38,7 +38,7 @@ def test_kills_at_random_moments_change_no_weight(tmp_path, plain_weights, seed)
 
 
 MOMENTS = {
-    "before the first pass": "1:epoch0:0",
+    "before the first call": "1:0:0",
     "in the first step": "1:steps0:0",
     "before the first weight is pushed, first worker": "0:steps7:0",
     "after two weights are pushed": "1:stepped7:0",
