@@ -98,7 +98,7 @@ def _add_loss_options(group: "argparse._ArgumentGroup") -> None:
         "--lost-workers",
         type=int,
         metavar="N",
-        help="With --server-mode sync on one host: without how many killed workers the others go on. 0: the first "
+        help="With --server-mode sync: without how many killed workers, of all hosts, the others go on. 0: the first "
         "death of a worker ends the run. Default: all but one, where no worker has an accelerator.",
     )
 

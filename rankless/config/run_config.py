@@ -131,6 +131,8 @@ class AgreedJobConfig(msgspec.Struct, frozen=True, kw_only=True):
     observation: RunObservation = RunObservation()
     servers: AgreedServers | None = None
     """The parameter servers of the run; None for a run without."""
+    most_lost_workers: int = 0
+    """Without how many killed workers the others go on."""
 
     @property
     def world_size(self) -> int:

@@ -102,10 +102,10 @@ def check_servers(request: RunRequest, cluster: Cluster | None) -> None:
             fix="omit the options of elastic jobs, or the servers",
         )
     is_divided = request.mesh or request.plan is not None or request.heterogeneous_workers
-    if servers.lost_workers and (cluster is not None or is_divided):
+    if servers.lost_workers and is_divided:
         raise ConfigError(
-            expected="--lost-workers on one host, with a mesh of the axis data alone",
-            found=f"--lost-workers {servers.lost_workers} with several hosts, --mesh, a plan or --heter-workers",
+            expected="--lost-workers with a mesh of the axis data alone",
+            found=f"--lost-workers {servers.lost_workers} with --mesh, a plan or --heter-workers",
             fix="omit --lost-workers",
         )
     require_replicas(servers)

@@ -85,12 +85,12 @@ class WorkerSteps(Protocol):
 class SharedWeights(Protocol):
     """The weights of embeddings with sparse gradients whose rows are on servers."""
 
-    def share(self, weights: Mapping[str, tuple[nn.Parameter, Optimizer]]) -> None:
-        """Give the servers the rows of weights, by name, with the optimizer that steps each. Collective."""
+    def begin_call(self) -> None:
+        """Let the servers have what the script has changed since the last call of a job. Collective, repeatable."""
         ...
 
-    def begin_call(self) -> None:
-        """Let the servers have what the script has changed since the last call of a job. Collective."""
+    def end_call(self) -> None:
+        """Note that the servers have what the script has changed: the call counts for all workers."""
         ...
 
     def step(self, optimizer: Optimizer) -> AbstractContextManager[None]:
@@ -123,6 +123,10 @@ class SharedTables(Protocol):
             table: The table.
             before: The store that had its rows before, or None.
         """
+        ...
+
+    def share_weights(self, weights: Mapping[str, tuple[nn.Parameter, Optimizer]]) -> None:
+        """Give the servers the rows of weights, by name, with the optimizer that steps each. Collective."""
         ...
 
     def prepare(self, weights: Iterable[Tensor]) -> None:

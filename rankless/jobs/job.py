@@ -292,6 +292,7 @@ class Job(Generic[Parameters, Result]):
         """
         if self._stepper is None or not self._stepper.flush():
             return False
+        self._world().tables.commit()
         self._stepper.report_step()
         return True
 

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from rankless.collectives.byte_messages import all_gather_bytes
 from rankless.context.table_sharing import SharedTables, find_sparse_embeddings, find_tables
 from rankless.context.world import World
-from rankless.errors import LostWorkerError, TableError
+from rankless.errors import TableError
 from rankless.jobs.definition import JobDefinition
 
 WORKER_TABLES = "rankless.parameter_server.worker_tables"
@@ -46,19 +46,7 @@ class JobTables:
                 expected = "tables of rankless.parameter_server, where the run has heterogeneous workers"
                 fix = "use rankless.parameter_server.Embedding, or sparse=False"
                 raise self._error(expected, f"{next(iter(weights))} of an embedding with sparse gradients", fix)
-            if self._world.current.numbering.lost:
-                raise LostWorkerError(
-                    expected="weights of embeddings with sparse gradients that servers get before a worker is lost",
-                    found=f"{next(iter(weights))} in job {self._job.name!r}, which is called for the first time",
-                    fix="use rankless.parameter_server.Embedding, or pass --lost-workers 0",
-                    where=self._job.line,
-                )
-            shared = self._world.tables.get(self._make_shared_tables).weights
-            assert shared is not None
-            shared.share(weights)
-        known = self._world.tables.weights
-        if known is not None:
-            known.begin_call()
+            self._world.tables.get(self._make_shared_tables).share_weights(weights)
 
     def _find_weights(self) -> dict[str, tuple[nn.Parameter, Optimizer]]:
         """Return the weights of embeddings with sparse gradients that the job's optimizers step, by name."""
@@ -84,10 +72,31 @@ class JobTables:
                 found[f"{name}.weight"] = weight, owners[id(weight)]
         return found
 
-    def begin_call(self) -> None:
-        """Share tables, and let them forget earlier gradients, before a program is captured. Collective."""
+    def begin_plain_call(self) -> None:
+        """Share tables, and let servers have what the script has changed in weights. Collective."""
         self.share()
+        self._begin_weights()
+        self.note_call()
+
+    def begin_call(self) -> None:
+        """Share tables, and let them forget earlier gradients, before a program is captured. Collective.
+
+        It can be repeated until `note_call`.
+        """
+        self.share()
+        self._begin_weights()
         self.begin_program()
+
+    def note_call(self) -> None:
+        """Note that a call counts for all workers, and servers have what the script has changed before it."""
+        known = self._world.tables.weights
+        if known is not None:
+            known.end_call()
+
+    def _begin_weights(self) -> None:
+        known = self._world.tables.weights
+        if known is not None:
+            known.begin_call()
 
     def begin_program(self) -> None:
         """Let tables forget earlier gradients: a captured program runs, perhaps again after one for another value."""
@@ -106,7 +115,10 @@ class JobTables:
         loss = module.LossHandling(is_first=lambda: world.current.workers.rank == 0)
         if recovery is not None:
             loss = loss._replace(
-                run_for_all=self._share_for_all, is_interrupted=recovery.is_interrupted, recover=recovery.go_on
+                run_for_all=self._share_for_all,
+                is_interrupted=recovery.is_interrupted,
+                recover=recovery.go_on,
+                can_recover=True,
             )
         make: Callable[..., SharedTables] = module.WorkerTables
         tables = make(

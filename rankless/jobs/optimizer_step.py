@@ -106,6 +106,7 @@ class OptimizerStepper:
         if self._pass is not None and self._pass() is ended:
             self._pass = None
             if self.flush():
+                self._world.tables.commit()
                 self.report_step()
 
     def report_step(self) -> None:

@@ -12,7 +12,7 @@ from typing import TextIO
 
 from rankless.config.run_config import RunConfig
 from rankless.launch.elastic.driver import DriverContext, run_elastic
-from rankless.launch.elastic.survivors import SurvivorRounds
+from rankless.launch.elastic.survivors import make_survivors
 from rankless.launch.job_setup import ReadyJob, set_up_job
 from rankless.launch.log_files import make_run_folder
 from rankless.launch.ports import require_own_address
@@ -37,7 +37,7 @@ from rankless.launch.supervisor.terminal_text import format_count
 from rankless.launch.terminal_report import RunReport, conclude
 from rankless.launch.terminal_streams import TerminalStreams
 from rankless.launch.watchdog.watchdog import Watchdog, WatchdogConfig, open_status_pages
-from rankless.launch.worker_configs import WorkerDescriptors, count_most_lost, make_worker_configs
+from rankless.launch.worker_configs import WorkerDescriptors, make_worker_configs
 from rankless.launch.worker_output import (
     SOURCES,
     WorkerOutputFollower,
@@ -160,13 +160,13 @@ class HostRun:
         self._streams = streams
         self._folder = folder = make_run_folder(config, job.start, job.host_index)
         self._pages = pages = open_status_pages(config.worker_count)
-        self._survivors = SurvivorRounds(config.worker_count, count_most_lost(config, job.start))
+        self._survivors = make_survivors(job)
         self._lost_servers = LostServers(job.servers, job.start, names=job.names, peers=job.peers)
         self._workers = make_worker_configs(
             config,
             job,
             folder=folder,
-            descriptors=WorkerDescriptors(pages, self._survivors.descriptors, self._lost_servers.descriptor),
+            descriptors=WorkerDescriptors(pages, self._survivors.channels.descriptors, self._lost_servers.descriptor),
         )
         self._servers = ServerProcesses(
             make_server_launches(config, job.start, job.servers, folder=folder, host_index=job.host_index),
@@ -230,7 +230,7 @@ class HostRun:
         with contextlib.ExitStack() as stack:
             for page in self._pages:
                 stack.callback(os.close, page)
-            stack.callback(self._survivors.close)
+            stack.callback(self._survivors.channels.close)
             stack.callback(self._lost_servers.close)
             stack.callback(self._servers.close, lambda: self._job.peers.poll(time.monotonic()))  # sends heartbeats
             self._start_servers()
@@ -252,7 +252,7 @@ class HostRun:
     ) -> tuple[RunOutcome, bool]:
         job = self._job
         self._parent = parent = self._start(fork_server)
-        self._survivors.forget_worker_ends()
+        self._survivors.channels.forget_worker_ends()
         if job.store is not None:
             job.store.close()  # rank 0 alone listens: once it ends, the system refuses ranks that connect late
         self._on_record = on_record
@@ -284,7 +284,7 @@ class HostRun:
 
     def judge(self, records: Sequence[AnyRecord]) -> Sequence[AnyRecord]:
         """See `RunObserver`."""
-        before, judged = self._survivors.first, self._survivors.judge(records)
+        before, judged = self._survivors.first, self._survivors.judge(self._lost_servers.judge_hosts(records))
         if self._survivors.first != before:
             self._show_next_worker(before)
         return judged
@@ -293,14 +293,15 @@ class HostRun:
         """Show the output of another worker instead of that of one that was lost: what the lost one had not written."""
         configs = [worker.config for worker in self._workers]
         shown = self._profile.shown_streams(self._config, self._folder, configs[lost:])
-        left = self._profile.shown_streams(self._config, self._folder, configs[self._survivors.first :])
+        next_configs = configs[self._survivors.first :]
+        left = self._profile.shown_streams(self._config, self._folder, next_configs) if next_configs else []
         for before, after in zip(shown, left, strict=False):
             if after.path not in {stream.path for stream in shown}:
                 self._terminal.add(after, position=count_common_bytes(before.path, after.path))
 
     def judge_servers(self, records: Sequence[AnyRecord]) -> Sequence[AnyRecord]:
         """See `RunObserver`."""
-        return self._lost_servers.judge(records)
+        return self._lost_servers.judge_servers(records)
 
     def receive(self, record: AnyRecord) -> None:
         """See `RunObserver`."""

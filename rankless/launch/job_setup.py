@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import msgspec
 
 from rankless.config import environment
-from rankless.config.backends import choose_backend
+from rankless.config.backends import ABORTABLE, choose_abortable_backend, choose_backend, count_most_lost
 from rankless.config.hosts import addresses_of, interface_of, interface_towards, is_loopback, own_addresses
 from rankless.config.run_config import AgreedJobConfig, Cluster, RunConfig
 from rankless.config.servers import AgreedServers, ServersConfig, make_servers_config
@@ -313,11 +313,16 @@ def _make_start(
     config: RunConfig, devices: Sequence[Sequence[str]], *, store: socket.socket, reserved: socket.socket
 ) -> AgreedJobConfig:
     address = str(store.getsockname()[0])
+    backend = choose_backend([each for each in devices if each], config.backend)
+    most_lost = count_most_lost(config, devices)
+    if most_lost:
+        backend = choose_abortable_backend(backend, config)
     return AgreedJobConfig(
         run_id=make_run_id(config),
         seed=config.seed,
         workers=tuple(map(len, devices)),
-        backend=choose_backend([each for each in devices if each], config.backend).name,
+        backend=backend.name,
+        most_lost_workers=most_lost if backend.name in ABORTABLE else 0,
         master_address=config.master_address if config.cluster is None else address,
         master_port=reserved.getsockname()[1],
         store_address=address,

@@ -97,11 +97,11 @@ class SummaryFile:
     def measure(self, pages: Sequence[int], first: int = 0) -> None:
         """Take the figures of the training from the pages of this host's workers.
 
-        The first worker has them, which is another one if that was lost.
+        The first worker has them, which is another one if that was lost. If it is on another host, they are unknown.
         """
         seconds = time.monotonic() - self._started_at
         self.summary = msgspec.structs.replace(self.summary, seconds=seconds, ranks=tuple(self._ranks.values()))
-        if pages and 0 in self._ranks:
+        if first < len(pages) and 0 in self._ranks:
             page = read_page(pages[first])
             rate = page.timed_samples / page.timed_seconds if page.timed_samples and page.timed_seconds else None
             steps = page.job_steps or page.count

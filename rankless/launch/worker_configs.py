@@ -8,7 +8,7 @@ from typing import NamedTuple
 import msgspec
 
 from rankless.config.environment import worker_environment
-from rankless.config.run_config import AgreedJobConfig, RunConfig, RunObservation
+from rankless.config.run_config import AgreedJobConfig, RunConfig
 from rankless.config.servers import ServersConfig
 from rankless.config.worker_config import WorkerConfig, WorkerLaunch
 from rankless.launch.job_setup import ReadyJob
@@ -91,18 +91,6 @@ def make_worker_configs(
         )
         for local_rank, device in enumerate(visible.names)
     ]
-
-
-def count_most_lost(config: RunConfig, start: AgreedJobConfig) -> int:
-    """Return without how many killed workers the others can go on: 0 where a step needs every worker."""
-    servers = config.servers
-    if servers is None or servers.mode != "sync" or len(start.workers) > 1 or start.mesh or config.plan is not None:
-        return 0
-    is_observed = config.recording is not None or config.observation != RunObservation()
-    if is_observed or any(device != "cpu" for device in config.devices):
-        return 0
-    most = config.worker_count - 1
-    return most if servers.lost_workers is None else min(most, servers.lost_workers)
 
 
 def make_elastic_worker(

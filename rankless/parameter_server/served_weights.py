@@ -2,13 +2,14 @@
 
 Note [steps of served weights]: `.grad` of a weight is the whole batch's, on every worker. In the optimizer's step a
 parameter of one row takes the weight's place, so PyTorch makes the step and refuses what it cannot do. The table of
-that parameter (`table_training`) then pushes the gradients of rows. Each worker pushes another part of them.
+that parameter (`table_training`) then pushes the gradients of rows. Each worker pushes another part of them
+(`divided_pushes`).
 """
 
 import contextlib
 import os
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -20,6 +21,7 @@ from torch.optim import Optimizer
 from rankless.compiler.ir.looked_up_parameter import LookedUpParameter, WatchedValue, digest, make_looked_up
 from rankless.errors import TableError
 from rankless.ownership.unread_tensor import UnreadTensor
+from rankless.parameter_server.divided_pushes import DividedStore, PushDivision
 from rankless.parameter_server.parameter_rows import ParameterRows
 from rankless.parameter_server.parameter_states import ParameterStates, list_state_keys, read_states
 from rankless.parameter_server.replicated_table import Gather
@@ -88,16 +90,16 @@ class ServedWeight:
     """One weight, whose rows and optimizer states are on the servers."""
 
     def __init__(
-        self, client: ServerClient, number: int, name: str, parameter: nn.Parameter, optimizer: Optimizer
+        self, rows: ParameterRows, division: PushDivision, name: str, parameter: nn.Parameter, optimizer: Optimizer
     ) -> None:
-        """Open the rows on all servers. They have no values yet."""
+        """Use rows on all servers. They have no values yet."""
         self.name, self.parameter = name, parameter
         self.optimizer = optimizer
         """The optimizer that steps it."""
-        self._rows = ParameterRows(client, f"weight {number}", parameter, row_elements=parameter.shape[1])
-        self._source = ServedRows(name, parameter, self._rows)
+        self._rows = rows
+        self._source = ServedRows(name, parameter, rows)
         self.stand_in = nn.Parameter(torch.zeros(1, 2, dtype=parameter.dtype, device="cpu"))
-        self.training = TableTraining(self._rows.store, self.stand_in, None)
+        self.training = TableTraining(DividedStore(rows.store, division), self.stand_in, None)
         self._stand_in_state: dict[str, Any] | None = None
         """PyTorch's states of the stand-in. None: begin with those that the script has for the weight."""
         self._shown: dict[str, tuple[Any, int]] = {}
@@ -137,8 +139,8 @@ class ServedWeight:
         for value in self._list_watched():
             value.forget()
 
-    def begin_step(self, optimizer: Optimizer, worker: int, worker_count: int) -> None:
-        """Give the stand-in this worker's part of the gradient, and the states that PyTorch's step needs."""
+    def begin_step(self, optimizer: Optimizer) -> None:
+        """Give the stand-in the gradient, and the states that PyTorch's step needs."""
         gradient = self.parameter.grad
         assert gradient is not None
         if self._value.is_changed():
@@ -156,9 +158,7 @@ class ServedWeight:
         ids = gradient._indices()[0].cpu().contiguous().numpy()
         distinct, places, _ = find_distinct(ids)
         sums = sum_rows(gradient._values().detach().cpu().contiguous().numpy(), places, len(distinct))
-        own = slice(len(distinct) * worker // worker_count, len(distinct) * (worker + 1) // worker_count)
-        ones = np.ones(len(distinct), np.int64)
-        self.training.replace_gradients(RowGradients(distinct[own].copy(), ones[own], sums[own].copy()))
+        self.training.replace_gradients(RowGradients(distinct, np.ones(len(distinct), np.int64), sums))
         if self._stand_in_state is None or optimizer is not self.optimizer:
             self._stand_in_state = _make_states(optimizer.state.get(self.parameter, {}), self.stand_in)
         self.optimizer = optimizer
@@ -201,67 +201,96 @@ class ServedWeight:
 class ServedWeights:
     """The weights of a worker's jobs whose rows are on the servers."""
 
-    def __init__(self, client: ServerClient, gather: Gather, *, worker: int, worker_count: int) -> None:
-        self._client, self._gather = client, gather
-        self._worker, self._worker_count = worker, worker_count
+    def __init__(
+        self, client: ServerClient, gather: Gather, division: PushDivision, *, is_first: Callable[[], bool]
+    ) -> None:
+        """Hold weights on the servers.
+
+        Args:
+            client: The connections to the servers.
+            gather: Exchanges bytes with the other workers.
+            division: Says which worker pushes which rows.
+            is_first: Whether this worker is the first one of those that are left.
+        """
+        self._client, self._gather, self._division, self._is_first = client, gather, division, is_first
         self._served: dict[int, ServedWeight] = {}
         self._with_plain_states: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._offered: list[ServedWeight] = []
+        """Those whose changes the servers have got in the call that has begun."""
 
-    @property
-    def has_any(self) -> bool:
-        """Whether the servers hold a weight."""
-        return bool(self._served)
-
-    def share(self, weights: Mapping[str, tuple[nn.Parameter, Optimizer]]) -> None:
+    def share(
+        self,
+        weights: Mapping[str, tuple[nn.Parameter, Optimizer]],
+        run_for_all: Callable[[Callable[[], Any]], Any],
+    ) -> None:
         """Give the servers the rows of weights, which are equal on all workers, unless they have them. Collective.
 
         Args:
             weights: Each weight and the optimizer that steps it, by its name.
+            run_for_all: Makes an operation of all workers.
 
         Raises:
             TableError: The servers cannot hold a weight.
         """
-        new = []
+        new: dict[int, tuple[str, nn.Parameter, Optimizer]] = {}
         for name, (parameter, optimizer) in weights.items():
             if id(parameter) not in self._served:
-                served = ServedWeight(self._client, len(self._served), name, parameter, optimizer)
-                self._served[id(parameter)] = served
-                new.append(served)
+                new.setdefault(id(parameter), (name, parameter, optimizer))
         if not new:
             return
-        if self._worker == 0:
-            for each in new:
+        made: list[ServedWeight] = run_for_all(lambda: self._make(list(new.values())))
+        for each in made:
+            self._served[id(each.parameter)] = each
+            each.free_memory()
+
+    def _make(self, weights: list[tuple[str, nn.Parameter, Optimizer]]) -> list[ServedWeight]:
+        """Give the servers the rows of new weights. The worker still has them."""
+        made = []
+        for number, (name, parameter, optimizer) in enumerate(weights, len(self._served)):
+            rows = ParameterRows(self._client, f"weight {number}", parameter, row_elements=parameter.shape[1])
+            made.append(ServedWeight(rows, self._division, name, parameter, optimizer))
+        if self._is_first():
+            for each in made:
                 each.restore()
         self._gather(b"")  # nobody reads before the rows are there
-        for each in new:
-            each.free_memory()
+        return made
 
     def begin_call(self) -> None:
         """Let the servers have what the script has changed since the last call of a job. Collective.
+
+        It can be repeated until `end_call`.
 
         Raises:
             TableError: The workers have changed different things.
         """
         if not self._served:
             return
-        changed = [each for each in self._served.values() if each.is_changed()]
+        changed = self._list_changed()
         everyone = self._gather(msgspec.msgpack.encode([each.digest() for each in changed]))
-        other = next((worker for worker, each in enumerate(everyone) if each != everyone[0]), None)
+        other = next((rank for rank, each in enumerate(everyone) if each != everyone[0]), None)
         if other is not None:
             names = [each.name for each in changed] or ["a weight, elsewhere"]
             raise TableError(
                 expected="weights on servers, and their optimizers' states, that all workers change alike",
-                found=f"other changes on worker {other} than on worker 0; on worker {self._worker}: {', '.join(names)}",
+                found=f"other changes on worker {other} than on worker 0; on this worker: {', '.join(names)}",
                 fix="let all workers make the same changes: do not ask for the rank before",
             )
-        if self._worker == 0:
+        if self._is_first():
             for each in changed:
                 each.restore()
         if changed:
             self._gather(b"")  # nobody reads before the rows are there
-        for each in changed:
+        self._offered = changed
+
+    def end_call(self) -> None:
+        """Note that the servers have what the script has changed: the call counts for all workers."""
+        offered, self._offered = self._offered, []
+        for each in offered:
             each.take_restored()
         self.refresh()
+
+    def _list_changed(self) -> list[ServedWeight]:
+        return [each for each in self._served.values() if each.is_changed()]
 
     @contextlib.contextmanager
     def step(self, optimizer: Optimizer) -> Iterator[None]:
@@ -274,7 +303,7 @@ class ServedWeights:
                 for place, parameter in enumerate(parameters):
                     served = self._served.get(id(parameter))
                     if served is not None and parameter.grad is not None:
-                        served.begin_step(optimizer, self._worker, self._worker_count)
+                        served.begin_step(optimizer)
                         parameters[place] = served.stand_in
                         taken.append((parameters, place, served))
                         arguments, keywords = served.training.prepare_step(optimizer, arguments, keywords)

@@ -1,14 +1,15 @@
 """The tables of one of several workers: where their rows are, and when all workers see a step."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from rankless.config.servers import ServersConfig
 from rankless.context.world import StartedWorkers
-from rankless.errors import LostWorkerError
+from rankless.parameter_server.divided_pushes import PushDivision
 from rankless.parameter_server.geo_exchange import GeoExchange
 from rankless.parameter_server.geo_table import GeoTable
 from rankless.parameter_server.own_steps import OwnSteps, StepsOnServers
@@ -38,12 +39,14 @@ class LossHandling(NamedTuple):
         run_for_all: Makes an operation of all workers.
         is_interrupted: Whether a worker is lost, whose step a read may await.
         recover: Goes on without it.
+        can_recover: Whether the others may go on.
     """
 
     is_first: Callable[[], bool]
-    run_for_all: Callable[[Callable[[], RowStore]], RowStore] = lambda attempt: attempt()
+    run_for_all: Callable[[Callable[[], Any]], Any] = lambda attempt: attempt()
     is_interrupted: Callable[[], bool] = is_never_interrupted
     recover: Callable[[], None] = require_no_interruption
+    can_recover: bool = False
 
 
 class WorkerTables:
@@ -91,9 +94,10 @@ class WorkerTables:
             elif servers.mode != "sync":
                 self._own_steps = StepsOnServers(client, gather, is_first=worker == 0)
         self._opened = 0
+        self._division = PushDivision(worker=worker, worker_count=worker_count, keeps=loss.can_recover)
         self._weights: ServedWeights | None = None
         if self._client is not None and self._own_steps is None:
-            self._weights = ServedWeights(self._client, gather, worker=worker, worker_count=worker_count)
+            self._weights = ServedWeights(self._client, gather, self._division, is_first=loss.is_first)
 
     @property
     def weights(self) -> ServedWeights | None:
@@ -123,7 +127,7 @@ class WorkerTables:
         """
         known = before.served if isinstance(before, GeoTable) else before
         is_known = isinstance(known, ServedTable) and known.settings == table.settings
-        store = self._loss.run_for_all(lambda: self._share(table, known if is_known else None))
+        store: RowStore = self._loss.run_for_all(lambda: self._share(table, known if is_known else None))
         if self._client is not None and not is_known:
             self._opened += 1
         return store
@@ -142,6 +146,18 @@ class WorkerTables:
                 served.restore(table.contents())
             self._gather(b"")  # nobody reads before the rows are there; all have read what was there before
         return served if self._own_steps is None else self._own_steps.add_table(served)
+
+    def share_weights(self, weights: Mapping[str, tuple[nn.Parameter, Optimizer]]) -> None:
+        """Give the servers the rows of weights of embeddings with sparse gradients. Collective.
+
+        Args:
+            weights: Each weight and the optimizer that steps it, by its name. All are equal on all workers.
+
+        Raises:
+            TableError: The servers cannot hold a weight.
+        """
+        assert self._weights is not None
+        self._weights.share(weights, self._loss.run_for_all)
 
     def prepare(self, weights: Iterable[Tensor]) -> None:
         """Give the servers the gradients of a program that has run, before its step."""
@@ -162,15 +178,10 @@ class WorkerTables:
         """Go on without lost workers. `committed` is the last step that counts.
 
         Raises:
-            LostWorkerError: The lost workers had gradients of weights on servers, which the others cannot give again.
+            LostWorkerError: This worker has changed tables outside of a step.
         """
-        if self._weights is not None and self._weights.has_any:
-            raise LostWorkerError(
-                expected="tables of rankless.parameter_server, to go on without a worker that was killed",
-                found="the weight of an embedding with sparse gradients on servers",
-                fix="use rankless.parameter_server.Embedding",
-            )
         if self._client is not None:
+            self._division.regroup(workers.lost, own_committed=self.committed, committed=committed)
             self._client.regroup(workers.lost, committed, workers.round)
 
     def commit(self) -> None:
@@ -179,6 +190,7 @@ class WorkerTables:
             self._own_steps.end_step()
         elif self._client is not None:
             self._client.commit()
+        self._division.end_step(self.committed)
         if self._weights is not None:
             self._weights.refresh()
 

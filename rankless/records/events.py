@@ -144,7 +144,9 @@ class HostLost(Record, frozen=True, tag="host_lost"):
     how: str
     host_index: int | None = None
     is_covered: bool = False
-    """Whether the run goes on without the host, because others have its servers' tables. Host 0 adds it."""
+    """Whether the run goes on without the host. Host 0 adds it."""
+    are_servers_covered: bool = False
+    """Whether other hosts have the tables of the host's servers. Host 0 adds it."""
 
 
 class HostInterrupted(Record, frozen=True, tag="host_interrupted"):

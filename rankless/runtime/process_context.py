@@ -271,7 +271,12 @@ def _join_as_worker(config: WorkerConfig, find_info: Callable[[], RendezvousInfo
     if config.world_size > 1 and not dist.is_initialized():
         store = join_tcp_rendezvous(_rejoin_parameters(config), print_notice).store if again else find_info().store
         end_group = make_world_group(
-            config.backend, device, store=store, rank=config.rank, world_size=config.world_size
+            config.backend,
+            device,
+            store=store,
+            rank=config.rank,
+            world_size=config.world_size,
+            must_be_abortable=config.recovery_descriptor is not None,
         )
     descriptor = config.records_descriptor
 

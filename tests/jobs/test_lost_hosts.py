@@ -163,10 +163,31 @@ def test_workers_of_all_hosts_go_on_without_a_lost_host(how: str, name: str, hos
     require_same(output, plain)
 
 
+WORKERS_AND_SERVERS = ("run", "--servers", "b,d", "--replicas", "1", "--workers", "a,d", "--no-progress")
+"""Worker 1, server 1 and the copy of server 0 are on d."""
+
+
+@pytest.mark.ci_sample(1)
+@pytest.mark.parametrize(("how", "step"), [("kill", 6), ("link", 20), ("kill", 33)])
+def test_a_lost_host_may_have_workers_and_servers(how: str, step: int, hosts: Hosts, tmp_path: Path, plain):
+    job = start(hosts, tmp_path, WORKERS_AND_SERVERS)
+    wait_for_step(job, tmp_path, step)
+    try:
+        lose(hosts, "d", how)
+        output, errors = job.communicate(timeout=120)
+    finally:
+        hosts.link("d", up=True)
+    assert job.returncode == 0, errors
+    assert json.loads(output.splitlines()[-1]) == pytest.approx(plain, rel=0, abs=1e-10)
+    assert re.search(r"host d was lost: .*; its tables go on with server 3 in place of server 1, server 0 w", errors)
+    assert re.search(r"host d was lost: .*; 1 worker ended there; 1 worker goes on", errors)
+    summary = summary_of(tmp_path)
+    assert (summary.lost_workers, summary.lost_hosts, sorted(summary.lost_servers)) == (1, ("d",), [1, 2])
+
+
 @pytest.mark.exhaustive
-def test_the_loss_of_a_host_with_workers_ends_the_run_also_with_copies(hosts: Hosts, tmp_path: Path):
-    line = ("run", "--servers", "b,d", "--replicas", "1", "--workers", "a,d", "--no-progress")
-    job = start(hosts, tmp_path, line)
+def test_the_loss_of_a_host_with_workers_ends_the_run_if_none_may_be_lost(hosts: Hosts, tmp_path: Path):
+    job = start(hosts, tmp_path, (*WORKERS_AND_SERVERS, "--lost-workers", "0"))
     wait_for_step(job, tmp_path, 6)
     lose(hosts, "d", "kill")
     _, errors = job.communicate(timeout=120)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support.example_runs import EXAMPLES, report_of
 from support.jobs import rankless, run_script
-from support.lost_workers import require_same_training, run_killed, run_plain
+from support.lost_workers import STEPS, require_same_training, run_killed, run_plain
 from support.server_jobs import summary_of
 
 pytestmark = pytest.mark.slow
@@ -78,25 +78,6 @@ def test_the_default_of_other_runs_is_that_a_killed_worker_ends_them(tmp_path):
     assert "rankless: rank 1 was killed by signal 9 (SIGKILL)\n" in done.stderr
 
 
-STEPS = """
-import os, torch, rankless
-from torch import nn
-table, layer = rankless.parameter_server.Embedding(4), nn.Linear(4, 1)
-optimizers = [torch.optim.SGD(table.parameters(), lr=0.1), torch.optim.SGD(layer.parameters(), lr=0.1)]
-
-
-@rankless.job(model=[table, layer], optimizer=optimizers)
-def train(ids):
-    return layer(table(ids)).square().mean()
-
-
-def die_at(step, now):
-    if step == now and os.environ["RANK"] == "1":
-        os.kill(os.getpid(), 9)
-
-"""
-
-
 def test_an_error_of_the_script_ends_the_run_after_a_worker_was_lost(tmp_path):
     text = "for step in range(9):\n    die_at(step, 3)\n    if step == 6:\n        raise ValueError('no')\n"
     done = run_script(
@@ -107,27 +88,11 @@ def test_an_error_of_the_script_ends_the_run_after_a_worker_was_lost(tmp_path):
     assert re.search(r"rankless: rank [02] raised ValueError: no\n", done.stderr)
 
 
-SPARSE = """
-embedding = nn.Embedding(6, 4, sparse=True)
-
-
-@rankless.job(model=embedding, optimizer=torch.optim.SGD(embedding.parameters(), lr=0.1))
-def train_embedding(ids):
-    return embedding(ids).square().mean()
-
-
-def whole(_):
-    if step > 5:
-        train_embedding(torch.arange(6))
-"""
-
-
 @pytest.mark.parametrize(
     "text",
     [
         pytest.param("whole = rankless.job(model=layer, capture=False)(lambda x: layer(x).sum())", id="not captured"),
         pytest.param("loader = rankless.loader(range(90), batch_size=9, reading='first')", id="read by rank 0"),
-        pytest.param(SPARSE, id="a sparse embedding later"),
     ],
 )
 def test_a_run_that_cannot_go_on_names_the_killed_worker(tmp_path, text):

@@ -48,6 +48,10 @@ def exited(server: int, code: int = -9, **more) -> ServerExited:
     return ServerExited(rank=NO_RANK, time_ns=0, server=server, exit_code=code, **more)
 
 
+def judge(run: LostServers, records: list[AnyRecord]) -> list[AnyRecord]:
+    return list(run.judge_servers(run.judge_hosts(records)))
+
+
 def lost_of(run: LostServers) -> list[int]:
     return [server for server in range(4) if is_server_lost(run.descriptor, server)]
 
@@ -57,7 +61,7 @@ def texts_of(records: list[AnyRecord]) -> list[str]:
 
 
 def test_a_lost_host_of_servers_with_copies_is_no_failure(run: LostServers):
-    records = list(run.judge([host_lost(1)]))
+    records = judge(run, [host_lost(1)])
     assert attribute_failure(records) is None
     assert [record.server for record in records if isinstance(record, ServerLost)] == [0, 3]
     assert texts_of(records) == [
@@ -67,7 +71,7 @@ def test_a_lost_host_of_servers_with_copies_is_no_failure(run: LostServers):
 
 
 def test_the_second_host_of_the_same_tables_is_the_root_cause(run: LostServers):
-    verdict = attribute_failure([*run.judge([host_lost(1)]), *run.judge([host_lost(2)])])
+    verdict = attribute_failure([*judge(run, [host_lost(1)]), *judge(run, [host_lost(2)])])
     assert verdict is not None
     assert verdict.headline == "host c was lost: gone; servers 1 and 3, which had the same tables, are lost"
     assert verdict.root_cause_host == "c"
@@ -88,7 +92,7 @@ def test_the_second_host_of_the_same_tables_is_the_root_cause(run: LostServers):
     ],
 )
 def test_a_server_that_is_not_started_again_is_no_failure(record: ServerExited, text: str, run: LostServers):
-    records = list(run.judge([record]))
+    records = judge(run, [record])
     assert attribute_failure(records) is None
     assert texts_of(records) == [text]
     assert lost_of(run) == [record.server]
@@ -96,12 +100,12 @@ def test_a_server_that_is_not_started_again_is_no_failure(record: ServerExited, 
 
 def test_a_server_that_starts_again_is_not_lost(run: LostServers):
     record = exited(2, is_restarted=True)
-    assert list(run.judge([record])) == [record]
+    assert judge(run, [record]) == [record]
     assert lost_of(run) == []
 
 
 def test_a_server_that_is_lost_after_its_copy_is_the_root_cause(run: LostServers):
-    verdict = attribute_failure([*run.judge([exited(2)]), *run.judge([exited(0)])])
+    verdict = attribute_failure([*judge(run, [exited(2)]), *judge(run, [exited(0)])])
     assert verdict is not None
     assert verdict.root_cause_server == 0
     assert verdict.headline.endswith("(SIGKILL); server 2, which had the same tables, was lost before")
@@ -109,29 +113,39 @@ def test_a_server_that_is_lost_after_its_copy_is_the_root_cause(run: LostServers
 
 
 def test_a_host_whose_servers_are_lost_already_can_be_lost_too(run: LostServers):
-    records = [each for record in (exited(0), exited(3), host_lost(1)) for each in run.judge([record])]
+    records = [each for record in (exited(0), exited(3), host_lost(1)) for each in judge(run, [record])]
     assert attribute_failure(records) is None
     assert texts_of(records)[-1] == "host b was lost: gone; the run goes on"
 
 
 @pytest.mark.parametrize(
     ("hosts", "workers"),
-    [(HOSTS, (2, 1, 0)), ((1, 1, 1, 1), (2, 0)), ((1, 2, 1, 2), (2, 0, 0))],
-    ids=["workers", "one host", "copies on the same host"],
+    [((1, 1, 1, 1), (2, 0)), ((1, 2, 1, 2), (2, 0, 0))],
+    ids=["one host", "copies on the same host"],
 )
 def test_other_lost_hosts_are_root_causes(hosts: tuple[int, ...], workers: tuple[int, ...]):
     run = make_run(hosts=hosts, workers=workers)
-    verdict = attribute_failure(list(run.judge([host_lost(1)])))
+    verdict = attribute_failure(judge(run, [host_lost(1)]))
     assert verdict is not None
     assert verdict.headline.startswith("host b was lost: gone")
     assert lost_of(run) == []
     run.close()
 
 
+def test_of_a_host_with_workers_the_servers_are_covered():
+    run = make_run(hosts=HOSTS, workers=(2, 1, 0))
+    record, *more = judge(run, [host_lost(1)])
+    assert isinstance(record, HostLost)
+    assert (record.are_servers_covered, record.is_covered) == (True, False)
+    assert texts_of(more)[0].startswith("host b was lost: gone; its tables go on with server 2 in place of")
+    assert lost_of(run) == [0, 3]
+    run.close()
+
+
 def test_without_copies_records_stay_as_they_are():
     run = make_run(replicas=0)
     records = [host_lost(1), exited(0)]
-    assert list(run.judge(records)) == records
+    assert judge(run, records) == records
     assert run.descriptor is None
     assert run.warning == ""
 

@@ -5,7 +5,9 @@ import socket
 import pytest
 
 from rankless.errors import CollectiveError
-from rankless.launch.elastic.survivors import SurvivorRounds
+from rankless.launch.elastic.survivors import SurvivorRounds, WorkerHosts
+from rankless.launch.elastic.worker_channels import WorkerChannels
+from rankless.launch.rendezvous.peers import NoPeers
 from rankless.records.elastic_messages import (
     RoundEnded,
     RoundStarted,
@@ -22,8 +24,9 @@ class Workers:
     """The workers' ends of the channels."""
 
     def __init__(self, count: int, most_lost: int) -> None:
-        self.rounds = SurvivorRounds(count, most_lost)
-        self.ends = [socket.socket(fileno=socket.dup(each)) for each in self.rounds.descriptors]
+        channels = WorkerChannels(range(count))
+        self.rounds = SurvivorRounds(channels, WorkerHosts((0,) * count), most_lost, NoPeers())
+        self.ends = [socket.socket(fileno=socket.dup(each)) for each in channels.descriptors]
         for end in self.ends:
             end.setblocking(False)
         self.rounds.judge([Started(rank=rank, time_ns=0, pid=100 + rank, log_file="") for rank in range(count)])
@@ -55,7 +58,7 @@ def three():
     workers = Workers(3, 2)
     workers.join(0, 1, 2)
     yield workers
-    workers.rounds.close()
+    workers.rounds.channels.close()
     for end in workers.ends:
         end.close()
 
@@ -151,7 +154,6 @@ def test_no_more_workers_are_survived_than_allowed_and_not_the_last():
     assert alone.end(0, -9)[0].survivors is None
 
 
-def test_without_lost_workers_there_are_no_channels():
-    rounds = SurvivorRounds(3, 0)
+def test_without_lost_workers_the_records_stay_as_they_are():
     exited = Exited(rank=0, time_ns=0, exit_code=-9)
-    assert (rounds.descriptors, rounds.judge([exited])) == ([], [exited])
+    assert Workers(3, 0).rounds.judge([exited]) == [exited]

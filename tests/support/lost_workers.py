@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from support.jobs import DEADLINE_SECONDS, rankless
 
-TRAINING = """
-import os, signal, subprocess
+KILLS_OF_WORKERS = """
+import os, signal, subprocess, time
 import psutil, torch
 from torch import nn
 import rankless
@@ -24,12 +24,25 @@ def reach(moment):
             agent = psutil.Process(os.getppid()).parent()
             server = next(each for each in agent.children() if "parameter server" in " ".join(each.cmdline()))
             server.kill()
+        elif at == moment and worker == "host" and RANK == int(os.environ["WORLD_SIZE"]) - 1:
+            agent = psutil.Process(os.getppid()).parent()
+            for each in [agent, *agent.children(recursive=True)]:
+                if each.pid != os.getpid():
+                    each.kill()
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif at == moment and worker == "link" and RANK == 0:
+            open("reached", "w").close()
+            while not os.path.exists("cut"):
+                time.sleep(0.01)
         elif at == moment and worker == str(RANK):
             if float(delay) == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
             subprocess.Popen(["sh", "-c", f"sleep {float(delay) / 1000}; kill -9 {os.getpid()}"])
+"""
 
-
+TRAINING = (
+    KILLS_OF_WORKERS
+    + """
 torch.set_default_dtype(torch.float64)
 torch.manual_seed(0)
 initial = rankless.parameter_server.Constant(value=0.5)
@@ -95,6 +108,7 @@ results = {
 torch.save(results, f"results{RANK}.new")
 os.replace(f"results{RANK}.new", f"results{RANK}.pt")
 """
+)
 
 PLAIN = """
 import torch
@@ -150,6 +164,25 @@ torch.save(
     },
     "plain.pt",
 )
+"""
+
+
+STEPS = """
+import os, torch, rankless
+from torch import nn
+table, layer = rankless.parameter_server.Embedding(4), nn.Linear(4, 1)
+optimizers = [torch.optim.SGD(table.parameters(), lr=0.1), torch.optim.SGD(layer.parameters(), lr=0.1)]
+
+
+@rankless.job(model=[table, layer], optimizer=optimizers)
+def train(ids):
+    return layer(table(ids)).square().mean()
+
+
+def die_at(step, now):
+    if step == now and os.environ["RANK"] == "1":
+        os.kill(os.getpid(), 9)
+
 """
 
 

@@ -15,12 +15,14 @@ class Membership:
         global_ranks (tuple[int, ...]): The ranks of the group as ranks of the job, for errors.
         timeout_seconds (float): How long the ranks wait for each other.
         timeout_name (str): What the user changes to make them wait longer, for errors.
+        must_be_abortable (bool): Whether the group must not be one of Gloo, which cannot be aborted.
     """
 
     rank: int
     global_ranks: tuple[int, ...]
     timeout_seconds: float
     timeout_name: str = "timeout of the group"
+    must_be_abortable: bool = False
 
     @property
     def size(self) -> int:

@@ -111,6 +111,7 @@ class ConsistentView:
 
     def _apply(self, ran: ProgramRun, arguments: FlattenedArguments) -> CallResult:
         """Set what a program has computed, and return the call's result."""
+        self.tables.note_call()
         bound, outputs = ran.bound, ran.outputs
         states = bound.sources.states.read()
         sizes = bound.sizes(arguments)

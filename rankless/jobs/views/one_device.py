@@ -42,7 +42,7 @@ class PlainView:
 
     def run(self, arguments: FlattenedArguments) -> CallResult:
         """Return the job's result. A train job also sets its parameters' gradients."""
-        self._tables.share()
+        self._tables.begin_plain_call()
         args, kwargs = arguments.unflatten(arguments.tensors)
         inspector = self._world.inspector
         if inspector is not None and not inspector.count_call(self._job.name):

@@ -25,14 +25,18 @@ from rankless.launch.elastic.ssh_protocol import (
     KillIfStalled,
     KillWorkers,
     PipeConnection,
-    SendToWorker,
     SignalWorkers,
     StartWorker,
-    WorkerMessageReceived,
 )
 from rankless.launch.profile import load_profile
 from rankless.launch.rendezvous.host_facts import installed_versions
-from rankless.launch.rendezvous.messages import Heartbeat, WorkerOutput, WorkerRecords
+from rankless.launch.rendezvous.messages import (
+    Heartbeat,
+    SendToWorker,
+    WorkerMessageReceived,
+    WorkerOutput,
+    WorkerRecords,
+)
 from rankless.launch.supervisor.supervisor import POLL_SECONDS
 from rankless.launch.worker_configs import ElasticSlot, make_elastic_worker
 from rankless.launch.worker_output import SOURCES, Source, WorkerOutputFollower

@@ -22,13 +22,17 @@ from rankless.launch.elastic.ssh_protocol import (
     KillIfStalled,
     KillWorkers,
     PipeConnection,
-    SendToWorker,
     SignalWorkers,
     StartWorker,
-    WorkerMessageReceived,
 )
 from rankless.launch.rendezvous.host_facts import find_version_differences, installed_versions
-from rankless.launch.rendezvous.messages import Heartbeat, WorkerOutput, WorkerRecords
+from rankless.launch.rendezvous.messages import (
+    Heartbeat,
+    SendToWorker,
+    WorkerMessageReceived,
+    WorkerOutput,
+    WorkerRecords,
+)
 from rankless.launch.rendezvous.ssh import SSH_OPTIONS
 from rankless.launch.worker_output import Source, Write
 from rankless.records.elastic_messages import DriverMessage, WorkerMessage

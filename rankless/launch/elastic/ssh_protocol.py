@@ -12,8 +12,13 @@ from typing import Any
 import msgspec
 
 from rankless.config.run_config import AgreedJobConfig, Program, RunRequest
-from rankless.launch.rendezvous.messages import Heartbeat, WorkerOutput, WorkerRecords
-from rankless.records.elastic_messages import DriverMessage, WorkerMessage
+from rankless.launch.rendezvous.messages import (
+    Heartbeat,
+    SendToWorker,
+    WorkerMessageReceived,
+    WorkerOutput,
+    WorkerRecords,
+)
 from rankless.records.framing import FrameDecoder, FrameFormat, FrameTooLongError
 
 HEARTBEAT_SECONDS = 1.0
@@ -42,13 +47,6 @@ class StartWorker(msgspec.Struct, frozen=True, kw_only=True, tag="start_worker")
     number: int
     host: str
     slot: int
-
-
-class SendToWorker(msgspec.Struct, frozen=True, kw_only=True, tag="send_to_worker"):
-    """Pass a message to a worker."""
-
-    number: int
-    message: DriverMessage
 
 
 class KillIfStalled(msgspec.Struct, frozen=True, kw_only=True, tag="kill_if_stalled"):
@@ -84,13 +82,6 @@ class AgentFailed(msgspec.Struct, frozen=True, kw_only=True, tag="agent_failed")
     """The host cannot take part."""
 
     reason: str
-
-
-class WorkerMessageReceived(msgspec.Struct, frozen=True, kw_only=True, tag="worker_message"):
-    """A worker has sent a message."""
-
-    number: int
-    message: WorkerMessage
 
 
 AgentCommand = HostTask | StartWorker | SendToWorker | KillIfStalled | SignalWorkers | KillWorkers | Heartbeat

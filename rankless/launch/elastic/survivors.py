@@ -1,55 +1,91 @@
 """Which workers go on after some were killed, in a run whose parameter servers keep the rows.
 
 It uses the rounds of elastic jobs (Note [rounds] in `records.elastic_messages`). Round 0 is the process group with
-which the run begins. When a worker is killed by a signal, its round ends, and all living workers ask for the next one.
-It starts once all have asked. A worker whose script has ended asks no more.
+which the run begins. When a worker is killed by a signal, or its host is lost, its round ends, and all living workers
+ask for the next one. It starts once all have asked. A worker whose script has ended asks no more.
+
+Host 0's agent decides for the workers of all hosts. The agents of other hosts pass messages on (`SurvivorRelay`).
 """
 
-import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol
 
 import msgspec
 
+from rankless.launch.elastic.worker_channels import WorkerChannels
+from rankless.launch.job_setup import ReadyJob
+from rankless.launch.rendezvous.peers import FollowerPeers, LeaderPeer, NoPeers
 from rankless.launch.signals import name_signal
 from rankless.launch.supervisor.failure_attribution import is_secondary_failure
 from rankless.records.elastic_messages import (
     DriverMessage,
-    RankAssignment,
     RoundEnded,
     RoundStarted,
     StateSynced,
     StoreReady,
     WorkerMessage,
     WorkerReady,
-    open_message_channel,
-    receive_worker_message,
-    send_message,
 )
-from rankless.records.events import AnyRecord, Exited, Notice, Raised, ScriptFinished, Started
+from rankless.records.events import AnyRecord, Exited, HostLost, Notice, Raised, ScriptFinished, Started
+from rankless.records.local_ranks import assign_ranks
 
-ADDRESS = "127.0.0.1"
+LOOPBACK_ADDRESS = "127.0.0.1"
+KILLED = -9
+"""The exit code that stands for the end of a worker on a lost host."""
+
+
+class WorkerHosts(NamedTuple):
+    """Where the workers of a run are.
+
+    Args:
+        host_of: The index of each worker's host, by rank.
+        addresses: The address of each host, by which the others reach it; empty for a run on one host.
+        with_servers: The hosts that have servers: without one of these no worker goes on.
+    """
+
+    host_of: tuple[int, ...]
+    addresses: tuple[str, ...] = ()
+    with_servers: frozenset[int] = frozenset()
+
+
+class GoingOn(Protocol):
+    """An agent's part in letting workers go on without lost ones."""
+
+    channels: WorkerChannels
+
+    @property
+    def first(self) -> int:
+        """The first worker that was not lost, as far as this host knows."""
+        ...
+
+    def judge(self, records: Sequence[AnyRecord]) -> list[AnyRecord]:
+        """Return records of workers, perhaps changed."""
+        ...
+
+    def tick(self) -> None:
+        """Take messages, and pass on or answer them. Called several times a second."""
+        ...
 
 
 class SurvivorRounds:
     """Decides whether a run goes on without a worker, and starts rounds of those that are left."""
 
-    def __init__(self, worker_count: int, most_lost: int) -> None:
-        """Open a channel to each worker.
+    def __init__(
+        self, channels: WorkerChannels, hosts: WorkerHosts, most_lost: int, peers: FollowerPeers | NoPeers
+    ) -> None:
+        """Decide for all workers of a run.
 
         Args:
-            worker_count: Number of workers, all on this host.
-            most_lost: Without how many of them the others go on. 0: never, and there are no channels.
+            channels: The channels to those of this host.
+            hosts: Where all of them are.
+            most_lost: Without how many of them the others go on. 0: never.
+            peers: The agents of the other hosts.
         """
-        pairs = [open_message_channel() for _ in range(worker_count)] if most_lost else []
-        self._channels = {rank: own for rank, (own, _) in enumerate(pairs)}
-        self._worker_ends = [end for _, end in pairs]
-        for channel in self._channels.values():
-            channel.setblocking(False)
-        self._most_lost = most_lost
+        self.channels, self._hosts, self._most_lost, self._peers = channels, hosts, most_lost, peers
         self.lost: set[int] = set()
         """The workers without which the others go on."""
-        self._living = set(self._channels)
+        self._living = set(range(len(hosts.host_of)))
         self._joined: set[int] = set()
         """The workers that have been in a round."""
         self._ready: set[int] = set()
@@ -64,33 +100,15 @@ class SurvivorRounds:
         """The workers that a lost connection has ended. The death of its peer may be reported later."""
 
     @property
-    def descriptors(self) -> list[int]:
-        """The workers' ends of the channels, by rank."""
-        return [end.fileno() for end in self._worker_ends]
-
-    @property
     def first(self) -> int:
         """The first worker that was not lost."""
         return min(set(range(len(self.lost) + 1)) - self.lost)
-
-    def forget_worker_ends(self) -> None:
-        """Close the workers' ends in this process: the workers have them."""
-        for end in self._worker_ends:
-            end.close()
-        self._worker_ends = []
-
-    def close(self) -> None:
-        """Close all channels."""
-        self.forget_worker_ends()
-        for channel in self._channels.values():
-            channel.close()
-        self._channels.clear()
 
     def judge(self, records: Sequence[AnyRecord]) -> list[AnyRecord]:
         """Return records of workers, where the ends of lost workers say how many go on, and a notice follows them."""
         judged: list[AnyRecord] = []
         for record in records:
-            judged += self._judge(record) if self._channels else [record]
+            judged += self._judge(record) if self._most_lost else [record]
         return judged
 
     def _judge(self, record: AnyRecord) -> list[AnyRecord]:
@@ -100,26 +118,59 @@ class SurvivorRounds:
             self._interrupted.add(record.rank)
         elif isinstance(record, Raised) or (isinstance(record, ScriptFinished) and record.exit_code):
             self._has_failed = self._has_failed or record.rank not in self._interrupted
-        if not isinstance(record, Exited) or record.rank not in self._living:
+        elif isinstance(record, HostLost):
+            return self._judge_host(record)
+        elif isinstance(record, Exited) and record.rank in self._living:
+            return self._judge_exit(record)
+        return [record]
+
+    def _judge_exit(self, record: Exited) -> list[AnyRecord]:
+        has_lost = record.exit_code < 0 and self._lose({record.rank})
+        if record.exit_code == 0 or not has_lost:
+            self._living.discard(record.rank)
+            self._ready.discard(record.rank)
+            self._has_failed = self._has_failed or record.exit_code != 0
             return [record]
-        self._receive_messages()
-        may_go_on = self._joined >= self._living - {record.rank} and not self._has_failed
-        self._living.discard(record.rank)
-        self._ready.discard(record.rank)
-        if record.exit_code == 0:
+        how = f"was killed by {name_signal(-record.exit_code)}"
+        text = f"worker {record.rank} (pid {self._process_ids.get(record.rank)}) {how}; {self._describe_living()}"
+        return [msgspec.structs.replace(record, survivors=len(self._living)), self._make_notice(record.rank, text)]
+
+    def _judge_host(self, record: HostLost) -> list[AnyRecord]:
+        """Return the ends of the workers of a lost host, if the others go on without them."""
+        host = record.host_index
+        lost = {rank for rank in self._living if self._hosts.host_of[rank] == host}
+        is_needed = host in self._hosts.with_servers and not record.are_servers_covered
+        if record.is_covered or (not is_needed and not lost):
             return [record]
-        if record.exit_code > 0 or not may_go_on or not self._living or len(self.lost) == self._most_lost:
+        if is_needed or not self._lose(lost):
             self._has_failed = True
             return [record]
-        self.lost.add(record.rank)
-        self._end_round()
-        count, signal_name = len(self._living), name_signal(-record.exit_code)
-        text = (
-            f"worker {record.rank} (pid {self._process_ids.get(record.rank)}) was killed by {signal_name}; "
-            f"{count} worker{'s go' if count > 1 else ' goes'} on"
-        )
-        notice = Notice(rank=record.rank, time_ns=time.monotonic_ns(), text=text)
-        return [msgspec.structs.replace(record, survivors=count), notice]
+        now, count = time.monotonic_ns(), len(lost)
+        ends = [Exited(rank=rank, time_ns=now, exit_code=KILLED, survivors=len(self._living)) for rank in sorted(lost)]
+        text = f"host {record.host} {record.how}; {count} worker{'s' if count != 1 else ''} ended there; "
+        covered = msgspec.structs.replace(record, is_covered=True)
+        return [covered, *ends, self._make_notice(record.rank, text + self._describe_living())]
+
+    def _lose(self, ranks: set[int]) -> bool:
+        """Go on without workers that have ended, if that is possible. Return whether it is."""
+        self._receive_messages()
+        living = self._living - ranks
+        is_allowed = len(self.lost) + len(ranks) <= self._most_lost
+        if not (self._joined >= living and living and is_allowed) or self._has_failed:
+            return False
+        self._living = living
+        self._ready -= ranks
+        self.lost |= ranks
+        if ranks:
+            self._end_round()
+        return True
+
+    def _describe_living(self) -> str:
+        count = len(self._living)
+        return f"{count} worker{'s go' if count > 1 else ' goes'} on"
+
+    def _make_notice(self, rank: int, text: str) -> Notice:
+        return Notice(rank=rank, time_ns=time.monotonic_ns(), text=text)
 
     def tick(self) -> None:
         """Take the workers' messages, and start a round if all are ready."""
@@ -128,22 +179,8 @@ class SurvivorRounds:
             self._start_round()
 
     def _receive_messages(self) -> None:
-        for rank in list(self._channels):
-            for message in self._read_messages(rank):
-                self._take(rank, message)
-
-    def _read_messages(self, rank: int) -> Iterator[WorkerMessage]:
-        while rank in self._channels:
-            try:
-                message = receive_worker_message(self._channels[rank])
-            except BlockingIOError:
-                return
-            except msgspec.MsgspecError:
-                continue  # a user's process may write other data to the descriptor
-            if message is None:
-                self._channels.pop(rank).close()  # the fork server reports how the worker ended
-                return
-            yield message
+        for rank, message in [*self.channels.receive(), *self._peers.take_worker_messages()]:
+            self._take(rank, message)
 
     def _take(self, rank: int, message: WorkerMessage) -> None:
         if isinstance(message, StateSynced):
@@ -151,7 +188,7 @@ class SurvivorRounds:
         elif isinstance(message, StoreReady):
             if message.round == self._round and not self._has_ended:
                 for other in self._members[1:]:
-                    self._send(other, self._make_start(other, message.port))
+                    self._send([other], self._make_start(other, message.port))
         elif isinstance(message, WorkerReady) and rank in self._living:
             self._ready.add(rank)
             if message.last_round == self._round > 0:  # it could not join the others
@@ -160,25 +197,69 @@ class SurvivorRounds:
     def _start_round(self) -> None:
         self._round += 1
         self._members, self._ready, self._has_ended = sorted(self._living), set(), False
-        self._send(self._members[0], self._make_start(self._members[0], None))
+        self._send(self._members[:1], self._make_start(self._members[0], None))
 
     def _make_start(self, rank: int, port: int | None) -> RoundStarted:
-        place, size = self._members.index(rank), len(self._members)
-        assignment = RankAssignment(
-            rank=place, size=size, local_rank=place, local_size=size, cross_rank=0, cross_size=1
-        )
-        return RoundStarted(round=self._round, assignment=assignment, address=ADDRESS, port=port, must_sync=False)
+        hosts = self._hosts
+        assignments = assign_ranks([str(hosts.host_of[member]) for member in self._members])
+        address = hosts.addresses[hosts.host_of[self._members[0]]] if hosts.addresses else LOOPBACK_ADDRESS
+        assignment = assignments[self._members.index(rank)]
+        return RoundStarted(round=self._round, assignment=assignment, address=address, port=port, must_sync=False)
 
     def _end_round(self) -> None:
         if not self._has_ended:
             self._has_ended = True
-            for rank in self._living:
-                self._send(rank, RoundEnded(round=self._round))
+            self._send(self._living, RoundEnded(round=self._round))
 
-    def _send(self, rank: int, message: DriverMessage) -> None:
-        channel: socket.socket | None = self._channels.get(rank)
-        if channel is not None:
-            try:
-                send_message(channel, message)
-            except OSError:  # the worker has ended, which the fork server reports
-                return
+    def _send(self, ranks: Iterable[int], message: DriverMessage) -> None:
+        own_host = self._hosts.host_of[0]
+        for rank in ranks:
+            if self._hosts.host_of[rank] == own_host:
+                self.channels.send(rank, message)
+            else:
+                self._peers.send_to_worker(rank, message)
+
+
+class SurvivorRelay:
+    """Passes messages between the workers of this host and host 0's agent, which decides."""
+
+    def __init__(self, channels: WorkerChannels, leader: LeaderPeer, first: int) -> None:
+        """Pass messages on.
+
+        Args:
+            channels: The channels to the workers of this host.
+            leader: Host 0.
+            first: The rank of this host's first worker.
+        """
+        self.channels, self._leader = channels, leader
+        self.first = first
+
+    def judge(self, records: Sequence[AnyRecord]) -> list[AnyRecord]:
+        """Return records as they are. Host 0 gets them after what their workers have sent."""
+        self._send_messages()
+        return list(records)
+
+    def tick(self) -> None:
+        """Pass messages on, in both directions."""
+        self._send_messages()
+        for rank, message in self._leader.take_worker_messages():
+            self.channels.send(rank, message)
+
+    def _send_messages(self) -> None:
+        for rank, message in self.channels.receive():
+            self._leader.send_worker_message(rank, message)
+
+
+def make_survivors(job: ReadyJob) -> GoingOn:
+    """Return this host's part in letting workers go on without lost ones."""
+    start, peers = job.start, job.peers
+    first = start.first_rank(job.host_index)
+    channels = WorkerChannels(range(first, start.first_rank(job.host_index + 1) if start.most_lost_workers else first))
+    if isinstance(peers, LeaderPeer):
+        return SurvivorRelay(channels, peers, first)
+    hosts = WorkerHosts(
+        host_of=tuple(map(start.host_of, range(start.world_size))),
+        addresses=start.addresses,
+        with_servers=frozenset(() if start.servers is None else start.servers.hosts),
+    )
+    return SurvivorRounds(channels, hosts, start.most_lost_workers, peers)

@@ -25,6 +25,7 @@ from rankless.launch.rendezvous.messages import (
     ServersRefused,
     ServersReserved,
     ServersStarted,
+    WorkerMessageReceived,
     WorkerOutput,
     WorkerRecords,
 )
@@ -41,6 +42,7 @@ HostReport = (
     | ServersRefused
     | ServersStarted
     | WorkerRecords
+    | WorkerMessageReceived
     | RecordingChunk
     | WorkerOutput
     | HostEnded

@@ -8,9 +8,10 @@ from rankless.config.run_config import AgreedJobConfig
 from rankless.launch.rendezvous.host_facts import HostFacts
 from rankless.launch.worker_output import Source
 from rankless.records.connection_attempts import ConnectionAttempt, ConnectionTarget
+from rankless.records.elastic_messages import DriverMessage, WorkerMessage
 from rankless.records.events import AnyRecord
 
-PROTOCOL = 4
+PROTOCOL = 5
 HEARTBEAT_SECONDS = 1.0
 HEARTBEAT_TIMEOUT_SECONDS = 4.0
 """An agent that sends nothing for so long counts as lost."""
@@ -188,6 +189,20 @@ class WorkerOutput(msgspec.Struct, frozen=True, kw_only=True, tag="worker_output
     data: bytes
 
 
+class SendToWorker(msgspec.Struct, frozen=True, kw_only=True, tag="send_to_worker"):
+    """Pass a message to a worker."""
+
+    number: int
+    message: DriverMessage
+
+
+class WorkerMessageReceived(msgspec.Struct, frozen=True, kw_only=True, tag="worker_message"):
+    """A worker has sent a message."""
+
+    number: int
+    message: WorkerMessage
+
+
 class JobEnded(msgspec.Struct, frozen=True, kw_only=True, tag="job_ended"):
     """The job has ended on all hosts, with this exit code. The receiving host shows `text`."""
 
@@ -218,6 +233,8 @@ ControlMessage = (
     | StopWorkers
     | RecordingChunk
     | WorkerOutput
+    | SendToWorker
+    | WorkerMessageReceived
     | HostEnded
     | JobEnded
 )

@@ -24,17 +24,20 @@ from rankless.launch.rendezvous.messages import (
     JoinRefused,
     RankStatusRequest,
     RecordingChunk,
+    SendToWorker,
     ServersLost,
     ServersRefused,
     ServersStarted,
     StartWorkers,
     StopMode,
     StopWorkers,
+    WorkerMessageReceived,
     WorkerOutput,
     WorkerRecords,
 )
 from rankless.launch.rendezvous.recording_transfer import CHUNK_BYTES, read_recording, write_recording
 from rankless.launch.worker_output import Source
+from rankless.records.elastic_messages import DriverMessage, WorkerMessage
 from rankless.records.events import NO_RANK, AnyRecord, HostInterrupted, HostLost, Notice
 
 
@@ -136,6 +139,13 @@ class NoPeers:
         """Always False."""
         return False
 
+    def send_to_worker(self, rank: int, message: DriverMessage) -> None:
+        """Do nothing: all workers are on this host."""
+
+    def take_worker_messages(self) -> list[tuple[int, WorkerMessage]]:
+        """Return an empty list."""
+        return []
+
 
 class FollowerPeers:
     """The hosts that host 0 leads, as host 0 sees them."""
@@ -149,6 +159,7 @@ class FollowerPeers:
         self._show: Callable[[Source, bytes], None] = lambda _source, _data: None
         self.started_servers: dict[int, ServersStarted | ServersRefused] = {}
         """What each other host has sent of the start of its servers, by host index."""
+        self._worker_messages: list[tuple[int, WorkerMessage]] = []
 
     def set_output_sink(self, show: Callable[[Source, bytes], None]) -> None:
         """Pass the output of other hosts' workers to `show` from now on."""
@@ -168,6 +179,8 @@ class FollowerPeers:
         for event in self._server.poll(now):
             if isinstance(event, HostReported) and isinstance(event.message, WorkerRecords):
                 records += event.message.records
+            elif isinstance(event, HostReported) and isinstance(event.message, WorkerMessageReceived):
+                self._worker_messages.append((event.message.number, event.message.message))
             elif isinstance(event, HostReported) and isinstance(event.message, RecordingChunk):
                 write_recording(event.message, self._start)
             elif isinstance(event, HostReported) and isinstance(event.message, WorkerOutput):
@@ -208,6 +221,15 @@ class FollowerPeers:
     def are_running(self) -> bool:
         """Whether a follower has not ended."""
         return bool(self._server.running_hosts)
+
+    def send_to_worker(self, rank: int, message: DriverMessage) -> None:
+        """Send a message to a worker of another host."""
+        self._server.send(self.host_of(rank), SendToWorker(number=rank, message=message))
+
+    def take_worker_messages(self) -> list[tuple[int, WorkerMessage]]:
+        """Return what workers of other hosts have sent since the last call, each with the worker's rank."""
+        taken, self._worker_messages = self._worker_messages, []
+        return taken
 
     def send_job_end(self, exit_code: int, texts: Sequence[str]) -> None:
         """Send each host the job's exit code and its own text, by host index."""
@@ -261,6 +283,7 @@ class LeaderPeer:
         """The servers without which the run goes on."""
         self.refusal: JoinRefused | None = None
         """Why the job does not start, if it does not."""
+        self._worker_messages: list[tuple[int, DriverMessage]] = []
 
     def host_of(self, rank: int) -> int:
         """Return the index of the host on which a rank runs."""
@@ -294,6 +317,8 @@ class LeaderPeer:
             self._has_status_request = True
         elif isinstance(message, JobEnded):
             self.job_end = message
+        elif isinstance(message, SendToWorker):
+            self._worker_messages.append((message.number, message.message))
         elif isinstance(message, StartWorkers):
             self.may_start_workers = True
         elif isinstance(message, ServersLost):
@@ -314,6 +339,15 @@ class LeaderPeer:
     def has_unsent_data(self) -> bool:
         """Whether host 0 has not taken everything that was sent."""
         return self._connection.has_unsent_data
+
+    def send_worker_message(self, rank: int, message: WorkerMessage) -> None:
+        """Send to host 0 what a worker of this host has sent."""
+        self._connection.send(WorkerMessageReceived(number=rank, message=message))
+
+    def take_worker_messages(self) -> list[tuple[int, DriverMessage]]:
+        """Return what host 0 has sent to workers of this host since the last call, each with the worker's rank."""
+        taken, self._worker_messages = self._worker_messages, []
+        return taken
 
     def send_output(self, source: Source, data: bytes) -> None:
         """Send a worker's output to host 0, which shows it."""

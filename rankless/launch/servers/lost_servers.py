@@ -50,14 +50,25 @@ class LostServers:
             return ""
         return "each server has a copy on this host: that covers a lost server, and not a lost host"
 
-    def judge(self, records: Sequence[AnyRecord]) -> Sequence[AnyRecord]:
-        """Return records of all hosts, which say of lost servers whether the run goes on without them.
+    def judge_hosts(self, records: Sequence[AnyRecord]) -> Sequence[AnyRecord]:
+        """Return records of lost hosts, which say whether other hosts have the tables of their servers.
 
         Other hosts than host 0 return them as they are.
         """
-        if not self._parts or not self._peers.attributes_failures:
-            return records
-        return [judged for record in records for judged in self._judge_one(record)]
+        judged: list[AnyRecord] = []
+        for record in records:
+            judged += self._judge_host(record) if isinstance(record, HostLost) and self._decides else [record]
+        return judged
+
+    def judge_servers(self, records: Sequence[AnyRecord]) -> Sequence[AnyRecord]:
+        """Return records of ended servers, which say whether the run goes on without them.
+
+        Other hosts than host 0 return them as they are.
+        """
+        judged: list[AnyRecord] = []
+        for record in records:
+            judged += self._judge_exit(record) if isinstance(record, ServerExited) and self._decides else [record]
+        return judged
 
     def tick(self) -> None:
         """Tell the workers of this host what host 0 has said."""
@@ -70,14 +81,13 @@ class LostServers:
             os.close(self.descriptor)
             self.descriptor = None
 
-    def _judge_one(self, record: AnyRecord) -> Iterable[AnyRecord]:
-        if isinstance(record, ServerExited) and not record.is_restarted and record.server not in self._lost:
-            return self._judge_exit(record)
-        if isinstance(record, HostLost) and not record.is_covered and record.host_index is not None:
-            return self._judge_host(record, record.host_index)
-        return [record]
+    @property
+    def _decides(self) -> bool:
+        return self._parts > 0 and self._peers.attributes_failures
 
     def _judge_exit(self, record: ServerExited) -> Iterable[AnyRecord]:
+        if record.is_restarted or record.server in self._lost:
+            return [record]
         server, partner = record.server, find_partner(record.server, self._parts)
         if partner in self._lost:
             more = f"; server {partner}, which had the same tables, was lost before"
@@ -87,11 +97,17 @@ class LostServers:
         where = f" on {self._names[self._hosts[server]]}" if len(self._names) > 1 else ""
         return [
             msgspec.structs.replace(record, is_covered=True),
-            *self._lose([server], f"server {server}{where} {how}{record.note}"),
+            *self._lose([server], f"server {server}{where} {how}{record.note}; the run goes on"),
         ]
 
-    def _judge_host(self, record: HostLost, host: int) -> Iterable[AnyRecord]:
-        """Let the run go on without a host of servers alone, if other hosts have the tables of all of them."""
+    def _judge_host(self, record: HostLost) -> Iterable[AnyRecord]:
+        """Go on without the servers of a host, if other hosts have their tables, and without a host of servers alone.
+
+        `elastic.survivors` decides whether the run goes on without its workers.
+        """
+        host = record.host_index
+        if host is None:
+            return [record]
         servers = [server for server, each in enumerate(self._hosts) if each == host and server not in self._lost]
         for server in servers:
             partner = find_partner(server, self._parts)
@@ -99,19 +115,17 @@ class LostServers:
                 first, second = sorted((server, partner))
                 more = f"; servers {first} and {second}, which had the same tables, are lost"
                 return [msgspec.structs.replace(record, how=record.how + more)]
-        if self._workers[host]:
-            return [record]
-        return [
-            msgspec.structs.replace(record, is_covered=True),
-            *self._lose(servers, f"host {record.host} {record.how}"),
-        ]
+        has_workers = self._workers[host] > 0
+        how = "its tables go on" if has_workers else "the run goes on"
+        covered = msgspec.structs.replace(record, is_covered=not has_workers, are_servers_covered=True)
+        return [covered, *self._lose(servers, f"host {record.host} {record.how}; {how}")]
 
     def _lose(self, servers: Sequence[int], how: str) -> Iterable[AnyRecord]:
         self._mark(servers)
         if isinstance(self._peers, FollowerPeers):
             self._peers.send_lost_servers(self._lost)
         others = ", ".join(map(self._describe_partner, servers))
-        text = f"{how}; the run goes on" + (f" with {others}" if others else "")
+        text = how + (f" with {others}" if others else "")
         now = time.monotonic_ns()
         yield from (ServerLost(rank=NO_RANK, time_ns=now, server=server) for server in servers)
         yield Notice(rank=NO_RANK, time_ns=now, text=text)

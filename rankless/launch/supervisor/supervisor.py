@@ -183,7 +183,7 @@ class Supervisor:
 
     def _process_peers(self, now: float) -> None:
         update = self._peers.poll(now)
-        self._process_records(update.records)
+        self._process_records(self._judge(update.records) if update.records else ())
         if update.stop == "kill" and self._phase is not Phase.KILLING:
             self._kill_workers(now)
         elif update.stop is not None and self._phase is Phase.RUNNING:

@@ -8,12 +8,14 @@ import msgspec
 
 from rankless.config.servers import ServersConfig
 from rankless.errors import LostWorkerError, RanklessError, ServerError
-from rankless.parameter_server.servers.authentication import WorkerHello
-from rankless.parameter_server.servers.messages import Kind, MessageHeader
-from rankless.parameter_server.servers.served_table import ServedTable, WorkerTransaction
+from rankless.parameter_server.servers.served_table import ServedTable
 from rankless.parameter_server.servers.server_connection import ConnectionSettings
 from rankless.parameter_server.servers.server_requests import ServerRequests
-from rankless.parameter_server.servers.setting_formats import encode_table_settings
+from rankless.parameter_server.servers.wire.authentication import WorkerHello
+from rankless.parameter_server.servers.wire.messages import Kind, MessageHeader
+from rankless.parameter_server.servers.wire.prepared_pushes import encode_pushes
+from rankless.parameter_server.servers.wire.setting_formats import encode_table_settings
+from rankless.parameter_server.servers.worker_transaction import WorkerTransaction
 from rankless.parameter_server.tables.row_gradients import RowGradients
 from rankless.parameter_server.tables.settings import TableSettings
 
@@ -120,7 +122,7 @@ class ServerClient:
             ServerError: A server has died.
             LostWorkerError: This worker has changed tables outside of a step.
         """
-        if self._transaction.changes:
+        if self._transaction.changes and self._transaction.committed >= transaction:
             raise LostWorkerError(
                 expected="tables that change in the steps of jobs only, where a worker is lost",
                 found="a push or a reset since the last step, for example of optimizer.step() outside a job",
@@ -139,8 +141,8 @@ class ServerClient:
     def commit(self) -> None:
         """End the step: what this worker has pushed since its last commit becomes one transaction.
 
-        All servers have noted it when the call returns. It does not wait for the other workers. In the mode `sync` the
-        next pull does.
+        All servers have noted it when the call returns, unless it has prepared pushes: they go with its end, and the
+        next commit awaits the answers. It does not wait for the other workers. In the mode `sync` the next pull does.
 
         Raises:
             TableError: The servers cannot make steps any more.
@@ -148,9 +150,17 @@ class ServerClient:
         """
         header = MessageHeader(Kind.READY, transaction=self._transaction.committed + 1)
         with self._requests.exchange():
-            pushes, self._transaction.unanswered = self._transaction.unanswered, []
-            ends = [self._requests.send(server, header) for server in range(len(self._requests.connections))]
-            self._requests.answers([*pushes, *ends])
+            prepared, self._transaction.prepared = self._transaction.prepared, []
+            awaited, self._transaction.unanswered = self._transaction.unanswered, []
+            ends = [
+                self._requests.send(server, header, encode_pushes(prepared, server))
+                for server in range(len(self._requests.connections))
+            ]
+            if prepared:
+                self._transaction.unanswered = ends
+            else:
+                awaited += ends
+            self._requests.answers(awaited)
             self._transaction.committed += 1
             self._transaction.changes = 0
             self._transaction.is_training = False

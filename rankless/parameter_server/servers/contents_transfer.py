@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankless.errors import TableError
-from rankless.parameter_server.servers.messages import Frame, MessageRefusedError, array_of
 from rankless.parameter_server.servers.routing import RoutedIds, are_ids_of_shards, route_ids, servers_of_shards
+from rankless.parameter_server.servers.wire.messages import Frame, MessageRefusedError, array_of
 from rankless.parameter_server.tables.contents import TableContents
 from rankless.parameter_server.tables.id_map import MOST_OCCURRENCES
 from rankless.parameter_server.tables.settings import TableSettings

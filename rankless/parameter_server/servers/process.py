@@ -13,11 +13,11 @@ import zmq
 
 from rankless.config.servers import CANNOT_GO_ON, ServerConfig, read_server_config
 from rankless.errors import RanklessError, TableError
-from rankless.parameter_server.servers.addresses import bound
-from rankless.parameter_server.servers.encryption import FailedHandshakes, encrypted_server
 from rankless.parameter_server.servers.server_status import ServerStatusPage
-from rankless.parameter_server.servers.setting_formats import decode_table_settings
 from rankless.parameter_server.servers.table_server import TableServer, configure, log_line
+from rankless.parameter_server.servers.wire.addresses import bound
+from rankless.parameter_server.servers.wire.encryption import FailedHandshakes, encrypted_server
+from rankless.parameter_server.servers.wire.setting_formats import decode_table_settings
 from rankless.parameter_server.tables.durable_tables import DurableTables
 from rankless.terminal import process_title
 

@@ -10,13 +10,15 @@ are sent to the other one.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import zmq
 
 from rankless.errors import RanklessError, ServerError
-from rankless.parameter_server.servers.authentication import ServerWelcome
-from rankless.parameter_server.servers.messages import Frame, Kind, MessageHeader
 from rankless.parameter_server.servers.server_connection import ServerAnswer, ServerConnection, TransferLostError
+from rankless.parameter_server.servers.wire.authentication import ServerWelcome
+from rankless.parameter_server.servers.wire.messages import Frame, Kind, MessageHeader
+from rankless.parameter_server.servers.wire.prepared_pushes import renumber_pushes
 
 _READS = (Kind.PULL, Kind.CONTENTS, Kind.CONTENTS_PART)
 """What one server answers for both."""
@@ -81,6 +83,11 @@ class ReplicatedConnection:
     def is_full(self) -> bool:
         """Whether an answer must arrive before another request."""
         return any(each.is_full for each in self._living)
+
+    @property
+    def committed(self) -> int:
+        """The last transaction that all servers are known to have committed."""
+        return min(each.committed for each in self._living)
 
     def greet(self) -> None:
         """Ask the servers that are not lost for challenges."""
@@ -160,13 +167,20 @@ class ReplicatedConnection:
         if kind == Kind.CONTENTS_PART and self._readers.get(table) not in targets:
             return  # which `take_answer` tells
         for connection in targets:
-            request.numbers[connection] = connection.send(self._translate(request.header, connection), request.payload)
+            payload = request.payload
+            if kind == Kind.READY:
+                payload = renumber_pushes(payload, partial(self._find_number, connection))
+            request.numbers[connection] = connection.send(self._translate(request.header, connection), payload)
 
     def _translate(self, header: MessageHeader, connection: ServerConnection) -> MessageHeader:
         """Return the header with the number that the server's table has there."""
         if header.kind == Kind.OPEN or header.table >= len(self._tables):
             return header
-        return header._replace(table=self._tables[header.table][connection])
+        return header._replace(table=self._find_number(connection, header.table))
+
+    def _find_number(self, connection: ServerConnection, table: int) -> int:
+        """Return the number that a server has for a table."""
+        return self._tables[table][connection]
 
     def _drop_lost(self) -> None:
         for each in list(self._living):

@@ -3,17 +3,18 @@
 Note [requests of a lost server]: a server that starts again has all transactions that it had committed, and nothing
 else. So a worker keeps its changes until the server has said that they are committed. To a new process of the server it
 sends, in the order in which it made them, the tables that it has opened, the changes after the last committed
-transaction, and the requests without an answer. Transfers of contents begin anew, because the server has lost its part
-of them.
+transaction, and the requests without an answer. The parts of lost workers come before all other changes, because the
+server may make the step once it has the worker's own part. Transfers of contents begin anew, because the server has
+lost its part of them.
 """
 
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from rankless.parameter_server.servers.messages import MOST_IN_FLIGHT, Frame, Kind, MessageHeader
+from rankless.parameter_server.servers.wire.messages import MOST_IN_FLIGHT, Frame, Kind, MessageHeader
 
-CHANGES = (Kind.PUSH, Kind.RESET, Kind.READY, Kind.PREPARE)
+CHANGES = (Kind.PUSH, Kind.RESET, Kind.READY, Kind.PREPARE, Kind.PUSH_FOR_LOST)
 TRANSFERS = (Kind.CONTENTS, Kind.CONTENTS_PART, Kind.RESTORE, Kind.RESTORE_PART, Kind.RESTORE_END)
 
 
@@ -112,7 +113,8 @@ class SentRequests:
         others = [each for each in waiting if each.header.kind not in (*CHANGES, *TRANSFERS, Kind.OPEN)]
         self._in_flight.clear()
         self._last_sequence = 0
-        self._queue = deque([*self._opened, *self._kept, *others])
+        kept_in_order = sorted(self._kept, key=lambda each: each.header.kind != Kind.PUSH_FOR_LOST)
+        self._queue = deque([*self._opened, *kept_in_order, *others])
         return done, interrupted
 
     @property

@@ -20,36 +20,21 @@ from rankless.parameter_server.servers.contents_transfer import (
     join_contents,
     split_contents,
 )
-from rankless.parameter_server.servers.messages import FOR_TRAINING, MOST_MESSAGE_BYTES, PREPARED, Kind, MessageHeader
 from rankless.parameter_server.servers.routing import RoutedIds, route_ids, scatter_rows, servers_of_shards
 from rankless.parameter_server.servers.server_connection import ServerAnswer, TransferLostError
 from rankless.parameter_server.servers.server_requests import ServerRequests
-from rankless.parameter_server.servers.setting_formats import encode_optimizer
+from rankless.parameter_server.servers.wire.messages import FOR_TRAINING, MOST_MESSAGE_BYTES, Kind, MessageHeader
+from rankless.parameter_server.servers.wire.prepared_pushes import PreparedPush
+from rankless.parameter_server.servers.wire.setting_formats import encode_optimizer
+from rankless.parameter_server.servers.worker_transaction import SentNumber, WorkerTransaction
 from rankless.parameter_server.tables.contents import TableContents, TableStatistics
 from rankless.parameter_server.tables.optimizers import OptimizerSettings
 from rankless.parameter_server.tables.row_gradients import RowGradients
 from rankless.parameter_server.tables.settings import TableSettings
 
 Result = TypeVar("Result")
-SentNumber = tuple[int, int]
-"""The server and the number of a request."""
-
 _PULL_BYTES = 64 << 20
 """Rows of one request. In smaller ones they would be copied together here, which takes longer than it gains."""
-
-
-class WorkerTransaction:
-    """The transaction to which a worker's changes belong, and what it has committed."""
-
-    def __init__(self, committed: int) -> None:
-        self.committed = committed
-        """The last transaction that this worker has committed."""
-        self.changes = 0
-        """Number of changes in the next one so far."""
-        self.unanswered: list[SentNumber] = []
-        """The pushes of it whose answers `commit` awaits."""
-        self.is_training = False
-        """Whether rows are read for a training step, which must not be too far ahead of other workers' steps."""
 
 
 class PendingPull(NamedTuple):
@@ -168,13 +153,38 @@ class ServedTable:
     def send_push(self, push: "TablePush") -> list[SentNumber]:
         """Send this worker's slice of a step, within an exchange."""
         text = encode_optimizer(push.settings)
+        self._transaction.send_prepared(self.requests)
         return self._send_slice(Kind.PUSH, RowGradients(push.ids, push.occurrences, push.gradients), (text,))
 
     def send_prepared(self, gradients: RowGradients) -> list[SentNumber]:
         """Send this worker's slice of a step that follows, within an exchange; see `push_prepared`."""
         return self._send_slice(Kind.PREPARE, gradients, ())
 
-    def _send_slice(self, kind: Kind, part: RowGradients, first_frames: tuple[bytes, ...]) -> list[SentNumber]:
+    @property
+    def committed_by_all(self) -> int:
+        """The last transaction that all servers are known to have made."""
+        return min(connection.committed for connection in self.requests.connections)
+
+    @property
+    def next_change(self) -> tuple[int, int]:
+        """The transaction of the next push, and its number among this worker's changes in it, from 0 on."""
+        return self._transaction.committed + 1, self._transaction.changes
+
+    def push_for_lost(self, worker: int, change: tuple[int, int], gradients: RowGradients) -> None:
+        """Let the servers have what a lost worker would have pushed; see Note [parts of lost workers].
+
+        Args:
+            worker: The lost worker.
+            change: The transaction and the number of the push, as `next_change` had them.
+            gradients: The lost worker's slice.
+        """
+        text = msgspec.json.encode({"worker": worker, "number": change[1]})
+        with self.requests.exchange():
+            self.requests.answers(self._send_slice(Kind.PUSH_FOR_LOST, gradients, (text,), transaction=change[0]))
+
+    def _send_slice(
+        self, kind: Kind, part: RowGradients, first_frames: tuple[bytes, ...], *, transaction: int | None = None
+    ) -> list[SentNumber]:
         """Send each server its part of gradients, after other frames. Raises TableError if they are too large."""
         gradients, occurrences = part.gradients, part.occurrences
         assert gradients.shape == (len(part.ids), self.settings.dim)
@@ -192,22 +202,20 @@ class ServedTable:
         requests = []
         for server, (start, stop) in enumerate(_ranges(routed)):
             header = self._change_header(kind, server)._replace(rows=stop - start)
+            if transaction is not None:
+                header = header._replace(transaction=transaction)
             payload = (*first_frames, routed.ids[start:stop], occurrences[start:stop], gradients[start:stop])
             requests.append(self.requests.send(server, header, payload))
         return requests
 
     def push_prepared(self, settings: OptimizerSettings, factor: float) -> None:
-        """Add this worker's slice, which all servers have, to its transaction. Returns at once: `commit` waits.
+        """Add this worker's slice, which all servers have, to its transaction. Nothing is sent before `commit`.
 
         Args:
             settings: The optimizer's settings for this step, the same on all workers.
             factor: By what the script has multiplied the gradients since they were prepared.
         """
-        payload = (encode_optimizer(settings), np.array([factor], "<f8"))
-        with self.requests.exchange():
-            for server in range(len(self._numbers)):
-                header = self._change_header(Kind.PUSH, server)._replace(flags=PREPARED)
-                self._transaction.unanswered.append(self.requests.send(server, header, payload))
+        self._transaction.prepared.append(PreparedPush(self._numbers, encode_optimizer(settings), factor))
         self.note_push()
 
     def _change_header(self, kind: Kind, server: int) -> MessageHeader:
@@ -224,6 +232,7 @@ class ServedTable:
         """Forget the optimizer, as part of the transaction. All workers ask for it, and it happens once."""
         self._resets += 1
         with self.requests.exchange():
+            self._transaction.send_prepared(self.requests)
             self._ask_all(Kind.RESET, transaction=self._transaction.committed + 1, start=self._resets)
         self._transaction.changes += 1
 
@@ -253,6 +262,7 @@ class ServedTable:
             TableError: The contents are of another number of elements or optimizer than this table can hold.
         """
         split = split_contents(contents, self.settings, len(self._numbers))
+        self.requests.read(lambda: self._ask_all(Kind.STATISTICS))  # no lost worker's step is awaited from here on
         with self.requests.exchange():
             begin_anew_if_lost(lambda: self._write_all(split))
         self._step = contents.step + self._pending_pushes()

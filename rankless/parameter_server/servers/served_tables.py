@@ -7,10 +7,10 @@ from typing import NamedTuple
 import msgspec
 
 from rankless.errors import TableError
-from rankless.parameter_server.servers.messages import MessageRefusedError
 from rankless.parameter_server.servers.routing import first_shard
-from rankless.parameter_server.servers.setting_formats import decode_optimizer, decode_table_settings
 from rankless.parameter_server.servers.steps.worker_changes import WorkerChange
+from rankless.parameter_server.servers.wire.messages import MessageRefusedError
+from rankless.parameter_server.servers.wire.setting_formats import decode_optimizer, decode_table_settings
 from rankless.parameter_server.tables.contents import TableContents
 from rankless.parameter_server.tables.durable_tables import DurableTables
 from rankless.parameter_server.tables.row_gradients import sum_gradients

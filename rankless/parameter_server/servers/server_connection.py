@@ -11,16 +11,17 @@ from zmq.utils.monitor import recv_monitor_message
 
 from rankless.config.servers import ServersConfig
 from rankless.errors import RanklessError, ServerError
-from rankless.parameter_server.servers.authentication import (
+from rankless.parameter_server.servers.sent_requests import TRANSFERS, SentRequest, SentRequests
+from rankless.parameter_server.servers.wire.authentication import (
     PROOF_BYTES,
     ServerWelcome,
     WorkerHello,
     is_proof,
     prove,
 )
-from rankless.parameter_server.servers.encryption import encrypt_worker
-from rankless.parameter_server.servers.error_messages import decode_error
-from rankless.parameter_server.servers.messages import (
+from rankless.parameter_server.servers.wire.encryption import encrypt_worker
+from rankless.parameter_server.servers.wire.error_messages import decode_error
+from rankless.parameter_server.servers.wire.messages import (
     COPIED_BYTES,
     MOST_MESSAGE_BYTES,
     Frame,
@@ -31,7 +32,6 @@ from rankless.parameter_server.servers.messages import (
     decode_message,
     make_message,
 )
-from rankless.parameter_server.servers.sent_requests import TRANSFERS, SentRequest, SentRequests
 
 _HELLO_SECONDS = 1.0
 """After which a greeting is sent again, because its connection may have broken."""
@@ -170,6 +170,11 @@ class ServerConnection:
     def forget_after(self, transaction: int) -> None:
         """Send changes of later transactions to no later process of the server."""
         self._sent.forget_after(transaction)
+
+    @property
+    def committed(self) -> int:
+        """The last transaction that the server is known to have committed."""
+        return self._sent.committed
 
     @property
     def is_full(self) -> bool:

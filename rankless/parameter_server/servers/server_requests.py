@@ -9,8 +9,6 @@ import zmq
 
 from rankless.config.servers import ServersConfig
 from rankless.errors import RanklessError, ServerError, TableError
-from rankless.parameter_server.servers.authentication import WorkerHello, draw_number
-from rankless.parameter_server.servers.messages import Frame, MessageHeader
 from rankless.parameter_server.servers.replicated_connection import ReplicatedConnection
 from rankless.parameter_server.servers.server_connection import (
     ConnectionSettings,
@@ -18,6 +16,8 @@ from rankless.parameter_server.servers.server_connection import (
     ServerAnswer,
     ServerConnection,
 )
+from rankless.parameter_server.servers.wire.authentication import WorkerHello, draw_number
+from rankless.parameter_server.servers.wire.messages import Frame, MessageHeader
 
 Result = TypeVar("Result")
 

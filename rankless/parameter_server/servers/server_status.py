@@ -15,10 +15,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from rankless.parameter_server.servers.messages import PREPARED, Kind, MessageHeader, array_of
 from rankless.parameter_server.servers.served_tables import OpenTable, ServerTables
 from rankless.parameter_server.servers.steps.transactions import PendingTransactions
 from rankless.parameter_server.servers.table_requests import TableRequests
+from rankless.parameter_server.servers.wire.messages import PREPARED, Kind, MessageHeader, array_of
 from rankless.parameter_server.tables.compiled_functions import compiled
 from rankless.parameter_server.tables.id_map import mix, shard_of
 from rankless.records.live.server_activity import SERVER_PAGE_BYTES, ServerActivity, ShardActivity, TableActivity

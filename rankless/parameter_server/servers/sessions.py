@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from rankless.parameter_server.servers.contents_transfer import ContentsSnapshot, IncomingContents
-from rankless.parameter_server.servers.messages import MOST_IN_FLIGHT, Frame, MessageHeader, MessageRefusedError
+from rankless.parameter_server.servers.wire.messages import MOST_IN_FLIGHT, Frame, MessageHeader, MessageRefusedError
 
 
 class RequestAnswer(NamedTuple):

@@ -15,8 +15,14 @@ from rankless.parameter_server.servers.contents_transfer import (
     IncomingContents,
     check_contents,
 )
-from rankless.parameter_server.servers.error_messages import encode_error
-from rankless.parameter_server.servers.messages import (
+from rankless.parameter_server.servers.routing import are_ids_of_shards
+from rankless.parameter_server.servers.served_tables import OpenTable, ServerTables
+from rankless.parameter_server.servers.sessions import RequestAnswer, WorkerSession
+from rankless.parameter_server.servers.steps.independent_transactions import IndependentTransactions
+from rankless.parameter_server.servers.steps.transactions import MOST_AHEAD, CommonTransactions, PendingTransactions
+from rankless.parameter_server.servers.steps.worker_changes import LostWorkerChange, WorkerChange
+from rankless.parameter_server.servers.wire.error_messages import encode_error
+from rankless.parameter_server.servers.wire.messages import (
     FOR_TRAINING,
     MOST_MESSAGE_BYTES,
     PREPARED,
@@ -26,17 +32,8 @@ from rankless.parameter_server.servers.messages import (
     array_of,
     decode_json,
 )
-from rankless.parameter_server.servers.routing import are_ids_of_shards
-from rankless.parameter_server.servers.served_tables import OpenTable, ServerTables
-from rankless.parameter_server.servers.sessions import RequestAnswer, WorkerSession
-from rankless.parameter_server.servers.setting_formats import decode_optimizer
-from rankless.parameter_server.servers.steps.transactions import (
-    MOST_AHEAD,
-    CommonTransactions,
-    IndependentTransactions,
-    PendingTransactions,
-)
-from rankless.parameter_server.servers.steps.worker_changes import WorkerChange
+from rankless.parameter_server.servers.wire.prepared_pushes import PreparedPushMessage
+from rankless.parameter_server.servers.wire.setting_formats import decode_optimizer
 from rankless.parameter_server.tables.row_gradients import RowGradients
 
 _MOST_OCCURRENCES = 1 << 32
@@ -46,6 +43,8 @@ _READ_KINDS = (Kind.PULL, Kind.CONTENTS, Kind.RESTORE_END, Kind.STATISTICS, Kind
 because it keeps its part for a server that is killed before."""
 _CHANGE_KINDS = (Kind.PUSH, Kind.RESET, Kind.PREPARE)
 _MOST_WIDTH = 1 << 24
+_MOST_CHANGES = 1 << 20
+"""Of one worker in one transaction, for another worker that is lost."""
 
 
 class LostWorkersMessage(msgspec.Struct, frozen=True):
@@ -53,6 +52,13 @@ class LostWorkersMessage(msgspec.Struct, frozen=True):
 
     lost: list[int]
     round: int
+
+
+class LostChangeMessage(msgspec.Struct, frozen=True):
+    """Whose change a worker sends for a lost one, and its number among those in the transaction."""
+
+    worker: int
+    number: int
 
 
 class WorkerRequest(NamedTuple):
@@ -90,6 +96,7 @@ class TableRequests:
             Kind.LEAVE: self._leave,
             Kind.PREPARE: self._prepare,
             Kind.REGROUP: self._regroup,
+            Kind.PUSH_FOR_LOST: self._push_for_lost,
         }
 
     def begin_incarnation(self, worker: int) -> None:
@@ -171,22 +178,39 @@ class TableRequests:
         return answer._replace(header=answer.header._replace(table=number))
 
     def _push(self, request: WorkerRequest) -> RequestAnswer:
-        opened, header, factor = self.tables.find(request.header.table), request.header, None
+        opened, header = self.tables.find(request.header.table), request.header
         if header.flags & PREPARED:
             text, (factor,) = bytes(_frames(request, 2)[0]), array_of(request.payload[1], "<f8", (1,)).tolist()
-            gradients = self.transactions.find_prepared(
-                request.session.worker, header.transaction, header.table, factor
-            )
-        else:
-            text, gradients = bytes(_frames(request, 4)[0]), _gradients_of(opened, header.rows, request.payload[1:])
-        what = f"push to the table {opened.name!r} with {decode_optimizer(text)}"
-        return self._add(request, WorkerChange(header.table, what, text, gradients, factor=factor))
+            return self._add(request, self._make_prepared_change(request, header.table, text, factor))
+        text, gradients = bytes(_frames(request, 4)[0]), _gradients_of(opened, header.rows, request.payload[1:])
+        return self._add(request, WorkerChange(header.table, _describe_push(opened, text), text, gradients))
+
+    def _make_prepared_change(self, request: WorkerRequest, table: int, text: bytes, factor: float) -> WorkerChange:
+        """Return a push of gradients that the worker has prepared."""
+        opened = self.tables.find(table)
+        gradients = self.transactions.find_prepared(request.session.worker, request.header.transaction, table, factor)
+        return WorkerChange(table, _describe_push(opened, text), text, gradients, factor=factor)
 
     def _prepare(self, request: WorkerRequest) -> RequestAnswer:
         opened, header = self.tables.find(request.header.table), request.header
         gradients = _gradients_of(opened, header.rows, _frames(request, 3))
         try:
             self.transactions.prepare(request.session.worker, header.transaction, header.table, gradients)
+        except TableError as error:
+            self.failure = error
+            raise
+        return _done(request)
+
+    def _push_for_lost(self, request: WorkerRequest) -> RequestAnswer:
+        opened, header = self.tables.find(request.header.table), request.header
+        message = decode_json(_frames(request, 4)[0], LostChangeMessage)
+        if not 0 <= message.worker < len(self.transactions.ready) or not 0 <= message.number <= _MOST_CHANGES:
+            raise MessageRefusedError("a change of a worker that is none")
+        change = LostWorkerChange(
+            message.worker, message.number, _gradients_of(opened, header.rows, request.payload[1:])
+        )
+        try:
+            self.transactions.add_for_lost(request.session.worker, header.transaction, change)
         except TableError as error:
             self.failure = error
             raise
@@ -215,7 +239,17 @@ class TableRequests:
         return _done(request)
 
     def _ready(self, request: WorkerRequest) -> RequestAnswer:
-        _frames(request, 0)
+        """End a worker's part of a transaction, perhaps after its last pushes, which come with the end."""
+        if request.payload:
+            frames = _frames(request, 2)
+            pushes = decode_json(frames[0], list[PreparedPushMessage])
+            factors = array_of(frames[1], "<f8", (len(pushes),)).tolist()
+            changes = [
+                self._make_prepared_change(request, push.table, push.settings.encode(), factor)
+                for push, factor in zip(pushes, factors, strict=True)
+            ]
+            for change in changes:
+                self._add(request, change)
         self.transactions.mark_ready(request.session.worker, request.header.transaction)
         return _done(request)
 
@@ -339,6 +373,10 @@ def _gradients_of(opened: OpenTable, rows: int, frames: Sequence[memoryview]) ->
     if rows and not 0 <= int(occurrences.min()) <= int(occurrences.max()) <= _MOST_OCCURRENCES:
         raise MessageRefusedError("occurrences out of range")
     return RowGradients(ids, occurrences, gradients)
+
+
+def _describe_push(opened: OpenTable, text: bytes) -> str:
+    return f"push to the table {opened.name!r} with {decode_optimizer(text)}"
 
 
 def _frames(request: WorkerRequest, count: int) -> Sequence[memoryview]:

@@ -10,7 +10,11 @@ import zmq
 
 from rankless.config.servers import ServerConfig
 from rankless.errors import ServerError
-from rankless.parameter_server.servers.authentication import (
+from rankless.parameter_server.servers.served_tables import ServerTables
+from rankless.parameter_server.servers.server_status import RequestCounter
+from rankless.parameter_server.servers.sessions import RequestAnswer, WorkerSession
+from rankless.parameter_server.servers.table_requests import TableRequests, WorkerRequest, failed
+from rankless.parameter_server.servers.wire.authentication import (
     Challenger,
     ServerWelcome,
     WorkerHello,
@@ -18,7 +22,7 @@ from rankless.parameter_server.servers.authentication import (
     is_proof,
     prove,
 )
-from rankless.parameter_server.servers.messages import (
+from rankless.parameter_server.servers.wire.messages import (
     COPIED_BYTES,
     MOST_FRAMES,
     MOST_MESSAGE_BYTES,
@@ -29,10 +33,6 @@ from rankless.parameter_server.servers.messages import (
     decode_message,
     make_message,
 )
-from rankless.parameter_server.servers.served_tables import ServerTables
-from rankless.parameter_server.servers.server_status import RequestCounter
-from rankless.parameter_server.servers.sessions import RequestAnswer, WorkerSession
-from rankless.parameter_server.servers.table_requests import TableRequests, WorkerRequest, failed
 from rankless.parameter_server.tables.durable_tables import DurableTables
 
 _PROOF_BYTES = 32

@@ -26,9 +26,13 @@ def join_round_world(before: World, joined: Round, backend: Backend) -> tuple[Wo
         The world, and the function that destroys its group.
     """
     device, place = before.mesh.device, joined.assignment
+    if isinstance(before.mesh.desync_detector, DesyncDetector):
+        before.mesh.desync_detector.close()
     if dist.is_initialized():
         find_original_destroy()()
-    end = make_world_group(backend, device, store=joined.store, rank=place.rank, world_size=place.size)
+    end = make_world_group(
+        backend, device, store=joined.store, rank=place.rank, world_size=place.size, must_be_abortable=True
+    )
     mesh = make_world_mesh(device)
     detector = DesyncDetector(mesh, notify=before.notify) if mesh.size > 1 else None
     if detector is not None:

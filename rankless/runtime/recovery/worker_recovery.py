@@ -21,8 +21,9 @@ from rankless.runtime.elastic_round import ElasticMember, Round
 
 Result = TypeVar("Result")
 
-NOTICE_SECONDS = 5.0
-"""How long a worker whose group has failed waits for the agent to say that another one is lost."""
+NOTICE_SECONDS = 10.0
+"""How long a worker whose group has failed waits for the agent to say that another one is lost. The agent of a lost
+host is silent for some seconds before host 0 takes it for lost."""
 OTHER_ERROR_SECONDS = 0.5
 """The same after an error that another backend than the shared memory may have raised."""
 
@@ -68,10 +69,14 @@ class WorkerRecovery:
         self._is_inside = False
 
     def begin(self, world: World) -> None:
-        """Make operations in a world, in which all workers are."""
+        """Make operations in a world, in which all workers are.
+
+        If its group cannot be aborted, the agent never hears that this worker has joined, and a loss ends the run.
+        """
         self._world = world
         self._member.on_ended = self._abort
-        self._member.report_joined()
+        if isinstance(world.mesh.group, SharedMemoryProcessGroup):
+            self._member.report_joined()
 
     @property
     def world(self) -> World:

@@ -45,6 +45,7 @@ class GroupRequest:
         size: The number of ranks.
         timeout: How long the ranks wait for each other in its collectives.
         has_several_hosts: Whether the launcher has started the ranks on several hosts. Default: it does not say.
+        must_be_abortable: Whether a rank must be able to end the group for all, as one of Gloo cannot be.
     """
 
     store: Any
@@ -52,10 +53,17 @@ class GroupRequest:
     size: int
     timeout: timedelta = default_pg_timeout
     has_several_hosts: bool = False
+    must_be_abortable: bool = False
 
 
 def make_world_group(
-    backend: Backend, device: torch.device, *, store: Any, rank: int, world_size: int
+    backend: Backend,
+    device: torch.device,
+    *,
+    store: Any,
+    rank: int,
+    world_size: int,
+    must_be_abortable: bool = False,
 ) -> Callable[[], None]:
     """Make the process group of the world, and return the function that destroys it.
 
@@ -64,7 +72,13 @@ def make_world_group(
     that. Raises JoinError if some ranks have not made the group within STORE_TIMEOUT.
     """
     if backend in ("shared_memory", "hierarchical"):
-        request = GroupRequest(store=store, rank=rank, size=world_size, has_several_hosts=backend == "hierarchical")
+        request = GroupRequest(
+            store=store,
+            rank=rank,
+            size=world_size,
+            has_several_hosts=backend == "hierarchical",
+            must_be_abortable=must_be_abortable,
+        )
         init_cpu_group(request, notify=print_notice)
     else:
         bound = device if backend == "nccl" else None
@@ -136,7 +150,10 @@ def _open_group(request: GroupRequest) -> SharedGroup | HostsGroup | Support:
     choice = environment.user_backend()
     objection = f"RANKLESS_BACKEND={choice}" if choice not in (None, "shared_memory", "hierarchical") else ""
     member = Membership(
-        rank=request.rank, global_ranks=tuple(range(request.size)), timeout_seconds=request.timeout.total_seconds()
+        rank=request.rank,
+        global_ranks=tuple(range(request.size)),
+        timeout_seconds=request.timeout.total_seconds(),
+        must_be_abortable=request.must_be_abortable,
     )
     if not request.has_several_hosts:
         store = _derive(request.store, f"rankless/shared memory {number}")

@@ -3,8 +3,8 @@
 import msgspec
 import zmq
 
-from rankless.parameter_server.servers.authentication import WorkerHello, prove
-from rankless.parameter_server.servers.messages import Kind, MessageHeader, decode_message, make_message
+from rankless.parameter_server.servers.wire.authentication import WorkerHello, prove
+from rankless.parameter_server.servers.wire.messages import Kind, MessageHeader, decode_message, make_message
 
 CHALLENGE = b"c" * 32
 

@@ -12,10 +12,10 @@ from server_processes import RestartedServer, ServerProcess
 
 from rankless.config.servers import CANNOT_GO_ON, ServerConfig, ServersConfig
 from rankless.errors import TableError
-from rankless.parameter_server.servers.authentication import PROOF_BYTES
 from rankless.parameter_server.servers.client import ServerClient
-from rankless.parameter_server.servers.messages import Kind, MessageHeader, make_message
 from rankless.parameter_server.servers.server_connection import ConnectionSettings
+from rankless.parameter_server.servers.wire.authentication import PROOF_BYTES
+from rankless.parameter_server.servers.wire.messages import Kind, MessageHeader, make_message
 from rankless.parameter_server.tables.settings import TableSettings
 from rankless.parameter_server.tables.table import Table
 

@@ -14,9 +14,9 @@ from support.jobs import wait_until
 from rankless.config.servers import ServersConfig
 from rankless.errors import ServerError
 from rankless.parameter_server.servers.client import ServerClient
-from rankless.parameter_server.servers.encryption import encrypt_worker
-from rankless.parameter_server.servers.messages import Kind, MessageHeader, make_message
 from rankless.parameter_server.servers.server_connection import ConnectionSettings
+from rankless.parameter_server.servers.wire.encryption import encrypt_worker
+from rankless.parameter_server.servers.wire.messages import Kind, MessageHeader, make_message
 from rankless.parameter_server.tables.settings import TableSettings
 from rankless.parameter_server.tables.table import Table
 

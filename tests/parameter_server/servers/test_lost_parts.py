@@ -104,8 +104,9 @@ def test_a_later_round_may_drop_a_step_that_a_lost_worker_had_completed(three_wo
 def test_gradients_that_were_not_prepared_cannot_be_pushed(three_workers):
     _, clients, tables = three_workers
     tables[0].push_prepared(SGD, 1.0)
+    clients[0].commit()
     with pytest.raises(ServerError, match="a push of gradients that were not prepared"):
-        clients[0].commit()
+        tables[0].pull(IDS)
 
 
 def test_changes_outside_of_a_step_are_not_lost_silently(three_workers):
@@ -113,3 +114,21 @@ def test_changes_outside_of_a_step_are_not_lost_silently(three_workers):
     tables[0].push(IDS, np.ones(6, np.int64), np.ones((6, 2)), SGD)
     with pytest.raises(LostWorkerError, match="outside a job"):
         clients[0].regroup([2], 0, 1)
+
+
+def test_prepared_pushes_keep_their_place_among_other_changes(three_workers):
+    _, clients, tables = three_workers
+    momentum = OPTIMIZERS["momentum"]
+    wanted = Table(SETTINGS)
+    for settings in (momentum, SGD):
+        prepare(clients, tables)
+        for worker in range(3):
+            tables[worker].push_prepared(settings, 1.0)
+            tables[worker].reset_states()
+            tables[worker].push(IDS, part(worker).occurrences, part(worker).gradients, momentum)
+            clients[worker].commit()
+        total = sum(part(worker).gradients for worker in range(3))
+        wanted.push(IDS, np.full(6, 3), total, settings)
+        wanted.reset_states()
+        wanted.push(IDS, np.full(6, 3), total, momentum)
+    np.testing.assert_array_equal(tables[1].pull(IDS), wanted.pull(IDS))

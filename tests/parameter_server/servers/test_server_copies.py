@@ -2,6 +2,7 @@
 
 import threading
 
+import msgspec
 import numpy as np
 import pytest
 from served_training import (
@@ -16,7 +17,10 @@ from served_training import (
 from server_processes import ServersOfRun, servers_of_run
 
 from rankless.errors import ServerError
-from rankless.parameter_server.servers.server_connection import ConnectionSettings
+from rankless.parameter_server.servers.replicated_connection import ReplicatedConnection
+from rankless.parameter_server.servers.server_connection import ConnectionSettings, ServerAnswer
+from rankless.parameter_server.servers.wire.messages import Kind, MessageHeader
+from rankless.parameter_server.servers.wire.prepared_pushes import PreparedPush, encode_pushes
 from rankless.parameter_server.tables.row_gradients import RowGradients
 from rankless.parameter_server.tables.table import Table
 
@@ -213,3 +217,36 @@ def test_a_worker_that_waited_says_that_it_goes_on_without_a_server(run, losses)
     assert any("worker 0 waits for server 0 at" in text for text in notices)
     assert any("worker 0 goes on without server 0 at" in text and "server 1 at" in text for text in notices)
     together([client.close for client in clients])
+
+
+class OpenedTables:
+    """Stands for a connection whose server has numbered tables in an order of its own."""
+
+    def __init__(self, index: int, numbers: list[int]) -> None:
+        self.index, self.worker, self.name, self.address = index, 0, f"server {index}", ""
+        self.is_full = False
+        self._numbers, self.sent = numbers, []
+
+    def send(self, header, payload=()) -> int:
+        self.sent.append((header, payload))
+        return len(self.sent)
+
+    def has_answer(self, _number: int) -> bool:
+        return True
+
+    def take_answer(self, number: int) -> ServerAnswer:
+        return ServerAnswer(self.sent[number - 1][0]._replace(table=self._numbers[number - 1]), [])
+
+
+def test_prepared_pushes_have_the_numbers_that_each_server_has_for_tables():
+    servers = [OpenedTables(0, [0, 1, 2]), OpenedTables(1, [2, 0, 1])]
+    connection = ReplicatedConnection(servers, is_lost=lambda _: False, notify=None)
+    numbers = [
+        connection.take_answer(connection.send(MessageHeader(Kind.OPEN), (name,))).header.table
+        for name in (b"a", b"b", b"c")
+    ]
+    assert numbers == [0, 1, 2]
+    pushes = [PreparedPush([number], b"{}", 1.0) for number in numbers]
+    connection.send(MessageHeader(Kind.READY), encode_pushes(pushes, 0))
+    found = [[each["table"] for each in msgspec.json.decode(server.sent[-1][1][0])] for server in servers]
+    assert found == [[0, 1, 2], [2, 0, 1]]

@@ -18,8 +18,8 @@ from server_processes import PROGRAM, ROOT, ServerProcess, ServersOfRun, servers
 from rankless.config.servers import ServerConfig, ServersConfig, server_environment
 from rankless.errors import ServerError
 from rankless.parameter_server.servers.client import ServerClient
-from rankless.parameter_server.servers.messages import Kind, MessageHeader
 from rankless.parameter_server.servers.server_connection import ConnectionSettings
+from rankless.parameter_server.servers.wire.messages import Kind, MessageHeader
 from rankless.parameter_server.tables.settings import TableSettings
 
 SETTINGS = TableSettings(dim=2)

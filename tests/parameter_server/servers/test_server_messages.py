@@ -9,8 +9,8 @@ from raw_worker import RawWorker
 from served_training import OPTIMIZERS
 from server_processes import servers_of_run
 
-from rankless.parameter_server.servers.messages import HEADER_BYTES, Kind, MessageHeader, make_message
-from rankless.parameter_server.servers.setting_formats import encode_optimizer, encode_table_settings
+from rankless.parameter_server.servers.wire.messages import HEADER_BYTES, Kind, MessageHeader, make_message
+from rankless.parameter_server.servers.wire.setting_formats import encode_optimizer, encode_table_settings
 from rankless.parameter_server.tables.settings import TableSettings
 from rankless.parameter_server.tables.table import Table
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from rankless.parameter_server.servers.setting_formats import encode_table_settings
+from rankless.parameter_server.servers.wire.setting_formats import encode_table_settings
 from rankless.parameter_server.tables.optimizers import AdagradSettings, FtrlSettings, SgdSettings, SparseAdamSettings
 from rankless.parameter_server.tables.settings import ByCount, ByHash, Constant, TableSettings, Uniform
 from rankless.parameter_server.tables.table import Table

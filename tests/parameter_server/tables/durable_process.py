@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from durable_changes import SETTINGS, change_tables, open_tables
 
-from rankless.parameter_server.servers.setting_formats import decode_table_settings
+from rankless.parameter_server.servers.wire.setting_formats import decode_table_settings
 from rankless.parameter_server.tables import durable_memory, durable_tables
 from rankless.parameter_server.tables.durable_tables import DurableTables
 

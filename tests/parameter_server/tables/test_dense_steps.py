@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rankless.parameter_server.ftrl import FTRL
-from rankless.parameter_server.servers.setting_formats import (
+from rankless.parameter_server.servers.wire.setting_formats import (
     decode_optimizer,
     decode_table_settings,
     encode_optimizer,

@@ -9,7 +9,7 @@ import pytest
 from durable_changes import UndisturbedTables, difference
 from durable_process import CERTAIN_FAULTS, FAULTS, ProcessForker
 
-from rankless.parameter_server.servers.setting_formats import decode_table_settings
+from rankless.parameter_server.servers.wire.setting_formats import decode_table_settings
 from rankless.parameter_server.tables.durable_tables import DurableTables
 
 

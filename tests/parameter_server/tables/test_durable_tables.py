@@ -12,7 +12,7 @@ import pytest
 from durable_changes import SETTINGS, Opener, UndisturbedTables, change_tables, difference, open_tables
 
 from rankless.errors import TableError
-from rankless.parameter_server.servers.setting_formats import decode_table_settings, encode_table_settings
+from rankless.parameter_server.servers.wire.setting_formats import decode_table_settings, encode_table_settings
 from rankless.parameter_server.tables.durable_memory import KEPT_LOG_BYTES
 from rankless.parameter_server.tables.durable_tables import DurableTables
 from rankless.parameter_server.tables.optimizers import AdagradSettings, SgdSettings

@@ -44,7 +44,7 @@ def open_hosts_group(
 
     Returns:
         The group; that of one host if all ranks are on it. On all ranks, why there is none, if a rank objects or its
-        machine does not support it, a host has no memory, or every host has one rank only.
+        machine does not support it, a host has no memory, or every host has one rank only and Gloo may connect them.
 
     Raises:
         CollectiveError: A rank does not call this within the timeout, or its process has ended.
@@ -60,7 +60,7 @@ def open_hosts_group(
         return support
     if len(layout.hosts) == 1:
         return open_shared_group(_derive(store, "one host"), member, timeout, check=check)
-    if len(layout.hosts) == member.size:
+    if len(layout.hosts) == member.size and not member.must_be_abortable:
         return ONE_RANK_PER_HOST
     return _open(store, exchange, member, layout, timeout)
 

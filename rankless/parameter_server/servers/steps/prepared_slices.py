@@ -4,6 +4,12 @@ Note [prepared slices]: a worker that dies after others have stepped would take 
 workers send their gradients before any of them steps. The push that follows has the optimizer's settings, and one
 factor by which the script has scaled the gradients. A server makes the push of a lost worker from its prepared slice
 and the push of another worker: they differ in nothing else.
+
+Note [parts of lost workers]: the gradient of an embedding's weight is whole on all workers, and the script may have
+changed it in any way. So nothing is prepared: each worker pushes another part of its rows. The others can make the part
+of a lost worker from what they have, and send it. Each worker does so before it tells a server that the other one is
+lost, or before it completes that transaction. So a server that makes the step has the part. All workers send the same,
+and a server takes the first. None of them is needed if the lost worker has completed the transaction itself.
 """
 
 from collections import defaultdict
@@ -11,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rankless.errors import TableError
-from rankless.parameter_server.servers.steps.worker_changes import WorkerChange
+from rankless.parameter_server.servers.steps.worker_changes import LostWorkerChange, WorkerChange
 from rankless.parameter_server.tables.row_gradients import RowGradients
 
 
@@ -21,10 +27,16 @@ class PreparedSlices:
     def __init__(self) -> None:
         self._slices: defaultdict[int, dict[tuple[int, int], RowGradients]] = defaultdict(dict)
         """By transaction, then by worker and table."""
+        self._of_lost: defaultdict[int, dict[tuple[int, int], RowGradients]] = defaultdict(dict)
+        """What others have sent for lost workers: by transaction, then by worker and the number of the change."""
 
     def add(self, worker: int, transaction: int, table: int, gradients: RowGradients) -> None:
         """Keep a slice, instead of an earlier one whose step the worker has not made."""
         self._slices[transaction][worker, table] = gradients
+
+    def add_for_lost(self, transaction: int, change: LostWorkerChange) -> None:
+        """Keep what a lost worker would have pushed, unless another worker has said it already."""
+        self._of_lost[transaction].setdefault((change.worker, change.number), change.gradients)
 
     def take_scaled(self, worker: int, transaction: int, table: int, factor: float) -> RowGradients | None:
         """Return a worker's slice, with its gradients times a factor. None: it has sent none."""
@@ -36,14 +48,16 @@ class PreparedSlices:
     def complete(self, worker: int, transaction: int, changes: Sequence[WorkerChange]) -> list[WorkerChange]:
         """Return the changes of a lost worker, from those of another worker and from its slices.
 
-        Raises TableError if it has not sent all of them to this process.
+        Raises TableError if this process has not all of them.
         """
         completed = []
-        for change in changes:
+        for number, change in enumerate(changes):
             gradients = change.gradient_slice
             if gradients is not None and change.factor is not None:
                 gradients = self.take_scaled(worker, transaction, change.table, change.factor)
-            if change.gradient_slice is not None and (gradients is None or change.factor is None):
+            elif gradients is not None:
+                gradients = self._of_lost.get(transaction, {}).get((worker, number))
+            if change.gradient_slice is not None and gradients is None:
                 raise TableError(
                     expected=f"the gradients of worker {worker} for transaction {transaction}",
                     found="that it was lost before they arrived, or together with an earlier process of this server",
@@ -55,12 +69,15 @@ class PreparedSlices:
     def forget(self, transaction: int) -> None:
         """Forget the slices of a transaction, which is committed."""
         self._slices.pop(transaction, None)
+        for earlier in [each for each in self._of_lost if each <= transaction]:
+            del self._of_lost[earlier]
 
     def forget_after(self, worker: int, transaction: int) -> None:
         """Forget a worker's slices for later transactions: it will make them again."""
-        for later in [each for each in self._slices if each > transaction]:
-            slices = self._slices[later]
-            for key in [key for key in slices if key[0] == worker]:
-                del slices[key]
-            if not slices:
-                del self._slices[later]
+        for slices_by_transaction in (self._slices, self._of_lost):
+            for later in [each for each in slices_by_transaction if each > transaction]:
+                slices = slices_by_transaction[later]
+                for key in [key for key in slices if key[0] == worker]:
+                    del slices[key]
+                if not slices:
+                    del slices_by_transaction[later]

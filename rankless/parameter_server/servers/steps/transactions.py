@@ -12,13 +12,13 @@ worker that knew more was lost meanwhile. None of them is committed, because the
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import Protocol
 
 from rankless.errors import TableError
-from rankless.parameter_server.servers.messages import MessageRefusedError
 from rankless.parameter_server.servers.steps.prepared_slices import PreparedSlices
-from rankless.parameter_server.servers.steps.worker_changes import WorkerChange
+from rankless.parameter_server.servers.steps.worker_changes import LostWorkerChange, WorkerChange
+from rankless.parameter_server.servers.wire.messages import MessageRefusedError
 from rankless.parameter_server.tables.row_gradients import RowGradients, count_bytes
 
 MOST_AHEAD = 8
@@ -77,6 +77,20 @@ class PendingTransactions(Protocol):
 
     def find_prepared(self, worker: int, transaction: int, table: int, factor: float) -> RowGradients:
         """Return a worker's prepared slice times a factor. Raises MessageRefusedError if there is none."""
+        ...
+
+    def add_for_lost(self, worker: int, transaction: int, change: LostWorkerChange) -> None:
+        """Keep what a lost worker would have pushed; see Note [parts of lost workers] in `prepared_slices`.
+
+        Args:
+            worker: The worker that sends it.
+            transaction: The transaction. One that is committed needs no part.
+            change: Whose change it is, and which.
+
+        Raises:
+            MessageRefusedError: It is of another transaction, or of the sender itself.
+            TableError: It takes too much memory.
+        """
         ...
 
     def regroup(self, worker: int, lost: Collection[int], transaction: int) -> None:
@@ -198,7 +212,7 @@ class CommonTransactions:
 
     def add(self, worker: int, transaction: int, change: WorkerChange) -> None:
         """Keep a worker's next change, and compare it with those of the others."""
-        _require_next(transaction, self.ready[worker], "a change")
+        require_next(transaction, self.ready[worker], "a change")
         parts = self._parts.add(worker, transaction, change)
         place = len(parts[worker]) - 1
         for other, changes in parts.items():
@@ -207,12 +221,12 @@ class CommonTransactions:
 
     def mark_ready(self, worker: int, transaction: int) -> None:
         """Note that all servers have a worker's part."""
-        _require_next(transaction, self.ready[worker], "the end")
+        require_next(transaction, self.ready[worker], "the end")
         self.ready[worker] = transaction
 
     def leave(self, worker: int) -> None:
         """Wait no more for a worker."""
-        _require_nothing_kept(self, self._parts, worker)
+        require_nothing_kept(self, self._parts, worker)
         self.left.add(worker)
 
     def begin_incarnation(self, worker: int) -> None:
@@ -224,7 +238,7 @@ class CommonTransactions:
 
     def prepare(self, worker: int, transaction: int, table: int, gradients: RowGradients) -> None:
         """Keep a worker's slice of a step that follows."""
-        _require_next(transaction, self.ready[worker], "a change")
+        require_next(transaction, self.ready[worker], "a change")
         self._parts.require_memory(worker, gradients)
         self._prepared.add(worker, transaction, table, gradients)
 
@@ -234,6 +248,14 @@ class CommonTransactions:
         if found is None:
             raise MessageRefusedError("a push of gradients that were not prepared")
         return found
+
+    def add_for_lost(self, worker: int, transaction: int, change: LostWorkerChange) -> None:
+        """Keep what a lost worker would have pushed, the first time that another worker says it."""
+        if not 1 <= transaction <= self._committed + MOST_AHEAD + 1 or change.worker == worker:
+            raise MessageRefusedError("a part of no lost worker, or of a transaction that cannot be")
+        if transaction > self._committed:
+            self._parts.require_memory(worker, change.gradients)
+            self._prepared.add_for_lost(transaction, change)
 
     def regroup(self, worker: int, lost: Collection[int], transaction: int) -> None:
         """Take a worker's message that others are lost; see Note [lost workers]."""
@@ -274,88 +296,14 @@ class CommonTransactions:
         return [changes[worker] for worker in sorted(changes)]
 
 
-class IndependentTransactions:
-    """Transactions of each worker alone: an optimizer step for each of its batches; see PendingTransactions."""
-
-    def __init__(self, worker_count: int, committed: Sequence[int] = (), left: Iterable[int] = ()) -> None:
-        """Begin, or go on after an earlier process of this server.
-
-        Args:
-            worker_count: Number of workers.
-            committed: The last transaction of each worker that has been committed. Default: none has.
-            left: The workers that have left.
-        """
-        self._committed = list(committed) or [0] * worker_count
-        self.ready = list(self._committed)
-        self.left = set(left)
-        self.lost: dict[int, int] = {}
-        self._parts = WorkerParts(worker_count)
-
-    @property
-    def slowest(self) -> int:
-        """The least number of transactions that a worker has made, of those that have not left."""
-        return min((count for worker, count in enumerate(self._committed) if worker not in self.left), default=0)
-
-    def committed_of(self, worker: int) -> int:
-        """Return the last transaction of a worker that has been committed."""
-        return self._committed[worker]
-
-    @property
-    def number(self) -> int:
-        """How many transactions have been committed, of all workers."""
-        return sum(self._committed)
-
-    def list_committed(self) -> list[int]:
-        """Return the last one of each worker."""
-        return list(self._committed)
-
-    def add(self, worker: int, transaction: int, change: WorkerChange) -> None:
-        """Keep a worker's next change."""
-        _require_next(transaction, self.ready[worker], "a change")
-        self._parts.add(worker, transaction, change)
-
-    def mark_ready(self, worker: int, transaction: int) -> None:
-        """Note that all servers have a worker's transaction."""
-        _require_next(transaction, self.ready[worker], "the end")
-        self.ready[worker] = transaction
-
-    def leave(self, worker: int) -> None:
-        """Wait no more for a worker."""
-        _require_nothing_kept(self, self._parts, worker)
-        self.left.add(worker)
-
-    def begin_incarnation(self, worker: int) -> None:
-        """Forget the transaction that a worker has not completed."""
-        self._parts.forget_after(worker, self.ready[worker])
-        self.left.discard(worker)
-
-    def prepare(self, worker: int, transaction: int, table: int, gradients: RowGradients) -> None:  # noqa: ARG002
-        """Refuse it: no step has parts of several workers."""
-        raise MessageRefusedError("gradients for a common step in a mode without one")
-
-    def find_prepared(self, worker: int, transaction: int, table: int, factor: float) -> RowGradients:  # noqa: ARG002
-        """Refuse it: nothing is prepared."""
-        raise MessageRefusedError("a push of gradients that were not prepared")
-
-    def regroup(self, worker: int, lost: Collection[int], transaction: int) -> None:  # noqa: ARG002
-        """Refuse it: no worker waits for the step of another one."""
-        raise MessageRefusedError("lost workers in a mode without common steps")
-
-    def take(self) -> list[list[WorkerChange]] | None:
-        """Return the next transaction of a worker that has completed one."""
-        for worker, committed in enumerate(self._committed):
-            if self.ready[worker] > committed:
-                self._committed[worker] += 1
-                return [self._parts.take(worker, committed + 1)]
-        return None
-
-
-def _require_next(transaction: int, ready: int, what: str) -> None:
+def require_next(transaction: int, ready: int, what: str) -> None:
+    """Raise MessageRefusedError for a message of another transaction than the one after the last complete one."""
     if transaction != ready + 1:
         raise MessageRefusedError(f"{what} of another transaction than the worker's next one")
 
 
-def _require_nothing_kept(pending: PendingTransactions, parts: WorkerParts, worker: int) -> None:
+def require_nothing_kept(pending: PendingTransactions, parts: WorkerParts, worker: int) -> None:
+    """Raise MessageRefusedError if a server keeps a part of a worker that is not committed."""
     ready = pending.ready[worker]
     if ready > pending.committed_of(worker) or parts.has(worker, ready + 1):
         raise MessageRefusedError("a worker that leaves before its part of a transaction is committed")

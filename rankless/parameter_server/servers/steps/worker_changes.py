@@ -24,3 +24,17 @@ class WorkerChange(NamedTuple):
     gradient_slice: RowGradients | None
     reset: int = 0
     factor: float | None = None
+
+
+class LostWorkerChange(NamedTuple):
+    """One push that a lost worker would have made, as another worker knows it.
+
+    Args:
+        worker: The lost worker.
+        number: The number of the push among the worker's changes in the transaction, from 0 on.
+        gradients: The lost worker's slice of the gradients.
+    """
+
+    worker: int
+    number: int
+    gradients: RowGradients

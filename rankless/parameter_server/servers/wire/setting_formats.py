@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from rankless.errors import TableError
-from rankless.parameter_server.servers.messages import MessageRefusedError, decode_json
+from rankless.parameter_server.servers.wire.messages import MessageRefusedError, decode_json
 from rankless.parameter_server.tables.optimizers import (
     AdagradSettings,
     AdamSettings,

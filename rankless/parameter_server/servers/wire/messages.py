@@ -56,6 +56,8 @@ class Kind(IntEnum):
     """A worker's slice of a step, before the step."""
     REGROUP = 16
     """Workers are lost, and the others go on. The payload says which."""
+    PUSH_FOR_LOST = 17
+    """What a lost worker would have pushed. The payload says which worker, and the number of its change."""
     CHALLENGE = 65
     WELCOME = 66
     DONE = 67

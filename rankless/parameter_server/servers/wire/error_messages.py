@@ -3,7 +3,7 @@
 import msgspec
 
 from rankless.errors import RanklessError, ServerError, TableError
-from rankless.parameter_server.servers.messages import MessageRefusedError, decode_json
+from rankless.parameter_server.servers.wire.messages import MessageRefusedError, decode_json
 
 
 class CarriedError(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,0 +1,1 @@
+"""What workers and servers send each other, and how they connect."""

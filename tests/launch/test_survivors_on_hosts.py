@@ -1,0 +1,126 @@
+"""Host 0's agent decides for the workers of all hosts, and the agents of others pass their messages on."""
+
+import os
+import socket
+
+import msgspec
+import pytest
+
+from rankless.launch.elastic.survivors import SurvivorRelay, SurvivorRounds, WorkerHosts
+from rankless.launch.elastic.worker_channels import WorkerChannels
+from rankless.records.elastic_messages import (
+    RoundEnded,
+    StateSynced,
+    WorkerReady,
+    receive_driver_message,
+    send_message,
+)
+from rankless.records.events import Exited, HostLost, Notice
+
+LOST = HostLost(rank=2, time_ns=0, host="b", how="was lost: no heartbeat for 4 s", host_index=1)
+
+
+class OtherHosts:
+    """The other agents: what they have received, and what their workers send."""
+
+    def __init__(self) -> None:
+        self.sent: list = []
+        self.arrived: list = []
+
+    def send_to_worker(self, rank: int, message) -> None:
+        self.sent.append((rank, message))
+
+    def send_worker_message(self, rank: int, message) -> None:
+        self.sent.append((rank, message))
+
+    def take_worker_messages(self) -> list:
+        taken, self.arrived = self.arrived, []
+        return taken
+
+
+def begin(*, most_lost: int = 4, with_servers: tuple[int, ...] = (0,)) -> tuple[SurvivorRounds, OtherHosts]:
+    """Return the rounds of two workers on host a, two on b and one on c, which have all joined."""
+    peers = OtherHosts()
+    hosts = WorkerHosts((0, 0, 1, 1, 2), ("10.0.0.1", "10.0.0.2", "10.0.0.3"), frozenset(with_servers))
+    rounds = SurvivorRounds(WorkerChannels(range(0)), hosts, most_lost, peers)
+    peers.arrived = [(rank, StateSynced(round=0)) for rank in range(5)]
+    rounds.tick()
+    return rounds, peers
+
+
+def test_a_lost_host_is_the_end_of_all_its_workers():
+    rounds, peers = begin()
+    host, first, second, notice = rounds.judge([LOST])
+    assert isinstance(host, HostLost)
+    assert host.is_covered
+    assert [(each.rank, each.exit_code, each.survivors) for each in (first, second)] == [(2, -9, 3), (3, -9, 3)]
+    assert isinstance(notice, Notice)
+    assert notice.text == "host b was lost: no heartbeat for 4 s; 2 workers ended there; 3 workers go on"
+    assert peers.sent == [(4, RoundEnded(round=0))]
+
+
+def test_a_lost_host_loses_the_workers_that_it_still_had():
+    rounds, _ = begin()
+    rounds.judge([Exited(rank=3, time_ns=0, exit_code=-9)])
+    _, only, notice = rounds.judge([LOST])
+    assert (only.rank, only.survivors) == (2, 3)
+    assert "1 worker ended there; 3 workers go on" in notice.text
+
+
+@pytest.mark.parametrize("options", [{"with_servers": (0, 1)}, {"most_lost": 1}])
+def test_a_lost_host_ends_the_run_if_it_has_servers_or_too_many_workers(options):
+    rounds, peers = begin(**options)
+    assert rounds.judge([LOST]) == [LOST]
+    assert peers.sent == []
+    (exited,) = rounds.judge([Exited(rank=4, time_ns=0, exit_code=-9)])
+    assert exited.survivors is None
+
+
+def test_a_round_begins_at_the_host_of_its_first_worker():
+    rounds, peers = begin()
+    for rank in (0, 1):
+        rounds.judge([Exited(rank=rank, time_ns=0, exit_code=-9)])
+    peers.sent.clear()
+    peers.arrived = [(rank, WorkerReady(last_round=0)) for rank in (2, 3, 4)]
+    rounds.tick()
+    ((rank, started),) = peers.sent
+    assert (rank, started.address, started.assignment.size) == (2, "10.0.0.2", 3)
+    assert (started.assignment.local_size, started.assignment.cross_size) == (2, 2)
+
+
+def test_another_host_passes_messages_on():
+    peers = OtherHosts()
+    relay = SurvivorRelay(WorkerChannels(range(2, 4)), peers, 2)
+    ends = [socket.socket(fileno=os.dup(each)) for each in relay.channels.descriptors]
+    send_message(ends[0], StateSynced(round=0))
+    exited = Exited(rank=2, time_ns=0, exit_code=-9)
+    assert relay.judge([exited]) == [exited]
+    assert peers.sent == [(2, StateSynced(round=0))]  # before host 0 gets the record
+    peers.arrived = [(3, RoundEnded(round=0))]
+    relay.tick()
+    assert receive_driver_message(ends[1]) == RoundEnded(round=0)
+    relay.channels.close()
+    for end in ends:
+        end.close()
+
+
+def test_a_lost_host_of_servers_alone_is_none_of_the_workers():
+    rounds, peers = begin(with_servers=(3,))
+    lost = HostLost(rank=-1, time_ns=0, host="d", how="was lost", host_index=3, is_covered=True)
+    assert rounds.judge([lost]) == [lost]
+    assert peers.sent == []
+    rounds.judge([LOST])  # and a host of workers may be lost afterwards
+    assert rounds.lost == {2, 3}
+
+
+def test_a_lost_host_whose_servers_nobody_else_has_ends_the_run():
+    rounds, _ = begin(with_servers=(3,))
+    lost = HostLost(rank=-1, time_ns=0, host="d", how="was lost", host_index=3)
+    assert rounds.judge([lost, LOST]) == [lost, LOST]
+    assert rounds.lost == set()
+
+
+def test_a_lost_host_of_workers_whose_servers_others_have_is_the_end_of_its_workers():
+    rounds, _ = begin(with_servers=(1,))
+    rounds.judge([msgspec.structs.replace(LOST, are_servers_covered=True)])
+    assert rounds.lost == {2, 3}
