@@ -333,7 +333,6 @@ CASES = [
 ]
 
 
-@functools.cache
 def make_group(size: int) -> Any:
     """Make a group of all ranks except the first, or of both ranks of two. All ranks call it."""
     return dist.new_group(list(range(size))[-max(2, size - 1) :])
