@@ -110,7 +110,8 @@ def find_differences(here: HostFacts, there: HostFacts, *, received_seconds: flo
 
     `received_seconds` is host 0's clock when `there` arrived.
     """
-    runs_program = bool(there.devices)  # a host of servers alone runs no program, and needs no torch
+    # A host of servers alone runs no program, and needs no torch. Without a run, as for the doctor, no host has devices.
+    runs_program = bool(there.devices) or not here.devices
     found = [
         each
         for each in find_version_differences(here.versions, there.versions)
