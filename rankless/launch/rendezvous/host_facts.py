@@ -110,7 +110,7 @@ def find_differences(here: HostFacts, there: HostFacts, *, received_seconds: flo
 
     `received_seconds` is host 0's clock when `there` arrived.
     """
-    # A host of servers alone runs no program, and needs no torch. Without a run, as for the doctor, no host has devices.
+    # A host of servers alone runs no program, and needs no torch. Without a run, as in the doctor, none has devices.
     runs_program = bool(there.devices) or not here.devices
     found = [
         each
