@@ -136,14 +136,7 @@ def read_servers(arguments: argparse.Namespace) -> RequestedServers | None:
     }
     if count is not None:
         if not count:
-            _require_sync(mode)
-            if arguments.encrypt_servers:
-                raise ConfigError(
-                    expected="--servers with --encrypt-servers, which is about messages to servers",
-                    found="no servers",
-                    fix="give --servers a number from 1 up, or omit --encrypt-servers",
-                )
-            _require_no_replicas(arguments.replicas)
+            _require_no_server_options(arguments)
             return None
         servers = RequestedServers(count=count, **settings)
     else:
@@ -205,22 +198,21 @@ def _read_server_endpoints(text: str) -> list[Endpoint]:
     return read_endpoints("--servers", text, example=_LIST)
 
 
-def _require_sync(mode: str) -> None:
-    if mode != "sync":
-        raise ConfigError(
-            expected=f"--servers with --server-mode {mode}, because servers hold the parameters then",
-            found="no servers",
-            fix="give --servers a number from 1 up",
-        )
-
-
-def _require_no_replicas(replicas: int) -> None:
-    if replicas:
-        raise ConfigError(
-            expected="--servers with --replicas, because replicas are copies of servers",
-            found=f"--replicas {replicas} without servers",
-            fix="give --servers a number from 1 up, or omit --replicas",
-        )
+def _require_no_server_options(arguments: argparse.Namespace) -> None:
+    """Raise `ConfigError` if there is an option that needs servers."""
+    mode = arguments.server_mode
+    needing = {
+        f"--server-mode {mode}": (mode != SERVER_MODES[0], "because servers hold the parameters then"),
+        "--encrypt-servers": (arguments.encrypt_servers, "which is about messages to servers"),
+        f"--replicas {arguments.replicas}": (arguments.replicas != 0, "because replicas are copies of servers"),
+    }
+    for option, (is_given, reason) in needing.items():
+        if is_given:
+            raise ConfigError(
+                expected=f"--servers with {option}, {reason}",
+                found="no servers",
+                fix=f"give --servers a number from 1 up, or omit {option}",
+            )
 
 
 def _read_lost_workers(arguments: argparse.Namespace, *, has_servers: bool) -> int | None:

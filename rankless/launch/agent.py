@@ -30,10 +30,10 @@ from rankless.launch.status.process_identity import identify_agent
 from rankless.launch.supervisor.failure_attribution import Verdict
 from rankless.launch.supervisor.fork_server_client import ForkServerClient, InheritedSockets
 from rankless.launch.supervisor.fork_server_pool_client import ForkServerPoolClient
-from rankless.launch.supervisor.no_workers import NoWorkers, WorkerParent
 from rankless.launch.supervisor.shared_files import SharedFiles
 from rankless.launch.supervisor.supervisor import RunOutcome, Supervisor
 from rankless.launch.supervisor.terminal_text import format_count
+from rankless.launch.supervisor.worker_parent import NoWorkers, WorkerParent
 from rankless.launch.terminal_report import RunReport, conclude
 from rankless.launch.terminal_streams import TerminalStreams
 from rankless.launch.watchdog.watchdog import Watchdog, WatchdogConfig, open_status_pages

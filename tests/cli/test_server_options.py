@@ -115,8 +115,14 @@ REFUSED = [
     (("--servers", "1", "--server-restarts", "-1"), "expected: --server-restarts as a number from 0 up"),
     (("--servers", "1", "--replicas", "2"), "expected: --replicas 0 or 1"),
     (("--servers", "1", "--replicas", "-1"), "found:    -1"),
-    (("--replicas", "1"), "found:    --replicas 1 without servers"),
-    (("--servers", "0", "--replicas", "1"), "found:    --replicas 1 without servers"),
+    (
+        ("--replicas", "1"),
+        "expected: --servers with --replicas 1, because replicas are copies of servers\nfound:    no servers",
+    ),
+    (
+        ("--servers", "0", "--replicas", "1"),
+        "expected: --servers with --replicas 1, because replicas are copies of servers\nfound:    no servers",
+    ),
     (
         ("--servers", "1", "--replicas", "1", "--server-mode", "async"),
         "expected: --replicas with --server-mode sync, in which all steps have one order",

@@ -84,6 +84,17 @@ def lose(hosts: Hosts, name: str, how: str) -> None:
         os.kill(find_agent(hosts, name), signal.SIGKILL)
 
 
+def go_on_without(hosts: Hosts, name: str, how: str, job: subprocess.Popen[str]) -> tuple[str, str]:
+    """Lose a host, and return what the run writes, which must end in order."""
+    try:
+        lose(hosts, name, how)
+        output, errors = job.communicate(timeout=120)
+    finally:
+        hosts.link(name, up=True)
+    assert job.returncode == 0, errors
+    return output, errors
+
+
 @pytest.mark.ci_sample(1)
 @pytest.mark.parametrize(
     ("how", "name", "step"), [("kill", "b", 4), ("link", "b", 4), ("kill", "c", 0), ("link", "c", STEPS // 2)]
@@ -91,12 +102,7 @@ def lose(hosts: Hosts, name: str, how: str) -> None:
 def test_a_run_goes_on_without_a_lost_host_of_servers(how, name, step, hosts: Hosts, tmp_path: Path, plain):
     job = start(hosts, tmp_path)
     wait_for_step(job, tmp_path, step)
-    try:
-        lose(hosts, name, how)
-        output, errors = job.communicate(timeout=120)
-    finally:
-        hosts.link(name, up=True)
-    assert job.returncode == 0, errors
+    output, errors = go_on_without(hosts, name, how, job)
     require_same(output, plain)
     reason = "no heartbeat for" if how == "link" else "the connection"
     alone = {
@@ -119,12 +125,7 @@ def test_a_host_may_be_lost_at_any_moment(seed: int, hosts: Hosts, tmp_path: Pat
     job = start(hosts, tmp_path)
     wait_for_step(job, tmp_path, generator.randrange(STEPS // 2))
     threading.Event().wait(generator.uniform(0, 0.1))
-    try:
-        lose(hosts, name, how)
-        output, errors = job.communicate(timeout=120)
-    finally:
-        hosts.link(name, up=True)
-    assert job.returncode == 0, errors
+    output, _ = go_on_without(hosts, name, how, job)
     require_same(output, plain)
 
 
@@ -154,12 +155,7 @@ TWO_HOSTS_OF_WORKERS = ("run", "--servers", "b,c", "--replicas", "1", "--workers
 def test_workers_of_all_hosts_go_on_without_a_lost_host(how: str, name: str, hosts: Hosts, tmp_path: Path, plain):
     job = start(hosts, tmp_path, TWO_HOSTS_OF_WORKERS)
     wait_for_step(job, tmp_path, 6)
-    try:
-        lose(hosts, name, how)
-        output, errors = job.communicate(timeout=120)
-    finally:
-        hosts.link(name, up=True)
-    assert job.returncode == 0, errors
+    output, _ = go_on_without(hosts, name, how, job)
     require_same(output, plain)
 
 
@@ -172,12 +168,7 @@ WORKERS_AND_SERVERS = ("run", "--servers", "b,d", "--replicas", "1", "--workers"
 def test_a_lost_host_may_have_workers_and_servers(how: str, step: int, hosts: Hosts, tmp_path: Path, plain):
     job = start(hosts, tmp_path, WORKERS_AND_SERVERS)
     wait_for_step(job, tmp_path, step)
-    try:
-        lose(hosts, "d", how)
-        output, errors = job.communicate(timeout=120)
-    finally:
-        hosts.link("d", up=True)
-    assert job.returncode == 0, errors
+    output, errors = go_on_without(hosts, "d", how, job)
     assert json.loads(output.splitlines()[-1]) == pytest.approx(plain, rel=0, abs=1e-10)
     assert re.search(r"host d was lost: .*; its tables go on with server 3 in place of server 1, server 0 w", errors)
     assert re.search(r"host d was lost: .*; 1 worker ended there; 1 worker goes on", errors)

@@ -6,6 +6,7 @@ import re
 import pytest
 from support.jobs import job_environment
 
+from rankless.config import validation
 from rankless.launch.doctor import server_checks
 from rankless.launch.doctor.server_checks import check_parameter_servers
 
@@ -37,7 +38,7 @@ def test_a_server_that_does_not_answer_is_a_failure(monkeypatch):
 
 
 def test_missing_packages_are_no_failure(monkeypatch):
-    monkeypatch.setattr(server_checks, "SERVER_PACKAGES", ("zmq", "no_such_package"))
+    monkeypatch.setattr(validation, "SERVER_PACKAGES", ("zmq", "no_such_package"))
     found = check_parameter_servers()
     assert found.status == "pass"
     assert found.seen.startswith("no no_such_package; runs with --servers need pip install")

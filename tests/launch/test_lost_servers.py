@@ -142,6 +142,14 @@ def test_of_a_host_with_workers_the_servers_are_covered():
     run.close()
 
 
+def test_a_host_of_workers_alone_has_no_tables_that_go_on():
+    run = make_run(hosts=HOSTS, workers=(2, 0, 0, 1))
+    (record,) = judge(run, [HostLost(rank=2, time_ns=0, host="d", how="was lost: gone", host_index=3)])
+    assert isinstance(record, HostLost)
+    assert (record.are_servers_covered, record.is_covered) == (True, False)
+    run.close()
+
+
 def test_without_copies_records_stay_as_they_are():
     run = make_run(replicas=0)
     records = [host_lost(1), exited(0)]

@@ -17,6 +17,7 @@ from rankless.launch.doctor.probe_protocol import (
     ServersChecked,
 )
 from rankless.launch.doctor.remote_probes import HostProbes
+from rankless.launch.doctor.server_checks import CHECK_NAME as SERVERS
 from rankless.launch.doctor.server_checks import TIMEOUT_SECONDS as SERVER_TIMEOUT_SECONDS
 from rankless.launch.doctor.startup_test import StartupTest
 from rankless.launch.rendezvous.host_facts import MAX_CLOCK_SKEW_SECONDS, find_differences
@@ -179,7 +180,11 @@ class _Diagnosis:
         requests: dict[int, ProbeRequest] = {index: CheckServers() for index in self._probes.ready}
         for index, response in self._probes.request(requests, 2 * SERVER_TIMEOUT_SECONDS).items():
             if isinstance(response, ServersChecked):
-                self._results += with_place([response.result], self._names[index])
+                result = response.result
+            else:
+                text = response.text if isinstance(response, ProbeFailed) else "unexpected response"
+                result = make_failure(SERVERS, f"the probe failed: {text}", "run rankless doctor on that host alone")
+            self._results += with_place([result], self._names[index])
 
     def _compare_versions(self) -> None:
         """Compare every host's versions with the first host's."""

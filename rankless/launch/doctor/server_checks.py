@@ -1,9 +1,10 @@
 """Check that parameter servers run on a host, and that one that is killed goes on with its tables."""
 
-import importlib.util
 import subprocess
+import tempfile
 
-from rankless.config.servers import SERVER_PACKAGES
+from rankless.config.validation import require_server_packages
+from rankless.errors import ConfigError
 from rankless.records.check_results import CheckResult, make_failure, make_pass
 from rankless.runtime.subprocess_command import module_command
 
@@ -13,16 +14,16 @@ TIMEOUT_SECONDS = 30.0
 
 def check_parameter_servers() -> CheckResult:
     """Start a server, make a step on it, kill it, and read the rows from its next process."""
-    missing = [name for name in SERVER_PACKAGES if importlib.util.find_spec(name) is None]
-    if missing:
-        return make_pass(
-            CHECK_NAME, f'no {" and no ".join(missing)}; runs with --servers need pip install "rankless[ps]"'
-        )
+    try:
+        require_server_packages()
+    except ConfigError as error:
+        return make_pass(CHECK_NAME, f"{error.found}; runs with --servers need {error.fix}")
     command = module_command("rankless.launch.doctor.server_test_job")
     try:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
-        )
+        with tempfile.TemporaryDirectory(prefix="rankless-doctor-") as folder:  # removed also after a timeout
+            done = subprocess.run(
+                [*command, folder], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
+            )
     except subprocess.TimeoutExpired:
         return _failure(f"not finished within {TIMEOUT_SECONDS:g} s")
     lines = (done.stdout.strip() or done.stderr.strip() or f"it ended with exit code {done.returncode}").splitlines()

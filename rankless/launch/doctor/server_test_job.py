@@ -1,13 +1,12 @@
 """The doctor's test of parameter servers: a server makes a step, is killed, and goes on in a new process.
 
-It prints how long both took.
+It prints how long both took. Its argument is a folder for the server's socket and log.
 """
 
 import os
 import secrets
 import signal
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -30,8 +29,8 @@ RESTART_SECONDS = 20.0
 def main() -> int:
     """Run the test, and return the exit code. The last line of the output says what was found."""
     try:
-        with tempfile.TemporaryDirectory(prefix="rankless-doctor-") as folder, Interrupts() as interrupts:
-            print(run_test(Path(folder), interrupts))
+        with Interrupts() as interrupts:
+            print(run_test(Path(sys.argv[1]), interrupts))
     except RanklessError as error:
         first, *more = str(error.found).strip().splitlines()  # the end of a log may follow
         print(f"the server: {first} {more[-1].strip()}" if more else f"the server: {first}")

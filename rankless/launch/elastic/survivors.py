@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
+from rankless.launch.elastic.all_workers import LOOPBACK_ADDRESS
 from rankless.launch.elastic.worker_channels import WorkerChannels
 from rankless.launch.job_setup import ReadyJob
 from rankless.launch.rendezvous.peers import FollowerPeers, LeaderPeer, NoPeers
@@ -30,7 +31,6 @@ from rankless.records.elastic_messages import (
 from rankless.records.events import AnyRecord, Exited, HostLost, Notice, Raised, ScriptFinished, Started
 from rankless.records.local_ranks import assign_ranks
 
-LOOPBACK_ADDRESS = "127.0.0.1"
 KILLED = -9
 """The exit code that stands for the end of a worker on a lost host."""
 

@@ -1,7 +1,8 @@
 """Which servers of a run are lost for good, and whether others have their tables, so that the run goes on.
 
-Host 0 decides it (`LostServers.judge`), because it attributes failures. It tells the other hosts, and each agent tells
-its workers through memory (`records.live.lost_servers`). See Note [copies of servers] in `config.servers`.
+Host 0 decides it (`LostServers.judge_hosts` and `judge_servers`), because it attributes failures. It tells the other
+hosts, and each agent tells its workers through memory (`records.live.lost_servers`). See Note [copies of servers] in
+`config.servers`.
 """
 
 import os
@@ -116,6 +117,8 @@ class LostServers:
                 more = f"; servers {first} and {second}, which had the same tables, are lost"
                 return [msgspec.structs.replace(record, how=record.how + more)]
         has_workers = self._workers[host] > 0
+        if has_workers and not servers:
+            return [msgspec.structs.replace(record, are_servers_covered=True)]
         how = "its tables go on" if has_workers else "the run goes on"
         covered = msgspec.structs.replace(record, is_covered=not has_workers, are_servers_covered=True)
         return [covered, *self._lose(servers, f"host {record.host} {record.how}; {how}")]

@@ -24,8 +24,8 @@ from rankless.launch.rendezvous.messages import HostEnded, StopMode
 from rankless.launch.rendezvous.peers import Peers
 from rankless.launch.signals import Interrupts
 from rankless.launch.supervisor.failure_attribution import ATTRIBUTED_RECORDS, Verdict, attribute_failure
-from rankless.launch.supervisor.no_workers import WorkerParent
 from rankless.launch.supervisor.secondary_failure_lines import SecondaryFailure, describe_secondary_failure
+from rankless.launch.supervisor.worker_parent import WorkerParent
 from rankless.records.channel import receive_records
 from rankless.records.events import AnyRecord, Raised
 from rankless.runtime.fork_server_protocol import CUT, KILL, encode_signal

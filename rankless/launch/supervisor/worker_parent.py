@@ -1,4 +1,4 @@
-"""A host without workers: it has parameter servers alone, and so no fork server."""
+"""The process that starts the workers of a host, and its substitute on a host that has parameter servers alone."""
 
 import os
 import socket
