@@ -174,12 +174,12 @@ def _serve(pipe: Connection, rank_info: tuple[int, int, str], store_file: str) -
             path, task = pipe.recv()
             sys.path[:] = path
             answer = _execute(task, mesh)
-            _close_groups_of_axes()
+            _close_groups_of_task()
             pipe.send(answer)
 
 
-def _close_groups_of_axes() -> None:
-    """Close the process groups that a task has made: each of Gloo's has a thread that wakes up 100 times a second."""
+def _close_groups_of_task() -> None:
+    """Close the process groups that a task has made: each of Gloo's has a thread that wakes up 160 times a second."""
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
