@@ -12,6 +12,7 @@ from rankless.parameter_server.servers.served_table import ServedTable
 from rankless.parameter_server.servers.server_connection import ConnectionSettings
 from rankless.parameter_server.servers.server_requests import ServerRequests
 from rankless.parameter_server.servers.wire.authentication import WorkerHello
+from rankless.parameter_server.servers.wire.lost_worker_messages import LostWorkersMessage
 from rankless.parameter_server.servers.wire.messages import Kind, MessageHeader
 from rankless.parameter_server.servers.wire.prepared_pushes import encode_pushes
 from rankless.parameter_server.servers.wire.setting_formats import encode_table_settings
@@ -130,7 +131,7 @@ class ServerClient:
             )
         for connection in self._requests.connections:
             connection.forget_after(transaction)
-        payload = (msgspec.json.encode({"lost": sorted(lost), "round": round_number}),)
+        payload = (msgspec.json.encode(LostWorkersMessage(sorted(lost), round_number)),)
         with self._requests.exchange():
             self._requests.ask_all(MessageHeader(Kind.REGROUP, transaction=transaction), payload)
 

@@ -23,6 +23,7 @@ from rankless.parameter_server.servers.contents_transfer import (
 from rankless.parameter_server.servers.routing import RoutedIds, route_ids, scatter_rows, servers_of_shards
 from rankless.parameter_server.servers.server_connection import ServerAnswer, TransferLostError
 from rankless.parameter_server.servers.server_requests import ServerRequests
+from rankless.parameter_server.servers.wire.lost_worker_messages import LostChangeMessage
 from rankless.parameter_server.servers.wire.messages import FOR_TRAINING, MOST_MESSAGE_BYTES, Kind, MessageHeader
 from rankless.parameter_server.servers.wire.prepared_pushes import PreparedPush
 from rankless.parameter_server.servers.wire.setting_formats import encode_optimizer
@@ -178,7 +179,7 @@ class ServedTable:
             change: The transaction and the number of the push, as `next_change` had them.
             gradients: The lost worker's slice.
         """
-        text = msgspec.json.encode({"worker": worker, "number": change[1]})
+        text = msgspec.json.encode(LostChangeMessage(worker, change[1]))
         with self.requests.exchange():
             self.requests.answers(self._send_slice(Kind.PUSH_FOR_LOST, gradients, (text,), transaction=change[0]))
 

@@ -22,6 +22,7 @@ from rankless.parameter_server.servers.steps.independent_transactions import Ind
 from rankless.parameter_server.servers.steps.transactions import MOST_AHEAD, CommonTransactions, PendingTransactions
 from rankless.parameter_server.servers.steps.worker_changes import LostWorkerChange, WorkerChange
 from rankless.parameter_server.servers.wire.error_messages import encode_error
+from rankless.parameter_server.servers.wire.lost_worker_messages import LostChangeMessage, LostWorkersMessage
 from rankless.parameter_server.servers.wire.messages import (
     FOR_TRAINING,
     MOST_MESSAGE_BYTES,
@@ -45,20 +46,6 @@ _CHANGE_KINDS = (Kind.PUSH, Kind.RESET, Kind.PREPARE)
 _MOST_WIDTH = 1 << 24
 _MOST_CHANGES = 1 << 20
 """Of one worker in one transaction, for another worker that is lost."""
-
-
-class LostWorkersMessage(msgspec.Struct, frozen=True):
-    """What a worker says of others that are lost. `round` is the number of the round of those that are left."""
-
-    lost: list[int]
-    round: int
-
-
-class LostChangeMessage(msgspec.Struct, frozen=True):
-    """Whose change a worker sends for a lost one, and its number among those in the transaction."""
-
-    worker: int
-    number: int
 
 
 class WorkerRequest(NamedTuple):
