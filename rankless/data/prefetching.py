@@ -87,22 +87,20 @@ def copy_to_device(items: Iterator[tuple[Item, Any]], *, copier: Copier, ahead: 
     if not ahead:
         yield from ((item, copier.finish(copier.start(batch))) for item, batch in items)
         return
-    pending: Callable[[], tuple[Item, Any] | None] = _start_next(items, copier)
+    started = ((item, copier.start(batch)) for item, batch in items)
+    pending = start_next(started)
     while (entry := pending()) is not None:
-        pending = _start_next(items, copier)
+        pending = start_next(started)
         yield entry[0], copier.finish(entry[1])
 
 
-def _start_next(items: Iterator[tuple[Item, Any]], copier: Copier) -> Callable[[], tuple[Item, Any] | None]:
-    """Start copying the next item. Return a function that gives it, None at the end, or raises its error."""
+def start_next(items: Iterator[tuple[Item, Any]]) -> Callable[[], tuple[Item, Any] | None]:
+    """Take the next item. Return a function that gives it, None at the end, or raises its error."""
     try:
-        item, batch = next(items)
-        started = copier.start(batch)
-    except StopIteration:
-        return lambda: None
+        found = next(items, None)
     except Exception as error:  # any error must be raised after the previous batch was yielded
         return _make_raiser(error)
-    return lambda: (item, started)
+    return lambda: found
 
 
 def _make_raiser(error: Exception) -> Callable[[], Any]:

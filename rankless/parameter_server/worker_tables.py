@@ -125,6 +125,8 @@ class WorkerTables:
         Raises:
             TableError: The workers' tables differ.
         """
+        if self._client is not None:
+            self._client.forget_early_rows()
         known = before.served if isinstance(before, GeoTable) else before
         is_known = isinstance(known, ServedTable) and known.settings == table.settings
         store: RowStore = self._loss.run_for_all(lambda: self._share(table, known if is_known else None))

@@ -103,6 +103,7 @@ class ServerClient:
             TableError: A slice is too large.
             ServerError: A server has died.
         """
+        self._requests.finish_early()
         with self._requests.exchange():
             self._requests.answers([sent for table, gradients in slices for sent in table.send_prepared(gradients)])
 
@@ -129,11 +130,16 @@ class ServerClient:
                 found="a push or a reset since the last step, for example of optimizer.step() outside a job",
                 fix="step tables in jobs, or pass --lost-workers 0 and start again from a checkpoint",
             )
+        self.forget_early_rows()
         for connection in self._requests.connections:
             connection.forget_after(transaction)
         payload = (msgspec.json.encode(LostWorkersMessage(sorted(lost), round_number)),)
         with self._requests.exchange():
             self._requests.ask_all(MessageHeader(Kind.REGROUP, transaction=transaction), payload)
+
+    def forget_early_rows(self) -> None:
+        """Use no rows that servers have been asked for early: something else than a step changes them."""
+        self._requests.abandon_early()
 
     def begin_step(self) -> None:
         """Begin a training step: in the mode `bounded` its pulls wait for workers that are too far behind."""

@@ -80,6 +80,11 @@ class ReplicatedConnection:
         return [socket for each in self._living for socket in each.sockets]
 
     @property
+    def in_flight(self) -> int:
+        """How many of the requests that may be without an answer are taken, on the server that has most."""
+        return max(each.in_flight for each in self._living)
+
+    @property
     def is_full(self) -> bool:
         """Whether an answer must arrive before another request."""
         return any(each.is_full for each in self._living)

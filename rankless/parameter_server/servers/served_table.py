@@ -20,6 +20,7 @@ from rankless.parameter_server.servers.contents_transfer import (
     join_contents,
     split_contents,
 )
+from rankless.parameter_server.servers.early_pulls import EarlyServedPull, PendingPull
 from rankless.parameter_server.servers.routing import RoutedIds, route_ids, scatter_rows, servers_of_shards
 from rankless.parameter_server.servers.server_connection import ServerAnswer, TransferLostError
 from rankless.parameter_server.servers.server_requests import ServerRequests
@@ -36,20 +37,6 @@ from rankless.parameter_server.tables.settings import TableSettings
 Result = TypeVar("Result")
 _PULL_BYTES = 64 << 20
 """Rows of one request. In smaller ones they would be copied together here, which takes longer than it gains."""
-
-
-class PendingPull(NamedTuple):
-    """Requests for rows, whose answers are missing.
-
-    Args:
-        routed: The ids, by server.
-        requests: The server and the number of each request.
-        ranges: The first and the last id of each, in the order by server.
-    """
-
-    routed: RoutedIds
-    requests: list[SentNumber]
-    ranges: list[tuple[int, int]]
 
 
 class ServedTable:
@@ -113,6 +100,25 @@ class ServedTable:
                 requests.append(self.requests.send(server, header, (routed.ids[first:last],)))
                 ranges.append((first, last))
         return PendingPull(routed, requests, ranges)
+
+    def request_early(self, ids: NDArray[np.int64]) -> EarlyServedPull | None:
+        """Ask for the values of ids after this worker's last transaction, without waiting; see Note [early rows].
+
+        Args:
+            ids: Any ids, int64, of shape (n,). They must not change.
+
+        Returns:
+            The rows that will come; None if there is no room for the request.
+
+        Raises:
+            ServerError: A server has died.
+        """
+        settings = self.settings
+        if len(ids) * settings.dim * np.dtype(settings.dtype).itemsize > _PULL_BYTES or not self.requests.has_room:
+            return None
+        with self.requests.exchange():
+            pending = self.send_pull(ids)
+        return EarlyServedPull(self.requests, self._transaction, pending, self.take_pull)
 
     def take_pull(self, pending: PendingPull, answers: Sequence[ServerAnswer]) -> NDArray[np.floating]:
         """Return the values that servers have answered."""

@@ -177,6 +177,11 @@ class ServerConnection:
         return self._sent.committed
 
     @property
+    def in_flight(self) -> int:
+        """How many of the requests that may be without an answer are taken."""
+        return self._sent.in_flight
+
+    @property
     def is_full(self) -> bool:
         """Whether an answer must arrive before another request."""
         return self._sent.is_full
