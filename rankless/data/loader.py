@@ -11,8 +11,7 @@ from rankless.data.batch_source import BatchSource
 from rankless.data.loader_options import LoaderOptions, Reading, check_options
 from rankless.data.loader_position import VERSION, GeneratorSnapshot, Pass, get_sampler_states, require_same_loader
 from rankless.data.logical_tensor import GatherMonitor
-from rankless.data.looking_ahead import look_ahead
-from rankless.data.prefetching import copy_to_device, make_copier
+from rankless.data.prefetching import copy_to_device, look_ahead, make_copier
 from rankless.data.sample_order import SampleOrder
 from rankless.data.sample_reader import BatchRead
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rankless.context.upcoming_batches import UpcomingBatches
-from rankless.data.looking_ahead import look_ahead
+from rankless.data.prefetching import look_ahead
 
 
 class Reader:
