@@ -155,6 +155,10 @@ class SharedTables(Protocol):
         """End a step: from here on all workers read what it has changed."""
         ...
 
+    def finish(self) -> None:
+        """Wait until servers have noted the last step."""
+        ...
+
     def close(self) -> None:
         """Leave the servers."""
         ...
@@ -186,6 +190,11 @@ class TableSharing:
         """End a step of a job."""
         if self.tables is not None:
             self.tables.commit()
+
+    def finish(self) -> None:
+        """Wait until servers have noted the last step, at the end of a script. Raises TableError if they could not."""
+        if self.tables is not None:
+            self.tables.finish()
 
     def close(self) -> None:
         """Leave the servers: this process needs tables no more."""

@@ -86,7 +86,9 @@ class WorkerTables:
                 recover=loss.recover,
                 is_lost=partial(is_server_lost, servers.lost_descriptor),
             )
-            self._client = client = ServerClient(servers, worker=worker, worker_count=worker_count, settings=settings)
+            self._client = client = ServerClient(
+                servers, worker=worker, worker_count=worker_count, settings=settings, defers=servers.mode != "sync"
+            )
             if servers.mode == "geo":
                 self._own_steps = GeoExchange(
                     client, gather, worker=worker, worker_count=worker_count, steps=servers.geo_steps
@@ -195,6 +197,11 @@ class WorkerTables:
         self._division.end_step(self.committed)
         if self._weights is not None:
             self._weights.refresh()
+
+    def finish(self) -> None:
+        """Wait until servers have noted this worker's last step. Raises TableError if they could not make it."""
+        if self._client is not None:
+            self._client.finish()
 
     def close(self) -> None:
         """Leave the servers."""

@@ -43,6 +43,7 @@ class ServerClient:
         incarnation: int = 0,
         connect_timeout: float = CONNECT_TIMEOUT_SECONDS,
         settings: ConnectionSettings | None = None,
+        defers: bool = False,
     ) -> None:
         """Connect to all servers.
 
@@ -53,6 +54,7 @@ class ServerClient:
             incarnation: How often this worker has started before.
             connect_timeout: Seconds in which all servers must answer.
             settings: What happens while the worker waits, and if a connection breaks. None: that is an error.
+            defers: Whether changes return before servers have answered them. The next commit awaits the answers.
 
         Raises:
             ServerError: A server cannot be reached in time, or does not belong to this run.
@@ -69,7 +71,7 @@ class ServerClient:
         with contextlib.ExitStack() as if_it_fails:
             if_it_fails.callback(self._requests.close)
             self._requests.connect(connect_timeout)
-            self._transaction = WorkerTransaction(self._common_transaction())
+            self._transaction = WorkerTransaction(self._common_transaction(), defers=defers)
             if_it_fails.pop_all()
         self._closed = False
 
@@ -148,8 +150,9 @@ class ServerClient:
     def commit(self) -> None:
         """End the step: what this worker has pushed since its last commit becomes one transaction.
 
-        All servers have noted it when the call returns, unless it has prepared pushes: they go with its end, and the
-        next commit awaits the answers. It does not wait for the other workers. In the mode `sync` the next pull does.
+        All servers have noted it when the call returns, unless it has prepared pushes, which go with its end, or the
+        client defers. Then the next commit awaits the answers. It does not wait for the other workers: in the mode
+        `sync` the next pull does.
 
         Raises:
             TableError: The servers cannot make steps any more.
@@ -158,22 +161,28 @@ class ServerClient:
         header = MessageHeader(Kind.READY, transaction=self._transaction.committed + 1)
         with self._requests.exchange():
             prepared, self._transaction.prepared = self._transaction.prepared, []
-            awaited, self._transaction.unanswered = self._transaction.unanswered, []
             ends = [
                 self._requests.send(server, header, encode_pushes(prepared, server))
                 for server in range(len(self._requests.connections))
             ]
-            if prepared:
-                self._transaction.unanswered = ends
-            else:
-                awaited += ends
-            self._requests.answers(awaited)
+            self._requests.answers(self._transaction.end(ends, has_prepared=bool(prepared)))
             self._transaction.committed += 1
             self._transaction.changes = 0
             self._transaction.is_training = False
 
+    def finish(self) -> None:
+        """Wait until all servers have noted what this worker has sent.
+
+        Raises:
+            TableError: They could not do it.
+            ServerError: A server has died.
+        """
+        with self._requests.exchange():
+            self._requests.answers(self._transaction.take_unanswered())
+
     def wait_until_committed(self) -> None:
         """Wait until all servers have made this worker's transactions, also those that are killed meanwhile."""
+        self.finish()
         header = MessageHeader(Kind.STATISTICS, transaction=self._transaction.committed)
         if self._transaction.committed:
             self._requests.read(lambda: self._requests.ask_all(header))

@@ -57,7 +57,7 @@ class ServedTable:
         """Take a table that all servers have opened, with its number on each."""
         self.settings = settings
         self.requests = requests
-        self._transaction = transaction
+        self.transaction = transaction
         self._numbers = numbers
         self._servers = servers_of_shards(len(numbers), settings.shard_bits)
         self._step = step
@@ -91,7 +91,7 @@ class ServedTable:
         routed = self._route(ids)
         row_bytes = settings.dim * np.dtype(settings.dtype).itemsize
         most = max(1, _PULL_BYTES // row_bytes)
-        flags = FOR_TRAINING if self._transaction.is_training else 0
+        flags = FOR_TRAINING if self.transaction.is_training else 0
         requests, ranges = [], []
         for server, (start, stop) in enumerate(_ranges(routed)):
             for first in range(start, stop, most):
@@ -118,7 +118,7 @@ class ServedTable:
             return None
         with self.requests.exchange():
             pending = self.send_pull(ids)
-        return EarlyServedPull(self.requests, self._transaction, pending, self.take_pull)
+        return EarlyServedPull(self.requests, self.transaction, pending, self.take_pull)
 
     def take_pull(self, pending: PendingPull, answers: Sequence[ServerAnswer]) -> NDArray[np.floating]:
         """Return the values that servers have answered."""
@@ -160,7 +160,7 @@ class ServedTable:
     def send_push(self, push: "TablePush") -> list[SentNumber]:
         """Send this worker's slice of a step, within an exchange."""
         text = encode_optimizer(push.settings)
-        self._transaction.send_prepared(self.requests)
+        self.transaction.send_prepared(self.requests)
         return self._send_slice(Kind.PUSH, RowGradients(push.ids, push.occurrences, push.gradients), (text,))
 
     def send_prepared(self, gradients: RowGradients) -> list[SentNumber]:
@@ -175,7 +175,7 @@ class ServedTable:
     @property
     def next_change(self) -> tuple[int, int]:
         """The transaction of the next push, and its number among this worker's changes in it, from 0 on."""
-        return self._transaction.committed + 1, self._transaction.changes
+        return self.transaction.committed + 1, self.transaction.changes
 
     def push_for_lost(self, worker: int, change: tuple[int, int], gradients: RowGradients) -> None:
         """Let the servers have what a lost worker would have pushed; see Note [parts of lost workers].
@@ -222,7 +222,7 @@ class ServedTable:
             settings: The optimizer's settings for this step, the same on all workers.
             factor: By what the script has multiplied the gradients since they were prepared.
         """
-        self._transaction.prepared.append(PreparedPush(self._numbers, encode_optimizer(settings), factor))
+        self.transaction.prepared.append(PreparedPush(self._numbers, encode_optimizer(settings), factor))
         self.note_push()
 
     def _change_header(self, kind: Kind, server: int) -> MessageHeader:
@@ -231,17 +231,17 @@ class ServedTable:
 
     def note_push(self) -> None:
         """Count a push that servers have noted."""
-        self._transaction.changes += 1
-        self._pending = (self._transaction.committed + 1, self._pending_pushes() + 1)
+        self.transaction.changes += 1
+        self._pending = (self.transaction.committed + 1, self._pending_pushes() + 1)
         self._step += 1
 
     def reset_states(self) -> None:
         """Forget the optimizer, as part of the transaction. All workers ask for it, and it happens once."""
         self._resets += 1
         with self.requests.exchange():
-            self._transaction.send_prepared(self.requests)
-            self._ask_all(Kind.RESET, transaction=self._transaction.committed + 1, start=self._resets)
-        self._transaction.changes += 1
+            self.transaction.send_prepared(self.requests)
+            self._ask_all(Kind.RESET, transaction=self.transaction.committed + 1, start=self._resets)
+        self.transaction.changes += 1
 
     def contents(self) -> TableContents:
         """Return a copy of everything that the servers hold after this worker's last commit, in the order of ids."""
@@ -291,7 +291,7 @@ class ServedTable:
 
     def _pending_pushes(self) -> int:
         transaction, pushes = self._pending
-        return pushes if transaction == self._transaction.committed + 1 else 0
+        return pushes if transaction == self.transaction.committed + 1 else 0
 
     def _route(self, ids: NDArray[np.int64]) -> RoutedIds:
         assert ids.dtype == np.int64
@@ -301,7 +301,7 @@ class ServedTable:
         return route_ids(ids, self.settings.shard_bits, self._servers, len(self._numbers))
 
     def _header(self, kind: Kind, server: int, *, rows: int = 0) -> MessageHeader:
-        transaction = self._transaction.committed
+        transaction = self.transaction.committed
         return MessageHeader(kind, table=self._numbers[server], transaction=transaction, rows=rows)
 
     def _ask_all(self, kind: Kind, **fields: int) -> list[ServerAnswer]:
@@ -361,9 +361,13 @@ def pull_together(tables: Sequence[ServedTable], ids: Sequence[NDArray[np.int64]
 
 def push_together(pushes: Sequence[TablePush]) -> None:
     """Make pushes, at least one, of tables of one client. All are sent before the first answer is awaited."""
-    requests = pushes[0].table.requests
+    requests, transaction = pushes[0].table.requests, pushes[0].table.transaction
     with requests.exchange():
-        requests.answers([number for push in pushes for number in push.table.send_push(push)])
+        sent = [number for push in pushes for number in push.table.send_push(push)]
+        if transaction.defers:
+            transaction.unanswered += sent
+        else:
+            requests.answers(sent)
     for push in pushes:
         push.table.note_push()
 
