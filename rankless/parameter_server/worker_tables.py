@@ -85,10 +85,9 @@ class WorkerTables:
                 is_interrupted=loss.is_interrupted,
                 recover=loss.recover,
                 is_lost=partial(is_server_lost, servers.lost_descriptor),
+                defers=servers.mode != "sync",
             )
-            self._client = client = ServerClient(
-                servers, worker=worker, worker_count=worker_count, settings=settings, defers=servers.mode != "sync"
-            )
+            self._client = client = ServerClient(servers, worker=worker, worker_count=worker_count, settings=settings)
             if servers.mode == "geo":
                 self._own_steps = GeoExchange(
                     client, gather, worker=worker, worker_count=worker_count, steps=servers.geo_steps

@@ -43,7 +43,6 @@ class ServerClient:
         incarnation: int = 0,
         connect_timeout: float = CONNECT_TIMEOUT_SECONDS,
         settings: ConnectionSettings | None = None,
-        defers: bool = False,
     ) -> None:
         """Connect to all servers.
 
@@ -54,7 +53,6 @@ class ServerClient:
             incarnation: How often this worker has started before.
             connect_timeout: Seconds in which all servers must answer.
             settings: What happens while the worker waits, and if a connection breaks. None: that is an error.
-            defers: Whether changes return before servers have answered them. The next commit awaits the answers.
 
         Raises:
             ServerError: A server cannot be reached in time, or does not belong to this run.
@@ -67,11 +65,12 @@ class ServerClient:
             server_index=0,
             server_count=0,
         )
-        self._requests = ServerRequests(config, hello, settings or ConnectionSettings())
+        settings = settings or ConnectionSettings()
+        self._requests = ServerRequests(config, hello, settings)
         with contextlib.ExitStack() as if_it_fails:
             if_it_fails.callback(self._requests.close)
             self._requests.connect(connect_timeout)
-            self._transaction = WorkerTransaction(self._common_transaction(), defers=defers)
+            self._transaction = WorkerTransaction(self._common_transaction(), defers=settings.defers)
             if_it_fails.pop_all()
         self._closed = False
 
