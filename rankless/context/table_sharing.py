@@ -129,6 +129,10 @@ class SharedTables(Protocol):
         """Give the servers the rows of weights, by name, with the optimizer that steps each. Collective."""
         ...
 
+    def request_rows(self) -> None:
+        """Send the requests for rows that lookups of the next call are expected to need."""
+        ...
+
     def prepare(self, weights: Iterable[Tensor]) -> None:
         """Give the servers the gradients of a program that has run, before its step.
 

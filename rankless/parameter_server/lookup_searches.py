@@ -37,11 +37,11 @@ def search_ids(ids: NDArray[np.int64]) -> IdSearch:
 
 
 class ExpectedLookup(NamedTuple):
-    """A lookup whose rows have been asked for, from a store. None: the store has not been asked."""
+    """A lookup whose rows have been asked for, from a store."""
 
     search: IdSearch
     store: RowStore
-    pull: EarlyPull | None
+    pull: EarlyPull
 
 
 class LookupSearches:
@@ -75,7 +75,7 @@ class LookupSearches:
             search = search_ids(ids)
         else:
             search = expected.search
-            if expected.pull is not None and expected.store is store:
+            if expected.store is store:
                 rows = expected.pull.take()
         self._known.append(search)
         return search, store.pull(search.distinct) if rows is None else rows
@@ -92,8 +92,7 @@ class LookupSearches:
     def forget_expected(self) -> None:
         """Wait for no lookup any more."""
         for expected in self._expected:
-            if expected.pull is not None:
-                expected.pull.abandon()
+            expected.pull.abandon()
         self._expected.clear()
 
     def _take_expected(self, ids: NDArray[np.int64]) -> ExpectedLookup | None:

@@ -162,6 +162,11 @@ class WorkerTables:
         assert self._weights is not None
         self._weights.share(weights, self._loss.run_for_all)
 
+    def request_rows(self) -> None:
+        """Send the requests for rows that lookups of the next call are expected to need."""
+        if self._client is not None:
+            self._client.request_early_rows()
+
     def prepare(self, weights: Iterable[Tensor]) -> None:
         """Give the servers the gradients of a program that has run, before its step."""
         if self._client is not None:

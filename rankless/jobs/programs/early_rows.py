@@ -46,6 +46,8 @@ class EarlyRows:
         except Exception:  # an operator refuses the values of the next batch: the next call raises it
             return
         self._is_of_use = request_rows(lookups)
+        if self._world.tables.tables is not None:
+            self._world.tables.tables.request_rows()
 
     def _find_next(self, tensor: Tensor) -> tuple[Tensor, bool]:
         """Return what follows an argument, and whether it does: otherwise it is the argument itself."""

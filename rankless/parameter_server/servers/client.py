@@ -8,9 +8,10 @@ import msgspec
 
 from rankless.config.servers import ServersConfig
 from rankless.errors import LostWorkerError, RanklessError, ServerError
-from rankless.parameter_server.servers.served_table import ServedTable
+from rankless.parameter_server.servers.served_table import OpenedTable, ServedTable
 from rankless.parameter_server.servers.server_connection import ConnectionSettings
 from rankless.parameter_server.servers.server_requests import ServerRequests
+from rankless.parameter_server.servers.table_pulls import EarlyPulls
 from rankless.parameter_server.servers.wire.authentication import WorkerHello
 from rankless.parameter_server.servers.wire.lost_worker_messages import LostWorkersMessage
 from rankless.parameter_server.servers.wire.messages import Kind, MessageHeader
@@ -71,6 +72,7 @@ class ServerClient:
             if_it_fails.callback(self._requests.close)
             self._requests.connect(connect_timeout)
             self._transaction = WorkerTransaction(self._common_transaction(), defers=settings.defers)
+            self._early = EarlyPulls(self._requests, self._transaction)
             if_it_fails.pop_all()
         self._closed = False
 
@@ -93,7 +95,8 @@ class ServerClient:
         with self._requests.exchange():
             answers = self._requests.ask_all(MessageHeader(Kind.OPEN), payload)
         numbers = [answer.header.table for answer in answers]
-        return ServedTable(self._requests, self._transaction, settings, numbers, answers[0].header.start)
+        opened = OpenedTable(numbers, answers[0].header.start)
+        return ServedTable(self._requests, self._transaction, settings, opened, self._early)
 
     def prepare(self, slices: Sequence[tuple[ServedTable, RowGradients]]) -> None:
         """Send this worker's slices of the next step. All servers have them when the call returns.
@@ -140,7 +143,11 @@ class ServerClient:
 
     def forget_early_rows(self) -> None:
         """Use no rows that servers have been asked for early: something else than a step changes them."""
-        self._requests.abandon_early()
+        self._early.forget()
+
+    def request_early_rows(self) -> None:
+        """Ask for all rows of `ServedTable.request_early` since the last call, without waiting."""
+        self._early.send()
 
     def begin_step(self) -> None:
         """Begin a training step: in the mode `bounded` its pulls wait for workers that are too far behind."""

@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
 import msgspec
@@ -20,12 +20,19 @@ from rankless.parameter_server.servers.contents_transfer import (
     join_contents,
     split_contents,
 )
-from rankless.parameter_server.servers.early_pulls import EarlyServedPull, PendingPull
 from rankless.parameter_server.servers.routing import RoutedIds, route_ids, scatter_rows, servers_of_shards
 from rankless.parameter_server.servers.server_connection import ServerAnswer, TransferLostError
 from rankless.parameter_server.servers.server_requests import ServerRequests
+from rankless.parameter_server.servers.table_pulls import (
+    PULL_BYTES,
+    EarlyPulls,
+    EarlyServedPull,
+    PendingPull,
+    TablePull,
+    pull_together,
+)
 from rankless.parameter_server.servers.wire.lost_worker_messages import LostChangeMessage
-from rankless.parameter_server.servers.wire.messages import FOR_TRAINING, MOST_MESSAGE_BYTES, Kind, MessageHeader
+from rankless.parameter_server.servers.wire.messages import MOST_MESSAGE_BYTES, Kind, MessageHeader
 from rankless.parameter_server.servers.wire.prepared_pushes import PreparedPush
 from rankless.parameter_server.servers.wire.setting_formats import encode_optimizer
 from rankless.parameter_server.servers.worker_transaction import SentNumber, WorkerTransaction
@@ -35,8 +42,13 @@ from rankless.parameter_server.tables.row_gradients import RowGradients
 from rankless.parameter_server.tables.settings import TableSettings
 
 Result = TypeVar("Result")
-_PULL_BYTES = 64 << 20
-"""Rows of one request. In smaller ones they would be copied together here, which takes longer than it gains."""
+
+
+class OpenedTable(NamedTuple):
+    """The number that each server has for a table, and the steps that there have been."""
+
+    numbers: Sequence[int]
+    step: int
 
 
 class ServedTable:
@@ -51,16 +63,16 @@ class ServedTable:
         requests: ServerRequests,
         transaction: WorkerTransaction,
         settings: TableSettings,
-        numbers: Sequence[int],
-        step: int,
+        opened: OpenedTable,
+        early: EarlyPulls,
     ) -> None:
-        """Take a table that all servers have opened, with its number on each."""
+        """Take a table that all servers have opened."""
         self.settings = settings
         self.requests = requests
         self.transaction = transaction
-        self._numbers = numbers
-        self._servers = servers_of_shards(len(numbers), settings.shard_bits)
-        self._step = step
+        self._early = early
+        self._numbers, self._step = opened
+        self._servers = servers_of_shards(len(self._numbers), settings.shard_bits)
         self._resets = 0
         self._pending = (0, 0)
         """The transaction of the last push, and the number of pushes to this table in it."""
@@ -88,37 +100,29 @@ class ServedTable:
     def send_pull(self, ids: NDArray[np.int64]) -> PendingPull:
         """Ask for the values of ids, within an exchange."""
         settings = self.settings
-        routed = self._route(ids)
+        routed = self.route(ids)
         row_bytes = settings.dim * np.dtype(settings.dtype).itemsize
-        most = max(1, _PULL_BYTES // row_bytes)
-        flags = FOR_TRAINING if self.transaction.is_training else 0
+        most = max(1, PULL_BYTES // row_bytes)
         requests, ranges = [], []
         for server, (start, stop) in enumerate(_ranges(routed)):
             for first in range(start, stop, most):
                 last = min(first + most, stop)
-                header = self._header(Kind.PULL, server, rows=last - first)._replace(flags=flags)
+                header = self._header(Kind.PULL, server, rows=last - first)._replace(flags=self.transaction.pull_flags)
                 requests.append(self.requests.send(server, header, (routed.ids[first:last],)))
                 ranges.append((first, last))
         return PendingPull(routed, requests, ranges)
 
-    def request_early(self, ids: NDArray[np.int64]) -> EarlyServedPull | None:
-        """Ask for the values of ids after this worker's last transaction, without waiting; see Note [early rows].
+    def request_early(self, ids: NDArray[np.int64]) -> EarlyServedPull:
+        """Ask for the values of ids with the client's next early request, without waiting; see Note [early rows].
 
         Args:
             ids: Any ids, int64, of shape (n,). They must not change.
-
-        Returns:
-            The rows that will come; None if there is no room for the request.
-
-        Raises:
-            ServerError: A server has died.
         """
-        settings = self.settings
-        if len(ids) * settings.dim * np.dtype(settings.dtype).itemsize > _PULL_BYTES or not self.requests.has_room:
-            return None
-        with self.requests.exchange():
-            pending = self.send_pull(ids)
-        return EarlyServedPull(self.requests, self.transaction, pending, self.take_pull)
+        return self._early.add(TablePull(self, ids))
+
+    def number_on(self, server: int) -> int:
+        """Return the number that a server has for the table."""
+        return self._numbers[server]
 
     def take_pull(self, pending: PendingPull, answers: Sequence[ServerAnswer]) -> NDArray[np.floating]:
         """Return the values that servers have answered."""
@@ -196,7 +200,7 @@ class ServedTable:
         gradients, occurrences = part.gradients, part.occurrences
         assert gradients.shape == (len(part.ids), self.settings.dim)
         assert gradients.dtype == self.settings.dtype
-        routed = self._route(part.ids)
+        routed = self.route(part.ids)
         if len(self._numbers) > 1:
             occurrences, gradients = occurrences[routed.places], gradients[routed.places]
         occurrences, gradients = np.ascontiguousarray(occurrences, np.int64), np.ascontiguousarray(gradients)
@@ -293,7 +297,8 @@ class ServedTable:
         transaction, pushes = self._pending
         return pushes if transaction == self.transaction.committed + 1 else 0
 
-    def _route(self, ids: NDArray[np.int64]) -> RoutedIds:
+    def route(self, ids: NDArray[np.int64]) -> RoutedIds:
+        """Return ids by server."""
         assert ids.dtype == np.int64
         ids = np.ascontiguousarray(ids)
         if len(self._numbers) == 1:
@@ -337,26 +342,6 @@ class TablePush(NamedTuple):
     occurrences: NDArray[np.int64]
     gradients: NDArray[np.floating]
     settings: OptimizerSettings
-
-
-def pull_together(tables: Sequence[ServedTable], ids: Sequence[NDArray[np.int64]]) -> list[NDArray[np.floating]]:
-    """Return the values of ids of each table. All requests are sent before the first answer is awaited.
-
-    Args:
-        tables: At least one, all of one client.
-        ids: The ids in each table, as for `ServedTable.pull`.
-    """
-    requests = tables[0].requests
-
-    def ask() -> tuple[list[PendingPull], Iterator[ServerAnswer]]:
-        pending = [table.send_pull(wanted) for table, wanted in zip(tables, ids, strict=True)]
-        return pending, iter(requests.answers([number for each in pending for number in each.requests]))
-
-    pending, answers = requests.read(ask)
-    return [
-        table.take_pull(each, list(itertools.islice(answers, len(each.requests))))
-        for table, each in zip(tables, pending, strict=True)
-    ]
 
 
 def push_together(pushes: Sequence[TablePush]) -> None:

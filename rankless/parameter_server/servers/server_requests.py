@@ -147,9 +147,9 @@ class ServerRequests:
         self._reads += requests
         return True
 
-    def abandon_early(self, requests: Collection[tuple[int, int]] | None = None) -> None:
-        """Wait no more for the answers of requests that were sent early. None: of all."""
-        for server, number in self._early.copy() if requests is None else self._early.intersection(requests):
+    def abandon_early(self, requests: Collection[tuple[int, int]]) -> None:
+        """Wait no more for the answers of requests that were sent early."""
+        for server, number in self._early.intersection(requests):
             self._early.discard((server, number))
             self.connections[server].abandon(number)
 
@@ -161,7 +161,7 @@ class ServerRequests:
         """
         if self._early:
             self.read(lambda: self._wait(self._early))
-            self.abandon_early()
+            self.abandon_early(self._early.copy())
 
     def send(self, server: int, header: MessageHeader, payload: Sequence[Frame] = ()) -> tuple[int, int]:
         """Send a request, and return the server and the request's number, for `answers`.

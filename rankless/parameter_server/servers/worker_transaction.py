@@ -3,7 +3,7 @@
 import numpy as np
 
 from rankless.parameter_server.servers.server_requests import ServerRequests
-from rankless.parameter_server.servers.wire.messages import PREPARED, Kind, MessageHeader
+from rankless.parameter_server.servers.wire.messages import FOR_TRAINING, PREPARED, Kind, MessageHeader
 from rankless.parameter_server.servers.wire.prepared_pushes import PreparedPush
 
 SentNumber = tuple[int, int]
@@ -28,6 +28,11 @@ class WorkerTransaction:
         """Those of the last transaction, whose answers the next `commit` awaits."""
         self.is_training = False
         """Whether rows are read for a training step, which must not be too far ahead of other workers' steps."""
+
+    @property
+    def pull_flags(self) -> int:
+        """The flags of requests for rows."""
+        return FOR_TRAINING if self.is_training else 0
 
     def end(self, ends: list[SentNumber], *, has_prepared: bool) -> list[SentNumber]:
         """Note requests that end the transaction. Return those whose answers must be awaited before the next one."""

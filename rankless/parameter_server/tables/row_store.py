@@ -75,8 +75,8 @@ class EarlyPull(Protocol):
 class EarlyRowStore(RowStore, Protocol):
     """A store that can be asked for rows before they are needed."""
 
-    def request_early(self, ids: NDArray[np.int64]) -> EarlyPull | None:
-        """Ask for the rows of ids after the last step, without waiting. None: there is no room for the request.
+    def request_early(self, ids: NDArray[np.int64]) -> EarlyPull:
+        """Ask for the rows of ids after the last step, together with those of other tables, without waiting.
 
         Args:
             ids: As for `pull`. They must not change.
