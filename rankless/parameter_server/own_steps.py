@@ -38,11 +38,13 @@ class StepsOnServers:
         self._client.begin_step()
 
     def end_step(self) -> None:
-        """End it: what this worker has pushed is one transaction."""
+        """End it: what this worker has pushed is one transaction. Parameters for the next one come meanwhile."""
         self._client.commit()
+        self.parameters.request_early()
 
     def send(self) -> None:
         """Wait until the servers have made all steps of this worker, which have been sent."""
+        self.parameters.forget_early()  # all workers are about to read the same values
         self._client.wait_until_committed()
 
     def read_all(self) -> None:

@@ -21,6 +21,7 @@ from rankless.parameter_server.parameter_states import (
 from rankless.parameter_server.replicated_table import Gather
 from rankless.parameter_server.servers.client import ServerClient
 from rankless.parameter_server.servers.served_table import TablePush, push_together
+from rankless.parameter_server.servers.table_pulls import EarlyServedPull
 
 
 class ServedParameter:
@@ -87,6 +88,8 @@ class ServedParameters:
     def __init__(self, client: ServerClient, gather: Gather, *, is_first: bool) -> None:
         self._client, self._gather, self._is_first = client, gather, is_first
         self._served: dict[int, ServedParameter] = {}
+        self._early: dict[int, EarlyServedPull] = {}
+        """Values that servers have been asked for early, by parameter."""
 
     def share(
         self, optimizers: Iterable[Optimizer], table_weights: Iterable[Tensor], *, is_current: bool, compares: bool
@@ -112,6 +115,7 @@ class ServedParameters:
             changed += [self._open(parameter, optimizer) for parameter in unknown]
         if not changed:
             return
+        self.forget_early()
         digests = b"".join(each.digest() for each in changed)
         everyone = self._gather(digests)  # all have made their earlier steps, too
         other = next((worker for worker, each in enumerate(everyone) if each != everyone[0]), None)
@@ -125,7 +129,24 @@ class ServedParameters:
 
     def pull(self, parameters: Iterable[Tensor]) -> None:
         """Take the servers' values of parameters."""
-        _pull_together([self._served[id(each)] for each in parameters if id(each) in self._served])
+        served = [self._served[id(each)] for each in parameters if id(each) in self._served]
+        early = [self._early.pop(id(each.parameter), None) for each in served]
+        rows = [None if each is None else each.take() for each in early]
+        for each, found in zip(served, rows, strict=True):
+            if found is not None:
+                each.take(found)
+        _pull_together([each for each, found in zip(served, rows, strict=True) if found is None])
+
+    def request_early(self) -> None:
+        """Ask for the values of all parameters after this worker's last step, without waiting; see `pull`."""
+        stores = {key: served.rows for key, served in self._served.items()}
+        self._early = {key: rows.store.request_early(rows.ids) for key, rows in stores.items()}
+        self._client.request_early_rows()
+
+    def forget_early(self) -> None:
+        """Use no values that servers have been asked for early: the next ones must be newer."""
+        self._early.clear()
+        self._client.forget_early_rows()
 
     def pull_states(self) -> None:
         """Take the servers' values and optimizer states of all parameters."""

@@ -23,7 +23,7 @@ Result = TypeVar("Result")
 
 _SLICE_SECONDS = 0.25
 _LEAVE_SECONDS = 30.0
-_MOST_EARLY = MOST_IN_FLIGHT // 2
+_MOST_EARLY = MOST_IN_FLIGHT - 4
 """Most requests to a server without an answer, beside which others are sent early."""
 
 

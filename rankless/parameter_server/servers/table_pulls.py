@@ -11,7 +11,7 @@ from rankless.parameter_server.servers.routing import RoutedIds
 from rankless.parameter_server.servers.server_connection import ServerAnswer
 from rankless.parameter_server.servers.server_requests import ServerRequests
 from rankless.parameter_server.servers.wire.joint_pulls import JointPart, encode_joint_pull, split_rows
-from rankless.parameter_server.servers.wire.messages import Kind, MessageHeader
+from rankless.parameter_server.servers.wire.messages import FOR_TRAINING, Kind, MessageHeader
 from rankless.parameter_server.servers.worker_transaction import SentNumber, WorkerTransaction
 from rankless.parameter_server.tables.settings import TableSettings
 
@@ -81,17 +81,14 @@ class JointPull:
         self.requests: list[SentNumber] = []
         """The server and the number of each request that has been sent."""
 
-    def send(self, requests: ServerRequests, transaction: WorkerTransaction) -> None:
-        """Ask for the rows, within an exchange."""
+    def send(self, requests: ServerRequests, transaction: int, flags: int) -> None:
+        """Ask for the rows after a transaction, within an exchange."""
         for server in range(len(requests.connections)):
             parts = [JointPart(self._pulls[place].table.number_on(server), ids) for place, ids in self._parts(server)]
             if parts:
-                header = MessageHeader(
-                    Kind.PULL_SEVERAL, flags=transaction.pull_flags, transaction=transaction.committed
-                )
-                payload = encode_joint_pull(parts)
-                header = header._replace(rows=sum(len(part.ids) for part in parts))
-                self.requests.append(requests.send(server, header, payload))
+                rows = sum(len(part.ids) for part in parts)
+                header = MessageHeader(Kind.PULL_SEVERAL, flags=flags, transaction=transaction, rows=rows)
+                self.requests.append(requests.send(server, header, encode_joint_pull(parts)))
 
     def take(self, answers: Sequence[ServerAnswer]) -> list[NDArray[np.floating]]:
         """Return the rows of each table from the answers to all requests."""
@@ -173,7 +170,8 @@ class EarlyPulls:
             return
         self._sent = JointPull([pull for _, pull in fitting])
         with self._requests.exchange():
-            self._sent.send(self._requests, self._transaction)
+            # In the mode `bounded` they may have to wait for slower workers, as all rows for training.
+            self._sent.send(self._requests, self._transaction.committed, FOR_TRAINING)
         self._requests.note_early(self._sent.requests)
         self._waiting, self._committed = [early for early, _ in fitting], self._transaction.committed
         self._wanted = set(self._waiting)
@@ -228,7 +226,7 @@ def pull_together(tables: Sequence[PulledTable], ids: Sequence[NDArray[np.int64]
 
     def ask() -> tuple[JointPull, list[PendingPull], Iterator[ServerAnswer]]:
         together = JointPull([pulls[place] for place in joint])
-        together.send(requests, transaction)
+        together.send(requests, transaction.committed, transaction.pull_flags)
         pending = [tables[place].send_pull(pulls[place].ids) for place in rest]
         sent = [*together.requests, *(number for each in pending for number in each.requests)]
         return together, pending, iter(requests.answers(sent))

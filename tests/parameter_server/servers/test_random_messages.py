@@ -30,6 +30,7 @@ class MessageMutations:
             Kind.OPEN: (b"name", encode_table_settings(SETTINGS)),
             Kind.PUSH: (encode_optimizer(OPTIMIZERS["sgd"]), np.arange(4), np.ones(4, np.int64), np.ones((4, 3))),
             Kind.PULL: (np.arange(4),),
+            Kind.PULL_SEVERAL: (np.array([[0, 3], [0, 1]]), np.arange(4)),
             Kind.RESTORE: (
                 b'{"step":1,"optimizer":"","optimizer_steps":0,"initial_state":0,"width":5,"rows":4,"waiting":0}',
             ),

@@ -128,6 +128,32 @@ def test_too_many_requests_in_flight_are_refused(conversation):
     assert answer.kind == Kind.DONE
 
 
+@pytest.mark.parametrize(
+    ("numbers", "ids", "rows", "reason"),
+    [
+        ([], IDS, 3, b"a pull of a wrong number of tables"),
+        ([[0, 3], [0, 1]], IDS, 3, b"a pull with wrong numbers of tables or ids"),
+        ([[0, 2]], IDS, 3, b"a pull with wrong numbers of tables or ids"),
+        ([[0, 4], [0, -1]], IDS, 3, b"a pull with wrong numbers of tables or ids"),
+        ([[-1, 3]], IDS, 3, b"a pull with wrong numbers of tables or ids"),
+        ([[0, 3]], IDS[:2], 3, b"an array of the wrong size"),
+        ([[0, 2**62]], IDS, 2**62, b"an array of the wrong size"),
+        ([[5000, 3]], IDS, 3, b"an unknown table"),
+    ],
+)
+def test_a_wrong_pull_from_several_tables_is_refused(conversation, numbers, ids, rows, reason):
+    answer, (found,) = conversation.ask(Kind.PULL_SEVERAL, np.array(numbers, np.int64), ids, rows=rows)
+    assert (answer.kind, found) == (Kind.REFUSED, reason)
+    conversation.check()
+
+
+def test_a_pull_from_several_tables_without_one_of_its_frames_is_refused(conversation):
+    answer, (found,) = conversation.ask(Kind.PULL_SEVERAL, np.array([[0, 3]]), rows=3)
+    assert (answer.kind, found) == (Kind.REFUSED, b"a wrong number of payload frames")
+    answer, (found,) = conversation.ask(Kind.PULL_SEVERAL, np.array([0, 3, 1], np.int32), IDS, rows=3)
+    assert (answer.kind, found) == (Kind.REFUSED, b"a pull of a wrong number of tables")
+
+
 WRONG = {
     "another magic": lambda m: [b"XXXX" + m[0][4:], *m[1:]],
     "another version": lambda m: [m[0][:4] + b"\x09" + m[0][5:], *m[1:]],
