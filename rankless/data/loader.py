@@ -10,8 +10,9 @@ from rankless.data.batch_agreement import make_logical
 from rankless.data.batch_source import BatchSource
 from rankless.data.loader_options import LoaderOptions, Reading, check_options
 from rankless.data.loader_position import VERSION, GeneratorSnapshot, Pass, get_sampler_states, require_same_loader
-from rankless.data.logical_tensor import GatherMonitor
-from rankless.data.prefetching import copy_to_device, make_copier
+from rankless.data.logical_tensor import GATHERS, GatherMonitor
+from rankless.data.prefetching import PlainCopier, copy_to_device, make_copier
+from rankless.data.reader_tensor import SENDS, find_kinds_axis
 from rankless.data.sample_order import SampleOrder
 from rankless.data.sample_reader import BatchRead
 
@@ -185,7 +186,8 @@ class Loader(Generic[Batch]):
         world.require_not_in_once("a pass over a loader")
         if self._monitor is not None:
             return
-        self._monitor = GatherMonitor(world.notify, world=world)
+        effect = GATHERS if find_kinds_axis(world.mesh) is None else SENDS
+        self._monitor = GatherMonitor(world.notify, world=world, effect=effect)
         if self.options.pin_memory and not torch.accelerator.is_available():
             world.notify("pin_memory=True has no effect: there is no accelerator")
 
@@ -221,7 +223,8 @@ class Loader(Generic[Batch]):
         device = torch.device(self.options.device)
         if device.type == world.mesh.device.type:
             device = world.mesh.device
-        return copy_to_device(batches, copier=make_copier(device), ahead=self.options.num_workers > 0)
+        copier = make_copier(device) if find_kinds_axis(world.mesh) is None else PlainCopier(device)
+        return copy_to_device(batches, copier=copier, ahead=self.options.num_workers > 0)
 
     def _count_steps_left(self, current: Pass) -> int | None:
         try:

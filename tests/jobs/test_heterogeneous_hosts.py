@@ -25,13 +25,13 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
 
 
 def run_lines(hosts: Hosts, folder: Path, lines: Sequence[Sequence[str]], *script: str) -> list[str]:
-    """Type a line on host a, and perhaps others on b and c. Returns what they write, without errors."""
+    """Type a line on host a, and perhaps others on b and c. Returns what they write."""
     jobs = [
         hosts.start(name, [*RANKLESS, *line, *script], cwd=folder) for name, line in zip("abc", lines, strict=False)
     ]
     texts = [job.communicate(timeout=240) for job in jobs]
     assert [job.returncode for job in jobs] == [0] * len(jobs), texts
-    return [out for out, _ in texts]
+    return [out + err for out, err in texts]
 
 
 LINES: dict[str, tuple[tuple[str, int, int], tuple[str, ...]]] = {

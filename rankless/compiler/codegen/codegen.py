@@ -3,7 +3,7 @@
 import linecache
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
 
@@ -49,6 +49,8 @@ class LocalProgram:
     """The stages, on a mesh with the axis `pipeline`."""
     time_axis: int | None = None
     """The place of the axis of microbatches among those of `sharded`, in a pipeline."""
+    takers: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    """With heterogeneous workers: for each argument the workers that take it, by their ranks along the pipeline."""
 
     def __call__(self, values: Sequence[Tensor], sizes: Sequence[int] = ()) -> Sequence[Tensor]:
         """Run the program once, without recording gradients and with the captured casts of autocast.
