@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import get_args
 
+import msgspec
+
 from rankless.cli.host_options import LOG_FOLDER_HELP, add_host_options, make_cluster
 from rankless.cli.json_output import add_json_option, make_json_header, read_json_destination
 from rankless.cli.program_options import PLAN_HELP, add_program_options, read_program
@@ -96,15 +98,8 @@ def run(arguments: argparse.Namespace) -> int:
     requested = read_workers(arguments)
     cluster, workers = _read_cluster(arguments, requested)
     plan = None if arguments.plan is None else find_plan(arguments.plan, program, workers=workers)
-    request = RunRequest(
-        worker_count=workers,
-        heterogeneous_workers=requested.heterogeneous,
-        servers=servers,
-        mesh=arguments.mesh,
-        plan=plan,
-    )
-    check_servers(request, cluster)
-    choose_run_mesh(request, cluster)
+    kinds = RunRequest(worker_count=workers, heterogeneous_workers=requested.heterogeneous, servers=servers)
+    _check_workers(msgspec.structs.replace(kinds, mesh=arguments.mesh, plan=plan), cluster)
     with_servers = "" if servers is None else f" with {format_count(servers.count, 'server')}"
     _tell(f"rankless verify: {_describe_program(program)}, on 1 and on {workers} workers{with_servers}, seed {seed}")
     with ExitStack() as stack:
@@ -171,6 +166,12 @@ def _check_options(arguments: argparse.Namespace) -> None:
         )
     if arguments.against is not None:
         check_program(Program(kind="script", target=arguments.against))
+
+
+def _check_workers(request: RunRequest, cluster: Cluster | None) -> None:
+    """Raise `ConfigError` for workers and servers that the run on several workers cannot have."""
+    check_servers(request, cluster)
+    choose_run_mesh(request, cluster)
 
 
 def _describe_program(program: Program) -> str:

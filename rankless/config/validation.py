@@ -23,17 +23,8 @@ from rankless.records.parallel_plan import PlannedAxis
 
 def make_run_config(program: Program, request: RunRequest) -> RunConfig:
     """Return the `RunConfig` of a request. Raises `ConfigError` for a request that cannot run."""
-    threads, seed, cluster = request.threads, request.seed, request.cluster
-    if request.elastic is not None:
-        # Hosts join and leave, and the driver makes what one host needs when it starts workers there.
-        check_elastic(request.elastic, request.worker_count)
-        cluster = None
-    if cluster is not None:
-        host = cluster.hosts[cluster.host_index]
-        request = msgspec.structs.replace(request, worker_count=host.workers, heterogeneous_workers=host.heterogeneous)
-    count = request.worker_count
-    if cluster is not None and len(cluster.hosts) == 1:
-        cluster = None
+    request, cluster = read_cluster(request)
+    threads, seed, count = request.threads, request.seed, request.worker_count
     has_workers = count > 0 or cluster is None
     if count < has_workers:
         raise ConfigError(expected="at least 1 worker", found=count, fix="give -n a number from 1 up")
@@ -75,6 +66,23 @@ def make_run_config(program: Program, request: RunRequest) -> RunConfig:
         servers=request.servers,
         request=request,
     )
+
+
+def read_cluster(request: RunRequest) -> tuple[RunRequest, Cluster | None]:
+    """Return a request with the numbers of workers of this host, and the hosts if there are several.
+
+    Raises `ConfigError` for an elastic job that cannot run.
+    """
+    cluster = request.cluster
+    if request.elastic is not None:
+        # Hosts join and leave, and the driver makes what one host needs when it starts workers there.
+        check_elastic(request.elastic, request.worker_count)
+        return request, None
+    if cluster is None:
+        return request, None
+    host = cluster.hosts[cluster.host_index]
+    request = msgspec.structs.replace(request, worker_count=host.workers, heterogeneous_workers=host.heterogeneous)
+    return request, cluster if len(cluster.hosts) > 1 else None
 
 
 def check_numbers(request: RunRequest) -> None:

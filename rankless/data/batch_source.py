@@ -12,13 +12,10 @@ from rankless.context.world import World
 from rankless.data.baseline_reader import PlainKeys, PlainReader, SeededSamples
 from rankless.data.batch_agreement import gather_lists, has_per_sample_lists, require_same_batch
 from rankless.data.batch_requests import ReadingDecision, RequestSampler, make_whole_again
-from rankless.data.batches_from_cpu_workers import RequestReader, is_heterogeneous, request_ahead, share_batches
-from rankless.data.batches_from_first_rank import distribute_from_first_rank, sync_generators
 from rankless.data.collation import Collation, refuse_random
 from rankless.data.collation_probe import describe_function
 from rankless.data.generators import find_changed_generators, get_process_states, set_process_states
 from rankless.data.loader_position import GeneratorSnapshot, Pass, require_same_batches, set_sampler_states
-from rankless.data.reader_tensor import find_kinds_axis
 from rankless.data.sample_order import SampleOrder
 from rankless.data.sample_reader import (
     BatchRead,
@@ -29,6 +26,14 @@ from rankless.data.sample_reader import (
     SampleReader,
     has_plain_columns,
 )
+from rankless.data.shared_reading.batches_from_cpu_workers import (
+    RequestReader,
+    is_heterogeneous,
+    request_ahead,
+    share_batches,
+)
+from rankless.data.shared_reading.batches_from_first_rank import distribute_from_first_rank, sync_generators
+from rankless.data.shared_reading.reader_tensor import find_kinds_axis
 from rankless.data.stream_reader import StreamReader
 from rankless.parallel.batch_division import BatchDivision
 from rankless.parallel.mesh import Mesh

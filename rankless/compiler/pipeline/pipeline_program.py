@@ -44,11 +44,7 @@ def build_pipeline_program(
     """
     storage = storage or StateStorage()
     inner = add_microbatch_axis(mesh, 0, options.microbatches)
-    # One microbatch is the whole batch. Rules may join values along an axis of size one at no cost.
-    shardings = [
-        add_time(sharding, lengths if options.microbatches > 1 else None, mesh, inner)
-        for sharding, lengths in zip(argument_shardings, options.batch_lengths, strict=True)
-    ]
+    shardings = divide_arguments(argument_shardings, options, mesh, inner)
     given = [divide_microbatch(shardings, options.exchanged, inner, number) for number in range(options.microbatches)]
     states = {name: add_time(sharding, None, mesh, inner) for name, sharding in storage.shardings.items()}
     with offer_whole_batch():
@@ -74,6 +70,17 @@ def build_pipeline_program(
         time_axis=find_time_number(inner.axes),
         takers=find_takers(step, [described for _, described in graphs[0].inputs], mesh),
     )
+
+
+def divide_arguments(
+    shardings: Sequence[Sharding], options: PipelineOptions, mesh: Mesh, inner: Mesh
+) -> list[Sharding]:
+    """Return the shardings of arguments along the axes of a microbatch."""
+    # One microbatch is the whole batch. Rules may join values along an axis of size one at no cost.
+    return [
+        add_time(sharding, lengths if options.microbatches > 1 else None, mesh, inner)
+        for sharding, lengths in zip(shardings, options.batch_lengths, strict=True)
+    ]
 
 
 def find_takers(step: PipelineStep, inputs: Sequence[ProgramInput], mesh: Mesh) -> Mapping[int, Sequence[int]]:

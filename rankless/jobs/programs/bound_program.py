@@ -14,7 +14,7 @@ from rankless.compiler.codegen.codegen import LocalProgram
 from rankless.compiler.ir.logical_program import ProgramInput, ProgramOutput
 from rankless.compiler.ir.looked_up_parameter import take_input
 from rankless.compiler.tracing.recomputed_weights import RecomputedWeight, find_recomputed_weights
-from rankless.data.reader_tensor import ReaderTensor, find_kinds_axis, share_values
+from rankless.data.shared_reading.reader_tensor import ReaderTensor, find_kinds_axis, share_values
 from rankless.jobs.arguments import FlattenedArguments, get_local_piece
 from rankless.jobs.definition import JobDefinition
 from rankless.jobs.programs.varying_sizes import SizeConstraints

@@ -13,7 +13,7 @@ from rankless.compiler.capture.autocast import clear_autocast_cache
 from rankless.compiler.capture.capture import TENSOR_LEAF, CapturedJob
 from rankless.compiler.tracing.symbolic_sizes import evaluate_size
 from rankless.context.world import World
-from rankless.data.reader_tensor import ReaderTensor
+from rankless.data.shared_reading.reader_tensor import ReaderTensor
 from rankless.deferred_models.building import find_deferred, materialize_tensors
 from rankless.deferred_models.deferred_tensor import DeferredTensor
 from rankless.jobs.arguments import (

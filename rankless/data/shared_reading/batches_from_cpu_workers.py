@@ -27,19 +27,19 @@ from rankless.data.generators import (
     set_process_states,
     to_plain,
 )
-from rankless.data.reader_tensor import (
+from rankless.data.sample_reader import BatchRead, BatchRequest
+from rankless.data.shared_reading.reader_tensor import (
     ReadTensor,
     TensorDescription,
     can_be_described,
     find_kinds_axis,
     order_memory_densely,
 )
-from rankless.data.sample_reader import BatchRead, BatchRequest
 from rankless.errors import DataError
 from rankless.parallel.mesh import Mesh, MeshAxis
 
 
-class _BatchMessage(msgspec.Struct, frozen=True):
+class _SharedBatch(msgspec.Struct, frozen=True):
     """What the first worker on the CPU sends to heterogeneous workers of each batch."""
 
     tree: bytes = b""
@@ -102,7 +102,7 @@ def share_batches(reads: Iterator[BatchRead], *, mesh: Mesh) -> Iterator[BatchRe
         except Exception as error:  # user code may raise anything; the heterogeneous workers raise too
             if is_sender:
                 text = str(getattr(error, "found", f"{type(error).__name__}: {error}"))
-                _send(_BatchMessage(error=text), axis)
+                _send(_SharedBatch(error=text), axis)
             raise
         if message is not None:
             _send(message, axis)
@@ -116,7 +116,7 @@ def _wrap(_: str, leaf: Any) -> Any:
     return ReadTensor(order_memory_densely(leaf)) if can_be_described(leaf) else leaf
 
 
-def _make_message(read: BatchRead, before: ProcessStates) -> _BatchMessage:
+def _make_message(read: BatchRead, before: ProcessStates) -> _SharedBatch:
     """Return the message about a batch."""
 
     def describe(_: str, leaf: Any) -> Any:
@@ -133,10 +133,10 @@ def _make_message(read: BatchRead, before: ProcessStates) -> _BatchMessage:
         ) from error
     now = get_process_states()
     has_drawn = bool(find_changed_generators(before, now))
-    return _BatchMessage(tree=tree, states=[encode_value(to_plain(each)) for each in now] if has_drawn else None)
+    return _SharedBatch(tree=tree, states=[encode_value(to_plain(each)) for each in now] if has_drawn else None)
 
 
-def _send(message: _BatchMessage, axis: MeshAxis) -> None:
+def _send(message: _SharedBatch, axis: MeshAxis) -> None:
     """Send a message to all heterogeneous workers."""
     assert axis.group is not None
     data = torch.frombuffer(bytearray(msgspec.msgpack.encode(message)), dtype=torch.uint8)
@@ -150,7 +150,7 @@ def _send(message: _BatchMessage, axis: MeshAxis) -> None:
 
 def _receive(axis: MeshAxis) -> Any:
     """Return the data of a batch that the first worker on the CPU has read, and take over its generators' states."""
-    message = msgspec.msgpack.decode(_receive_bytes(axis).numpy().tobytes(), type=_BatchMessage)
+    message = msgspec.msgpack.decode(_receive_bytes(axis).numpy().tobytes(), type=_SharedBatch)
     if message.error:
         raise DataError(
             expected="the workers on the CPU to read the batch",
