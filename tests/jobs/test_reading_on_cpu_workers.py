@@ -9,7 +9,7 @@ import pytest
 from support.warm_runs import rankless
 
 SCRIPT = Path(__file__).parent / "scripts/read_on_cpu_workers.py"
-READS_NOTHING = ("replicated", "from_first_rank")
+OTHER_READING = ("replicated", "from_first_rank")
 """Cases whose loader has another `reading`, with other numbers of samples that workers read."""
 
 pytestmark = pytest.mark.slow
@@ -51,7 +51,7 @@ def test_all_workers_train_as_one_device_and_some_read_nothing(tmp_path, plain, 
     for rank in range(workers + heterogeneous):
         found = read_cases(tmp_path, rank)
         require_same(found, plain, rank)
-        for case in plain.keys() - set(READS_NOTHING):
+        for case in plain.keys() - set(OTHER_READING):
             assert found[case]["reads"] == (plain[case]["reads"] if rank < workers else 0), (rank, case)
         assert found["replicated"]["reads"] == plain["replicated"]["reads"]
     assert f"{SCRIPT}:" in done.stderr
@@ -61,6 +61,7 @@ def test_all_workers_train_as_one_device_and_some_read_nothing(tmp_path, plain, 
 REFUSED = {
     "opaque_values": ("found:    a __main__.Opaque", 'pass reading="replicated"'),
     "damaged_sample": ("ValueError: sample 17 is damaged (index 17)", "correct the data set"),
+    "read_in_closure": ("a batch that a job reads from its closure", "pass it to the job as an argument"),
     "read_on_one_rank": ("rank 0 reached an operation on a whole batch", "let every rank make the same calls"),
 }
 

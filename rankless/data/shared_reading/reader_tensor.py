@@ -13,11 +13,14 @@ from typing import Any
 import msgspec
 import torch
 from torch import Tensor
+from torch._guards import detect_fake_mode
 from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._pytree import tree_map_only
 
 from rankless.collectives.point_to_point import start_receive, start_send
 from rankless.data.logical_tensor import GatherMonitor, LogicalTensor
+from rankless.errors import DataError
 from rankless.parallel.mesh import Mesh, MeshAxis
 from rankless.parallel.tensor_placement import Replicate
 from rankless.user_code import caller_line
@@ -112,9 +115,19 @@ class ReaderTensor(LogicalTensor):
         return self._whole is not None
 
     def whole(self) -> Tensor:
-        """Return the value. The first call sends it to the heterogeneous workers. Collective."""
+        """Return the value. The first call sends it to the heterogeneous workers. Collective.
+
+        Raises DataError in the capture of a job, which would have the value as a constant.
+        """
         if self._whole is None:
             where = caller_line()
+            if get_proxy_mode() is not None or detect_fake_mode() is not None:
+                raise DataError(
+                    expected="batches of loaders as arguments of a job, because heterogeneous workers do not read them",
+                    found="a batch that a job reads from its closure",
+                    fix="pass it to the job as an argument",
+                    where=where,
+                )
             with self._monitor.watch_wait(where), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
                 self.mesh.check_sync_point(
                     f"an operation on a whole batch of {self.dtype} {list(self.shape)} outside jobs",

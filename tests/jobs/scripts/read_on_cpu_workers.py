@@ -57,6 +57,14 @@ class Data(torch.utils.data.Dataset):
         return NUMBERS[index] + noise, TARGETS[index]
 
 
+class Ids(Data):
+    """Has ids of rows of a table besides."""
+
+    def __getitem__(self, index):
+        self.reads += 1
+        return torch.tensor([index % 7, index % 3 + 10]), NUMBERS[index], TARGETS[index]
+
+
 class WholeBatches(Data):
     """Returns whole batches."""
 
@@ -113,14 +121,14 @@ def collate_oddly(samples):
     }
 
 
-def make_training(**options):
+def make_training():
     torch.manual_seed(1)
     model = nn.Sequential(
         nn.Linear(6, 5), rankless.parameter_server.mark_dense(nn.Sequential(nn.Tanh(), nn.Linear(5, 1)))
     )
     optimizer = torch.optim.Adam(model.parameters(), 0.05)
 
-    @rankless.job(model=model, optimizer=optimizer, **options)
+    @rankless.job(model=model, optimizer=optimizer)
     def train(numbers, targets):
         return F.mse_loss(model(numbers).squeeze(1), targets)
 
@@ -255,6 +263,52 @@ def single_samples(data):
     return run_epochs(rankless.loader(data, batch_size=1), 1) + run_epochs(rankless.loader(data, batch_size=22), 1)
 
 
+def accumulate(data):
+    model, _ = make_training()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+
+    @rankless.job(model=model, optimizer=optimizer, accumulate=2)
+    def train(numbers, targets):
+        return F.mse_loss(model(numbers).squeeze(1), targets)
+
+    return [train(*batch).item() for _ in range(2) for batch in rankless.loader(data, batch_size=7)]
+
+
+def look_up(data):
+    table = rankless.parameter_server.Embedding(3, initial=rankless.parameter_server.Normal(std=0.3), seed=1)
+    model, _ = make_training()
+    optimizers = [torch.optim.Adagrad(table.parameters(), lr=0.1), torch.optim.Adam(model.parameters(), 0.05)]
+
+    @rankless.job(model=[table, model], optimizer=optimizers)
+    def train(ids, numbers, targets):
+        return F.mse_loss(model(numbers + table(ids).flatten(1)).squeeze(1), targets)
+
+    return [train(*batch).item() for _ in range(2) for batch in rankless.loader(data, batch_size=6, shuffle=True)]
+
+
+def two_loaders(data):
+    _, train = make_training()
+    first = rankless.loader(data, batch_size=4, shuffle=True)
+    second = rankless.loader(data, batch_size=3, num_workers=1, shuffle=True)
+    found = []
+    for one, other in zip(first, second, strict=False):
+        found += [train(*one).item(), train(*other).item(), (one[1].sum() + other[1].sum()).item()]
+    return found
+
+
+def save_and_load(data):
+    model, train = make_training()
+    folder = os.path.join(arguments.folder, "checkpoint" if "RANK" in os.environ else "plain-checkpoint")
+    loader, found = rankless.loader(data, batch_size=4, shuffle=True), []
+    for step, batch in enumerate(loader):
+        found.append(train(*batch).item())
+        if step == 2:
+            rankless.save(folder, model=model, loader=loader)
+            break
+    rankless.load(folder, model=model, loader=loader)
+    return found + [train(*batch).item() for batch in loader]
+
+
 def from_first_rank(data):
     return run_epochs(rankless.loader(data, batch_size=5, shuffle=True, reading="first"), 1)
 
@@ -277,6 +331,19 @@ def opaque_values(data):
 
 def damaged_sample(_data):
     return run_epochs(rankless.loader(Failing(), batch_size=5), 1)
+
+
+def read_in_closure(data):
+    model, _ = make_training()
+    current = {}
+
+    @rankless.job(model=model)
+    def measure(numbers):
+        return F.mse_loss(model(numbers).squeeze(1), current["targets"])
+
+    for numbers, current["targets"] in rankless.loader(data, batch_size=5):
+        measure(numbers)
+    return []
 
 
 def read_on_one_rank(data):
@@ -308,6 +375,10 @@ CASES = {
         use_outside_jobs,
         read_values_in_jobs,
         single_samples,
+        accumulate,
+        look_up,
+        two_loaders,
+        save_and_load,
         from_first_rank,
         on_device,
     )
@@ -316,14 +387,17 @@ parser = argparse.ArgumentParser()
 parser.add_argument("folder")
 parser.add_argument("--cases", default=",".join(CASES))
 arguments = parser.parse_args()
-REFUSED = {function.__name__: function for function in (opaque_values, damaged_sample, read_on_one_rank)}
+REFUSED = {
+    function.__name__: function for function in (opaque_values, damaged_sample, read_in_closure, read_on_one_rank)
+}
 rank = os.environ.get("RANK", "plain")
 with open(os.path.join(arguments.folder, f"rank-{rank}"), "w") as file:
     for name in arguments.cases.split(","):
         torch.manual_seed(0)
         random.seed(0)
         numpy.random.seed(0)
-        data = WholeBatches() if name == "whole_batches" else Data(draw=name == "drawing_samples")
+        kind = {"whole_batches": WholeBatches, "look_up": Ids}.get(name, Data)
+        data = kind(draw=name == "drawing_samples")
         numbers = (CASES | REFUSED)[name](data)
         file.write(json.dumps({"case": name, "numbers": numbers, "reads": data.reads}) + "\n")
         file.flush()
