@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 from jobs.test_heterogeneous_runs import SCRIPT, read_numbers, run_plainly
+from jobs.test_reading_on_cpu_workers import SCRIPT as CASES
+from jobs.test_reading_on_cpu_workers import read_cases, require_same
+from jobs.test_reading_on_cpu_workers import run_plainly as run_cases_plainly
 from support.hosts import Hosts, some_hosts
 from support.jobs import wait_until
 
@@ -63,6 +66,7 @@ LINES: dict[str, tuple[tuple[str, int, int], tuple[str, ...]]] = {
 }
 
 
+@pytest.mark.ci_sample(2)
 @pytest.mark.parametrize("name", LINES)
 def test_workers_of_two_kinds_on_hosts_train_as_one_device(name: str, hosts: Hosts, tmp_path: Path):
     (case, rows, copies), line = LINES[name]
@@ -144,3 +148,22 @@ def test_hosts_that_name_other_heterogeneous_workers_do_not_start(hosts: Hosts, 
     assert 0 not in [job.returncode for job in jobs]
     assert "a:3 (1 heterogeneous), b:3 (1 heterogeneous), c:2 (1 heterogeneous)" in texts[0]
     assert not list(tmp_path.glob("reached*"))
+
+
+@pytest.mark.exhaustive
+def test_verify_compares_a_run_with_workers_of_two_kinds_on_hosts(hosts: Hosts, tmp_path: Path):
+    line = ("verify", "--servers", "a", "--workers", "a,b", "--heter-workers", "b,c")
+    (text,) = run_lines(hosts, tmp_path, [line], str(SCRIPT), "mean_error")
+    assert "same training: " in text
+
+
+@pytest.mark.exhaustive
+def test_workers_on_other_hosts_read_nothing(hosts: Hosts, tmp_path: Path):
+    cases = ("--cases", "odd_batches,use_outside_jobs,drawing_in_collation,look_up")
+    wanted = run_cases_plainly(tmp_path, *cases)
+    line = ("run", "--servers", "a", "--workers", "a,b", "--heter-workers", "b,c")
+    run_lines(hosts, tmp_path, [line], str(CASES), str(tmp_path), *cases)
+    for rank in range(4):
+        found = read_cases(tmp_path, rank)
+        require_same(found, wanted, rank)
+        assert all((line["reads"] > 0) == (rank < 2) for line in found.values())
