@@ -31,6 +31,7 @@ MODULES = {
     "hang_watch": "hang_watch",
     "tables": "tables",
     "table_servers": "table_servers",
+    "early_rows": "early_rows",
     "horovod": "horovod",
     "horovod_hosts": "horovod_hosts",
 }

@@ -129,6 +129,10 @@ class SharedTables(Protocol):
         """Give the servers the rows of weights, by name, with the optimizer that steps each. Collective."""
         ...
 
+    def request_rows(self) -> None:
+        """Send the requests for rows that lookups of the next call are expected to need."""
+        ...
+
     def prepare(self, weights: Iterable[Tensor]) -> None:
         """Give the servers the gradients of a program that has run, before its step.
 
@@ -153,6 +157,10 @@ class SharedTables(Protocol):
 
     def commit(self) -> None:
         """End a step: from here on all workers read what it has changed."""
+        ...
+
+    def finish(self) -> None:
+        """Wait until servers have noted the last step."""
         ...
 
     def close(self) -> None:
@@ -186,6 +194,11 @@ class TableSharing:
         """End a step of a job."""
         if self.tables is not None:
             self.tables.commit()
+
+    def finish(self) -> None:
+        """Wait until servers have noted the last step, at the end of a script. Raises TableError if they could not."""
+        if self.tables is not None:
+            self.tables.finish()
 
     def close(self) -> None:
         """Leave the servers: this process needs tables no more."""

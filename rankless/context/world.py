@@ -27,6 +27,7 @@ from rankless.context.redundant_step_calls import LeftoverCalls
 from rankless.context.step_limit import StepLimit
 from rankless.context.table_sharing import TableSharing
 from rankless.context.training_progress import ProgressMeter
+from rankless.context.upcoming_batches import UpcomingBatches
 from rankless.errors import RanklessError
 from rankless.ownership.divided_owner import DividedOwner
 from rankless.ownership.served_owner import ServedOwner
@@ -125,6 +126,8 @@ class World:
     """The parameter servers of the run, which hold its tables. None: each worker holds them."""
     tables: TableSharing = field(default_factory=TableSharing)
     """The tables that workers share."""
+    upcoming: UpcomingBatches = field(default_factory=UpcomingBatches)
+    """The batches that loaders will yield next, for jobs that ask servers for rows early."""
     started: StartedWorkers | None = None
     """The workers with which the run began, where it may go on without some of them."""
     recovery: Recovery | None = None
@@ -147,6 +150,11 @@ class World:
     def numbering(self) -> StartedWorkers:
         """The workers as servers know them."""
         return self.started or StartedWorkers(own=self.workers.rank, count=self.workers.size)
+
+    @property
+    def reads_rows_early(self) -> bool:
+        """Whether jobs may ask servers for rows before a call needs them; see Note [early rows]."""
+        return self.servers is not None and self.independent is None and self.mesh.size > 1
 
     def run_for_all(
         self, attempt: "Callable[[World], Result]", *, commits: Callable[[], bool] = lambda: False

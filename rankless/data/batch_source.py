@@ -154,9 +154,34 @@ class BatchSource:
 
     def _make_sample_reader(self) -> SampleReader:
         order = self._order
+        return SampleReader(order.dataset, as_columns=self._reads_columns, as_batches=not order.collates_batches)
+
+    @property
+    def _reads_columns(self) -> bool:
+        """Whether whole tensors are indexed to read a batch, which draws nothing."""
+        order = self._order
         columns = has_plain_columns(order.dataset) and self._options.collate_fn is None and order.collates_batches
-        as_columns = columns and type(order.samplers[-1]) in _INTEGERS_ONLY
-        return SampleReader(order.dataset, as_columns=as_columns, as_batches=not order.collates_batches)
+        return columns and type(order.samplers[-1]) in _INTEGERS_ONLY
+
+    @property
+    def _pins_memory(self) -> bool:
+        return self._options.pin_memory and torch.accelerator.is_available()
+
+    @property
+    def may_read_early(self) -> bool:
+        """Whether a batch may be read before the script asks for it; see Note [batches read twice]."""
+        options = self._options
+        if self._order.is_stream or options.has_custom_order or options.reading == "first":
+            return False
+        if find_kinds_axis(self.mesh) is not None:  # heterogeneous workers have no ids
+            return False
+        return options.num_workers > 0 or self._reads_columns
+
+    def read_again(self, request: BatchRequest) -> BatchRead:
+        """Return the same rows of a batch that has been read. Only for readers that draw nothing."""
+        read = self._collation(self._make_sample_reader()[request])
+        assert isinstance(read, BatchRead)
+        return read.pin_memory() if self._pins_memory else read
 
     def _make_data_loader(
         self, reader: StreamReader | SampleReader, requests: Iterable[Any] | None, process_options: dict[str, Any]
@@ -202,7 +227,7 @@ class BatchSource:
             generator = torch.Generator()
         return {
             "num_workers": options.num_workers,
-            "pin_memory": options.pin_memory and torch.accelerator.is_available(),
+            "pin_memory": self._pins_memory,
             "timeout": options.timeout,
             "multiprocessing_context": options.multiprocessing_context,
             "generator": generator,

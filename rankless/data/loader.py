@@ -11,7 +11,7 @@ from rankless.data.batch_source import BatchSource
 from rankless.data.loader_options import LoaderOptions, Reading, check_options
 from rankless.data.loader_position import VERSION, GeneratorSnapshot, Pass, get_sampler_states, require_same_loader
 from rankless.data.logical_tensor import GATHERS, GatherMonitor
-from rankless.data.prefetching import PlainCopier, copy_to_device, make_copier
+from rankless.data.prefetching import PlainCopier, copy_to_device, look_ahead, make_copier
 from rankless.data.sample_order import SampleOrder
 from rankless.data.sample_reader import BatchRead
 from rankless.data.shared_reading.reader_tensor import SENDS, find_kinds_axis
@@ -195,7 +195,7 @@ class Loader(Generic[Batch]):
         meter, loader_pass = world.meter, world.passes.begin(batches=self._count_steps_left(current))
         epoch = meter.begin_epoch(steps=self._count_steps_left(current)) if meter is not None else None
         try:
-            for read, batch in self._iterate_batches(reads, world):
+            for read, batch in self._iterate_batches(reads, current, world):
                 if meter is not None and epoch is not None:
                     meter.record_batch(epoch, rows=read.request.rows or 0)
                 current.count_batch(read.request.digest)
@@ -209,22 +209,35 @@ class Loader(Generic[Batch]):
         if meter is not None and epoch is not None:
             meter.end_epoch(epoch)
 
-    def _iterate_batches(self, reads: Iterator[BatchRead], world: World) -> Iterator[tuple[BatchRead, Any]]:
+    def _iterate_batches(
+        self, reads: Iterator[BatchRead], current: Pass, world: World
+    ) -> Iterator[tuple[BatchRead, Any]]:
         """Yield each batch as the script gets it, with what was read for it."""
-        monitor = self._monitor
-        assert monitor is not None
-        source = self._source
-        batches = (
-            (read, make_logical(read, mesh=source.mesh, monitor=monitor, read_whole=source.read_whole))
-            for read in reads
-        )
-        if self.options.device is None:
-            return batches
-        device = torch.device(self.options.device)
-        if device.type == world.mesh.device.type:
+        device = None if self.options.device is None else torch.device(self.options.device)
+        if device is not None and device.type == world.mesh.device.type:
             device = world.mesh.device
-        copier = make_copier(device) if find_kinds_axis(world.mesh) is None else PlainCopier(device)
-        return copy_to_device(batches, copier=copier, ahead=self.options.num_workers > 0)
+        is_shared = find_kinds_axis(world.mesh) is not None
+        copier = None if device is None else PlainCopier(device) if is_shared else make_copier(device)
+        batches: Iterator[tuple[BatchRead, Any]] = ((read, self._make_batch(read)) for read in reads)
+        if copier is not None:
+            batches = copy_to_device(batches, copier=copier, ahead=self.options.num_workers > 0)
+        count = self._count_steps_left(current)
+        if count is None or not world.reads_rows_early or not self._source.may_read_early:
+            return batches
+
+        def read_again(read: BatchRead) -> Any:
+            batch = self._make_batch(self._source.read_again(read.request))
+            return batch if copier is None else copier.finish(copier.start(batch))
+
+        if self.options.num_workers > 0:
+            return look_ahead(batches, world.upcoming, most=count, read_again=None)
+        return look_ahead(batches, world.upcoming, most=count - 1, read_again=read_again)
+
+    def _make_batch(self, read: BatchRead) -> Any:
+        """Return what was read as the script gets it."""
+        assert self._monitor is not None
+        source = self._source
+        return make_logical(read, mesh=source.mesh, monitor=self._monitor, read_whole=source.read_whole)
 
     def _count_steps_left(self, current: Pass) -> int | None:
         try:

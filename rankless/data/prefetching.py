@@ -1,17 +1,25 @@
-"""Copy batches to the device, one batch ahead of the computation if that changes no random number.
+"""Read batches, and copy them to the device, one batch ahead of the computation if that changes no random number.
 
 Note [copy one batch ahead]: reader processes read the next batch anyway, so requesting it early costs nothing and draws
 nothing. Without reader processes, reading draws from the process's generators when the script requests the batch, and
 must not happen earlier. In that case a batch is copied when it is requested.
+
+Note [batches read twice]: a batch may be read early if that draws no random number and the script cannot notice it.
+Reader processes read early anyway. Without them that holds for a `TensorDataset` in the order of PyTorch's samplers.
+The script may change its tensors before the batch is due, so it is then read again. The last batch is not read early:
+a sampler draws once more when its last index has been taken.
 """
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from rankless.data.batch_tree import map_tensors
+from rankless.context.upcoming_batches import UpcomingBatches
+from rankless.data.batch_tree import iterate_leaves, map_tensors
+from rankless.data.logical_tensor import LogicalTensor
 
 Item = TypeVar("Item")
 
@@ -87,22 +95,20 @@ def copy_to_device(items: Iterator[tuple[Item, Any]], *, copier: Copier, ahead: 
     if not ahead:
         yield from ((item, copier.finish(copier.start(batch))) for item, batch in items)
         return
-    pending: Callable[[], tuple[Item, Any] | None] = _start_next(items, copier)
+    started = ((item, copier.start(batch)) for item, batch in items)
+    pending = _start_next(started)
     while (entry := pending()) is not None:
-        pending = _start_next(items, copier)
+        pending = _start_next(started)
         yield entry[0], copier.finish(entry[1])
 
 
-def _start_next(items: Iterator[tuple[Item, Any]], copier: Copier) -> Callable[[], tuple[Item, Any] | None]:
-    """Start copying the next item. Return a function that gives it, None at the end, or raises its error."""
+def _start_next(items: Iterator[tuple[Item, Any]]) -> Callable[[], tuple[Item, Any] | None]:
+    """Take the next item. Return a function that gives it, None at the end, or raises its error."""
     try:
-        item, batch = next(items)
-        started = copier.start(batch)
-    except StopIteration:
-        return lambda: None
+        found = next(items, None)
     except Exception as error:  # any error must be raised after the previous batch was yielded
         return _make_raiser(error)
-    return lambda: (item, started)
+    return lambda: found
 
 
 def _make_raiser(error: Exception) -> Callable[[], Any]:
@@ -110,3 +116,53 @@ def _make_raiser(error: Exception) -> Callable[[], Any]:
         raise error
 
     return raise_error
+
+
+def look_ahead(
+    batches: Iterator[tuple[Item, Any]],
+    upcoming: UpcomingBatches,
+    *,
+    most: int,
+    read_again: Callable[[Item], Any] | None,
+) -> Iterator[tuple[Item, Any]]:
+    """Yield each item with its batch. While a job wants it, read one batch early and note what it has.
+
+    An error of a batch that is read early is raised when it is due.
+
+    Args:
+        batches: Items and batches.
+        upcoming: Receives the tensors of the next batch.
+        most: How many batches may have been read, also early ones, while another one is yielded.
+        read_again: Reads the batch of an item again when it is due. None: the one that was read early is yielded.
+    """
+    following: Callable[[], tuple[Item, Any] | None] | None = None
+    try:
+        for number in itertools.count(1):
+            entry = _start_next(batches) if following is None else following
+            found = entry()
+            if found is None:
+                return
+            item, batch = found
+            if following is not None and read_again is not None:
+                batch = read_again(item)
+            following = _start_next(batches) if upcoming.is_wanted and number < most else None
+            upcoming.note(batches, {} if following is None else _pair_tensors(batch, following))
+            yield item, batch
+    finally:
+        upcoming.forget(batches)
+
+
+def _pair_tensors(batch: Any, following: Callable[[], tuple[Any, Any] | None]) -> dict[int, Tensor]:
+    """Return the tensor of the next batch for the fingerprint of each tensor of this one; nothing if they differ."""
+    try:
+        found = following()
+    except Exception:  # it is raised when the batch is due
+        return {}
+    if found is None:
+        return {}
+    tensors = {path: leaf for path, leaf in iterate_leaves(found[1]) if isinstance(leaf, LogicalTensor)}
+    return {
+        leaf.fingerprint: tensors[path]
+        for path, leaf in iterate_leaves(batch)
+        if isinstance(leaf, LogicalTensor) and leaf.fingerprint and path in tensors
+    }

@@ -209,6 +209,7 @@ class Job(Generic[Parameters, Result]):
                 with disable_autocast(device.type):
                     self._stepped = self._get_stepper(world).add_call(outcome.loss, outcome.weights, outcome.parameters)
                     world.tables.commit()
+                    self._views.request_rows(world)
         except RanklessError as error:
             # The message names the script's line. The frames below this one belong to Rankless and PyTorch.
             known = error.add_location(job.line) if isinstance(error, TableError) else error

@@ -1,7 +1,7 @@
 """The lookups of a table in captured programs; see Note [lookups in a program] in `compiler.ir.table_operators`."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -30,6 +30,10 @@ class CapturedLookups:
     def read_rows(self, ids: Tensor) -> Tensor:
         """Return the rows of ids, on a CPU."""
         return self._training().look_up_now(ids)
+
+    def request_rows(self, ids: Sequence[Tensor]) -> bool:
+        """Ask for rows that the next program will read. Return whether that has been of use so far."""
+        return self._training().request_rows(ids)
 
     def add_gradients(self, ids: Tensor, gradients: Tensor) -> Tensor:
         """Take the gradients of rows for the next step. Return the dense gradient of the weight."""

@@ -14,7 +14,8 @@ from torch import Tensor
 from rankless.errors import TableError
 from rankless.parameter_server.parameter_states import ParameterStates
 from rankless.parameter_server.servers.client import ServerClient
-from rankless.parameter_server.servers.served_table import TablePush, pull_together
+from rankless.parameter_server.servers.served_table import TablePush
+from rankless.parameter_server.servers.table_pulls import pull_together
 from rankless.parameter_server.tables.contents import TableContents
 from rankless.parameter_server.tables.optimizers import OptimizerSettings
 from rankless.parameter_server.tables.settings import Constant, TableSettings

@@ -14,8 +14,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from rankless.errors import TableError
+from rankless.parameter_server.lookup_searches import IdSearch, LookupSearches, search_ids
 from rankless.parameter_server.optimizer_steps import has_stepped, require_known, settings_of
-from rankless.parameter_server.tables.distinct_ids import find_distinct, sum_rows
+from rankless.parameter_server.tables.distinct_ids import sum_rows
 from rankless.parameter_server.tables.row_gradients import RowGradients, no_gradients
 from rankless.parameter_server.tables.row_store import PreparedRowStore, RowStore
 from rankless.parameter_server.waiting_gradients import WaitingGradients
@@ -69,6 +70,7 @@ class TableTraining:
         self.dtype = weight.dtype
         self._padding_id = padding_id
         self._waiting = WaitingGradients(weight)
+        self._searches = LookupSearches()
         self._optimizer: weakref.ref[Optimizer] | None = None
         self._earlier_optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._had_stepped = False
@@ -78,6 +80,7 @@ class TableTraining:
     def close(self) -> None:
         """Step the table no longer: something else steps it."""
         self._waiting.close()
+        self._searches.forget_expected()
         _TRAININGS.discard(self)
 
     def look_up(self, ids: Tensor) -> Tensor:
@@ -89,22 +92,30 @@ class TableTraining:
 
     def read(self, ids: NDArray[np.int64]) -> Tensor:
         """Return the rows of ids, int64, of shape (n,), on a CPU."""
-        rows = self.table.pull(ids)
+        return self._clear_padding(ids, self.table.pull(ids))
+
+    def _clear_padding(self, ids: NDArray[np.int64], rows: NDArray[np.floating]) -> Tensor:
         if self._padding_id is not None:
             rows[ids == self._padding_id] = 0
         return torch.from_numpy(rows)
 
     def look_up_now(self, ids: Tensor) -> Tensor:
         """Return the rows of ids without a graph, for a captured program."""
-        distinct, places, _ = find_distinct(to_array(ids))
-        return self.read(distinct)[torch.from_numpy(places)].reshape(*ids.shape, self.table.settings.dim)
+        search, rows = self._searches.read(self.table, to_array(ids))
+        found = self._clear_padding(search.distinct, rows)
+        return found[torch.from_numpy(search.places)].reshape(*ids.shape, self.table.settings.dim)
+
+    def request_rows(self, ids: Iterable[Tensor]) -> bool:
+        """Ask for rows that the next captured program will look up. Return whether that has been of use so far."""
+        return self._searches.request(self.table, [to_array(each).copy() for each in ids])
 
     def add_of_program(self, ids: Tensor, gradients: Tensor) -> Tensor:
         """Add gradients of a captured program. Return the dense gradient of the weight."""
-        return self._waiting.add_of_program(self.sum_gradients(*find_distinct(to_array(ids)), gradients))
+        return self._waiting.add_of_program(self.sum_gradients(self._searches.find(to_array(ids)), gradients))
 
     def begin_program(self) -> None:
         """Forget gradients: the weight has none, and a captured program makes new ones."""
+        self._searches.forget()
         self._waiting.begin_program()
 
     def end_program(self) -> None:
@@ -127,19 +138,15 @@ class TableTraining:
         """Add gradients within a backward pass. Return the gradient of the weight."""
         return self._waiting.add(added)
 
-    def sum_gradients(
-        self, ids: NDArray[np.int64], places: NDArray[np.int64], occurrences: NDArray[np.int64], gradients: Tensor
-    ) -> RowGradients:
+    def sum_gradients(self, search: IdSearch, gradients: Tensor) -> RowGradients:
         """Return the sums of a lookup's gradients by its different ids, without those of padding.
 
         Args:
-            ids: The different ids, of shape (m,), as of `find_distinct`.
-            places: The number of each row's id among them, of shape (n,).
-            occurrences: How often each occurs, of shape (m,).
+            search: The ids of the lookup, n in all.
             gradients: The gradients of the rows, whose last dim is the table's, n rows in all.
         """
         rows = gradients.detach().reshape(-1, gradients.shape[-1]).cpu().contiguous().numpy()
-        added = RowGradients(ids, occurrences, sum_rows(rows, places, len(ids)))
+        added = RowGradients(search.distinct, search.occurrences, sum_rows(rows, search.places, len(search.distinct)))
         if self._padding_id is None:
             return added
         kept = added.ids != self._padding_id
@@ -213,14 +220,14 @@ class _Lookup(torch.autograd.Function):
     def forward(ctx: Any, weight: Tensor, ids: Tensor, training: TableTraining) -> Tensor:
         ctx.training = training
         # Equal ids read one row, so that their gradients are summed without looking the row up again.
-        ctx.ids, ctx.places, ctx.occurrences = find_distinct(to_array(ids))
-        rows = training.read(ctx.ids)[torch.from_numpy(ctx.places)]
+        ctx.search = search = search_ids(to_array(ids))
+        rows = training.read(search.distinct)[torch.from_numpy(search.places)]
         return rows.reshape(*ids.shape, rows.shape[1]).to(weight.device)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        added = ctx.training.sum_gradients(ctx.ids, ctx.places, ctx.occurrences, gradient)
+        added = ctx.training.sum_gradients(ctx.search, gradient)
         weight_gradient = ctx.training.add_gradients(added)
         return weight_gradient, None, None
 

@@ -85,6 +85,7 @@ class WorkerTables:
                 is_interrupted=loss.is_interrupted,
                 recover=loss.recover,
                 is_lost=partial(is_server_lost, servers.lost_descriptor),
+                defers=servers.mode != "sync",
             )
             self._client = client = ServerClient(servers, worker=worker, worker_count=worker_count, settings=settings)
             if servers.mode == "geo":
@@ -125,6 +126,8 @@ class WorkerTables:
         Raises:
             TableError: The workers' tables differ.
         """
+        if self._client is not None:
+            self._client.forget_early_rows()
         known = before.served if isinstance(before, GeoTable) else before
         is_known = isinstance(known, ServedTable) and known.settings == table.settings
         store: RowStore = self._loss.run_for_all(lambda: self._share(table, known if is_known else None))
@@ -158,6 +161,11 @@ class WorkerTables:
         """
         assert self._weights is not None
         self._weights.share(weights, self._loss.run_for_all)
+
+    def request_rows(self) -> None:
+        """Send the requests for rows that lookups of the next call are expected to need."""
+        if self._client is not None:
+            self._client.request_early_rows()
 
     def prepare(self, weights: Iterable[Tensor]) -> None:
         """Give the servers the gradients of a program that has run, before its step."""
@@ -193,6 +201,11 @@ class WorkerTables:
         self._division.end_step(self.committed)
         if self._weights is not None:
             self._weights.refresh()
+
+    def finish(self) -> None:
+        """Wait until servers have noted this worker's last step. Raises TableError if they could not make it."""
+        if self._client is not None:
+            self._client.finish()
 
     def close(self) -> None:
         """Leave the servers."""

@@ -149,11 +149,13 @@ class ProcessContext:
             self._observer(Notice(rank=0, time_ns=time.monotonic_ns(), text=text))
 
     def finish(self) -> None:
-        """Wait for a save in the background, at the end of a script that did not fail.
+        """Wait for a save in the background and for servers, at the end of a script that did not fail.
 
-        Raises `RanksDiverged` if other ranks still wait for this one.
+        Raises `RanksDiverged` if other ranks still wait for this one, and `TableError` if servers could not make its
+        last step.
         """
         self.saver.join()
+        self.world.tables.finish()
         if self._desync_detector is not None:
             detector, self._desync_detector = self._desync_detector, None
             detector.end()

@@ -56,6 +56,7 @@ BROAD_EXCEPTS = {
     "rankless/data/shared_reading/batches_from_first_rank.py": "a data set is foreign code; the others raise, too",
     "rankless/data/stream_reader.py": "a stream is foreign code; its error gets the position of the sample",
     "rankless/jobs/job.py": "the script's own error gets a traceback without Rankless's frames",
+    "rankless/jobs/programs/early_rows.py": "operators are foreign code; the call itself raises the error",
     "rankless/jobs/programs/program_cache.py": "capture with symbolic sizes may fail in the script's code",
     "rankless/launch/rendezvous/follower.py": "the connection is closed, and the error is raised again",
     "rankless/launch/spawn_function.py": "the workers are ended, and the error is raised again",

@@ -163,6 +163,7 @@ def test_the_growth_of_a_table_is_measured(tmp_path: Path):
     assert 0 < growth["p50_milliseconds"] <= growth["p99_milliseconds"] <= growth["most_milliseconds"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_saves_of_what_has_changed_are_measured(tmp_path: Path):
     command = [sys.executable, str(SCRIPTS / "table_saves.py"), "--rows", "20000", "--rounds", "1", "--batch", "50"]

@@ -97,6 +97,7 @@ def test_the_first_step_gives_a_table_and_json(tmp_path: Path) -> None:
     assert "job correct (train.py:22) was not called within 1 training step" in job.stdout
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_more_steps_reach_more_jobs(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)

@@ -304,6 +304,7 @@ for batch in rankless.loader(torch.utils.data.TensorDataset(inputs), batch_size=
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_verify_runs_several_workers_with_servers_and_one_without(tmp_path: Path):
     (tmp_path / "script.py").write_text(TRAINING)

@@ -17,6 +17,7 @@ def run(folder: Path, mesh: str, *options: str) -> list[float]:
     return [float(number) for number in re.findall(r"(?:loss|gradient) ([\d.]+)", done.stdout)]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_example_prints_the_same_losses_on_every_mesh(tmp_path):
     wanted = run(tmp_path, "", "--save", "saved")

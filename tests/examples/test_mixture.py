@@ -29,6 +29,7 @@ def test_the_example_prints_the_same_on_every_mesh(tmp_path):
     assert run(tmp_path, "expert=2,tensor=2", "--load", "saved") == pytest.approx(further, rel=5e-3)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_tokens_move_to_their_experts_and_back_by_all_to_all(tmp_path):
     found = rankless("plan", "--mesh", "expert=2", "--json", "plan.json", str(EXAMPLE), "--steps", "2", folder=tmp_path)

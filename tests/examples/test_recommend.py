@@ -47,6 +47,7 @@ def test_every_shape_of_a_run_gives_the_same_losses_and_metrics(tmp_path, one_de
     assert found == pytest.approx({name: one_device[name] for name in found}, rel=0, abs=1e-10)
 
 
+@pytest.mark.exhaustive
 def test_both_forms_of_movielens_are_read_alike(tmp_path):
     options = ("--epochs", "3", "--batch-size", "32", "--ratings")
     plain = report_of("recommend", tmp_path, *options, str(write_ratings(tmp_path / "u.data")))

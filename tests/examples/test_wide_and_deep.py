@@ -33,6 +33,7 @@ def test_every_shape_of_a_run_predicts_the_same_clicks(tmp_path, one_device, whe
     assert found["rows"] == one_device["rows"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_verify_calls_click_prediction_with_servers_the_same_training(tmp_path):
     options = ("--rows", "1500", "--epochs", "1", "--batch-size", "150")

@@ -8,6 +8,7 @@ CONSTANT = 2.703
 """The loss of one probability for all pairs, a sixth: that of a word to be in the context, with five others drawn."""
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_every_shape_of_a_run_finds_the_same_vectors(tmp_path):
     wanted = report_of("word2vec", tmp_path, *OPTIONS)

@@ -14,6 +14,7 @@ def write(folder: Path, options: str = "", end: str = "") -> None:
     (folder / "train.py").write_text(SCRIPT.format(model=MODEL, options=options, end=end))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_checkpoint_of_three_axes_continues_with_zero_and_on_one_device(tmp_path):
     wanted = resume(tmp_path, ("--mesh", "data=2,tensor=2,pipeline=2"), "save")

@@ -53,8 +53,10 @@ def difference(found, wanted) -> float:
     ("workers", "servers", "mode"),
     [
         (3, 2, "async"),
-        (1, 2, "geo"),
-        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in [(1, 1, "async"), (2, 3, "bounded")]),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in [(1, 2, "geo"), (1, 1, "async"), (2, 3, "bounded")]
+        ),
     ],
 )
 def test_workers_that_take_turns_train_as_one_device(tmp_path, workers, servers, mode):

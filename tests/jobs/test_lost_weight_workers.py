@@ -115,6 +115,7 @@ def plain_later() -> torch.Tensor:
     return embedding.weight.detach()
 
 
+@pytest.mark.exhaustive
 def test_servers_get_a_weight_first_after_a_worker_was_lost(tmp_path):
     done = run_script(STEPS + LATER, "--servers", "2", "--workers", "3", folder=tmp_path)
     assert done.returncode == 0, done.stderr

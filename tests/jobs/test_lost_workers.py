@@ -53,6 +53,7 @@ def test_the_output_and_the_summary_of_a_run_whose_first_worker_is_killed(tmp_pa
     assert require_same_training(tmp_path, plain)["size"] == 2
 
 
+@pytest.mark.exhaustive
 def test_workers_are_killed_until_one_is_left(tmp_path, plain):
     done = run_killed(tmp_path, "0:0:0,1:once1:0")  # in its first call, which captures the job
     assert done.returncode == 0, done.stderr
@@ -61,6 +62,7 @@ def test_workers_are_killed_until_one_is_left(tmp_path, plain):
     assert require_same_training(tmp_path, plain)["size"] == 1
 
 
+@pytest.mark.exhaustive
 def test_no_more_workers_are_lost_than_the_option_allows(tmp_path):
     done = run_killed(tmp_path, "0:3:0,1:9:0", "--lost-workers", "1")
     assert done.returncode == 137
@@ -133,6 +135,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
+@pytest.mark.exhaustive
 def test_the_example_with_a_killed_worker_gives_the_numbers_of_one_device(tmp_path):
     options = ("--epochs", "2", "--batch-size", "300", "--dtype", "float64", "--report", "report.json")
     wanted = report_of("recommend", tmp_path, *options[:4])

@@ -156,6 +156,7 @@ for batch in rankless.loader(torch.utils.data.TensorDataset(features, labels), b
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_verify_finds_the_same_training(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)

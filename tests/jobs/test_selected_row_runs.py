@@ -64,8 +64,8 @@ SETTINGS = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
-@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_mixture_is_the_same_training(tmp_path, name):
     write(tmp_path, *SETTINGS[name])
@@ -84,8 +84,8 @@ def test_a_mixture_is_the_same_training_on_a_mesh(tmp_path, mesh):
     assert "same training" in done.stdout
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
-@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize(
     ("mesh", "name"),
     [

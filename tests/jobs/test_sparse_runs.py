@@ -26,7 +26,7 @@ def read_forms(output: str) -> dict[str, dict[str, list[float]]]:
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample(6)
+@pytest.mark.ci_sample(3)
 @pytest.mark.parametrize(("options", "optimizer", "part"), CASES)
 def test_every_form_of_a_sparse_embedding_trains_as_in_plain_pytorch(tmp_path, options, optimizer, part):
     command = (str(SCRIPT), "--optimizer", optimizer, "--part", str(part), "--parts", str(PARTS))
@@ -172,6 +172,7 @@ for step in range(4):
 WORKERS_RATE = "optimizers[0].param_groups[0]['lr'] = 0.1 * rankless.world_size()"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_verify_compares_weights_on_servers_with_those_of_one_worker(tmp_path):
     options = ("verify", "--servers", "2", "--workers", "3", "script.py")

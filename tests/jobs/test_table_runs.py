@@ -31,7 +31,7 @@ random.Random(5).shuffle(CASES)  # the sample that always runs has some of each
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample(5)
+@pytest.mark.ci_sample(3)
 @pytest.mark.parametrize(("optimizer", "options", "part"), CASES)
 def test_every_form_of_a_lookup_trains_as_a_plain_embedding(tmp_path, optimizer, options, part):
     command = (str(SCRIPT), "--optimizer", optimizer, "--part", str(part), "--parts", str(PARTS))
@@ -174,7 +174,7 @@ def test_verify_finds_gradients_of_rows_that_one_worker_loses(tmp_path, options)
     assert "same training" in done.stdout
 
 
-@pytest.mark.ci_sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("ids", ["torch.arange(8) + step", "(torch.arange(8) + step) * 10**17"])
 def test_verify_finds_a_learning_rate_that_depends_on_the_number_of_workers(tmp_path, ids):
     text = FAULT.replace("TableTraining.add_of_program = forget", "").replace("torch.arange(8) + step", ids)

@@ -132,6 +132,7 @@ if addresses:
 """
 
 
+@pytest.mark.exhaustive
 def test_verify_goes_on_after_the_death_of_a_server(tmp_path: Path):
     (tmp_path / "script.py").write_text(ASK + TRAINING)
     options = ("verify", "--servers", "1", "--workers", "2", "--devices", "cpu", "--show", "script.py")

@@ -39,6 +39,7 @@ def test_the_script_of_the_guide_prints_what_the_guide_says(tmp_path):
     assert done.stdout == printed, done.stderr
 
 
+@pytest.mark.exhaustive
 def test_the_commands_of_the_guide_run_its_shared_script(tmp_path):
     page = PAGE.read_text()
     script = next(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from rankless.compiler.capture.trace_errors import offer_whole_batch
+from rankless.compiler.codegen.lookup_ids import IdsProgram, find_lookup_ids
 from rankless.compiler.ir.logical_program import LogicalProgram, ProgramInput, ProgramOutput
 from rankless.compiler.lowering.lower import lower
 from rankless.compiler.probing.operator_probe import OperatorProbe
@@ -51,6 +52,8 @@ class LocalProgram:
     """The place of the axis of microbatches among those of `sharded`, in a pipeline."""
     takers: Mapping[int, Sequence[int]] = field(default_factory=dict)
     """With heterogeneous workers: for each argument the workers that take it, by their ranks along the pipeline."""
+    ids: IdsProgram | None = None
+    """Computes the ids of lookups alone; None if there are none that could be known early."""
 
     def __call__(self, values: Sequence[Tensor], sizes: Sequence[int] = ()) -> Sequence[Tensor]:
         """Run the program once, without recording gradients and with the captured casts of autocast.
@@ -183,6 +186,7 @@ def build_local_program(
     local = gather_parameters(local, program, storage)
     local = schedule_gradients(local, program, storage)
     function, lines = generate_function(local.graph, sizes)
+    known_ids = find_lookup_ids(local.graph)
     return LocalProgram(
         inputs=tuple(described for _, described in local.inputs),
         outputs=tuple(described for _, described in local.outputs),
@@ -193,4 +197,5 @@ def build_local_program(
         collectives=local.collectives,
         workers=mesh.size,
         recomputed=local.recomputed,
+        ids=known_ids and IdsProgram(generate_function(known_ids.graph, sizes)[0], known_ids.sources),
     )

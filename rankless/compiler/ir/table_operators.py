@@ -8,6 +8,7 @@ where all workers have all gradients of a lookup, the first of them alone gives 
 """
 
 import itertools
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
@@ -20,6 +21,17 @@ class RowSource(Protocol):
 
     def read_rows(self, ids: Tensor) -> Tensor:
         """Return the rows of ids, int32 or int64, with one more dim than they have."""
+        ...
+
+    def request_rows(self, ids: Sequence[Tensor]) -> bool:
+        """Ask for rows that the next program will read, without waiting; see Note [early rows].
+
+        Args:
+            ids: The ids of each lookup, in the order of the program.
+
+        Returns:
+            Whether that has been of use so far.
+        """
         ...
 
     def add_gradients(self, ids: Tensor, gradients: Tensor) -> Tensor:
@@ -39,6 +51,22 @@ def register_source(source: RowSource) -> int:
     number = next(_NUMBERS)
     _SOURCES[number] = source
     return number
+
+
+def request_rows(lookups: Iterable[tuple[int, Tensor]]) -> bool:
+    """Ask sources for rows that the next program will read.
+
+    Args:
+        lookups: The number of the source and the ids of each lookup, in the order of the program.
+
+    Returns:
+        Whether that has been of use to any of them so far.
+    """
+    by_source: dict[int, list[Tensor]] = {}
+    for source, ids in lookups:
+        by_source.setdefault(source, []).append(ids)
+    of_use = [_SOURCES[source].request_rows(ids) for source, ids in by_source.items()]
+    return any(of_use)
 
 
 @torch.library.custom_op("rankless::table_rows", mutates_args=())

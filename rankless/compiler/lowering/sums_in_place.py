@@ -26,6 +26,11 @@ def add_in_place(graph: fx.Graph) -> None:
                 break
 
 
+def without_overwriting(target: Any) -> Any:
+    """Return the operator that a sum in place was before; another one as it is."""
+    return aten.add.Tensor if target is aten.add_.Tensor else target
+
+
 def may_be_overwritten(value: fx.Node) -> bool:
     """Return whether a value has memory that nothing else refers to, besides operators that have read it."""
     return allocates(value.target) and "out" not in value.kwargs and all(allocates(user.target) for user in value.users)

@@ -30,6 +30,7 @@ from rankless.jobs.model_sync import require_usable_models, sync_models, sync_te
 from rankless.jobs.planned_division import PlannedDivision, apply_plan
 from rankless.jobs.programs.bound_program import BoundProgram, collect_inputs
 from rankless.jobs.programs.cache_entries import CacheLookup
+from rankless.jobs.programs.early_rows import EarlyRows
 from rankless.jobs.programs.layer_divisions import find_layer_divisions
 from rankless.jobs.programs.program_cache import ProgramCache, ProgramRun
 
@@ -45,6 +46,7 @@ class ConsistentView:
         self._sync = CallSync(job, world)
         self.tables = JobTables(job, world)
         self.division = PlannedDivision(job, world)
+        self._early = EarlyRows(world)
         self._draws = False
         self._generators: list[torch.Generator] = []
         """Generators of the script from which the job has drawn."""
@@ -105,10 +107,15 @@ class ConsistentView:
             ran = self._programs.run_checked(
                 call, lambda program: self._run_program(program, call, inspected=inspected)
             )
+        self._early.note_call(ran.bound, call)
         if self._job.trains:
             self._world.mesh.check_sync_point_again()  # the other hosts have arrived, and no step is made yet
             self.tables.prepare_step()
         return functools.partial(self._apply, ran, arguments)
+
+    def request_rows(self) -> None:
+        """After a step, ask servers for the rows that the next call is expected to look up."""
+        self._early.request()
 
     def _apply(self, ran: ProgramRun, arguments: FlattenedArguments) -> CallResult:
         """Set what a program has computed, and return the call's result."""

@@ -56,6 +56,11 @@ class WorldView:
         has_tables = world.tables.tables is not None
         return world.run_for_all(attempt, commits=lambda: self._job.trains and has_tables)()
 
+    def request_rows(self, world: World) -> None:
+        """After a step, ask servers for the rows that the next call is expected to look up."""
+        if world.reads_rows_early and isinstance(self.view, ConsistentView) and self._world is world:
+            self.view.request_rows()
+
     def _require_movable(self) -> None:
         """Raise LostWorkerError if a worker was lost that had a part of what the job needs."""
         job = self._job

@@ -8,9 +8,10 @@ import msgspec
 
 from rankless.config.servers import ServersConfig
 from rankless.errors import LostWorkerError, RanklessError, ServerError
-from rankless.parameter_server.servers.served_table import ServedTable
+from rankless.parameter_server.servers.served_table import OpenedTable, ServedTable
 from rankless.parameter_server.servers.server_connection import ConnectionSettings
 from rankless.parameter_server.servers.server_requests import ServerRequests
+from rankless.parameter_server.servers.table_pulls import EarlyPulls
 from rankless.parameter_server.servers.wire.authentication import WorkerHello
 from rankless.parameter_server.servers.wire.lost_worker_messages import LostWorkersMessage
 from rankless.parameter_server.servers.wire.messages import Kind, MessageHeader
@@ -65,11 +66,13 @@ class ServerClient:
             server_index=0,
             server_count=0,
         )
-        self._requests = ServerRequests(config, hello, settings or ConnectionSettings())
+        settings = settings or ConnectionSettings()
+        self._requests = ServerRequests(config, hello, settings)
         with contextlib.ExitStack() as if_it_fails:
             if_it_fails.callback(self._requests.close)
             self._requests.connect(connect_timeout)
-            self._transaction = WorkerTransaction(self._common_transaction())
+            self._transaction = WorkerTransaction(self._common_transaction(), defers=settings.defers)
+            self._early = EarlyPulls(self._requests, self._transaction)
             if_it_fails.pop_all()
         self._closed = False
 
@@ -92,7 +95,8 @@ class ServerClient:
         with self._requests.exchange():
             answers = self._requests.ask_all(MessageHeader(Kind.OPEN), payload)
         numbers = [answer.header.table for answer in answers]
-        return ServedTable(self._requests, self._transaction, settings, numbers, answers[0].header.start)
+        opened = OpenedTable(numbers, answers[0].header.start)
+        return ServedTable(self._requests, self._transaction, settings, opened, self._early)
 
     def prepare(self, slices: Sequence[tuple[ServedTable, RowGradients]]) -> None:
         """Send this worker's slices of the next step. All servers have them when the call returns.
@@ -103,6 +107,7 @@ class ServerClient:
             TableError: A slice is too large.
             ServerError: A server has died.
         """
+        self._requests.finish_early()
         with self._requests.exchange():
             self._requests.answers([sent for table, gradients in slices for sent in table.send_prepared(gradients)])
 
@@ -129,11 +134,20 @@ class ServerClient:
                 found="a push or a reset since the last step, for example of optimizer.step() outside a job",
                 fix="step tables in jobs, or pass --lost-workers 0 and start again from a checkpoint",
             )
+        self.forget_early_rows()
         for connection in self._requests.connections:
             connection.forget_after(transaction)
         payload = (msgspec.json.encode(LostWorkersMessage(sorted(lost), round_number)),)
         with self._requests.exchange():
             self._requests.ask_all(MessageHeader(Kind.REGROUP, transaction=transaction), payload)
+
+    def forget_early_rows(self) -> None:
+        """Use no rows that servers have been asked for early: something else than a step changes them."""
+        self._early.forget()
+
+    def request_early_rows(self) -> None:
+        """Ask for all rows of `ServedTable.request_early` since the last call, without waiting."""
+        self._early.send()
 
     def begin_step(self) -> None:
         """Begin a training step: in the mode `bounded` its pulls wait for workers that are too far behind."""
@@ -142,8 +156,9 @@ class ServerClient:
     def commit(self) -> None:
         """End the step: what this worker has pushed since its last commit becomes one transaction.
 
-        All servers have noted it when the call returns, unless it has prepared pushes: they go with its end, and the
-        next commit awaits the answers. It does not wait for the other workers. In the mode `sync` the next pull does.
+        All servers have noted it when the call returns, unless it has prepared pushes, which go with its end, or the
+        client defers. Then the next commit awaits the answers. It does not wait for the other workers: in the mode
+        `sync` the next pull does.
 
         Raises:
             TableError: The servers cannot make steps any more.
@@ -152,22 +167,28 @@ class ServerClient:
         header = MessageHeader(Kind.READY, transaction=self._transaction.committed + 1)
         with self._requests.exchange():
             prepared, self._transaction.prepared = self._transaction.prepared, []
-            awaited, self._transaction.unanswered = self._transaction.unanswered, []
             ends = [
                 self._requests.send(server, header, encode_pushes(prepared, server))
                 for server in range(len(self._requests.connections))
             ]
-            if prepared:
-                self._transaction.unanswered = ends
-            else:
-                awaited += ends
-            self._requests.answers(awaited)
+            self._requests.answers(self._transaction.end(ends, has_prepared=bool(prepared)))
             self._transaction.committed += 1
             self._transaction.changes = 0
             self._transaction.is_training = False
 
+    def finish(self) -> None:
+        """Wait until all servers have noted what this worker has sent.
+
+        Raises:
+            TableError: They could not do it.
+            ServerError: A server has died.
+        """
+        with self._requests.exchange():
+            self._requests.answers(self._transaction.take_unanswered())
+
     def wait_until_committed(self) -> None:
         """Wait until all servers have made this worker's transactions, also those that are killed meanwhile."""
+        self.finish()
         header = MessageHeader(Kind.STATISTICS, transaction=self._transaction.committed)
         if self._transaction.committed:
             self._requests.read(lambda: self._requests.ask_all(header))

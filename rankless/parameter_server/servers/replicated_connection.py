@@ -8,7 +8,7 @@ nothing. The agents say which servers are lost. The requests that a lost one has
 are sent to the other one.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,11 +17,17 @@ import zmq
 from rankless.errors import RanklessError, ServerError
 from rankless.parameter_server.servers.server_connection import ServerAnswer, ServerConnection, TransferLostError
 from rankless.parameter_server.servers.wire.authentication import ServerWelcome
+from rankless.parameter_server.servers.wire.joint_pulls import renumber_joint_pull
 from rankless.parameter_server.servers.wire.messages import Frame, Kind, MessageHeader
 from rankless.parameter_server.servers.wire.prepared_pushes import renumber_pushes
 
-_READS = (Kind.PULL, Kind.CONTENTS, Kind.CONTENTS_PART)
+_READS = (Kind.PULL, Kind.PULL_SEVERAL, Kind.CONTENTS, Kind.CONTENTS_PART)
 """What one server answers for both."""
+
+
+Renumber = Callable[[Sequence[Frame], Callable[[int], int]], Sequence[Frame]]
+_RENUMBERED: Mapping[int, Renumber] = {Kind.READY: renumber_pushes, Kind.PULL_SEVERAL: renumber_joint_pull}
+"""Requests whose payloads have numbers of tables."""
 
 
 @dataclass(eq=False)
@@ -78,6 +84,11 @@ class ReplicatedConnection:
     def sockets(self) -> "list[zmq.Socket[bytes]]":
         """The sockets on which messages arrive."""
         return [socket for each in self._living for socket in each.sockets]
+
+    @property
+    def in_flight(self) -> int:
+        """How many of the requests that may be without an answer are taken, on the server that has most."""
+        return max(each.in_flight for each in self._living)
 
     @property
     def is_full(self) -> bool:
@@ -168,8 +179,8 @@ class ReplicatedConnection:
             return  # which `take_answer` tells
         for connection in targets:
             payload = request.payload
-            if kind == Kind.READY:
-                payload = renumber_pushes(payload, partial(self._find_number, connection))
+            if kind in _RENUMBERED:
+                payload = _RENUMBERED[kind](payload, partial(self._find_number, connection))
             request.numbers[connection] = connection.send(self._translate(request.header, connection), payload)
 
     def _translate(self, header: MessageHeader, connection: ServerConnection) -> MessageHeader:
@@ -205,5 +216,5 @@ class ReplicatedConnection:
             own = request.numbers.pop(lost, None)
             if own is not None and lost.has_answer(own) and not request.numbers:
                 request.numbers[lost] = own  # the answer has arrived
-            elif own is not None and not request.numbers and request.header.kind == Kind.PULL:
+            elif own is not None and not request.numbers and request.header.kind in (Kind.PULL, Kind.PULL_SEVERAL):
                 self._send(request)

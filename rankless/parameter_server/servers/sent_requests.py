@@ -118,9 +118,14 @@ class SentRequests:
         return done, interrupted
 
     @property
+    def in_flight(self) -> int:
+        """How many of the requests that a server may be asked for at once are taken."""
+        return self._last_sequence - self.acknowledged + len(self._queue)
+
+    @property
     def is_full(self) -> bool:
         """Whether an answer must arrive before another request."""
-        return self._last_sequence - self.acknowledged + len(self._queue) >= MOST_IN_FLIGHT
+        return self.in_flight >= MOST_IN_FLIGHT
 
     @property
     def acknowledged(self) -> int:

@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
 import msgspec
@@ -23,8 +23,16 @@ from rankless.parameter_server.servers.contents_transfer import (
 from rankless.parameter_server.servers.routing import RoutedIds, route_ids, scatter_rows, servers_of_shards
 from rankless.parameter_server.servers.server_connection import ServerAnswer, TransferLostError
 from rankless.parameter_server.servers.server_requests import ServerRequests
+from rankless.parameter_server.servers.table_pulls import (
+    PULL_BYTES,
+    EarlyPulls,
+    EarlyServedPull,
+    PendingPull,
+    TablePull,
+    pull_together,
+)
 from rankless.parameter_server.servers.wire.lost_worker_messages import LostChangeMessage
-from rankless.parameter_server.servers.wire.messages import FOR_TRAINING, MOST_MESSAGE_BYTES, Kind, MessageHeader
+from rankless.parameter_server.servers.wire.messages import MOST_MESSAGE_BYTES, Kind, MessageHeader
 from rankless.parameter_server.servers.wire.prepared_pushes import PreparedPush
 from rankless.parameter_server.servers.wire.setting_formats import encode_optimizer
 from rankless.parameter_server.servers.worker_transaction import SentNumber, WorkerTransaction
@@ -34,22 +42,13 @@ from rankless.parameter_server.tables.row_gradients import RowGradients
 from rankless.parameter_server.tables.settings import TableSettings
 
 Result = TypeVar("Result")
-_PULL_BYTES = 64 << 20
-"""Rows of one request. In smaller ones they would be copied together here, which takes longer than it gains."""
 
 
-class PendingPull(NamedTuple):
-    """Requests for rows, whose answers are missing.
+class OpenedTable(NamedTuple):
+    """The number that each server has for a table, and the steps that there have been."""
 
-    Args:
-        routed: The ids, by server.
-        requests: The server and the number of each request.
-        ranges: The first and the last id of each, in the order by server.
-    """
-
-    routed: RoutedIds
-    requests: list[SentNumber]
-    ranges: list[tuple[int, int]]
+    numbers: Sequence[int]
+    step: int
 
 
 class ServedTable:
@@ -64,16 +63,16 @@ class ServedTable:
         requests: ServerRequests,
         transaction: WorkerTransaction,
         settings: TableSettings,
-        numbers: Sequence[int],
-        step: int,
+        opened: OpenedTable,
+        early: EarlyPulls,
     ) -> None:
-        """Take a table that all servers have opened, with its number on each."""
+        """Take a table that all servers have opened."""
         self.settings = settings
         self.requests = requests
-        self._transaction = transaction
-        self._numbers = numbers
-        self._servers = servers_of_shards(len(numbers), settings.shard_bits)
-        self._step = step
+        self.transaction = transaction
+        self._early = early
+        self._numbers, self._step = opened
+        self._servers = servers_of_shards(len(self._numbers), settings.shard_bits)
         self._resets = 0
         self._pending = (0, 0)
         """The transaction of the last push, and the number of pushes to this table in it."""
@@ -101,18 +100,29 @@ class ServedTable:
     def send_pull(self, ids: NDArray[np.int64]) -> PendingPull:
         """Ask for the values of ids, within an exchange."""
         settings = self.settings
-        routed = self._route(ids)
+        routed = self.route(ids)
         row_bytes = settings.dim * np.dtype(settings.dtype).itemsize
-        most = max(1, _PULL_BYTES // row_bytes)
-        flags = FOR_TRAINING if self._transaction.is_training else 0
+        most = max(1, PULL_BYTES // row_bytes)
         requests, ranges = [], []
         for server, (start, stop) in enumerate(_ranges(routed)):
             for first in range(start, stop, most):
                 last = min(first + most, stop)
-                header = self._header(Kind.PULL, server, rows=last - first)._replace(flags=flags)
+                header = self._header(Kind.PULL, server, rows=last - first)._replace(flags=self.transaction.pull_flags)
                 requests.append(self.requests.send(server, header, (routed.ids[first:last],)))
                 ranges.append((first, last))
         return PendingPull(routed, requests, ranges)
+
+    def request_early(self, ids: NDArray[np.int64]) -> EarlyServedPull:
+        """Ask for the values of ids with the client's next early request, without waiting; see Note [early rows].
+
+        Args:
+            ids: Any ids, int64, of shape (n,). They must not change.
+        """
+        return self._early.add(TablePull(self, ids))
+
+    def number_on(self, server: int) -> int:
+        """Return the number that a server has for the table."""
+        return self._numbers[server]
 
     def take_pull(self, pending: PendingPull, answers: Sequence[ServerAnswer]) -> NDArray[np.floating]:
         """Return the values that servers have answered."""
@@ -154,7 +164,7 @@ class ServedTable:
     def send_push(self, push: "TablePush") -> list[SentNumber]:
         """Send this worker's slice of a step, within an exchange."""
         text = encode_optimizer(push.settings)
-        self._transaction.send_prepared(self.requests)
+        self.transaction.send_prepared(self.requests)
         return self._send_slice(Kind.PUSH, RowGradients(push.ids, push.occurrences, push.gradients), (text,))
 
     def send_prepared(self, gradients: RowGradients) -> list[SentNumber]:
@@ -169,7 +179,7 @@ class ServedTable:
     @property
     def next_change(self) -> tuple[int, int]:
         """The transaction of the next push, and its number among this worker's changes in it, from 0 on."""
-        return self._transaction.committed + 1, self._transaction.changes
+        return self.transaction.committed + 1, self.transaction.changes
 
     def push_for_lost(self, worker: int, change: tuple[int, int], gradients: RowGradients) -> None:
         """Let the servers have what a lost worker would have pushed; see Note [parts of lost workers].
@@ -190,7 +200,7 @@ class ServedTable:
         gradients, occurrences = part.gradients, part.occurrences
         assert gradients.shape == (len(part.ids), self.settings.dim)
         assert gradients.dtype == self.settings.dtype
-        routed = self._route(part.ids)
+        routed = self.route(part.ids)
         if len(self._numbers) > 1:
             occurrences, gradients = occurrences[routed.places], gradients[routed.places]
         occurrences, gradients = np.ascontiguousarray(occurrences, np.int64), np.ascontiguousarray(gradients)
@@ -216,7 +226,7 @@ class ServedTable:
             settings: The optimizer's settings for this step, the same on all workers.
             factor: By what the script has multiplied the gradients since they were prepared.
         """
-        self._transaction.prepared.append(PreparedPush(self._numbers, encode_optimizer(settings), factor))
+        self.transaction.prepared.append(PreparedPush(self._numbers, encode_optimizer(settings), factor))
         self.note_push()
 
     def _change_header(self, kind: Kind, server: int) -> MessageHeader:
@@ -225,17 +235,17 @@ class ServedTable:
 
     def note_push(self) -> None:
         """Count a push that servers have noted."""
-        self._transaction.changes += 1
-        self._pending = (self._transaction.committed + 1, self._pending_pushes() + 1)
+        self.transaction.changes += 1
+        self._pending = (self.transaction.committed + 1, self._pending_pushes() + 1)
         self._step += 1
 
     def reset_states(self) -> None:
         """Forget the optimizer, as part of the transaction. All workers ask for it, and it happens once."""
         self._resets += 1
         with self.requests.exchange():
-            self._transaction.send_prepared(self.requests)
-            self._ask_all(Kind.RESET, transaction=self._transaction.committed + 1, start=self._resets)
-        self._transaction.changes += 1
+            self.transaction.send_prepared(self.requests)
+            self._ask_all(Kind.RESET, transaction=self.transaction.committed + 1, start=self._resets)
+        self.transaction.changes += 1
 
     def contents(self) -> TableContents:
         """Return a copy of everything that the servers hold after this worker's last commit, in the order of ids."""
@@ -285,9 +295,10 @@ class ServedTable:
 
     def _pending_pushes(self) -> int:
         transaction, pushes = self._pending
-        return pushes if transaction == self._transaction.committed + 1 else 0
+        return pushes if transaction == self.transaction.committed + 1 else 0
 
-    def _route(self, ids: NDArray[np.int64]) -> RoutedIds:
+    def route(self, ids: NDArray[np.int64]) -> RoutedIds:
+        """Return ids by server."""
         assert ids.dtype == np.int64
         ids = np.ascontiguousarray(ids)
         if len(self._numbers) == 1:
@@ -295,7 +306,7 @@ class ServedTable:
         return route_ids(ids, self.settings.shard_bits, self._servers, len(self._numbers))
 
     def _header(self, kind: Kind, server: int, *, rows: int = 0) -> MessageHeader:
-        transaction = self._transaction.committed
+        transaction = self.transaction.committed
         return MessageHeader(kind, table=self._numbers[server], transaction=transaction, rows=rows)
 
     def _ask_all(self, kind: Kind, **fields: int) -> list[ServerAnswer]:
@@ -333,31 +344,15 @@ class TablePush(NamedTuple):
     settings: OptimizerSettings
 
 
-def pull_together(tables: Sequence[ServedTable], ids: Sequence[NDArray[np.int64]]) -> list[NDArray[np.floating]]:
-    """Return the values of ids of each table. All requests are sent before the first answer is awaited.
-
-    Args:
-        tables: At least one, all of one client.
-        ids: The ids in each table, as for `ServedTable.pull`.
-    """
-    requests = tables[0].requests
-
-    def ask() -> tuple[list[PendingPull], Iterator[ServerAnswer]]:
-        pending = [table.send_pull(wanted) for table, wanted in zip(tables, ids, strict=True)]
-        return pending, iter(requests.answers([number for each in pending for number in each.requests]))
-
-    pending, answers = requests.read(ask)
-    return [
-        table.take_pull(each, list(itertools.islice(answers, len(each.requests))))
-        for table, each in zip(tables, pending, strict=True)
-    ]
-
-
 def push_together(pushes: Sequence[TablePush]) -> None:
     """Make pushes, at least one, of tables of one client. All are sent before the first answer is awaited."""
-    requests = pushes[0].table.requests
+    requests, transaction = pushes[0].table.requests, pushes[0].table.transaction
     with requests.exchange():
-        requests.answers([number for push in pushes for number in push.table.send_push(push)])
+        sent = [number for push in pushes for number in push.table.send_push(push)]
+        if transaction.defers:
+            transaction.unanswered += sent
+        else:
+            requests.answers(sent)
     for push in pushes:
         push.table.note_push()
 

@@ -65,7 +65,7 @@ WaitCallback = Callable[[float, int], None]
 
 
 class ConnectionSettings(NamedTuple):
-    """What happens while a worker waits, and if a connection breaks.
+    """For what a worker waits, what happens meanwhile, and if a connection breaks.
 
     Args:
         reconnect_seconds: How long a server may be away. 0: its end is an error at once.
@@ -74,6 +74,7 @@ class ConnectionSettings(NamedTuple):
         is_interrupted: Called several times a second within reads: whether a worker is lost, whose step they may await.
         recover: Called then, in the handler of the error. It goes on without that worker, or raises.
         is_lost: Whether a server is lost for good, by its index, so that its copy goes on alone.
+        defers: Whether changes return before servers have answered them. The next commit awaits the answers.
     """
 
     reconnect_seconds: float = 0.0
@@ -82,6 +83,7 @@ class ConnectionSettings(NamedTuple):
     is_interrupted: Callable[[], bool] = is_never_interrupted
     recover: Callable[[], None] = require_no_interruption
     is_lost: Callable[[int], bool] = is_never_lost
+    defers: bool = False
 
 
 class ServerAnswer(NamedTuple):
@@ -175,6 +177,11 @@ class ServerConnection:
     def committed(self) -> int:
         """The last transaction that the server is known to have committed."""
         return self._sent.committed
+
+    @property
+    def in_flight(self) -> int:
+        """How many of the requests that may be without an answer are taken."""
+        return self._sent.in_flight
 
     @property
     def is_full(self) -> bool:

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import zmq
@@ -17,12 +17,14 @@ from rankless.parameter_server.servers.server_connection import (
     ServerConnection,
 )
 from rankless.parameter_server.servers.wire.authentication import WorkerHello, draw_number
-from rankless.parameter_server.servers.wire.messages import Frame, MessageHeader
+from rankless.parameter_server.servers.wire.messages import MOST_IN_FLIGHT, Frame, MessageHeader
 
 Result = TypeVar("Result")
 
 _SLICE_SECONDS = 0.25
 _LEAVE_SECONDS = 30.0
+_MOST_EARLY = MOST_IN_FLIGHT // 2
+"""Most requests to a server without an answer, beside which others are sent early."""
 
 
 class ServerRequests:
@@ -33,6 +35,8 @@ class ServerRequests:
         self._on_wait, self._is_interrupted, self._recover = settings.on_wait, settings.is_interrupted, settings.recover
         self._reads: list[tuple[int, int]] | None = None
         """The requests of a read, which may be abandoned; None during changes."""
+        self._early: set[tuple[int, int]] = set()
+        """Requests for rows that nobody needs yet. They may be abandoned, too."""
         self._failure: RanklessError | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.connections: list[ServerConnection | ReplicatedConnection] = []
@@ -124,6 +128,40 @@ class ServerRequests:
                 self._recover()
             finally:
                 self._reads = None
+
+    @property
+    def has_room(self) -> bool:
+        """Whether requests can be sent early, so that others still find room besides them."""
+        return all(each.in_flight < _MOST_EARLY for each in self.connections)
+
+    def note_early(self, requests: Iterable[tuple[int, int]]) -> None:
+        """Note that nobody needs the answers of requests yet."""
+        self._early.update(requests)
+
+    def claim_early(self, requests: Collection[tuple[int, int]]) -> bool:
+        """Return whether answers to early requests are still good. The present read then waits for them."""
+        if not self._early.issuperset(requests):
+            return False
+        self._early.difference_update(requests)
+        assert self._reads is not None
+        self._reads += requests
+        return True
+
+    def abandon_early(self, requests: Collection[tuple[int, int]]) -> None:
+        """Wait no more for the answers of requests that were sent early."""
+        for server, number in self._early.intersection(requests):
+            self._early.discard((server, number))
+            self.connections[server].abandon(number)
+
+    def finish_early(self) -> None:
+        """Wait until servers have answered requests that were sent early and that nobody has needed.
+
+        Changes wait for nothing that the loss of a worker could keep from happening. So none may follow such requests,
+        which servers answer after a step of all workers.
+        """
+        if self._early:
+            self.read(lambda: self._wait(self._early))
+            self.abandon_early(self._early.copy())
 
     def send(self, server: int, header: MessageHeader, payload: Sequence[Frame] = ()) -> tuple[int, int]:
         """Send a request, and return the server and the request's number, for `answers`.

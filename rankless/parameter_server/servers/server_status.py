@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from rankless.parameter_server.servers.served_tables import OpenTable, ServerTables
 from rankless.parameter_server.servers.steps.transactions import PendingTransactions
 from rankless.parameter_server.servers.table_requests import TableRequests
+from rankless.parameter_server.servers.wire.joint_pulls import decode_joint_pull
 from rankless.parameter_server.servers.wire.messages import PREPARED, Kind, MessageHeader, array_of
 from rankless.parameter_server.tables.compiled_functions import compiled
 from rankless.parameter_server.tables.id_map import mix, shard_of
@@ -60,24 +61,32 @@ class RequestCounter:
         if answer.kind != Kind.DONE:
             return
         self.requests += 1
-        if header.kind not in (Kind.PULL, Kind.PUSH, Kind.PREPARE) or header.flags & PREPARED:
-            return
-        opened = tables.find(header.table)
-        rows, settings = header.rows, opened.table.settings
-        if header.kind == Kind.PULL:
-            self.pulled_rows += rows
-            self.pulled_bytes += rows * settings.dim * np.dtype(settings.dtype).itemsize
-        else:
-            self.pushed_rows += rows
-            self.pushed_bytes += header.payload_bytes
+        match header.kind:
+            case Kind.PULL:
+                self._count_pull(tables.find(header.table), header.table, array_of(payload[0], "<i8", (header.rows,)))
+            case Kind.PULL_SEVERAL:
+                for part in decode_joint_pull(payload, header.rows):
+                    self._count_pull(tables.find(part.table), part.table, part.ids)
+            case Kind.PUSH | Kind.PREPARE if not header.flags & PREPARED:
+                ids = array_of(payload[1 if header.kind == Kind.PUSH else 0], "<i8", (header.rows,))
+                self.pushed_rows += header.rows
+                self.pushed_bytes += header.payload_bytes
+                self._count_ids(tables.find(header.table), header.table, ids)
+
+    def _count_pull(self, opened: OpenTable, table: int, ids: NDArray[np.int64]) -> None:
+        settings = opened.table.settings
+        self.pulled_rows += len(ids)
+        self.pulled_bytes += len(ids) * settings.dim * np.dtype(settings.dtype).itemsize
+        self._count_ids(opened, table, ids)
+
+    def _count_ids(self, opened: OpenTable, table: int, ids: NDArray[np.int64]) -> None:
         first, stop = opened.shards
-        counts = self._shard_ids.get(header.table)
+        counts = self._shard_ids.get(table)
         if counts is None:
-            counts = self._shard_ids[header.table] = np.zeros(max(1, stop - first), np.int64)
-        self._table_ids[header.table] += rows
-        if rows:
-            ids = array_of(payload[1 if header.kind == Kind.PUSH else 0], "<i8", (rows,))
-            count_shards(ids, settings.shard_bits, first, counts)
+            counts = self._shard_ids[table] = np.zeros(max(1, stop - first), np.int64)
+        self._table_ids[table] += len(ids)
+        if len(ids):
+            count_shards(ids, opened.table.settings.shard_bits, first, counts)
 
     def requested_ids(self, table: int) -> int:
         """Return how many ids of a table were requested."""

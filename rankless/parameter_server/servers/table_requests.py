@@ -1,6 +1,6 @@
 """What a server does for each kind of request about tables."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -22,6 +22,7 @@ from rankless.parameter_server.servers.steps.independent_transactions import Ind
 from rankless.parameter_server.servers.steps.transactions import MOST_AHEAD, CommonTransactions, PendingTransactions
 from rankless.parameter_server.servers.steps.worker_changes import LostWorkerChange, WorkerChange
 from rankless.parameter_server.servers.wire.error_messages import encode_error
+from rankless.parameter_server.servers.wire.joint_pulls import decode_joint_pull, encode_rows
 from rankless.parameter_server.servers.wire.lost_worker_messages import LostChangeMessage, LostWorkersMessage
 from rankless.parameter_server.servers.wire.messages import (
     FOR_TRAINING,
@@ -39,10 +40,12 @@ from rankless.parameter_server.tables.row_gradients import RowGradients
 
 _MOST_OCCURRENCES = 1 << 32
 """Of one id in one slice, so that sums over workers do not overflow."""
-_READ_KINDS = (Kind.PULL, Kind.CONTENTS, Kind.RESTORE_END, Kind.STATISTICS, Kind.LEAVE)
+_READ_KINDS = (Kind.PULL, Kind.PULL_SEVERAL, Kind.CONTENTS, Kind.RESTORE_END, Kind.STATISTICS, Kind.LEAVE)
 """They see what the worker has committed, and wait for the other workers' part of it. A worker leaves no earlier,
 because it keeps its part for a server that is killed before."""
+_PULL_KINDS = (Kind.PULL, Kind.PULL_SEVERAL)
 _CHANGE_KINDS = (Kind.PUSH, Kind.RESET, Kind.PREPARE)
+_WITHOUT_TABLE = (Kind.OPEN, Kind.READY, Kind.LEAVE, Kind.REGROUP, Kind.PULL_SEVERAL)
 _MOST_WIDTH = 1 << 24
 _MOST_CHANGES = 1 << 20
 """Of one worker in one transaction, for another worker that is lost."""
@@ -74,6 +77,7 @@ class TableRequests:
             Kind.RESET: self._reset,
             Kind.READY: self._ready,
             Kind.PULL: self._pull,
+            Kind.PULL_SEVERAL: self._pull_several,
             Kind.CONTENTS: self._contents,
             Kind.CONTENTS_PART: self._contents_part,
             Kind.RESTORE: self._restore,
@@ -104,7 +108,7 @@ class TableRequests:
     def _is_too_early(self, header: MessageHeader) -> bool:
         """Return whether a training worker is ahead of the slowest one by more than the staleness that is allowed."""
         transactions, most_ahead = self.transactions, self._most_ahead
-        if most_ahead is None or header.kind != Kind.PULL or not header.flags & FOR_TRAINING:
+        if most_ahead is None or header.kind not in _PULL_KINDS or not header.flags & FOR_TRAINING:
             return False
         assert isinstance(transactions, IndependentTransactions)
         return header.transaction - transactions.slowest > most_ahead
@@ -116,7 +120,7 @@ class TableRequests:
             raise MessageRefusedError("an unknown kind")
         if self.failure is not None:  # which answers it
             return
-        if header.kind not in (Kind.OPEN, Kind.READY, Kind.LEAVE, Kind.REGROUP):
+        if header.kind not in _WITHOUT_TABLE:
             self.tables.find(header.table)
         # A read of a later transaction than the worker's last one would wait for ever.
         ready = self.transactions.ready[request.session.worker]
@@ -242,11 +246,17 @@ class TableRequests:
 
     def _pull(self, request: WorkerRequest) -> RequestAnswer:
         opened, count = self.tables.find(request.header.table), request.header.rows
-        ids = _ids_of(opened, _frames(request, 1)[0], count)
-        settings = opened.table.settings
-        if count * settings.dim * np.dtype(settings.dtype).itemsize > MOST_MESSAGE_BYTES:
-            raise MessageRefusedError("a pull of too many rows")
+        ids = _ids_of(opened, array_of(_frames(request, 1)[0], "<i8", (count,)))
+        _require_sendable([(opened, count)])
         return _done(request, opened)._replace(payload=(opened.table.pull(ids),))
+
+    def _pull_several(self, request: WorkerRequest) -> RequestAnswer:
+        parts = decode_joint_pull(_frames(request, 2), request.header.rows)
+        opened = [self.tables.find(part.table) for part in parts]
+        _require_sendable([(each, len(part.ids)) for each, part in zip(opened, parts, strict=True)])
+        ids = [_ids_of(each, part.ids) for each, part in zip(opened, parts, strict=True)]
+        rows = [each.table.pull(wanted) for each, wanted in zip(opened, ids, strict=True)]
+        return _done(request)._replace(payload=encode_rows([each.table.step for each in opened], rows))
 
     def _contents(self, request: WorkerRequest) -> RequestAnswer:
         _frames(request, 0)
@@ -344,8 +354,14 @@ def _done(request: WorkerRequest, opened: OpenTable | None = None) -> RequestAns
     return RequestAnswer(MessageHeader(Kind.DONE, table=header.table, sequence=header.sequence, start=step))
 
 
-def _ids_of(opened: OpenTable, frame: memoryview, count: int) -> NDArray[np.int64]:
-    ids = array_of(frame, "<i8", (count,))
+def _require_sendable(rows: Iterable[tuple[OpenTable, int]]) -> None:
+    """Raise MessageRefusedError for more rows than a message may have."""
+    settings = [(opened.table.settings, count) for opened, count in rows]
+    if sum(count * each.dim * np.dtype(each.dtype).itemsize for each, count in settings) > MOST_MESSAGE_BYTES:
+        raise MessageRefusedError("a pull of too many rows")
+
+
+def _ids_of(opened: OpenTable, ids: NDArray[np.int64]) -> NDArray[np.int64]:
     if not are_ids_of_shards(ids, opened.table.settings.shard_bits, *opened.shards):
         raise MessageRefusedError("ids of another server")
     return ids
@@ -354,7 +370,7 @@ def _ids_of(opened: OpenTable, frame: memoryview, count: int) -> NDArray[np.int6
 def _gradients_of(opened: OpenTable, rows: int, frames: Sequence[memoryview]) -> RowGradients:
     """Return gradients from the frames of their ids, occurrences and elements."""
     settings = opened.table.settings
-    ids = _ids_of(opened, frames[0], rows)
+    ids = _ids_of(opened, array_of(frames[0], "<i8", (rows,)))
     occurrences = array_of(frames[1], "<i8", (rows,))
     gradients = array_of(frames[2], settings.dtype, (rows, settings.dim))
     if rows and not 0 <= int(occurrences.min()) <= int(occurrences.max()) <= _MOST_OCCURRENCES:

@@ -3,7 +3,7 @@
 import numpy as np
 
 from rankless.parameter_server.servers.server_requests import ServerRequests
-from rankless.parameter_server.servers.wire.messages import PREPARED, Kind, MessageHeader
+from rankless.parameter_server.servers.wire.messages import FOR_TRAINING, PREPARED, Kind, MessageHeader
 from rankless.parameter_server.servers.wire.prepared_pushes import PreparedPush
 
 SentNumber = tuple[int, int]
@@ -13,17 +13,42 @@ SentNumber = tuple[int, int]
 class WorkerTransaction:
     """The transaction to which a worker's changes belong, and what it has committed."""
 
-    def __init__(self, committed: int) -> None:
+    def __init__(self, committed: int, *, defers: bool) -> None:
         self.committed = committed
         """The last transaction that this worker has committed."""
+        self.defers = defers
+        """Whether the next transaction awaits the answers to this one's requests, so that the worker goes on."""
         self.changes = 0
         """Number of changes in the next one so far."""
         self.prepared: list[PreparedPush] = []
         """The last pushes of it, which its end brings to the servers."""
         self.unanswered: list[SentNumber] = []
-        """Requests whose answers the next `commit` awaits."""
+        """Requests of it whose answers nobody has awaited."""
+        self.deferred: list[SentNumber] = []
+        """Those of the last transaction, whose answers the next `commit` awaits."""
         self.is_training = False
         """Whether rows are read for a training step, which must not be too far ahead of other workers' steps."""
+
+    @property
+    def pull_flags(self) -> int:
+        """The flags of requests for rows."""
+        return FOR_TRAINING if self.is_training else 0
+
+    def end(self, ends: list[SentNumber], *, has_prepared: bool) -> list[SentNumber]:
+        """Note requests that end the transaction. Return those whose answers must be awaited before the next one."""
+        earlier, own = self.deferred, self.unanswered
+        self.unanswered = []
+        if self.defers:
+            self.deferred = [*own, *ends]
+            return earlier
+        self.deferred = ends if has_prepared else []
+        return [*earlier, *own] if has_prepared else [*earlier, *own, *ends]
+
+    def take_unanswered(self) -> list[SentNumber]:
+        """Return all requests whose answers nobody has awaited."""
+        found = [*self.deferred, *self.unanswered]
+        self.deferred, self.unanswered = [], []
+        return found
 
     def send_prepared(self, requests: ServerRequests) -> None:
         """Send prepared pushes within an exchange, because another change follows them."""

@@ -1,6 +1,6 @@
 """The interface to rows, wherever they are: in this process, in every worker, or on servers."""
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,4 +56,29 @@ class PreparedRowStore(RowStore, Protocol):
 
     def push_prepared(self, settings: OptimizerSettings, factor: float) -> None:
         """Make one step with the gradients that this worker has prepared, times a factor. All workers call it."""
+        ...
+
+
+class EarlyPull(Protocol):
+    """Rows that a worker has asked for before it needs them."""
+
+    def take(self) -> NDArray[np.floating] | None:
+        """Return what `pull` would return now, if this is it. None: something may have changed. Called once."""
+        ...
+
+    def abandon(self) -> None:
+        """Wait for the rows no more."""
+        ...
+
+
+@runtime_checkable
+class EarlyRowStore(RowStore, Protocol):
+    """A store that can be asked for rows before they are needed."""
+
+    def request_early(self, ids: NDArray[np.int64]) -> EarlyPull:
+        """Ask for the rows of ids after the last step, together with those of other tables, without waiting.
+
+        Args:
+            ids: As for `pull`. They must not change.
+        """
         ...

@@ -1,6 +1,8 @@
 """Servers in the modes without common steps: a step for each worker's push, when it arrives."""
 
+import dataclasses
 import os
+import signal
 import threading
 
 import numpy as np
@@ -9,9 +11,10 @@ from served_training import OPTIMIZERS, VOCABULARY, assert_equal_contents, draw_
 from server_processes import RestartedServer, servers_of_run
 from support.jobs import wait_until
 
+from rankless.errors import ServerError
 from rankless.parameter_server.servers.server_connection import ConnectionSettings
 from rankless.parameter_server.tables.optimizers import SgdSettings
-from rankless.parameter_server.tables.settings import TableSettings
+from rankless.parameter_server.tables.settings import Constant, TableSettings
 from rankless.parameter_server.tables.table import Table
 
 SETTINGS = TableSettings(dim=2, dtype="float64")
@@ -73,6 +76,46 @@ def test_pushes_of_workers_at_the_same_time_all_count(tmp_path):
         assert tables[3].contents().step == 50 + 60 + 70 + 80
         for client in clients:
             client.close()
+
+
+@pytest.fixture
+def deferring(tmp_path):
+    """A server, and a worker that goes on before its changes are answered."""
+    with servers_of_run(tmp_path, 1, 1, mode="async") as run:
+        client = run.client(0, settings=ConnectionSettings(defers=True))
+        settings = dataclasses.replace(SETTINGS, initial=Constant(value=0.0))
+        yield run.processes[0].process, client, client.open_table("t", settings)
+        client.__exit__(None, None, None)
+
+
+def test_a_worker_goes_on_while_a_server_makes_its_steps(deferring):
+    server, client, table = deferring
+    before = table.pull(IDS)
+    server.send_signal(signal.SIGSTOP)
+    add(table, client, 3.0)  # returns although the server answers nothing
+    server.send_signal(signal.SIGCONT)
+    add(table, client, 4.0)
+    np.testing.assert_array_equal(table.pull(IDS), before + 7.0)
+    client.finish()
+
+
+def test_many_steps_without_an_answer_wait_for_the_server_and_all_count(deferring):
+    _, client, table = deferring
+    before = table.pull(IDS)
+    for number in range(300):
+        add(table, client, number)
+    client.wait_until_committed()
+    np.testing.assert_array_equal(table.pull(IDS), before + sum(range(300)))
+
+
+@pytest.mark.parametrize("follows", ["commit", "finish", "wait_until_committed"])
+def test_a_step_that_a_server_has_not_noted_is_an_error_of_the_next_one_or_at_the_end(deferring, follows):
+    server, client, table = deferring
+    server.send_signal(signal.SIGSTOP)
+    add(table, client)
+    server.kill()
+    with pytest.raises(ServerError, match="the connection has broken"):
+        getattr(client, follows)()
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])

@@ -58,6 +58,8 @@ class Kind(IntEnum):
     """Workers are lost, and the others go on. The payload says which."""
     PUSH_FOR_LOST = 17
     """What a lost worker would have pushed. The payload says which worker, and the number of its change."""
+    PULL_SEVERAL = 18
+    """A pull from several tables, which the payload names."""
     CHALLENGE = 65
     WELCOME = 66
     DONE = 67

@@ -1,0 +1,57 @@
+"""Jobs that ask servers for the rows of the next batch: the same training, whatever the script does in between."""
+
+import itertools
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.warm_runs import rankless
+
+SCRIPT = Path(__file__).parent / "scripts/train_early_rows.py"
+PARTS = 4
+RUNS = [
+    ("--servers", "1", "--workers", "2"),
+    ("--servers", "2", "--workers", "3"),
+    ("--servers", "2", "--workers", "2", "--replicas", "1"),
+    ("--servers", "2", "--workers", "4", "--lost-workers", "0"),
+]
+CASES = list(itertools.product(RUNS, range(PARTS)))
+random.Random(1).shuffle(CASES)  # the sample that always runs has some of each
+
+USED = {
+    # Of 7 batches in a pass, the last one has fewer samples, and nothing is known before the first.
+    "plain_loop": 5 + 5 + 5,
+    "reader_processes": 5 + 5 + 5,
+    "dicts_of_readers": 5 + 5,
+    "two_jobs_with_the_same_batch": 5 + 5 + 5,
+    "an_iterator_across_loops": 8,
+    "samples_with_replacement": 0,
+    "one_batch_per_pass": 0,
+}
+"""How many calls use rows of both tables that were asked for early; one less after a process has begun."""
+
+
+def read_forms(output: str) -> dict[str, dict]:
+    lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    return {line["form"]: line for line in lines}
+
+
+@pytest.mark.slow
+@pytest.mark.ci_sample(3)
+@pytest.mark.parametrize(("options", "part"), CASES)
+def test_every_form_of_a_loop_is_the_same_training(tmp_path, options, part):
+    command = (str(SCRIPT), "--part", str(part), "--parts", str(PARTS))
+    plain = subprocess.run((sys.executable, *command, "--plain"), capture_output=True, text=True, check=True)
+    done = rankless("run", *options, "--no-progress", *command, folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    wanted, found = read_forms(plain.stdout), read_forms(done.stdout)
+    assert len(wanted) >= 7
+    assert list(found) == list(wanted)
+    for form, line in wanted.items():
+        assert found[form]["numbers"] == pytest.approx(line["numbers"], rel=0, abs=1e-12), form
+        assert line["used"] == 0
+        if form in USED:
+            assert found[form]["used"] in (2 * USED[form], max(0, 2 * USED[form] - 2)), form
