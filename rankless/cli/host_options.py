@@ -6,6 +6,7 @@ from rankless.config import environment
 from rankless.config.forwarded_variables import chosen_variables
 from rankless.config.hosts import DEFAULT_PORT, Host, numbered_hosts, own_host_index, parse_hosts, read_hostfile
 from rankless.config.run_config import Cluster
+from rankless.config.server_hosts import add_heterogeneous
 from rankless.errors import ConfigError
 
 LOG_FOLDER_HELP = "Folder for the logs of runs. Default: RANKLESS_LOG_DIR, else log."
@@ -55,12 +56,15 @@ def add_host_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def make_cluster(arguments: argparse.Namespace, worker_hosts: tuple[Host, ...] = ()) -> Cluster | None:
+def make_cluster(
+    arguments: argparse.Namespace, worker_hosts: tuple[Host, ...] = (), *, heterogeneous: int = 0
+) -> Cluster | None:
     """Return the hosts that the options name, or None for this host only.
 
     Args:
         arguments: The options.
         worker_hosts: The hosts of a list of workers, with their numbers of workers.
+        heterogeneous: The number of heterogeneous workers on each other host that the options name.
 
     Raises:
         ConfigError: If the options contradict each other.
@@ -78,13 +82,15 @@ def make_cluster(arguments: argparse.Namespace, worker_hosts: tuple[Host, ...] =
     _require_number("--join-timeout", arguments.join_timeout)
     port = DEFAULT_PORT if arguments.port is None else arguments.port
     if given:
-        return _make_numbered_cluster(arguments, ranked, port)
-    if worker_hosts:
-        hosts = worker_hosts
-    elif arguments.hosts is not None:
-        hosts = parse_hosts(arguments.hosts, workers_per_host=arguments.workers)
-    else:
-        hosts = read_hostfile(arguments.hostfile, workers_per_host=arguments.workers)
+        return _make_numbered_cluster(arguments, ranked, port, heterogeneous)
+    hosts = worker_hosts
+    if not hosts:
+        named = (
+            parse_hosts(arguments.hosts, workers_per_host=arguments.workers)
+            if arguments.hosts is not None
+            else read_hostfile(arguments.hostfile, workers_per_host=arguments.workers)
+        )
+        hosts = add_heterogeneous(named, heterogeneous)
     place = own_host_index(hosts)
     if place > 0 and not arguments.no_ssh:
         raise ConfigError(
@@ -111,7 +117,9 @@ def _has_one_method(arguments: argparse.Namespace, methods: list[str]) -> bool:
     return bool(methods)
 
 
-def _make_numbered_cluster(arguments: argparse.Namespace, ranked: dict[str, object], port: int) -> Cluster:
+def _make_numbered_cluster(
+    arguments: argparse.Namespace, ranked: dict[str, object], port: int, heterogeneous: int
+) -> Cluster:
     missing = [f"--{name.replace('_', '-')}" for name, value in ranked.items() if value is None]
     if missing:
         raise ConfigError(
@@ -133,7 +141,7 @@ def _make_numbered_cluster(arguments: argparse.Namespace, ranked: dict[str, obje
         raise ConfigError(
             expected="one port", found=f"--master {arguments.master} and --port {arguments.port}", fix="omit one"
         )
-    hosts = numbered_hosts(address, count, workers=arguments.workers or 1)
+    hosts = add_heterogeneous(numbered_hosts(address, count, workers=arguments.workers or 1), heterogeneous)
     return _build_cluster(arguments, hosts, place, int(own_port or port), is_listed=False, without_ssh=True)
 
 

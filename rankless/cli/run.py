@@ -6,12 +6,7 @@ import sys
 from rankless.cli.host_options import LOG_FOLDER_HELP, add_host_options, make_cluster
 from rankless.cli.json_output import add_json_option, make_json_header, read_json_destination
 from rankless.cli.program_options import PLAN_HELP, add_program_options, find_misplaced_count, read_program
-from rankless.cli.server_options import (
-    add_server_options,
-    read_heterogeneous_workers,
-    read_servers,
-    read_workers,
-)
+from rankless.cli.server_options import add_server_options, read_servers, read_workers
 from rankless.config.backends import BACKENDS
 from rankless.config.environment import default_log_folder
 from rankless.config.mesh_option import MESH_HELP, parse_mesh
@@ -129,18 +124,17 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _make_config(arguments: argparse.Namespace) -> RunConfig:
     program = read_program(arguments)
-    servers = read_servers(arguments)
-    arguments.workers, worker_hosts = read_workers(arguments)
+    servers, requested = read_servers(arguments), read_workers(arguments)
+    arguments.workers = requested.worker_count
     hint = find_misplaced_count(program) if arguments.workers is None else None
     if hint is not None:
         print(f"rankless: {hint}", file=sys.stderr)
-    cluster, mesh = make_cluster(arguments, worker_hosts), arguments.mesh
+    cluster, mesh = make_cluster(arguments, requested.hosts, heterogeneous=requested.heterogeneous), arguments.mesh
     workers = arguments.workers
     if workers is None:
         workers = 1 if cluster is not None else count_default_workers(mesh, arguments.plan, otherwise=1)
-    heterogeneous = read_heterogeneous_workers(arguments)
-    workers += heterogeneous
-    total = workers if cluster is None else cluster.workers if worker_hosts else workers * len(cluster.hosts)
+    workers += requested.heterogeneous
+    total = workers if cluster is None else cluster.workers
     return make_run_config(
         program,
         RunRequest(
@@ -161,6 +155,6 @@ def _make_config(arguments: argparse.Namespace) -> RunConfig:
             cluster=cluster,
             hang_timeout_seconds=arguments.hang_timeout,
             servers=servers,
-            heterogeneous_workers=heterogeneous,
+            heterogeneous_workers=requested.heterogeneous,
         ),
     )

@@ -1,8 +1,9 @@
 """Options for parameter servers: `--servers`, `--workers`, `--server-mode`, `--replicas` and others."""
 
 import argparse
+from typing import NamedTuple
 
-from rankless.config.hosts import Endpoint, Host, read_endpoints
+from rankless.config.hosts import Endpoint, Host, is_here, read_endpoints
 from rankless.config.server_hosts import find_worker_hosts, require_replicas
 from rankless.config.servers import (
     DEFAULT_GEO_STEPS,
@@ -35,9 +36,9 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--heter-workers",
         metavar="K|A[:PORT],…",
-        help="Heterogeneous workers besides: their number, or one address for each. They compute the dense part of "
-        "models, which the script marks, on GPUs if there are any. The others read data and look rows up on the CPU. "
-        "Default: none.",
+        help="Heterogeneous workers besides: their number on each host, or one address for each, also on other hosts "
+        "than --workers. They compute the dense part of models, which the script marks, on GPUs if there are any. The "
+        "others read data and look rows up on the CPU. Default: none.",
     )
     group.add_argument(
         "--encrypt-servers",
@@ -146,52 +147,73 @@ def read_servers(arguments: argparse.Namespace) -> RequestedServers | None:
     return servers
 
 
-def read_workers(arguments: argparse.Namespace) -> tuple[int | None, tuple[Host, ...]]:
-    """Return the number of workers that `-n` or `--workers` gives, or None, and the hosts of `--workers`.
+class RequestedWorkers(NamedTuple):
+    """The workers that a command line names.
 
-    There are no such hosts if all workers are on this one, or if the option has no addresses.
+    Args:
+        worker_count: The number of workers that are not heterogeneous, on each host or in the list; None if not given.
+        heterogeneous: The number of those that are, on each host or in the list.
+        hosts: The hosts of the lists; none if all workers are on this host, or if there are no lists.
+    """
+
+    worker_count: int | None
+    heterogeneous: int
+    hosts: tuple[Host, ...] = ()
+
+
+def read_workers(arguments: argparse.Namespace) -> RequestedWorkers:
+    """Return the workers that `-n`, `--workers` and `--heter-workers` name.
 
     Raises:
-        ConfigError: The two differ, or `--workers` is no number and no list of addresses.
+        ConfigError: An option is no number and no list of addresses, or two of them contradict each other.
     """
-    text, given = arguments.requested_workers, arguments.workers
-    if text is None:
-        return (None if given is None else int(given)), ()
-    count = _read_count("--workers", text, least=1)
+    text, given, heterogeneous_text = arguments.requested_workers, arguments.workers, arguments.heter_workers
+    count, workers = _read_count_or_list("--workers", text, least=1)
+    heterogeneous, others = _read_count_or_list("--heter-workers", heterogeneous_text, least=0)
     hosts: tuple[Host, ...] = ()
-    if count is None:
-        endpoints = read_endpoints("--workers", text, example="127.0.0.1,127.0.0.1", may_repeat=True)
+    if workers:
         servers = arguments.servers
         is_list = servers is not None and _read_count("--servers", servers, least=0) is None
-        hosts = find_worker_hosts("--workers", endpoints, _read_server_endpoints(servers) if is_list else ())
-        count = len(endpoints)
-    if given not in (None, count):
+        named_servers = _read_server_endpoints(servers) if is_list else ()
+        hosts = find_worker_hosts("--workers", workers, named_servers, heterogeneous=others)
+    _require_lists(arguments, hosts, others)
+    if text is None:
+        count = None if given is None else int(given)
+    elif given not in (None, count):
         raise ConfigError(
             expected="one number of workers",
             found=f"-n {given} and --workers {text}, which is {count}",
             fix="omit one of the two",
         )
-    return count, hosts
+    return RequestedWorkers(count, heterogeneous or 0, hosts)
 
 
-def read_heterogeneous_workers(arguments: argparse.Namespace) -> int:
-    """Return the number of heterogeneous workers that the options request.
-
-    Raises:
-        ConfigError: It is no number from 0 up, or there are addresses of other hosts.
-    """
-    text, option = arguments.heter_workers, "--heter-workers"
-    count = 0 if text is None else _read_count(option, text, least=0)
-    if count is not None:
-        return count
+def _read_count_or_list(option: str, text: str | None, *, least: int) -> tuple[int | None, list[Endpoint]]:
+    """Return the number of workers that an option gives, or None, and their addresses if it has a list of them."""
+    count = None if text is None else _read_count(option, text, least=least)
+    if text is None or count is not None:
+        return count, []
     endpoints = read_endpoints(option, text, example="127.0.0.1,127.0.0.1", may_repeat=True)
-    if find_worker_hosts(option, endpoints, ()):
+    return len(endpoints), endpoints
+
+
+def _require_lists(arguments: argparse.Namespace, hosts: tuple[Host, ...], heterogeneous: list[Endpoint]) -> None:
+    """Raise `ConfigError` unless heterogeneous workers have the form that the other workers have on several hosts."""
+    text, workers = arguments.heter_workers, arguments.requested_workers
+    names_hosts = (arguments.hosts, arguments.hostfile, arguments.host_rank, arguments.master, arguments.host_count)
+    if heterogeneous and any(each is not None for each in names_hosts):
         raise ConfigError(
-            expected=f"{option} as a number, or as addresses of this host, because several hosts are not supported",
+            expected="--heter-workers as a number, that of each host, where --workers does not list the hosts",
             found=text,
-            fix="start all workers on one host",
+            fix="give the number, or list the hosts by --workers A,A,B --heter-workers A,B instead",
         )
-    return len(endpoints)
+    elsewhere = [each for each in heterogeneous if not hosts and not is_here(each.host)]
+    if elsewhere or (hosts and text is not None and not heterogeneous and int(text) > 0):
+        raise ConfigError(
+            expected="on several hosts --workers and --heter-workers with one address for each worker",
+            found=("" if workers is None else f"--workers {workers} ") + f"--heter-workers {text}",
+            fix="list both: --workers A,A,B --heter-workers C,C",
+        )
 
 
 def _read_server_endpoints(text: str) -> list[Endpoint]:

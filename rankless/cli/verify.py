@@ -13,20 +13,13 @@ import msgspec
 from rankless.cli.host_options import LOG_FOLDER_HELP, add_host_options, make_cluster
 from rankless.cli.json_output import add_json_option, make_json_header, read_json_destination
 from rankless.cli.program_options import PLAN_HELP, add_program_options, read_program
-from rankless.cli.server_options import (
-    add_server_options,
-    read_heterogeneous_workers,
-    read_servers,
-    read_workers,
-)
+from rankless.cli.server_options import RequestedWorkers, add_server_options, read_servers, read_workers
 from rankless.config.environment import default_log_folder
-from rankless.config.hosts import Host
 from rankless.config.mesh_option import MESH_HELP, parse_mesh
 from rankless.config.plan_file import count_default_workers, find_plan
 from rankless.config.run_config import Cluster, Precision, Program, RunRequest
-from rankless.config.server_hosts import require_server_hosts
 from rankless.config.servers import RequestedServers
-from rankless.config.validation import check_program, choose_run_mesh
+from rankless.config.validation import check_program, check_servers, choose_run_mesh
 from rankless.errors import ConfigError
 from rankless.launch.agent import make_job_runner
 from rankless.launch.supervisor.fork_server_pool_client import ForkServerPoolClient
@@ -102,12 +95,11 @@ def run(arguments: argparse.Namespace) -> int:
     destination = read_json_destination(arguments)
     seed = secrets.randbelow(2**32) if arguments.seed is None else arguments.seed
     servers = _read_sync_servers(arguments)
-    heterogeneous, (arguments.workers, worker_hosts) = read_heterogeneous_workers(arguments), read_workers(arguments)
-    cluster, workers = _read_cluster(arguments, worker_hosts, heterogeneous)
-    require_server_hosts(servers, cluster)
+    requested = read_workers(arguments)
+    cluster, workers = _read_cluster(arguments, requested)
     plan = None if arguments.plan is None else find_plan(arguments.plan, program, workers=workers)
-    kinds = RunRequest(worker_count=workers, heterogeneous_workers=heterogeneous, servers=servers)
-    choose_run_mesh(msgspec.structs.replace(kinds, mesh=arguments.mesh, plan=plan), cluster)
+    kinds = RunRequest(worker_count=workers, heterogeneous_workers=requested.heterogeneous, servers=servers)
+    _check_workers(msgspec.structs.replace(kinds, mesh=arguments.mesh, plan=plan), cluster)
     with_servers = "" if servers is None else f" with {format_count(servers.count, 'server')}"
     _tell(f"rankless verify: {_describe_program(program)}, on 1 and on {workers} workers{with_servers}, seed {seed}")
     with ExitStack() as stack:
@@ -119,7 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
             devices=arguments.devices,
             cluster=cluster,
             servers=servers,
-            heterogeneous_workers=heterogeneous,
+            heterogeneous_workers=requested.heterogeneous,
             log_folder=arguments.log_dir,
             show=arguments.show,
             plan=plan,
@@ -176,15 +168,20 @@ def _check_options(arguments: argparse.Namespace) -> None:
         check_program(Program(kind="script", target=arguments.against))
 
 
+def _check_workers(request: RunRequest, cluster: Cluster | None) -> None:
+    """Raise `ConfigError` for workers and servers that the run on several workers cannot have."""
+    check_servers(request, cluster)
+    choose_run_mesh(request, cluster)
+
+
 def _describe_program(program: Program) -> str:
     return {"script": program.target, "module": f"-m {program.target}", "code": "-c …"}[program.kind]
 
 
-def _read_cluster(
-    arguments: argparse.Namespace, worker_hosts: tuple[Host, ...], heterogeneous: int
-) -> tuple[Cluster | None, int]:
+def _read_cluster(arguments: argparse.Namespace, requested: RequestedWorkers) -> tuple[Cluster | None, int]:
     """Return the hosts, if there are several, and the total number of workers, with heterogeneous ones."""
-    cluster = make_cluster(arguments, worker_hosts)
+    arguments.workers, heterogeneous = requested.worker_count, requested.heterogeneous
+    cluster = make_cluster(arguments, requested.hosts, heterogeneous=heterogeneous)
     if cluster is None:
         if arguments.workers is not None:
             return None, arguments.workers + heterogeneous

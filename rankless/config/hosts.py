@@ -25,6 +25,8 @@ class Host(msgspec.Struct, frozen=True, kw_only=True):
 
     address: str
     workers: int
+    heterogeneous: int = 0
+    """How many of the workers are heterogeneous. They have the last ranks of the host."""
     user: str | None = None
     """The user for ssh; None lets ssh choose."""
 

@@ -39,16 +39,29 @@ def parse_mesh(text: str) -> tuple[PlannedAxis, ...]:
     return tuple(PlannedAxis(name=name, role=name, size=sizes[name]) for name in AXES if name in sizes)
 
 
-def make_heterogeneous_mesh(workers: int, heterogeneous: int) -> tuple[PlannedAxis, ...]:
-    """Return the mesh of a run with heterogeneous workers, which have the last ranks.
+def make_heterogeneous_mesh(hosts: Sequence[tuple[int, int]]) -> tuple[PlannedAxis, ...]:
+    """Return the mesh of a run with heterogeneous workers.
 
     Args:
-        workers: The number of all workers.
-        heterogeneous: The number of those that are heterogeneous.
+        hosts: For each host the number of its workers, and of those that are heterogeneous.
     """
-    first = workers - heterogeneous
-    kinds = (tuple(range(first)), tuple(range(first, workers)))
-    return (PlannedAxis(name="pipeline", role="pipeline", size=workers, stage_workers=kinds),)
+    kinds = divide_ranks(hosts)
+    return (PlannedAxis(name="pipeline", role="pipeline", size=sum(map(len, kinds)), stage_workers=kinds),)
+
+
+def divide_ranks(hosts: Sequence[tuple[int, int]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the ranks of the workers that are not heterogeneous, and of those that are: the last ones of each host.
+
+    Args:
+        hosts: For each host the number of its workers, and of those that are heterogeneous.
+    """
+    others: list[int] = []
+    heterogeneous: list[int] = []
+    for workers, count in hosts:
+        first = len(others) + len(heterogeneous)
+        others += range(first, first + workers - count)
+        heterogeneous += range(first + workers - count, first + workers)
+    return tuple(others), tuple(heterogeneous)
 
 
 def count_workers(axes: Sequence[PlannedAxis]) -> int:

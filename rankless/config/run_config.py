@@ -102,6 +102,11 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
         return sum(host.workers for host in self.hosts)
 
     @property
+    def heterogeneous_workers(self) -> int:
+        """How many workers of all hosts are heterogeneous."""
+        return sum(host.heterogeneous for host in self.hosts)
+
+    @property
     def worker_host_count(self) -> int:
         """The number of hosts that have workers. The others have parameter servers alone, and come last."""
         return sum(host.workers > 0 for host in self.hosts)
@@ -198,8 +203,8 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
     servers: RequestedServers | None = None
     """The parameter servers of the run; None for a run without."""
     heterogeneous_workers: int = 0
-    """How many of the workers compute the dense part of models, with GPUs if the host has any. The others look rows up,
-    on the CPU. 0: all workers are alike."""
+    """How many of the workers of this host compute the dense part of models, with GPUs if the host has any. The others
+    look rows up, on the CPU. With a `cluster` its hosts have these numbers."""
 
 
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from itertools import groupby
 
+import msgspec
+
 from rankless.config.hosts import Endpoint, Host, addresses_of, is_here, is_loopback, own_addresses, parse_endpoint
 from rankless.config.run_config import UNKNOWN_HOST, Cluster
 from rankless.config.servers import RequestedServers
@@ -11,37 +13,103 @@ from rankless.errors import ConfigError
 _LOCALHOST = "localhost"
 
 
-def find_worker_hosts(option: str, workers: Sequence[Endpoint], servers: Sequence[Endpoint]) -> tuple[Host, ...]:
-    """Return the hosts of a list of workers, in its order, and after them those that have servers and no worker.
+def find_worker_hosts(
+    option: str,
+    workers: Sequence[Endpoint],
+    servers: Sequence[Endpoint],
+    *,
+    heterogeneous: Sequence[Endpoint] = (),
+    heterogeneous_option: str = "--heter-workers",
+) -> tuple[Host, ...]:
+    """Return the hosts of a list of workers, in its order.
+
+    After them come those that have heterogeneous workers alone, and last those that have servers and no worker.
 
     Args:
         option: The option that has the list, for errors.
-        workers: The address of each worker.
+        workers: The address of each worker that is not heterogeneous.
         servers: The address of each server.
+        heterogeneous: The address of each heterogeneous worker.
+        heterogeneous_option: The option that has their list, for errors.
 
     Returns:
         The hosts; none if all workers and servers are on this host.
 
     Raises:
-        ConfigError: The workers of a host do not stand side by side, or an address means another host on each.
+        ConfigError: The workers of a host do not stand side by side, the two lists of workers have hosts in another
+            order, or an address means another host on each.
     """
-    if all(is_here(each.host) for each in (*workers, *servers)):
+    if all(is_here(each.host) for each in (*workers, *heterogeneous, *servers)):
         return ()
     names = list(dict.fromkeys(each.host for each in workers))
-    found = [name for name, _ in groupby(each.host for each in workers)]
-    if found != names:
-        ordered = sorted(workers, key=lambda each: names.index(each.host))
-        raise ConfigError(
-            expected=f"the workers of each host side by side in {option}, because ranks follow the order of hosts",
-            found=",".join(map(str, workers)),
-            fix=f"reorder them: {option}={','.join(map(str, ordered))}",
-        )
+    _require_order(option, workers, [each.host for each in workers], names)
     require_reachable_names(option, workers)
+    require_reachable_names(heterogeneous_option, heterogeneous)
     require_reachable_names("--servers", servers)
+    own_names = [_find_name(each, names) for each in heterogeneous]
+    _require_order(heterogeneous_option, heterogeneous, own_names, names)
     for each in servers:
-        if not any(is_same_host(each.host, name) for name in names):
-            names.append(each.host)
-    return tuple(Host(address=name, workers=sum(each.host == name for each in workers)) for name in names)
+        _find_name(each, names)
+    found = []
+    for name in names:
+        kinds = sum(each.host == name for each in workers), own_names.count(name)
+        found.append(Host(address=name, workers=sum(kinds), heterogeneous=kinds[1]))
+    return tuple(found)
+
+
+def _find_name(endpoint: Endpoint, names: list[str]) -> str:
+    """Return the name of an endpoint's host among the hosts of a run. A host that is not among them is added."""
+    found = next((name for name in names if is_same_host(endpoint.host, name)), None)
+    if found is None:
+        names.append(endpoint.host)
+    return endpoint.host if found is None else found
+
+
+def _require_order(option: str, workers: Sequence[Endpoint], hosts: Sequence[str], names: Sequence[str]) -> None:
+    """Raise `ConfigError` unless a list has the workers of each host side by side, in the order of the hosts.
+
+    Args:
+        option: The option that has the list.
+        workers: The address of each worker.
+        hosts: The name of the host of each.
+        names: The hosts of the run.
+    """
+    if [host for host, _ in groupby(hosts)] == [name for name in names if name in hosts]:
+        return
+    order = sorted(range(len(workers)), key=lambda number: names.index(hosts[number]))
+    raise ConfigError(
+        expected=f"the workers of each host side by side in {option}, in the order of the hosts of the run, because "
+        "ranks follow it",
+        found=",".join(map(str, workers)),
+        fix=f"reorder them: {option}={','.join(str(workers[number]) for number in order)}",
+    )
+
+
+def add_heterogeneous(hosts: Sequence[Host], count: int) -> tuple[Host, ...]:
+    """Return hosts with so many heterogeneous workers on each, besides the others."""
+    return tuple(
+        msgspec.structs.replace(host, workers=host.workers + count, heterogeneous=count) if count else host
+        for host in hosts
+    )
+
+
+def order_workers(
+    hosts: Sequence[Host], workers: Sequence[Endpoint], heterogeneous: Sequence[Endpoint]
+) -> tuple[Endpoint, ...]:
+    """Return the addresses of all workers in the order of their ranks: on each host heterogeneous ones come last.
+
+    Args:
+        hosts: The hosts of the run; none if all workers are on this host.
+        workers: The address of each worker that is not heterogeneous, in the order of hosts.
+        heterogeneous: The address of each heterogeneous worker, in the order of hosts.
+    """
+    if not hosts:
+        return (*workers, *heterogeneous)
+    first, second, found = iter(workers), iter(heterogeneous), []
+    for host in hosts:
+        found += [next(first) for _ in range(host.workers - host.heterogeneous)]
+        found += [Endpoint(host.address, next(second).port) for _ in range(host.heterogeneous)]
+    return tuple(found)
 
 
 def is_same_host(name: str, other: str) -> bool:

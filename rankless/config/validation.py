@@ -6,6 +6,8 @@ import os
 import secrets
 import shutil
 
+import msgspec
+
 from rankless.config.backends import read_requested_backend, require_usable_backend
 from rankless.config.elastic import check_elastic
 from rankless.config.environment import user_hang_timeout, user_preload, user_threads, user_visible_devices
@@ -21,14 +23,8 @@ from rankless.records.parallel_plan import PlannedAxis
 
 def make_run_config(program: Program, request: RunRequest) -> RunConfig:
     """Return the `RunConfig` of a request. Raises `ConfigError` for a request that cannot run."""
-    threads, seed, cluster = request.threads, request.seed, request.cluster
-    count = request.worker_count if cluster is None else cluster.hosts[cluster.host_index].workers
-    if request.elastic is not None:
-        # Hosts join and leave, and the driver makes what one host needs when it starts workers there.
-        check_elastic(request.elastic, request.worker_count)
-        count, cluster = request.worker_count, None
-    if cluster is not None and len(cluster.hosts) == 1:
-        cluster = None
+    request, cluster = read_cluster(request)
+    threads, seed, count = request.threads, request.seed, request.worker_count
     has_workers = count > 0 or cluster is None
     if count < has_workers:
         raise ConfigError(expected="at least 1 worker", found=count, fix="give -n a number from 1 up")
@@ -37,7 +33,8 @@ def make_run_config(program: Program, request: RunRequest) -> RunConfig:
     if has_workers:  # a host of servers alone does not run the program
         check_program(program)
     mesh = choose_run_mesh(request, cluster)
-    devices, backend = choose_worker_devices(request, count), read_requested_backend(request.backend)
+    devices = choose_worker_devices(request, count, has_kinds=any(axis.stage_workers for axis in mesh))
+    backend = read_requested_backend(request.backend)
     require_usable_backend(backend, devices, host_count=1 if cluster is None else cluster.worker_host_count)
     # Processes of other programs seed themselves. A program that names Rankless expects one seed for all ranks.
     has_separate_seeds = request.recording is None and (request.separate_seeds or not names_rankless(program))
@@ -71,6 +68,23 @@ def make_run_config(program: Program, request: RunRequest) -> RunConfig:
     )
 
 
+def read_cluster(request: RunRequest) -> tuple[RunRequest, Cluster | None]:
+    """Return a request with the numbers of workers of this host, and the hosts if there are several.
+
+    Raises `ConfigError` for an elastic job that cannot run.
+    """
+    cluster = request.cluster
+    if request.elastic is not None:
+        # Hosts join and leave, and the driver makes what one host needs when it starts workers there.
+        check_elastic(request.elastic, request.worker_count)
+        return request, None
+    if cluster is None:
+        return request, None
+    host = cluster.hosts[cluster.host_index]
+    request = msgspec.structs.replace(request, worker_count=host.workers, heterogeneous_workers=host.heterogeneous)
+    return request, cluster if len(cluster.hosts) > 1 else None
+
+
 def check_numbers(request: RunRequest) -> None:
     """Raise `ConfigError` for numbers that no run can have."""
     threads, seed, steps = request.threads, request.seed, request.observation.stop_after_steps
@@ -101,7 +115,7 @@ def check_servers(request: RunRequest, cluster: Cluster | None) -> None:
             found=f"{servers.count} servers, and workers that may join and leave",
             fix="omit the options of elastic jobs, or the servers",
         )
-    is_divided = request.mesh or request.plan is not None or request.heterogeneous_workers
+    is_divided = request.mesh or request.plan is not None or count_heterogeneous(request, cluster)
     if servers.lost_workers and is_divided:
         raise ConfigError(
             expected="--lost-workers with a mesh of the axis data alone",
@@ -135,35 +149,40 @@ def choose_run_mesh(request: RunRequest, cluster: Cluster | None) -> tuple[Plann
     """Return the axes of the mesh of a run. Raises `ConfigError` for one that it cannot have."""
     workers = request.worker_count if cluster is None else cluster.workers
     check_heterogeneous(request, cluster)
-    if request.heterogeneous_workers:
-        return make_heterogeneous_mesh(workers, request.heterogeneous_workers)
-    return choose_mesh(request.mesh, request.plan, workers)
+    if not count_heterogeneous(request, cluster):
+        return choose_mesh(request.mesh, request.plan, workers)
+    if cluster is None:
+        return make_heterogeneous_mesh([(workers, request.heterogeneous_workers)])
+    return make_heterogeneous_mesh([(host.workers, host.heterogeneous) for host in cluster.hosts])
+
+
+def count_heterogeneous(request: RunRequest, cluster: Cluster | None) -> int:
+    """Return the number of heterogeneous workers of all hosts."""
+    return request.heterogeneous_workers if cluster is None else cluster.heterogeneous_workers
 
 
 def check_heterogeneous(request: RunRequest, cluster: Cluster | None) -> None:
     """Raise `ConfigError` for heterogeneous workers that no run can have."""
-    count = request.heterogeneous_workers
+    count = count_heterogeneous(request, cluster)
     if not count:
         return
-    other = _find_conflict(request, cluster)
-    if count < 0 or count >= request.worker_count:
+    other, workers = _find_conflict(request), request.worker_count if cluster is None else cluster.workers
+    if count < 0 or count >= workers:
         raise ConfigError(
             expected="workers and heterogeneous workers, at least 1 of each",
-            found=f"{request.worker_count - count} and {count}",
+            found=f"{workers - count} and {count}",
             fix="give --workers and --heter-workers numbers from 1 up",
         )
     if other is not None:
         raise ConfigError(
-            expected="heterogeneous workers on one host, in the mode sync, without --mesh and --plan",
+            expected="heterogeneous workers in the mode sync, without --mesh and --plan",
             found=other,
             fix="omit it, or omit --heter-workers",
         )
 
 
-def _find_conflict(request: RunRequest, cluster: Cluster | None) -> str | None:
+def _find_conflict(request: RunRequest) -> str | None:
     """Return what a request has that heterogeneous workers do not go with, if it has any."""
-    if cluster is not None:
-        return f"{len(cluster.hosts)} hosts"
     if request.servers is not None and request.servers.mode != "sync":
         return f"--server-mode {request.servers.mode}"
     if request.mesh or request.plan is not None:
@@ -266,14 +285,19 @@ def check_program(program: Program) -> None:
         )
 
 
-def choose_worker_devices(request: RunRequest, workers: int) -> tuple[str, ...]:
+def choose_worker_devices(request: RunRequest, workers: int, *, has_kinds: bool) -> tuple[str, ...]:
     """Return one torch device per worker of this host. Raises `ConfigError`.
 
-    Beside heterogeneous workers, which have the last ranks, the others are on the CPU.
+    Beside heterogeneous workers, which have the last ranks of the host, the others are on the CPU.
+
+    Args:
+        request: The request, with the number of heterogeneous workers of this host.
+        workers: The number of workers of this host.
+        has_kinds: Whether some host has heterogeneous workers.
     """
-    if not workers:
-        return ()
-    some = request.heterogeneous_workers or workers
+    some = request.heterogeneous_workers if has_kinds else workers
+    if not some:
+        return ("cpu",) * workers
     return ("cpu",) * (workers - some) + choose_devices(request.devices, worker_count=some)
 
 

@@ -14,6 +14,7 @@ from rankless.collectives.typed_values import decode_value, encode_value
 from rankless.data.batch_tree import LocalRows, PerSampleValues, count_rows, iterate_leaves, map_leaves
 from rankless.data.logical_tensor import GatherMonitor, LogicalTensor
 from rankless.data.sample_reader import BatchRead, BatchRequest, ProbeResult
+from rankless.data.shared_reading.reader_tensor import ReaderTensor, ReadTensor
 from rankless.errors import DataError
 from rankless.parallel.batch_division import BatchDivision
 from rankless.parallel.mesh import Mesh
@@ -55,9 +56,11 @@ def make_logical(
     """
     division = BatchDivision.of(mesh)
     request = read.request
+    if mesh.size > 1 and any(isinstance(leaf, ReadTensor) for _, leaf in iterate_leaves(read.data)):
+        return map_leaves(partial(_share_leaf, request, mesh, monitor), read.data)
     rows = request.rows if request.rows is not None else count_rows(read.data)
     if division.count == 1 or not division.divides(rows):
-        return read.data
+        return _take_local_rows(read.data) if mesh.size > 1 else read.data
     placement, own = Shard(0, division.split(rows)), division.own_part
 
     def convert(path: str, leaf: Any) -> Any:
@@ -74,13 +77,38 @@ def make_logical(
         return identify(path, LogicalTensor(local, placement=placement, mesh=mesh, monitor=monitor, whole=leaf))
 
     def identify(path: str, tensor: LogicalTensor) -> LogicalTensor:
-        # The path is part of it: a rank that passes inputs in place of targets must differ from the others.
         if request.whole is not None and read_whole is not None:
             tensor.read_again = partial(_read_leaf, read_whole, request, path)
-        tensor.fingerprint = int.from_bytes(request.digest[:8], "little") ^ zlib.crc32(path.encode())
+        tensor.fingerprint = _identify_leaf(request, path)
         return tensor
 
     return map_leaves(convert, read.data)
+
+
+def _take_local_rows(data: Any) -> Any:
+    """Return a batch that rank 0 has read and nobody divides, as with an axis `pipeline` alone."""
+    if not any(isinstance(leaf, LocalRows) for _, leaf in iterate_leaves(data)):
+        return data
+    return map_leaves(lambda _, leaf: leaf.local if isinstance(leaf, LocalRows) else leaf, data)
+
+
+def _share_leaf(request: BatchRequest, mesh: Mesh, monitor: GatherMonitor, path: str, leaf: Any) -> Any:
+    """Return a leaf of a batch in a run with heterogeneous workers; see Note [values of heterogeneous workers]."""
+    if not isinstance(leaf, ReadTensor):
+        return leaf
+    is_known = isinstance(leaf.known, Tensor)
+    known = leaf.known if isinstance(leaf.known, Tensor) else leaf.known.make_fake()
+    tensor = ReaderTensor(known, mesh=mesh, monitor=monitor, has_value=is_known)
+    tensor.fingerprint = _identify_leaf(request, path)
+    return tensor
+
+
+def _identify_leaf(request: BatchRequest, path: str) -> int:
+    """Return the fingerprint of a tensor of a batch.
+
+    The path is part of it: a rank that passes inputs in place of targets must differ from the others.
+    """
+    return int.from_bytes(request.digest[:8], "little") ^ zlib.crc32(path.encode())
 
 
 def _read_leaf(read_whole: Callable[[BatchRequest], BatchRead], request: BatchRequest, path: str) -> Tensor:

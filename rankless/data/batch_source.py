@@ -12,7 +12,6 @@ from rankless.context.world import World
 from rankless.data.baseline_reader import PlainKeys, PlainReader, SeededSamples
 from rankless.data.batch_agreement import gather_lists, has_per_sample_lists, require_same_batch
 from rankless.data.batch_requests import ReadingDecision, RequestSampler, make_whole_again
-from rankless.data.batches_from_first_rank import distribute_from_first_rank, sync_generators
 from rankless.data.collation import Collation, refuse_random
 from rankless.data.collation_probe import describe_function
 from rankless.data.generators import find_changed_generators, get_process_states, set_process_states
@@ -27,10 +26,20 @@ from rankless.data.sample_reader import (
     SampleReader,
     has_plain_columns,
 )
+from rankless.data.shared_reading.batches_from_cpu_workers import (
+    RequestReader,
+    is_heterogeneous,
+    request_ahead,
+    share_batches,
+)
+from rankless.data.shared_reading.batches_from_first_rank import distribute_from_first_rank, sync_generators
+from rankless.data.shared_reading.reader_tensor import find_kinds_axis
 from rankless.data.stream_reader import StreamReader
 from rankless.parallel.batch_division import BatchDivision
 from rankless.parallel.mesh import Mesh
 
+DEFAULT_PREFETCH = 2
+"""How many batches each reader process of a `DataLoader` has ahead by default."""
 _INTEGERS_ONLY = (RandomSampler, SequentialSampler, WeightedRandomSampler)
 """Samplers that yield integers from 0. The reader can then index whole tensors with them."""
 
@@ -72,30 +81,40 @@ class BatchSource:
             # The interrupted run had made the draws of iter() before it saved its state.
             set_process_states(before)
         if not first_rank_reads:
-            return self._check_agreement(batches, requests, current, world)
+            agreed = self._check_agreement(batches, requests, current, world)
+            return share_batches(agreed, mesh=mesh) if self._is_shared else agreed
         sync_generators(before, mesh=mesh)
         return distribute_from_first_rank(batches, mesh=mesh)
 
     def _read(
         self, current: Pass, mesh: Mesh, stream_state: Any, *, plainly: bool
     ) -> tuple[Iterator[Any], RequestSampler | None]:
-        order = self._order
+        order, options = self._order, self._options
         if current.resumed and stream_state is not None:
             order.dataset.load_state_dict(stream_state)
         elif current.resumed:
             set_sampler_states(order.samplers, current.sampler)
             current.at_start.restore(order.generators)
         loader, requests = self._persistent or self._make_loader(mesh, current, plainly=plainly)
-        if self._options.persistent_workers:
+        if options.persistent_workers and not (self._is_shared and is_heterogeneous(mesh)):
             self._persistent = (loader, requests)
         if requests is not None:
             requests.current = current
-            return iter(loader), requests
+            batches = iter(loader)
+            if self._is_shared and is_heterogeneous(mesh):
+                ahead = (options.prefetch_factor or DEFAULT_PREFETCH) * options.num_workers
+                return request_ahead(batches, ahead), requests
+            return batches, requests
         batches = iter(loader)
         if current.resumed and current.first is not None and stream_state is None:
             current.first.restore(order.generators)
             require_same_batches(current, [_get_digest(read) for read in islice(batches, current.position)])
         return _track_draws(batches, current, order), None
+
+    @property
+    def _is_shared(self) -> bool:
+        """Whether workers on the CPU read for heterogeneous ones. Each worker reads a stream itself."""
+        return find_kinds_axis(self.mesh) is not None and self._options.is_split and not self._order.is_stream
 
     def _make_loader(
         self, mesh: Mesh, current: Pass, *, plainly: bool
@@ -126,6 +145,8 @@ class BatchSource:
                 generators=order.generators,
                 keeps_whole=self._keeps_whole,
             )
+            if self._is_shared and is_heterogeneous(mesh):
+                return self._make_request_loader(requests, current), requests
             if plainly:
                 return self._make_plain_reader(requests, current), requests
             reader = self._make_sample_reader()
@@ -152,6 +173,8 @@ class BatchSource:
         options = self._options
         if self._order.is_stream or options.has_custom_order or options.reading == "first":
             return False
+        if find_kinds_axis(self.mesh) is not None:  # heterogeneous workers have no ids
+            return False
         return options.num_workers > 0 or self._reads_columns
 
     def read_again(self, request: BatchRequest) -> BatchRead:
@@ -170,6 +193,13 @@ class BatchSource:
             collate_fn=self._collation,  # type: ignore[arg-type]  # takes what our readers return
             worker_init_fn=ReaderInit(self._options.worker_init_fn),
             **process_options,
+        )
+
+    def _make_request_loader(self, requests: RequestSampler, current: Pass) -> "DataLoader[Any]":
+        """Return the loader of a heterogeneous worker. It draws as that of other workers does, and reads nothing."""
+        generator = self._get_process_options(current)["generator"]
+        return DataLoader(
+            RequestReader(), batch_size=None, sampler=requests, collate_fn=_get_unchanged, generator=generator
         )
 
     def _make_plain_reader(self, requests: RequestSampler, current: Pass) -> PlainReader:
@@ -318,6 +348,10 @@ def _follow_probe(read: BatchRead, found: ProbeResult, requests: RequestSampler,
     elif was_split is None and read.request.division is not None:
         decision.is_split = True
     return bool(found.reason) and any(request.is_split for request in requests.pending)
+
+
+def _get_unchanged(read: Any) -> Any:
+    return read
 
 
 def _take_next(batches: Iterator[Any]) -> BatchRead | Exception | None:

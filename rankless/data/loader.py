@@ -10,10 +10,11 @@ from rankless.data.batch_agreement import make_logical
 from rankless.data.batch_source import BatchSource
 from rankless.data.loader_options import LoaderOptions, Reading, check_options
 from rankless.data.loader_position import VERSION, GeneratorSnapshot, Pass, get_sampler_states, require_same_loader
-from rankless.data.logical_tensor import GatherMonitor
-from rankless.data.prefetching import copy_to_device, look_ahead, make_copier
+from rankless.data.logical_tensor import GATHERS, GatherMonitor
+from rankless.data.prefetching import PlainCopier, copy_to_device, look_ahead, make_copier
 from rankless.data.sample_order import SampleOrder
 from rankless.data.sample_reader import BatchRead
+from rankless.data.shared_reading.reader_tensor import SENDS, find_kinds_axis
 
 Batch = TypeVar("Batch")
 
@@ -185,7 +186,8 @@ class Loader(Generic[Batch]):
         world.require_not_in_once("a pass over a loader")
         if self._monitor is not None:
             return
-        self._monitor = GatherMonitor(world.notify, world=world)
+        effect = GATHERS if find_kinds_axis(world.mesh) is None else SENDS
+        self._monitor = GatherMonitor(world.notify, world=world, effect=effect)
         if self.options.pin_memory and not torch.accelerator.is_available():
             world.notify("pin_memory=True has no effect: there is no accelerator")
 
@@ -214,7 +216,8 @@ class Loader(Generic[Batch]):
         device = None if self.options.device is None else torch.device(self.options.device)
         if device is not None and device.type == world.mesh.device.type:
             device = world.mesh.device
-        copier = None if device is None else make_copier(device)
+        is_shared = find_kinds_axis(world.mesh) is not None
+        copier = None if device is None else PlainCopier(device) if is_shared else make_copier(device)
         batches: Iterator[tuple[BatchRead, Any]] = ((read, self._make_batch(read)) for read in reads)
         if copier is not None:
             batches = copy_to_device(batches, copier=copier, ahead=self.options.num_workers > 0)

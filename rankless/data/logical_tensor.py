@@ -86,14 +86,19 @@ _ROWWISE: frozenset[Any] = frozenset(
 """Operations that keep the position of every value. They run on the local rows, and the result stays logical."""
 
 
+GATHERS = "gathers the whole batch on every rank, here and wherever else it runs; inside a job nothing is gathered"
+
+
 class GatherMonitor:
     """Warns once that an operation outside a job gathers batches, and watches each gather.
 
-    With a `world` it refuses a gather inside `rankless.once`, and warns if the other ranks do not join it.
+    With a `world` it refuses a gather inside `rankless.once`, and warns if the other ranks do not join it. `effect`
+    says what the operation does.
     """
 
-    def __init__(self, notify: Callable[[str], None], *, world: World | None = None) -> None:
+    def __init__(self, notify: Callable[[str], None], *, world: World | None = None, effect: str = GATHERS) -> None:
         self._notify = notify
+        self._effect = effect
         self._has_warned = False
         self._world = world
 
@@ -103,10 +108,7 @@ class GatherMonitor:
             return
         self._has_warned = True
         name = resolve_name(operation) or getattr(operation, "__name__", str(operation))
-        self._notify(
-            f"{caller_line()}: {name} outside a job gathers the whole batch on every rank, here and "
-            "wherever else it runs; inside a job nothing is gathered"
-        )
+        self._notify(f"{caller_line()}: {name} outside a job {self._effect}")
 
     def run_for_all(self, gather: Callable[[Mesh], Tensor], mesh: Mesh) -> Tensor:
         """Return what a gather returns, as an operation of all workers."""
@@ -239,6 +241,10 @@ class LogicalTensor(Tensor):
             )
         return self.read_again()
 
+    def apply_to_rows(self, func: Callable[..., Any], rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the result of an operation that keeps the position of every value, such as a cast."""
+        return _apply_to_rows(func, self, rest, kwargs)
+
     @classmethod
     def __torch_function__(
         cls,
@@ -257,7 +263,7 @@ class LogicalTensor(Tensor):
                 if func in _METADATA and first._whole is None:
                     return func(*args, **kwargs)
                 if func in _ROWWISE and not (first._whole is not None and first._whole.requires_grad):
-                    return _apply_to_rows(func, first, args[1:], kwargs)
+                    return first.apply_to_rows(func, args[1:], kwargs)
         return _apply_to_whole(func, args, kwargs)
 
     @classmethod

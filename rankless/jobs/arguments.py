@@ -14,6 +14,7 @@ from rankless.compiler.capture.capture import ArgumentShape
 from rankless.compiler.capture.trace_errors import WHOLE_BATCH
 from rankless.compiler.ir.memory_order import find_memory_order
 from rankless.data.logical_tensor import LogicalTensor
+from rankless.data.shared_reading.reader_tensor import ReaderTensor
 from rankless.errors import CaptureError
 from rankless.parallel.batch_division import BatchDivision, divides_batches
 from rankless.parallel.mesh import Mesh
@@ -138,14 +139,16 @@ def get_shapes(arguments: FlattenedArguments) -> list[ArgumentShape]:
 
 def get_memory_order(argument: Tensor) -> tuple[int, ...] | None:
     """Return the order of an argument's dims in memory, or None for contiguous memory."""
-    known = argument.local if isinstance(argument, LogicalTensor) else argument
+    known = argument
+    if isinstance(argument, LogicalTensor) and not isinstance(argument, ReaderTensor):
+        known = argument.local
     return find_memory_order(known.shape, known.stride())
 
 
 def find_batch_dim(arguments: FlattenedArguments, position: int) -> int | None:
     """Return the dim along which a tensor argument can be divided; None if it has none."""
     tensor, dim = arguments.tensors[position], arguments.batch_dims[position]
-    if isinstance(tensor, LogicalTensor):
+    if isinstance(tensor, LogicalTensor) and isinstance(tensor.placement, Shard):
         return tensor.placement.dim
     return None if dim is None or tensor.dim() <= dim else dim
 
@@ -192,7 +195,7 @@ def get_sharding(argument: Tensor, batch_dim: int | None, mesh: Mesh) -> Shardin
     A loader's batch is divided already. Another tensor is divided on its batch dim; see Note [batch division].
     """
     division = BatchDivision.of(mesh)
-    if isinstance(argument, LogicalTensor):
+    if isinstance(argument, LogicalTensor) and isinstance(argument.placement, Shard):
         dim, parts = argument.placement.dim, argument.placement.lengths
     elif batch_dim is None or argument.dim() <= batch_dim or not division.divides(argument.shape[batch_dim]):
         return (Replicate(),) * len(mesh.axes)

@@ -284,8 +284,11 @@ def _make_task(config: RunConfig, cluster: Cluster, host_index: int, token: byte
 
 
 def _collect_facts(config: RunConfig, cluster: Cluster, address: str) -> HostFacts:
-    hosts = [f"{host.address}:{host.workers}" for host in cluster.hosts]
-    known = hosts if cluster.is_listed else [f"{len(hosts)} hosts"]
+    kinds = [f" ({host.heterogeneous} heterogeneous)" if host.heterogeneous else "" for host in cluster.hosts]
+    counts = [f"{host.workers}{kind}" for host, kind in zip(cluster.hosts, kinds, strict=True)]
+    known = [f"{host.address}:{count}" for host, count in zip(cluster.hosts, counts, strict=True)]
+    if not cluster.is_listed:
+        known = [f"{len(counts)} hosts" + (f" of {counts[0]} workers" if kinds[0] else "")]
     return collect_host_facts(
         config.program, hosts=known, devices=config.devices, address=address, servers=config.servers
     )

@@ -8,7 +8,7 @@ from support.servers import install_server
 from support.warm_runs import rankless
 
 from rankless.cli import main
-from rankless.config import validation
+from rankless.config import hosts, server_hosts, validation
 from rankless.config.elastic import Elastic
 from rankless.config.hosts import Endpoint, parse_endpoint
 from rankless.config.run_config import Program, RunConfig, RunRequest
@@ -54,15 +54,82 @@ def test_heterogeneous_workers_come_after_the_others(heterogeneous, started: lis
     (axis,) = started[0].mesh
     assert (axis.name, axis.size, axis.stage_workers) == ("pipeline", 5, ((0, 1, 2), (3, 4)))
     assert started[0].worker_count == 5
+    assert started[0].devices == ("cpu",) * 5
+
+
+@pytest.fixture
+def host_7(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give this host the address 198.51.100.7."""
+    for module in (hosts, server_hosts):
+        monkeypatch.setattr(module, "own_addresses", lambda: frozenset({"198.51.100.7", "127.0.0.1"}))
+
+
+ON_HOSTS = [
+    # --workers and --heter-workers, or other options; workers and heterogeneous ones of each host; stage_workers
+    ("--workers 7,7,8 --heter-workers 9,9", [(2, 0), (1, 0), (2, 2)], ((0, 1, 2), (3, 4))),
+    ("--workers 7,7,8 --heter-workers 8:6180,9", [(2, 0), (2, 1), (1, 1)], ((0, 1, 2), (3, 4))),
+    ("--workers 7,8,8 --heter-workers 7,7,8", [(3, 2), (3, 1)], ((0, 3, 4), (1, 2, 5))),
+    ("--workers 7 --heter-workers 8 --servers 9:6170", [(1, 0), (1, 1), (0, 0)], ((0,), (1,))),
+    ("--hosts 7:2,8:1 --heter-workers 1", [(3, 1), (2, 1)], ((0, 1, 3), (2, 4))),
+    ("--master 7 --host-rank 0 --host-count 2 -n 2 --heter-workers 1", [(3, 1), (3, 1)], ((0, 1, 3, 4), (2, 5))),
+    ("--hosts 7:2 --heter-workers 2", None, ((0, 1), (2, 3))),
+    ("--workers 127.0.0.1,7 --heter-workers 7,localhost", None, ((0, 1), (2, 3))),
+]
+
+
+def on_network(text: str) -> list[str]:
+    """Return options with the hosts 7, 8 and 9 as addresses."""
+    return re.sub(r"(?<=[ ,])([789])(?=[,: ]|$)", r"198.51.100.\1", text).split()
+
+
+@pytest.mark.usefixtures("host_7")
+@pytest.mark.parametrize(("options", "counts", "kinds"), ON_HOSTS)
+def test_heterogeneous_workers_have_the_last_ranks_of_their_hosts(options, counts, kinds, started, monkeypatch):
+    monkeypatch.setattr(validation, "count_gpus", lambda: 8)
+    assert main(["run", *on_network(options), "--no-ssh", __file__]) == 0
+    (config,) = started
+    (axis,) = config.mesh
+    assert (axis.size, axis.stage_workers) == (sum(map(len, kinds)), kinds)
+    found = None if config.cluster is None else [(each.workers, each.heterogeneous) for each in config.cluster.hosts]
+    assert found == counts
+    own, gpus = counts[0] if counts else (4, 2)
+    assert config.devices == ("cpu",) * (own - gpus) + tuple(f"cuda:{number}" for number in range(gpus))
+    assert (config.worker_count, config.request.heterogeneous_workers) == (own, gpus)
+
+
+REFUSED_ON_HOSTS = [
+    ("--workers 7,8 --heter-workers 8,7", "fix:      reorder them: --heter-workers=198.51.100.7,198.51.100.8"),
+    ("--workers 7,8 --heter-workers 9,8", "--heter-workers=198.51.100.8,198.51.100.9"),
+    ("--workers 7,8,8 --heter-workers 9,7:1,9", "--heter-workers=198.51.100.7:1,198.51.100.9,198.51.100.9"),
+    ("--workers 7,8 --heter-workers 127.0.0.1", "127.0.0.1, which every host has for itself"),
+    ("--workers 127.0.0.1 --heter-workers 8", "127.0.0.1, which every host has for itself"),
+    ("--workers 7,8 --heter-workers 1", "fix:      list both: --workers A,A,B --heter-workers C,C"),
+    ("--workers 2 --heter-workers 8", "found:    --workers 2 --heter-workers 198.51.100.8"),
+    ("--heter-workers 8,8", "found:    --heter-workers 198.51.100.8,198.51.100.8"),
+    ("--hosts 7:1,8:1 --heter-workers 7,8", "expected: --heter-workers as a number, that of each host"),
+    ("--workers 7,8 --heter-workers 9 --mesh data=3", "found:    --mesh"),
+    ("--workers 7,8 --heter-workers 9 --servers 7 --server-mode geo", "geo\n"),
+    ("--workers 7,8 --heter-workers 9 --servers 7 --lost-workers 1", "found:    --lost-workers 1"),
+    ("--workers 8 --heter-workers 9", "expected: this host among 198.51.100.8, 198.51.100.9"),
+]
+
+
+@pytest.mark.usefixtures("host_7")
+@pytest.mark.parametrize("command", ["run", "verify"])
+@pytest.mark.parametrize(("options", "message"), REFUSED_ON_HOSTS)
+def test_heterogeneous_workers_that_hosts_cannot_have_are_refused(command, options, message, started, capsys):
+    assert main([command, *on_network(options), __file__]) == 2
+    assert message in capsys.readouterr().err
+    assert not started
 
 
 REFUSED_HETEROGENEOUS = [
     (("--heter-workers", "-1"), "--heter-workers as a number from 0 up"),
     (("--heter-workers", "x,,y"), "--heter-workers as a number, or as a list"),
-    (("--heter-workers", "198.51.100.7"), "several hosts are not supported"),
+    (("--heter-workers", "198.51.100.7"), "on several hosts --workers and --heter-workers with one address for each"),
     (("--heter-workers", "1", "--mesh", "data=2"), "--mesh"),
     (("--heter-workers", "1", "--servers", "1", "--server-mode", "async"), "async"),
-    (("--heter-workers", "1", "--hosts", "127.0.0.1,198.51.100.7", "--no-ssh"), "2 hosts"),
+    (("--heter-workers", "1", "--hosts", "127.0.0.1:0,198.51.100.7"), "a number of workers from 1 up"),
 ]
 
 

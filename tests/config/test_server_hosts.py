@@ -10,6 +10,7 @@ from rankless.config.server_hosts import (
     divide_servers,
     find_own_servers,
     find_worker_hosts,
+    order_workers,
     place_copies,
     require_server_hosts,
 )
@@ -26,7 +27,7 @@ def _this_host_is_a(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(server_hosts, "is_here", lambda name: name in ("a", "10.0.0.1", "127.0.0.1", "localhost"))
 
 
-def endpoints(text: str) -> list[Endpoint]:
+def endpoints_of(text: str) -> list[Endpoint]:
     return [parse_endpoint(each) for each in text.split(",")]
 
 
@@ -51,8 +52,24 @@ def cluster(index: int, count: int = 3) -> Cluster:
     ],
 )
 def test_workers_name_the_hosts_in_their_order(workers: str, servers: str, hosts: list[tuple[str, int]]):
-    found = find_worker_hosts("--workers", endpoints(workers), endpoints(servers))
+    found = find_worker_hosts("--workers", endpoints_of(workers), endpoints_of(servers))
     assert [(each.address, each.workers) for each in found] == hosts
+
+
+@pytest.mark.parametrize(
+    ("workers", "heterogeneous", "servers", "hosts", "endpoints"),
+    [
+        ("a,b", "c:1,c", "d", [("a", 1, 0), ("b", 1, 0), ("c", 2, 2), ("d", 0, 0)], "a,b,c:1,c"),
+        ("a,b:5", "10.0.0.1:7,10.0.0.2", "a", [("a", 2, 1), ("b", 2, 1)], "a,a:7,b:5,b"),
+        ("b", "a,a,c", "c", [("b", 1, 0), ("a", 2, 2), ("c", 1, 1)], "b,a,a,c"),
+        ("a", "localhost,127.0.0.1", "a", [], "a,localhost,127.0.0.1"),
+    ],
+)
+def test_heterogeneous_workers_come_last_on_their_hosts(workers, heterogeneous, servers, hosts, endpoints: str):
+    lists = endpoints_of(heterogeneous)
+    found = find_worker_hosts("--workers", endpoints_of(workers), endpoints_of(servers), heterogeneous=lists)
+    assert [(each.address, each.workers, each.heterogeneous) for each in found] == hosts
+    assert ",".join(map(str, order_workers(found, endpoints_of(workers), lists))) == endpoints
 
 
 @pytest.mark.parametrize(
@@ -66,7 +83,7 @@ def test_workers_name_the_hosts_in_their_order(workers: str, servers: str, hosts
 )
 def test_lists_that_name_no_hosts_are_refused(workers: str, servers: str, message: str):
     with pytest.raises(ConfigError) as error:
-        find_worker_hosts("--workers", endpoints(workers), endpoints(servers))
+        find_worker_hosts("--workers", endpoints_of(workers), endpoints_of(servers))
     assert message in str(error.value)
 
 

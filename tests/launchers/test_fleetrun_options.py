@@ -253,7 +253,8 @@ def test_the_opening_line_names_shared_gpus(gpus):
     gpus(2)
     config = config_of("--nproc_per_node=3")
     lead = make_worker_configs(config, job_of(config), folder="log/run")[0].config
-    line = format_worker_line(config, lead, "log/run", "")
+    logs = [f"workerlog.{number}" for number in range(3)]
+    line = format_worker_line(config, lead, logs, folder="log/run", first_host="")
     assert "on cuda:0, cuda:1, which they share: they talk through Gloo" in line
     assert "log/workerlog.0 to workerlog.2" in line
 

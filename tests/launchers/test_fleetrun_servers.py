@@ -1,5 +1,7 @@
 """fleetrun's options for parameter servers, and what they become, without running anything."""
 
+import dataclasses
+
 import msgspec
 import pytest
 
@@ -200,8 +202,8 @@ CONTRADICTIONS = [
     ("--servers=198.51.100.7:6170 --workers=127.0.0.1", "127.0.0.1, which every host has for itself"),
     ("--servers=127.0.0.1:6170 --workers=127.0.0.1,198.51.100.7", "127.0.0.1, which every host has for itself"),
     ("--servers=198.51.100.7 --workers=198.51.100.7,198.51.100.8,198.51.100.7", "side by side"),
-    ("--server_num=1 --workers=198.51.100.7,198.51.100.8", "give both lists, or both numbers"),
-    ("--servers=127.0.0.1 --worker_num=2 --nnodes=2 --master=127.0.0.1:9988", "give both lists, or both numbers"),
+    ("--server_num=1 --workers=198.51.100.7,198.51.100.8", "give all as lists, or all as numbers"),
+    ("--servers=127.0.0.1 --worker_num=2 --nnodes=2 --master=127.0.0.1:9988", "give all as lists, or all as numbers"),
 ]
 
 
@@ -240,6 +242,83 @@ def test_heterogeneous_workers_take_the_gpus_and_have_paddles_names(line: str, e
     assert names == ["workerlog.0", "workerlog.1", "heterlog.0", "heterlog.1"]
 
 
+HETEROGENEOUS_ON_HOSTS = [
+    # workers, heterogeneous workers, the counts of each host, the endpoints, the ranks of heterogeneous workers
+    (
+        "xx,xx",
+        "yy,yy:6070",
+        [(2, 0), (2, 2)],
+        ["xx:6070", "xx:6071", "yy:6071", "yy:6070"],
+        (2, 3),
+    ),
+    (
+        "xx:6172,yy,yy",
+        "xx:6180,yy",
+        [(2, 1), (3, 1)],
+        ["xx:6172", "xx:6180", "yy:6070", "yy:6071", "yy:6072"],
+        (1, 4),
+    ),
+    (
+        "yy",
+        "xx,xx",
+        [(1, 0), (2, 2)],
+        ["yy:6070", "xx:6070", "xx:6071"],
+        (1, 2),
+    ),
+]
+
+
+@pytest.mark.usefixtures("host_yy")
+@pytest.mark.parametrize(("workers", "others", "counts", "endpoints", "ranks"), HETEROGENEOUS_ON_HOSTS)
+def test_lists_of_several_hosts_place_heterogeneous_workers(workers, others, counts, endpoints, ranks, gpus):
+    def named(text: str) -> str:
+        return text.replace("xx", "198.51.100.7").replace("yy", "198.51.100.8")
+
+    gpus(2, "0,1")
+    config = config_of(named("--servers=xx:6170"), named(f"--workers={workers}"), named(f"--heter_workers={others}"))
+    assert config.cluster is not None
+    assert [(host.workers, host.heterogeneous) for host in config.cluster.hosts[:2]] == counts
+    assert config.mesh[0].stage_workers[1] == ranks
+    names = [host.address for host in config.cluster.hosts]
+    own = names.index("198.51.100.8")
+    first, (count, heterogeneous) = sum(count for count, _ in counts[:own]), counts[own]
+    assert config.devices == ("cpu",) * (count - heterogeneous) + ("cuda:0", "cuda:1")[:heterogeneous]
+    profile = load_profile(config.launcher)
+    with profile.open_services(
+        config, addresses=names, worker_counts=[each for each, _ in counts], store_address=names[0]
+    ) as variables:
+        job = job_of(config)
+        start = msgspec.structs.replace(
+            job.start, workers=tuple(each for each, _ in counts), launcher_variables=variables, mesh=config.mesh
+        )
+        ready = dataclasses.replace(job, start=start, host_index=own)
+        launches = make_worker_configs(config, ready, folder="log/run")
+    for number, launch in enumerate(launches):
+        rank, environment = first + number, launch.environment
+        assert environment["PADDLE_TRAINER_ENDPOINTS"] == named(",".join(endpoints))
+        listed = ",".join(endpoints[each] for each in ranks)
+        assert environment["PADDLE_ALL_HETER_TRAINER_IP_PORT_LIST"] == named(listed)
+        assert environment["PADDLE_CURRENT_ENDPOINT"] == named(endpoints[rank])
+        assert environment["TRAINING_ROLE"] == ("HETER_TRAINER" if rank in ranks else "TRAINER")
+        kind = [each for each in range(len(endpoints)) if (each in ranks) == (rank in ranks)]
+        name = f"{'heterlog' if rank in ranks else 'workerlog'}.{kind.index(rank)}"
+        assert launch.config.log_file.endswith(f"/{name}")
+
+
+def test_numbers_of_heterogeneous_workers_are_those_of_each_host(gpus):
+    gpus(0, "")
+    line = "--server_num=1 --worker_num=2 --heter_worker_num=1 --nnodes=2 --master=127.0.0.1:9988 --rank=1"
+    config = config_of(*line.split())
+    assert config.cluster is not None
+    assert [(host.workers, host.heterogeneous) for host in config.cluster.hosts] == [(3, 1), (3, 1)]
+    assert config.mesh[0].stage_workers == ((0, 1, 3, 4), (2, 5))
+    listed = config_of(*line.replace("--nnodes=2 --master=127.0.0.1:9988", "--ips=127.0.0.1,198.51.100.7")[:-9].split())
+    assert listed.mesh == config.mesh
+    profile = load_profile(config.launcher)
+    names = [profile.log_files("", rank, rank % 3).output for rank in range(6)]
+    assert names == ["workerlog.0", "workerlog.1", "heterlog.0", "workerlog.2", "workerlog.3", "heterlog.1"]
+
+
 def test_heterogeneous_workers_can_be_on_the_cpu(gpus):
     gpus(2, "0,1")
     config = config_of("--server_num=1", "--worker_num=1", "--heter_worker_num=1", "--heter_devices=cpu")
@@ -252,11 +331,22 @@ REFUSED_HETEROGENEOUS = [
     ("--server_num=1 --worker_num=1 --heter_worker_num=x", "--heter_worker_num from 1 up"),
     ("--server_num=1 --worker_num=1 --heter_worker_num=0", "--heter_worker_num from 1 up"),
     ("--server_num=1 --worker_num=1 --heter_worker_num=1 --heter_devices=xpu", "one stage of heterogeneous workers"),
-    ("--server_num=1 --worker_num=1 --heter_workers=198.51.100.7", "heterogeneous workers on one host"),
+    ("--server_num=1 --worker_num=1 --heter_workers=198.51.100.7", "give all as lists, or all as numbers"),
     (
-        "--server_num=1 --worker_num=1 --heter_worker_num=1 --nnodes=2 --master=127.0.0.1:9988",
-        "heterogeneous workers on one host",
+        "--servers=198.51.100.8 --workers=198.51.100.8 --heter_workers=198.51.100.7,198.51.100.8",
+        "reorder them: --heter_workers=198.51.100.8,198.51.100.7",
     ),
+    (
+        "--servers=198.51.100.8 --workers=198.51.100.8,198.51.100.7 --heter_worker_num=1",
+        "give all as lists, or all as numbers",
+    ),
+    ("--server_num=1 --workers=198.51.100.8 --heter_workers=198.51.100.7", "give all as lists, or all as numbers"),
+    ("--servers=198.51.100.8 --worker_num=1 --heter_workers=198.51.100.7", "give all as lists, or all as numbers"),
+    (
+        "--server_num=1 --worker_num=1 --heter_workers=127.0.0.1 --nnodes=2 --master=127.0.0.1:9988",
+        "give all as lists, or all as numbers",
+    ),
+    ("--servers=198.51.100.8 --workers=198.51.100.7 --heter_workers=127.0.0.1", "which every host has for itself"),
 ]
 
 

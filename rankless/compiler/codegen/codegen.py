@@ -3,7 +3,7 @@
 import linecache
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
 
@@ -50,6 +50,8 @@ class LocalProgram:
     """The stages, on a mesh with the axis `pipeline`."""
     time_axis: int | None = None
     """The place of the axis of microbatches among those of `sharded`, in a pipeline."""
+    takers: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    """With heterogeneous workers: for each argument the workers that take it, by their ranks along the pipeline."""
     ids: IdsProgram | None = None
     """Computes the ids of lookups alone; None if there are none that could be known early."""
 

@@ -1,18 +1,20 @@
 """Compile a program for a pipeline."""
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from rankless.collectives.byte_messages import all_gather_bytes
 from rankless.compiler.capture.trace_errors import offer_whole_batch
 from rankless.compiler.codegen.codegen import LocalProgram
-from rankless.compiler.ir.logical_program import LogicalProgram
+from rankless.compiler.ir.logical_program import LogicalProgram, ProgramInput
 from rankless.compiler.pipeline.argument_exchange import divide_microbatch, make_exchanges
 from rankless.compiler.pipeline.microbatches import add_microbatch_axis, find_time_number, lower_microbatches
 from rankless.compiler.pipeline.options import PipelineOptions
 from rankless.compiler.pipeline.overview import describe_pipeline, list_sent_values
 from rankless.compiler.pipeline.partition import ProgramPartition
 from rankless.compiler.pipeline.stages import place_added
-from rankless.compiler.pipeline.step import PipelineRun
+from rankless.compiler.pipeline.step import PipelineRun, PipelineStep
 from rankless.compiler.pipeline.step_builder import StepBuilder
 from rankless.compiler.probing.operator_probe import OperatorProbe
 from rankless.compiler.scheduling.stored_states import StateStorage
@@ -42,11 +44,7 @@ def build_pipeline_program(
     """
     storage = storage or StateStorage()
     inner = add_microbatch_axis(mesh, 0, options.microbatches)
-    # One microbatch is the whole batch. Rules may join values along an axis of size one at no cost.
-    shardings = [
-        add_time(sharding, lengths if options.microbatches > 1 else None, mesh, inner)
-        for sharding, lengths in zip(argument_shardings, options.batch_lengths, strict=True)
-    ]
+    shardings = divide_arguments(argument_shardings, options, mesh, inner)
     given = [divide_microbatch(shardings, options.exchanged, inner, number) for number in range(options.microbatches)]
     states = {name: add_time(sharding, None, mesh, inner) for name, sharding in storage.shardings.items()}
     with offer_whole_batch():
@@ -70,7 +68,38 @@ def build_pipeline_program(
         recomputed=graphs[0].recomputed,
         pipeline=describe_pipeline(partition, options),
         time_axis=find_time_number(inner.axes),
+        takers=find_takers(step, [described for _, described in graphs[0].inputs], mesh),
     )
+
+
+def divide_arguments(
+    shardings: Sequence[Sharding], options: PipelineOptions, mesh: Mesh, inner: Mesh
+) -> list[Sharding]:
+    """Return the shardings of arguments along the axes of a microbatch."""
+    # One microbatch is the whole batch. Rules may join values along an axis of size one at no cost.
+    return [
+        add_time(sharding, lengths if options.microbatches > 1 else None, mesh, inner)
+        for sharding, lengths in zip(shardings, options.batch_lengths, strict=True)
+    ]
+
+
+def find_takers(step: PipelineStep, inputs: Sequence[ProgramInput], mesh: Mesh) -> Mapping[int, Sequence[int]]:
+    """Return the workers that take each argument, where only some workers have read it. Collective.
+
+    Args:
+        step: This worker's part of the program.
+        inputs: The inputs of the program.
+        mesh: The workers.
+    """
+    if mesh.group is None or not any(axis.stage_workers for axis in mesh.axes):
+        return {}
+    taken = {number for key, number, _ in step.arguments if key in step.uses}
+    own = sorted({inputs[number].index for number in taken if inputs[number].kind == "argument"})
+    found: dict[int, list[int]] = {}
+    for worker, data in enumerate(all_gather_bytes(array("q", own).tobytes(), mesh=mesh)):
+        for argument in array("q", data):
+            found.setdefault(argument, []).append(worker)
+    return found
 
 
 def propagate_microbatches(

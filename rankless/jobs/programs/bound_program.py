@@ -6,6 +6,7 @@ from itertools import repeat
 from operator import getitem, is_
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from rankless.compiler.capture.capture import CapturedJob
@@ -13,6 +14,7 @@ from rankless.compiler.codegen.codegen import LocalProgram
 from rankless.compiler.ir.logical_program import ProgramInput, ProgramOutput
 from rankless.compiler.ir.looked_up_parameter import take_input
 from rankless.compiler.tracing.recomputed_weights import RecomputedWeight, find_recomputed_weights
+from rankless.data.shared_reading.reader_tensor import ReaderTensor, find_kinds_axis, share_values
 from rankless.jobs.arguments import FlattenedArguments, get_local_piece
 from rankless.jobs.definition import JobDefinition
 from rankless.jobs.programs.varying_sizes import SizeConstraints
@@ -151,10 +153,34 @@ def collect_inputs(
     bound: BoundProgram, arguments: FlattenedArguments, shardings: Sequence[Sharding], mesh: Mesh
 ) -> list[Tensor]:
     """Return this rank's values of a program's inputs, without autograd history."""
-    sources = bound.sources
-    return sources.collect(
-        [get_local_piece(arguments.tensors[number], shardings[number], mesh) for number in sources.arguments]
-    )
+    sources, tensors = bound.sources, share_arguments(bound.local, arguments.tensors, mesh)
+    return sources.collect([get_local_piece(tensors[number], shardings[number], mesh) for number in sources.arguments])
+
+
+def share_arguments(local: LocalProgram, tensors: Sequence[Tensor], mesh: Mesh) -> Sequence[Tensor]:
+    """Give heterogeneous workers the arguments of a loader that their part of a program takes. Collective.
+
+    Args:
+        local: The program.
+        tensors: The arguments of the call.
+        mesh: The workers.
+
+    Returns:
+        The arguments; on heterogeneous workers those that the program does not take there have no values.
+    """
+    axis = find_kinds_axis(mesh)
+    read = {number: each for number, each in enumerate(tensors) if isinstance(each, ReaderTensor)}
+    unknown = {number: each for number, each in read.items() if not each.is_everywhere}
+    if axis is None or not unknown:
+        return tensors
+    takers = [local.takers.get(number, ()) for number in unknown]
+    found = list(tensors)
+    for number, value in zip(unknown, share_values(list(unknown.values()), takers, axis), strict=True):
+        given = tensors[number]
+        if value is None:
+            value = torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device="meta")
+        found[number] = value
+    return found
 
 
 def bind_program(

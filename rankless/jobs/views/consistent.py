@@ -13,6 +13,7 @@ from rankless.compiler.capture.autocast import clear_autocast_cache
 from rankless.compiler.capture.capture import TENSOR_LEAF, CapturedJob
 from rankless.compiler.tracing.symbolic_sizes import evaluate_size
 from rankless.context.world import World
+from rankless.data.shared_reading.reader_tensor import ReaderTensor
 from rankless.deferred_models.building import find_deferred, materialize_tensors
 from rankless.deferred_models.deferred_tensor import DeferredTensor
 from rankless.jobs.arguments import (
@@ -158,6 +159,9 @@ class ConsistentView:
         """Run a program on this call's values and return its outputs."""
         program: Any = bound.local
         if inspected and self._world.inspector is not None:
+            for tensor in call.arguments.tensors:
+                if isinstance(tensor, ReaderTensor):
+                    tensor.whole()  # because the program records values of all workers
             program = self._world.inspector.instrument(bound.local, self._world)
         for parameter in (*bound.parameters, *self._world.owner.get_holders(bound.parameters)):
             parameter.grad = None  # before the program, which uses the memory of gradients again that nobody holds

@@ -8,6 +8,7 @@ from rankless.config.run_config import RunConfig
 from rankless.launch.servers.processes import ServerRow
 from rankless.launch.supervisor.failure_attribution import Verdict
 from rankless.launch.supervisor.secondary_failure_lines import SecondaryFailure
+from rankless.launch.watchdog.report import format_ranks
 from rankless.records.quantities import format_bytes, format_seconds
 from rankless.records.run_summary import RunSummary
 
@@ -30,12 +31,7 @@ class WorkerRow:
 
 def format_start_line(config: RunConfig, *, folder: str) -> str:
     """Return the first line about the workers of a job on one host."""
-    others = config.request.heterogeneous_workers
-    workers = format_count(config.worker_count - others, "worker")
-    if others:
-        last = config.worker_count - 1
-        ranks = f"rank {last}" if others == 1 else f"ranks {last - others + 1}-{last}"
-        workers += f" and {format_count(others, 'heterogeneous worker')} ({ranks})"
+    workers = _format_kinds(config, config.worker_count)
     threads = format_count(config.threads_per_worker, "thread")
     start = "" if config.warm else ", plain processes"
     seed = "" if config.seed is None else f", seed {config.seed}"
@@ -45,10 +41,19 @@ def format_start_line(config: RunConfig, *, folder: str) -> str:
 
 def format_hosts_line(config: RunConfig, *, folder: str, worker_count: int, host_count: int) -> str:
     """Return the first line about the workers of a job on several hosts."""
-    counts = f"{format_count(worker_count, 'worker')} on {format_count(host_count, 'host')}"
+    counts = f"{_format_kinds(config, worker_count)} on {format_count(host_count, 'host')}"
     seed = "" if config.seed is None else f", seed {config.seed}"
     servers = _format_server_count(config)
     return f"rankless: {counts}{servers}{seed}, logs in {folder} on each\n"
+
+
+def _format_kinds(config: RunConfig, worker_count: int) -> str:
+    """Return the number of all workers, or of those of each kind with the ranks of the heterogeneous ones."""
+    ranks = next((axis.stage_workers[1] for axis in config.mesh if axis.stage_workers), ())
+    workers = format_count(worker_count - len(ranks), "worker")
+    if not ranks:
+        return workers
+    return f"{workers} and {format_count(len(ranks), 'heterogeneous worker')} ({format_ranks(ranks)})"
 
 
 def _format_server_count(config: RunConfig) -> str:

@@ -1,5 +1,7 @@
 """fleetrun's options about hosts: `--ips`, the same line on each; or `--nnodes`, `--master` and `--rank`."""
 
+import msgspec
+
 from rankless.config.hosts import (
     DEFAULT_PORT,
     Host,
@@ -10,16 +12,20 @@ from rankless.config.hosts import (
     own_host_index,
 )
 from rankless.config.run_config import UNKNOWN_HOST, Cluster
+from rankless.config.server_hosts import add_heterogeneous
 from rankless.errors import ConfigError
 from rankless.launchers.fleetrun.parsed_options import FleetrunFlags
 
 
-def make_cluster(flags: FleetrunFlags, *, workers: int, listed: tuple[Host, ...] = ()) -> Cluster | None:
+def make_cluster(
+    flags: FleetrunFlags, *, workers: int, heterogeneous: int = 0, listed: tuple[Host, ...] = ()
+) -> Cluster | None:
     """Return the hosts, on each of which the user types the command; None for this host only.
 
     Args:
         flags: The options.
         workers: The number of workers of each host.
+        heterogeneous: How many of them are heterogeneous.
         listed: The hosts of a list of workers, with their own numbers of workers.
 
     Raises `ConfigError` for options that contradict each other.
@@ -31,8 +37,10 @@ def make_cluster(flags: FleetrunFlags, *, workers: int, listed: tuple[Host, ...]
         )
     if listed:
         return _listed("--workers", flags, check_hosts(listed))
+    others = workers - heterogeneous
     if flags.ips:
-        return _listed_addresses(flags, [address.strip() for address in flags.ips.split(",")], workers)
+        named = _list_addresses(flags, [address.strip() for address in flags.ips.split(",")], others)
+        return _listed("--ips", flags, add_heterogeneous(named, heterogeneous))
     count = count_hosts(flags)
     if count == 1:
         if flags.rank not in (None, -1, 0):
@@ -40,10 +48,11 @@ def make_cluster(flags: FleetrunFlags, *, workers: int, listed: tuple[Host, ...]
                 expected="--rank 0, the only host's number", found=flags.rank, fix="omit it, or give --nnodes"
             )
         return None
-    return _numbered(flags, count, workers)
+    cluster = _numbered(flags, count, others)
+    return msgspec.structs.replace(cluster, hosts=add_heterogeneous(cluster.hosts, heterogeneous))
 
 
-def _listed_addresses(flags: FleetrunFlags, addresses: list[str], workers: int) -> Cluster | None:
+def _list_addresses(flags: FleetrunFlags, addresses: list[str], workers: int) -> tuple[Host, ...]:
     """Return the hosts of `--ips`."""
     if any(not address or address.count(":") == 1 or "]:" in address for address in addresses):
         raise ConfigError(
@@ -57,8 +66,7 @@ def _listed_addresses(flags: FleetrunFlags, addresses: list[str], workers: int) 
             found=flags.ips,
             fix="name it once; --gpus or --nproc_per_node give the number of processes of a host",
         )
-    hosts = check_hosts([Host(address=address.strip("[]"), workers=workers) for address in addresses])
-    return _listed("--ips", flags, hosts)
+    return check_hosts([Host(address=address.strip("[]"), workers=workers) for address in addresses])
 
 
 def _listed(option: str, flags: FleetrunFlags, hosts: tuple[Host, ...]) -> Cluster | None:

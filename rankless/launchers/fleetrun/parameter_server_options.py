@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rankless.config.hosts import Endpoint, Host, read_endpoints
-from rankless.config.server_hosts import find_worker_hosts
+from rankless.config.hosts import Endpoint, Host, is_here, read_endpoints
+from rankless.config.server_hosts import find_worker_hosts, order_workers
 from rankless.config.servers import RequestedServers
 from rankless.errors import ConfigError
 from rankless.launchers.fleetrun.hosts import count_hosts
@@ -26,11 +26,12 @@ class ParameterServerJob:
 
     servers: RequestedServers
     workers: tuple[Endpoint, ...]
-    """The endpoint of each worker; without a port it gets a free one. None if only numbers are given for each host."""
+    """The endpoint of each worker, in the order of ranks; without a port it gets a free one. None if only numbers are
+    given for each host."""
     worker_count: int
     """The number of workers: of each host if only numbers are given, else of all. Heterogeneous ones count."""
     heterogeneous: int = 0
-    """How many of them are heterogeneous. They are the last ones, on one host."""
+    """How many of them are heterogeneous: the last ones of each host."""
     hosts: tuple[Host, ...] = ()
     """The hosts of the lists; none if all addresses are of this host."""
 
@@ -57,35 +58,59 @@ def read_parameter_server_job(flags: FleetrunFlags) -> ParameterServerJob | None
             "processes on the CPU (--nproc_per_node=2)",
         )
     _require_one_way(flags, len(workers))
-    named_servers = servers if flags.servers else ()
-    hosts = find_worker_hosts("--workers", workers, named_servers) if flags.workers else ()
+    hosts = _find_hosts(flags, servers, workers, heterogeneous)
     is_per_host = host_count > 1 and not hosts
-    if (hosts and not flags.servers) or (is_per_host and (flags.servers or flags.workers)):
-        raise ConfigError(
-            expected="on several hosts --servers and --workers with the addresses of all, or --server_num and "
-            "--worker_num of each host",
-            found=" ".join(f"{name}={value}" for name, value in given.items()),
-            fix="give both lists, or both numbers",
-        )
-    if heterogeneous and (hosts or host_count > 1):
-        raise ConfigError(
-            expected="heterogeneous workers on one host, with the servers and the other workers",
-            found=f"{len(hosts) or host_count} hosts",
-            fix="start all on one host",
-        )
-    workers += heterogeneous
+    has_elsewhere = bool(hosts) or not all(is_here(each.host) for each in heterogeneous)
+    _require_alike(flags, has_elsewhere=has_elsewhere, is_per_host=is_per_host)
+    workers, heterogeneous_count = list(order_workers(hosts, workers, heterogeneous)), len(heterogeneous)
     endpoints = () if is_per_host else tuple(map(str, servers))
     return ParameterServerJob(
         servers=RequestedServers(count=len(servers) * (host_count if is_per_host else 1), endpoints=endpoints),
         workers=() if is_per_host else tuple(workers),
         worker_count=len(workers),
         hosts=hosts,
-        heterogeneous=len(heterogeneous),
+        heterogeneous=heterogeneous_count,
     )
 
 
+def _find_hosts(
+    flags: FleetrunFlags, servers: list[Endpoint], workers: list[Endpoint], heterogeneous: list[Endpoint]
+) -> tuple[Host, ...]:
+    """Return the hosts of the lists; none if all addresses are of this host, or without a list of workers."""
+    if not flags.workers:
+        return ()
+    return find_worker_hosts(
+        "--workers",
+        workers,
+        servers if flags.servers else (),
+        heterogeneous=heterogeneous if flags.heter_workers else (),
+        heterogeneous_option="--heter_workers",
+    )
+
+
+def _require_alike(flags: FleetrunFlags, *, has_elsewhere: bool, is_per_host: bool) -> None:
+    """Raise `ConfigError` unless all roles have lists on several hosts, or all have numbers.
+
+    Args:
+        flags: The options.
+        has_elsewhere: Whether a list has addresses of another host.
+        is_per_host: Whether there are several hosts, which no list names.
+    """
+    lists = (flags.servers, flags.workers, flags.heter_workers)
+    wants_heterogeneous = flags.heter_workers or flags.heter_worker_num
+    lacks_list = not flags.servers or not flags.workers or (wants_heterogeneous and not flags.heter_workers)
+    if (has_elsewhere and lacks_list) or (is_per_host and any(lists)):
+        given = _given(flags, (*SERVER_FLAGS, *HETEROGENEOUS_FLAGS))
+        raise ConfigError(
+            expected="on several hosts --servers and --workers (and --heter_workers) with the addresses of all, or "
+            "--server_num and --worker_num (and --heter_worker_num) of each host",
+            found=" ".join(f"{name}={value}" for name, value in given.items()),
+            fix="give all as lists, or all as numbers",
+        )
+
+
 def _read_heterogeneous(flags: FleetrunFlags) -> list[Endpoint]:
-    """Return the endpoints of heterogeneous workers, which must be on this host."""
+    """Return the endpoints of heterogeneous workers. Without a list they are on this host."""
     given, number = _given(flags, HETEROGENEOUS_FLAGS), flags.heter_worker_num
     if any(";" in str(value) for value in given.values()) or flags.heter_devices not in _HETEROGENEOUS_DEVICES:
         raise ConfigError(
@@ -96,14 +121,7 @@ def _read_heterogeneous(flags: FleetrunFlags) -> list[Endpoint]:
     if number is not None and not number.isdecimal():
         raise ConfigError(expected="--heter_worker_num from 1 up", found=number, fix="correct --heter_worker_num")
     count = None if number is None else int(number)
-    endpoints = _read_endpoints("heter_worker", count, flags.heter_workers, may_repeat=True)
-    if flags.heter_workers and find_worker_hosts("--heter_workers", endpoints, ()):
-        raise ConfigError(
-            expected="heterogeneous workers on one host, with the servers and the other workers",
-            found=f"--heter_workers={flags.heter_workers}",
-            fix="start all on one host",
-        )
-    return endpoints
+    return _read_endpoints("heter_worker", count, flags.heter_workers, may_repeat=True)
 
 
 def given_server_flags(flags: FleetrunFlags) -> Mapping[str, object]:

@@ -65,17 +65,18 @@ class FleetrunProfile(LauncherProfile):
 
     def log_files(self, folder: str, rank: int, local_rank: int) -> WorkerLogFiles:
         """Return the path of a worker's log file, under Paddle's name."""
-        return WorkerLogFiles(os.path.join(folder, self._log_name(rank, local_rank)))
+        return WorkerLogFiles(os.path.join(folder, self._log_name(rank)))
 
-    def _log_name(self, rank: int, local_rank: int) -> str:
-        """Return Paddle's name of a worker's log file."""
-        number = self._find_heterogeneous(local_rank)
-        return LOG_NAME.format(rank) if number is None else HETEROGENEOUS_LOG_NAME.format(number)
+    def _log_name(self, rank: int) -> str:
+        """Return Paddle's name of a worker's log file. Paddle numbers the workers of each kind."""
+        before = sum(each < rank for each in self.settings.heterogeneous)
+        if self._is_heterogeneous(rank):
+            return HETEROGENEOUS_LOG_NAME.format(before)
+        return LOG_NAME.format(rank - before)
 
-    def _find_heterogeneous(self, local_rank: int) -> int | None:
-        """Return the number of a worker among heterogeneous ones, which are all on this host; None for another."""
-        number = local_rank - (len(self.settings.endpoints) - self.settings.heterogeneous)
-        return number if self.settings.heterogeneous and number >= 0 else None
+    def _is_heterogeneous(self, rank: int) -> bool:
+        """Return whether a worker is heterogeneous."""
+        return rank in self.settings.heterogeneous
 
     def link_logs(
         self, folder: str, ranks: Sequence[int], start: AgreedJobConfig, *, servers: Sequence[int] = ()
@@ -85,8 +86,7 @@ class FleetrunProfile(LauncherProfile):
         Links of an earlier, larger run are removed.
         """
         log_folder, run = os.path.split(folder)
-        workers = [self._log_name(rank, local_rank) for local_rank, rank in enumerate(ranks)]
-        for name in (*workers, *map(SERVER_LOG_NAME.format, servers)):
+        for name in (*map(self._log_name, ranks), *map(SERVER_LOG_NAME.format, servers)):
             path = os.path.join(log_folder, name)
             if os.path.isfile(path) and not os.path.islink(path):
                 os.replace(path, path + ".old")  # Paddle has written it: it is the user's
@@ -94,7 +94,7 @@ class FleetrunProfile(LauncherProfile):
             os.symlink(os.path.join(run, name), link)
             os.replace(link, path)
         server_count = 0 if start.servers is None else len(start.servers.addresses)
-        heterogeneous = self.settings.heterogeneous
+        heterogeneous = len(self.settings.heterogeneous)
         counts = {
             LOG_NAME.format(""): start.world_size - heterogeneous,
             SERVER_LOG_NAME.format(""): server_count,
@@ -139,7 +139,7 @@ class FleetrunProfile(LauncherProfile):
             "PADDLE_PORT": port,
             "PADDLE_DISTRI_BACKEND": "nccl" if worker.backend == "nccl" else "gloo",
             "POD_IP": address.strip("[]"),
-            "TRAINING_ROLE": "TRAINER" if self._find_heterogeneous(worker.local_rank) is None else "HETER_TRAINER",
+            "TRAINING_ROLE": "HETER_TRAINER" if self._is_heterogeneous(worker.rank) else "TRAINER",
             "FLAGS_selected_gpus": self.settings.selected(worker.local_rank),
             **self._list_heterogeneous(start),
             **({} if worker.servers is None else {SERVER_ENDPOINTS: _list_endpoints(worker.servers)}),
@@ -147,10 +147,10 @@ class FleetrunProfile(LauncherProfile):
 
     def _list_heterogeneous(self, start: AgreedJobConfig) -> Mapping[str, str]:
         """Return Paddle's variable with the endpoints of heterogeneous workers, if there are any."""
-        count = self.settings.heterogeneous
-        if not count:
+        if not self.settings.heterogeneous:
             return {}
-        return {HETEROGENEOUS_ENDPOINTS: ",".join((start.launcher_variables[ENDPOINTS] or "").split(",")[-count:])}
+        endpoints = (start.launcher_variables[ENDPOINTS] or "").split(",")
+        return {HETEROGENEOUS_ENDPOINTS: ",".join(endpoints[rank] for rank in self.settings.heterogeneous)}
 
     def server_environment(
         self, server: ServerConfig, servers: ServersConfig, start: AgreedJobConfig
@@ -207,7 +207,8 @@ class FleetrunProfile(LauncherProfile):
         """Return Paddle's table of the first worker's variables, and lines about this host's servers and workers."""
         table = format_environment_table(lead.environment, local_count=config.worker_count)
         servers = "" if start.servers is None else format_server_lines(config, start.servers, lead.config.host, folder)
-        return table + servers + format_worker_line(config, lead.config, folder, first_host)
+        logs = [self._log_name(lead.config.rank + number) for number in range(config.worker_count)]
+        return table + servers + format_worker_line(config, lead.config, logs, folder=folder, first_host=first_host)
 
 
 def _list_endpoints(servers: ServersConfig) -> str:

@@ -21,8 +21,8 @@ class FleetrunSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The first port of the endpoints; None takes free ports on one host, and 6070 on several."""
     endpoints: tuple[str, ...] = ()
     """The endpoint of each worker beside parameter servers; without a port it gets a free one."""
-    heterogeneous: int = 0
-    """How many of the workers are heterogeneous. They have the last ranks."""
+    heterogeneous: tuple[int, ...] = ()
+    """The ranks of heterogeneous workers, on all hosts."""
     http_port: int | None = None
     """The port of PADDLE_GLOO_HTTP_ENDPOINT; None takes a free one."""
 

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Sequence
 
 from rankless.config.environment import default_log_folder, user_visible_devices
+from rankless.config.mesh_option import divide_ranks
 from rankless.config.run_config import Program, RunRequest
 from rankless.config.validation import count_gpus
 from rankless.errors import ConfigError
@@ -38,11 +39,11 @@ def fleetrun_request(flags: FleetrunFlags, program: Program) -> RunRequest:
     job = read_parameter_server_job(flags)
     _require_known(flags, with_servers=job is not None)
     cluster = None if job is None or not job.hosts else make_cluster(flags, workers=1, listed=job.hosts)
-    has_workers = cluster is None or cluster.hosts[cluster.host_index].workers > 0
-    gpus = chosen_gpus(flags) if has_workers else ()
+    own = None if cluster is None else cluster.hosts[cluster.host_index]
+    gpus = chosen_gpus(flags) if own is None or own.workers > 0 else ()
     count = flags.nproc_per_node if job is None else job.worker_count
-    if cluster is not None:
-        count = cluster.hosts[cluster.host_index].workers
+    if own is not None:
+        count = own.workers
     if count is None:
         count = len(gpus) or 1
     if count < 1 and cluster is None:
@@ -50,12 +51,14 @@ def fleetrun_request(flags: FleetrunFlags, program: Program) -> RunRequest:
     first_port = flags.start_port if flags.start_port is not None else user_first_port()
     if first_port is not None and not 0 < first_port < 2**16 - count:
         raise ConfigError(expected="--start_port from 1 to 65535", found=first_port, fix="omit it")
-    heterogeneous = 0 if job is None else job.heterogeneous
-    if heterogeneous and flags.heter_devices == "cpu":
-        gpus = ()
-    shares = _share_gpus(gpus, heterogeneous or count, job)
-    if shares and heterogeneous:
-        shares = (((),) * (count - heterogeneous)) + shares
+    total = 0 if job is None else job.heterogeneous
+    heterogeneous = total if own is None else own.heterogeneous
+    shares = _share_with_kinds(flags, gpus, count, heterogeneous) if total else _share_gpus(gpus, count, job)
+    if cluster is None:
+        cluster = make_cluster(flags, workers=count, heterogeneous=heterogeneous)
+    kinds = [(count, heterogeneous)]
+    if cluster is not None:
+        kinds = [(host.workers, host.heterogeneous) for host in cluster.hosts]
     return RunRequest(
         worker_count=count,
         devices=",".join(str(share[0]) for share in shares if share) or "cpu",
@@ -68,11 +71,11 @@ def fleetrun_request(flags: FleetrunFlags, program: Program) -> RunRequest:
                 hides_gpus=_wants_cpu(flags),
                 first_port=first_port,
                 endpoints=() if job is None else tuple(map(str, job.workers)),
-                heterogeneous=heterogeneous,
+                heterogeneous=divide_ranks(kinds)[1],
                 http_port=flags.http_port,
             )
         ),
-        cluster=cluster or make_cluster(flags, workers=count),
+        cluster=cluster,
         servers=None if job is None else job.servers,
         heterogeneous_workers=heterogeneous,
     )
@@ -83,6 +86,15 @@ def _share_gpus(gpus: Sequence[int], count: int, job: ParameterServerJob | None)
     if not gpus:
         return ()
     return share_out(gpus if job is None else gpus[:count], count)
+
+
+def _share_with_kinds(
+    flags: FleetrunFlags, gpus: Sequence[int], count: int, heterogeneous: int
+) -> tuple[tuple[int, ...], ...]:
+    """Return the GPUs of each worker of this host: heterogeneous ones, which come last, take them, the others none."""
+    if not gpus or not heterogeneous or flags.heter_devices == "cpu":
+        return ()
+    return ((),) * (count - heterogeneous) + share_out(gpus[:heterogeneous], heterogeneous)
 
 
 def chosen_gpus(flags: FleetrunFlags) -> Sequence[int]:

@@ -1,7 +1,8 @@
 """The tables that fleetrun shows at the start: its arguments, and the first process's environment."""
 
+import itertools
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from rankless.config.run_config import RunConfig
 from rankless.config.servers import AgreedServers
@@ -78,30 +79,30 @@ def name_endpoint(address: str) -> str:
     return address.removeprefix("tcp://")
 
 
-def _format_logs(folder: str, name: str, first: int, count: int) -> str:
-    """Return the first of the log files of workers and, if there are more, the last one."""
-    path = os.path.join(folder, name.format(first))
-    return path if count == 1 else f"{path} to {name.format(first + count - 1)}"
+def _format_logs(folder: str, names: Sequence[str]) -> str:
+    """Return the first of the log files of the workers of a kind and, if there are more, the last one."""
+    path = os.path.join(folder, names[0])
+    return path if len(names) == 1 else f"{path} to {names[-1]}"
 
 
-def format_worker_line(config: RunConfig, lead: WorkerConfig, folder: str, first_host: str) -> str:
+def format_worker_line(
+    config: RunConfig, lead: WorkerConfig, logs: Sequence[str], *, folder: str, first_host: str
+) -> str:
     """Return a line about this host's workers and log files, and on other hosts than host 0 one that names host 0.
 
-    `lead` is this host's first worker.
+    `lead` is this host's first worker. `logs` are the names of the log files of this host's workers, by their ranks.
     """
-    first, count = lead.rank, config.worker_count
+    count = config.worker_count
     devices = list(dict.fromkeys(config.devices))
     where = "the CPU" if devices == ["cpu"] else ", ".join(devices)
     shared = (
         "" if devices == ["cpu"] or count <= len(devices) else ", which they share: they talk through Gloo, not NCCL"
     )
-    others = config.request.heterogeneous_workers
-    logs = _format_logs(config.log_folder, LOG_NAME, first, count - others)
-    if others:
-        logs += f", {_format_logs(config.log_folder, HETEROGENEOUS_LOG_NAME, 0, others)}"
+    kinds = [list(names) for _, names in itertools.groupby(logs, key=lambda name: name.partition(".")[0])]
+    files = ", ".join(_format_logs(config.log_folder, names) for names in kinds)
     lines = [
         f"rankless: on {where}{shared}; {format_count(config.threads_per_worker, 'thread')} each; "
-        f"logs: {logs} (in {folder}, where they stay)"
+        f"logs: {files} (in {folder}, where they stay)"
     ]
     if lead.host > 0:
         lines.append(f"rankless: host {lead.host + 1} of {lead.host_count}; {first_host} shows the training")

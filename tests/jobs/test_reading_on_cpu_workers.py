@@ -1,0 +1,93 @@
+"""In a run with heterogeneous workers, those on the CPU alone read samples. It is the training of one device."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.warm_runs import rankless
+
+SCRIPT = Path(__file__).parent / "scripts/read_on_cpu_workers.py"
+OTHER_READING = ("replicated", "from_first_rank")
+"""Cases whose loader has another `reading`, with other numbers of samples that workers read."""
+
+pytestmark = pytest.mark.slow
+
+
+def read_cases(folder: Path, rank: object) -> dict[str, dict]:
+    lines = (folder / f"rank-{rank}").read_text().splitlines()
+    return {line["case"]: line for line in map(json.loads, lines)}
+
+
+def run_plainly(folder: Path, *options: str) -> dict[str, dict]:
+    subprocess.run((sys.executable, str(SCRIPT), str(folder), *options), capture_output=True, text=True, check=True)
+    return read_cases(folder, "plain")
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> dict[str, dict]:
+    return run_plainly(tmp_path_factory.mktemp("plain"))
+
+
+def require_same(found: dict[str, dict], wanted: dict[str, dict], rank: int) -> None:
+    assert list(found) == list(wanted)
+    for case, line in wanted.items():
+        assert found[case]["numbers"] == pytest.approx(line["numbers"], rel=1e-11, abs=1e-11), (rank, case)
+
+
+@pytest.mark.parametrize(
+    ("workers", "heterogeneous"),
+    [
+        (2, 2),
+        pytest.param(1, 3, marks=pytest.mark.exhaustive),
+        pytest.param(3, 1, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_all_workers_train_as_one_device_and_some_read_nothing(tmp_path, plain, workers, heterogeneous):
+    options = ("--workers", str(workers), "--heter-workers", str(heterogeneous), "-q")
+    done = rankless("run", *options, str(SCRIPT), str(tmp_path), folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for rank in range(workers + heterogeneous):
+        found = read_cases(tmp_path, rank)
+        require_same(found, plain, rank)
+        for case in plain.keys() - set(OTHER_READING):
+            assert found[case]["reads"] == (plain[case]["reads"] if rank < workers else 0), (rank, case)
+        assert found["replicated"]["reads"] == plain["replicated"]["reads"]
+    assert f"{SCRIPT}:" in done.stderr
+    assert "Tensor.mul_ outside a job sends the whole tensor to the heterogeneous workers" in done.stderr
+
+
+REFUSED = {
+    "opaque_values": ("found:    a __main__.Opaque", 'pass reading="replicated"'),
+    "damaged_sample": ("ValueError: sample 17 is damaged (index 17)", "correct the data set"),
+    "read_in_closure": ("a batch that a job reads from its closure", "pass it to the job as an argument"),
+    "read_on_one_rank": ("rank 0 reached an operation on a whole batch", "let every rank make the same calls"),
+}
+
+
+@pytest.mark.ci_sample(1)
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_read_for_others_is_refused_with_the_line(tmp_path, case):
+    options = ("--workers", "2", "--heter-workers", "1", "-q")
+    done = rankless("run", *options, str(SCRIPT), str(tmp_path), "--cases", case, folder=tmp_path)
+    assert done.returncode == 1
+    assert all(text in done.stdout + done.stderr for text in REFUSED[case]), done.stdout + done.stderr
+    assert f"{SCRIPT}:" in done.stderr
+
+
+@pytest.mark.exhaustive
+def test_the_first_rank_reads_for_all_in_a_pipeline(tmp_path, plain):
+    line = ("run", "--mesh", "pipeline=2", "-q", str(SCRIPT), str(tmp_path), "--cases", "from_first_rank")
+    done = rankless(*line, folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for rank in range(2):
+        require_same(read_cases(tmp_path, rank), {"from_first_rank": plain["from_first_rank"]}, rank)
+
+
+@pytest.mark.exhaustive
+def test_verify_calls_it_the_same_training(tmp_path):
+    options = ("--workers", "2", "--heter-workers", "2", str(SCRIPT), str(tmp_path), "--cases", "use_outside_jobs")
+    done = rankless("verify", *options, folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("same training: ")
