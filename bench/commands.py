@@ -14,13 +14,19 @@ LIMIT_SECONDS = 300.0
 
 
 def rankless_run(
-    workers: int, script: str, *arguments: str, backend: str | None = None, mesh: str | None = None, servers: int = 0
+    workers: int,
+    script: str,
+    *arguments: str,
+    backend: str | None = None,
+    mesh: str | None = None,
+    servers: int = 0,
+    server_mode: str = "sync",
 ) -> list[str]:
     """Return the command line that runs a script of the benchmarks under `rankless run`."""
     command = [str(BIN / "rankless"), "run", "-n", str(workers), "--no-progress", "--devices", "cpu"]
     chosen = [] if backend is None else ["--backend", backend]
     chosen += [] if mesh is None else ["--mesh", mesh]
-    chosen += ["--servers", str(servers)] if servers else []
+    chosen += ["--servers", str(servers), "--server-mode", server_mode] if servers else []
     return [*command, *chosen, str(SCRIPTS / script), *arguments]
 
 

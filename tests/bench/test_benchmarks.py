@@ -101,6 +101,22 @@ def test_steps_of_both_sides_are_timed(model: str, tmp_path: Path):
     assert peer > 0
 
 
+@pytest.mark.exhaustive
+def test_steps_with_and_without_early_rows_are_timed(tmp_path: Path):
+    command = rankless_run(2, "early_rows.py", "--batch", "64", "--pairs", "1", "--steps", "3", servers=2)
+    run(command, folder=tmp_path)
+    ((ours, peer),) = json.loads((tmp_path / "times.json").read_text())
+    assert ours > 0
+    assert peer > 0
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("arguments", [(), ("--waits",)])
+def test_steps_of_workers_on_their_own_are_timed(arguments: tuple[str, ...], tmp_path: Path):
+    run(rankless_run(2, "own_steps.py", *arguments, servers=2, server_mode="async"), folder=tmp_path)
+    assert float((tmp_path / "step_seconds").read_text()) > 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["mlp", pytest.param("gpt", marks=pytest.mark.exhaustive)])
 def test_steps_of_pipelines_of_both_sides_are_timed(model: str, tmp_path: Path):
