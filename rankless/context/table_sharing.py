@@ -32,13 +32,20 @@ class SharedParameters(Protocol):
     """The dense parameters that servers hold, where workers train on batches of their own."""
 
     def share(
-        self, optimizers: Iterable[Optimizer], table_weights: Iterable[Tensor], *, is_current: bool, compares: bool
+        self,
+        optimizers: Iterable[Optimizer],
+        table_weights: Iterable[Tensor],
+        sparse_weights: Iterable[Tensor],
+        *,
+        is_current: bool,
+        compares: bool,
     ) -> None:
         """Give the servers parameters that they do not have, or that the script has changed. Collective.
 
         Args:
             optimizers: Those of a job.
             table_weights: Parameters that stand for tables.
+            sparse_weights: Weights of embeddings with sparse gradients.
             is_current: Whether this worker has the values of the servers. If not, the script may change nothing.
             compares: Whether to look for changes in the elements, too.
         """

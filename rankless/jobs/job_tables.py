@@ -48,15 +48,25 @@ class JobTables:
                 raise self._error(expected, f"{next(iter(weights))} of an embedding with sparse gradients", fix)
             self._world.tables.get(self._make_shared_tables).share_weights(weights)
 
-    def _find_weights(self) -> dict[str, tuple[nn.Parameter, Optimizer]]:
-        """Return the weights of embeddings with sparse gradients that the job's optimizers step, by name."""
+    def list_sparse_weights(self) -> list[nn.Parameter]:
+        """Return the weights of embeddings with sparse gradients in the job's models."""
+        weights = (part._parameters.get("weight") for part in self._list_embeddings().values())
+        return [each for each in weights if each is not None]
+
+    def _list_embeddings(self) -> dict[str, Any]:
+        """Return the embeddings with sparse gradients in the job's models, by name."""
         if self._embeddings is None:
             self._embeddings = {
                 f"{model}.{name}".removesuffix("."): part
                 for model, module in self._job.modules.items()
                 for name, part in find_sparse_embeddings(module).items()
             }
-        if not self._embeddings or not self._job.trains:
+        return self._embeddings
+
+    def _find_weights(self) -> dict[str, tuple[nn.Parameter, Optimizer]]:
+        """Return the weights of embeddings with sparse gradients that the job's optimizers step, by name."""
+        embeddings = self._list_embeddings()
+        if not embeddings or not self._job.trains:
             return {}
         owners = {
             id(parameter): optimizer
@@ -65,7 +75,7 @@ class JobTables:
             for parameter in group["params"]
         }
         found: dict[str, tuple[nn.Parameter, Optimizer]] = {}
-        for name, part in self._embeddings.items():
+        for name, part in embeddings.items():
             weight = part._parameters.get("weight")  # None where it is computed, as by a parametrization
             is_trained = weight is not None and weight.requires_grad and weight.numel() and id(weight) in owners
             if is_trained and part.max_norm is None:  # which changes rows within a call

@@ -116,7 +116,8 @@ def write_states(optimizer: Optimizer, parameter: Tensor, found: ParameterStates
     values: dict[str, Any] = dict(zip(_KEYS[found.optimizer], found.states, strict=True))
     if found.optimizer != MomentumRows.name:
         number_type = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
-        values["step"] = torch.tensor(float(found.steps), dtype=number_type, device="cpu")
+        step = torch.tensor(float(found.steps), dtype=number_type, device="cpu")
+        values["step"] = found.steps if isinstance(optimizer, SparseAdam) else step
     state = optimizer.state[parameter]
     for key, value in values.items():
         known = state.get(key)

@@ -1,15 +1,18 @@
 """Dense parameters that servers hold and step, for workers that train on batches of their own."""
 
 import contextlib
+import warnings
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rankless.errors import TableError
+from rankless.parameter_server.optimizer_steps import require_known, settings_of
 from rankless.parameter_server.parameter_rows import Floats, ParameterRows, pull_rows
 from rankless.parameter_server.parameter_states import (
     dense_settings_of,
@@ -22,15 +25,16 @@ from rankless.parameter_server.replicated_table import Gather
 from rankless.parameter_server.servers.client import ServerClient
 from rankless.parameter_server.servers.served_table import TablePush, push_together
 from rankless.parameter_server.servers.table_pulls import EarlyServedPull
+from rankless.parameter_server.tables.distinct_ids import find_distinct, sum_rows
 
 
 class ServedParameter:
     """One parameter, whose rows are on the servers, and this worker's copy of it."""
 
-    def __init__(self, client: ServerClient, name: str, parameter: Tensor, optimizer: Optimizer) -> None:
-        """Open the rows on all servers. They have no values yet."""
+    def __init__(self, rows: ParameterRows, parameter: Tensor, optimizer: Optimizer) -> None:
+        """Use rows on all servers. They have no values yet."""
         self.parameter, self.optimizer = parameter, optimizer
-        self.rows = ParameterRows(client, name, parameter)
+        self.rows = rows
         self._versions: Sequence[Any] = ()
         self._pulled = torch.empty_like(parameter, requires_grad=False)
 
@@ -50,7 +54,13 @@ class ServedParameter:
         self._note_read()
 
     def make_push(self, gradient: Tensor, group: dict[str, Any]) -> TablePush:
-        """Return the push of one step."""
+        """Return the push of one step. Raises TableError for a sparse gradient."""
+        if gradient.layout != torch.strided:
+            raise TableError(
+                expected="dense gradients of parameters that servers hold, besides weights of embeddings in models",
+                found=f"a sparse gradient of shape {list(gradient.shape)}",
+                fix="make it by nn.Embedding or nn.EmbeddingBag with sparse=True, as part of the job's model",
+            )
         return self.rows.make_push(self.rows.cut(gradient), dense_settings_of(self.optimizer, group))
 
     def pull_states(self) -> None:
@@ -82,6 +92,45 @@ class ServedParameter:
         return [own, *list_state_versions(self.optimizer, self.parameter)]
 
 
+class ServedEmbedding(ServedParameter):
+    """The weight of an embedding with sparse gradients, whose rows are rows on the servers."""
+
+    def __init__(self, rows: ParameterRows, parameter: Tensor, optimizer: Optimizer) -> None:
+        super().__init__(rows, parameter, optimizer)
+        self._accepted: dict[str, Any] = {}
+        """The settings with which PyTorch steps sparse gradients."""
+
+    def make_push(self, gradient: Tensor, group: dict[str, Any]) -> TablePush:
+        """Return the push of one step. Raises TableError for a dense gradient, and what PyTorch raises for settings."""
+        if gradient.layout != torch.sparse_coo:
+            raise TableError(
+                expected="sparse gradients of the weight of an embedding with sparse=True",
+                found=f"a dense gradient of shape {list(gradient.shape)}: the job uses the weight otherwise, too",
+                fix="use sparse=False, or --server-mode sync without servers",
+            )
+        settings = {key: value for key, value in group.items() if key not in ("params", "lr")}
+        if settings != self._accepted:
+            _step_once(self.optimizer, group, self.parameter)
+            self._accepted = settings
+        ids = gradient._indices()[0].cpu().contiguous().numpy()
+        distinct, places, _ = find_distinct(ids)
+        sums = sum_rows(gradient._values().detach().cpu().contiguous().numpy(), places, len(distinct))
+        ones = np.ones(len(distinct), np.int64)
+        return TablePush(self.rows.store, distinct, ones, sums, settings_of(self.optimizer, group))
+
+
+def _step_once(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> None:
+    """Let an optimizer of the same settings step a sparse gradient. PyTorch refuses what it cannot do."""
+    probe = nn.Parameter(torch.zeros(1, 2, dtype=parameter.dtype, device="cpu"))
+    made: Any = type(optimizer)
+    own = made([{**{key: value for key, value in group.items() if key != "params"}, "params": [probe]}], lr=group["lr"])
+    places = torch.zeros(1, 1, dtype=torch.int64, device="cpu")
+    values = torch.zeros(1, 2, dtype=parameter.dtype, device="cpu")
+    probe.grad = torch.sparse_coo_tensor(places, values, probe.shape, check_invariants=False)
+    with warnings.catch_warnings(action="ignore"):  # of sparse tensors that PyTorch makes itself
+        own.step()
+
+
 class ServedParameters:
     """The parameters of a worker's jobs that optimizers step."""
 
@@ -92,13 +141,20 @@ class ServedParameters:
         """Values that servers have been asked for early, by parameter."""
 
     def share(
-        self, optimizers: Iterable[Optimizer], table_weights: Iterable[Tensor], *, is_current: bool, compares: bool
+        self,
+        optimizers: Iterable[Optimizer],
+        table_weights: Iterable[Tensor],
+        sparse_weights: Iterable[Tensor],
+        *,
+        is_current: bool,
+        compares: bool,
     ) -> None:
         """Give the servers parameters that they do not have, or that the script has changed. Collective.
 
         Args:
             optimizers: Those of a job.
             table_weights: Parameters that stand for tables, whose rows are on the servers already.
+            sparse_weights: Weights of embeddings with sparse gradients.
             is_current: Whether this worker has the values of the servers. If not, a change would undo others' steps.
             compares: Whether to look for changes in the elements.
 
@@ -108,11 +164,11 @@ class ServedParameters:
         changed = [each for each in self._served.values() if each.is_changed(by_elements=compares)]
         if changed and not is_current:
             raise _change_error(f"a change of a parameter of shape {list(changed[0].parameter.shape)} between steps")
-        left_out = {id(each) for each in table_weights}
+        left_out, sparse = {id(each) for each in table_weights}, {id(each) for each in sparse_weights}
         for optimizer in optimizers:
             parameters = [each for group in optimizer.param_groups for each in group["params"]]
             unknown = [each for each in parameters if each.numel() and id(each) not in left_out | self._served.keys()]
-            changed += [self._open(parameter, optimizer) for parameter in unknown]
+            changed += [self._open(each, optimizer, is_sparse=id(each) in sparse) for each in unknown]
         if not changed:
             return
         self.forget_early()
@@ -179,11 +235,18 @@ class ServedParameters:
             for served, gradient, _ in taken:
                 served.parameter.grad = gradient
         if taken:
-            push_together([served.make_push(_require_dense(gradient), group) for served, gradient, group in taken])
+            push_together([served.make_push(gradient, group) for served, gradient, group in taken])
 
-    def _open(self, parameter: Tensor, optimizer: Optimizer) -> ServedParameter:
-        require_known_for_parameters(optimizer)
-        served = ServedParameter(self._client, f"parameter {len(self._served)}", parameter, optimizer)
+    def _open(self, parameter: Tensor, optimizer: Optimizer, *, is_sparse: bool) -> ServedParameter:
+        name = f"parameter {len(self._served)}"
+        served: ServedParameter
+        if is_sparse:
+            require_known(optimizer)
+            rows = ParameterRows(self._client, name, parameter, row_elements=parameter.shape[1])
+            served = ServedEmbedding(rows, parameter, optimizer)
+        else:
+            require_known_for_parameters(optimizer)
+            served = ServedParameter(ParameterRows(self._client, name, parameter), parameter, optimizer)
         self._served[id(parameter)] = served
         return served
 
@@ -205,13 +268,3 @@ def _change_error(found: str) -> TableError:
         fix="change them before the first step, after a pass over a loader, or by rankless.load; or use --server-mode "
         "sync. In the other modes a worker does not have the others' latest steps in between",
     )
-
-
-def _require_dense(gradient: Tensor) -> Tensor:
-    if gradient.layout != torch.strided:
-        raise TableError(
-            expected="dense gradients of parameters that servers hold",
-            found=f"a sparse gradient of shape {list(gradient.shape)}",
-            fix="use rankless.parameter_server.Embedding, whose rows servers hold by id",
-        )
-    return gradient

@@ -142,10 +142,28 @@ REFUSED = {
         "parameters of float32 or float64, which servers can hold",
     ),
     "sparse gradients": (
-        "model = nn.Embedding(5, 2, sparse=True); optimizer = torch.optim.SGD(model.parameters(), lr=0.1)"
+        "table = nn.Parameter(torch.ones(5, 2)); model.table = table\n"
+        "model.forward = lambda ids: nn.functional.embedding(ids, table, sparse=True)\n"
+        "optimizer = torch.optim.SGD([table], lr=0.1)" + JOB + "train(torch.arange(4))",
+        r"(?s)besides weights of embeddings in models.*a sparse gradient of shape \[5, 2\]",
+    ),
+    "sparse gradients with weight decay": (
+        "model = nn.Embedding(5, 2, sparse=True)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), 0.1, weight_decay=0.1)" + JOB + "train(torch.arange(4))",
+        "weight_decay option is not compatible with sparse gradients|sparse",
+    ),
+    "an optimizer without sparse gradients": (
+        "model = nn.Embedding(5, 2, sparse=True); optimizer = torch.optim.AdamW(model.parameters(), 0.1)"
         + JOB
         + "train(torch.arange(4))",
-        "rankless.parameter_server.Embedding, whose rows servers hold",
+        r"(?s)SparseAdam or rankless.parameter_server.FTRL.*AdamW",
+    ),
+    "a dense gradient of a sparse embedding": (
+        "model = nn.Embedding(5, 2, sparse=True); optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "@rankless.job(model=model, optimizer=optimizer)\n"
+        "def train(ids): return model.weight.square().mean()\n"
+        "train(torch.arange(4))",
+        r"(?s)a dense gradient of shape \[5, 2\]",
     ),
     "a result with elements": (
         JOB + "for _ in range(2): print((train(inputs)[1] > 0).sum())\n" * 2,

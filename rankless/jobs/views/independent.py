@@ -64,7 +64,11 @@ class IndependentView:
         is_current = self._independent.is_current
         weights = [table.weight for table in self._tables.find()]
         self._independent.parameters.share(
-            self._job.optimizers, weights, is_current=is_current, compares=is_current or is_own
+            self._job.optimizers,
+            weights,
+            self._tables.list_sparse_weights(),
+            is_current=is_current,
+            compares=is_current or is_own,
         )
 
     def _train(self, number: int, arguments: FlattenedArguments) -> CallResult:

@@ -9,7 +9,7 @@ import sys
 
 import torch
 from torch import nn
-from torch.optim import SGD, Adagrad, Adam, AdamW
+from torch.optim import SGD, Adagrad, Adam, AdamW, SparseAdam
 from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, OneCycleLR
 
 RANKLESS = sys.argv[1] == "rankless"
@@ -42,6 +42,30 @@ class Tied(nn.Module):
 
     def forward(self, inputs):
         return self.second(torch.relu(self.first(inputs)))
+
+
+class Sparse(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(9, 4, sparse=True, padding_idx=3)
+        self.bag = nn.EmbeddingBag(9, 4, mode="sum", sparse=True)
+
+    def forward(self, inputs):
+        ids = (inputs.abs() * 5).long() % 9
+        rows = self.table(ids[:, :2]).sum(1) + self.table(ids[:, 2]) * self.bag(ids[:, 3:])
+        return self.join(rows)
+
+    def join(self, rows):
+        return rows.sum(-1, keepdim=True)
+
+
+class Mixed(Sparse):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(4, 1)
+
+    def join(self, rows):
+        return self.head(torch.tanh(rows))
 
 
 def groups(model):
@@ -82,6 +106,25 @@ CASES = {
     "adamw": (Model, lambda model: AdamW(groups(model), 0.01, betas=(0.5, 0.9), eps=1e-3), None, {}),
     "tied": (Tied, lambda model: AdamW(model.parameters(), 0.01), None, {}),
     "clipped": (Model, lambda model: SGD(model.parameters(), 0.05, momentum=0.9), None, {"clip_norm": 0.1}),
+    "sparse_sgd": (Mixed, lambda model: SGD(model.parameters(), 0.05), cycle, {}),
+    "sparse_momentum": (
+        Sparse,
+        lambda model: SGD(model.parameters(), 0.02, momentum=0.9, nesterov=True),
+        lambda optimizer: ExponentialLR(optimizer, 0.9),
+        {},
+    ),
+    "sparse_adagrad": (
+        Mixed,
+        lambda model: Adagrad(model.parameters(), 0.1, lr_decay=0.1, initial_accumulator_value=0.2),
+        None,
+        {},
+    ),
+    "sparse_adam": (
+        Sparse,
+        lambda model: SparseAdam(list(model.parameters()), 0.05, betas=(0.5, 0.9)),
+        lambda optimizer: ExponentialLR(optimizer, 0.9),
+        {},
+    ),
     "tensor_rate": (Model, lambda model: Adam(model.parameters(), torch.tensor(0.01)), None, {}),
 }
 
@@ -131,6 +174,7 @@ def train_with_rankless(model, optimizer, scheduler, options):
 
 def flatten(state):
     if isinstance(state, torch.Tensor):
+        state = state.to_dense() if state.is_sparse else state
         return state.detach().reshape(-1).tolist()
     if isinstance(state, dict):
         return {str(key): flatten(value) for key, value in state.items()}
