@@ -241,7 +241,7 @@ class LogicalTensor(Tensor):
             )
         return self.read_again()
 
-    def apply_to_rows(self, func: Callable[..., Any], rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _apply_func_to_rows(self, func: Callable[..., Any], rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of an operation that keeps the position of every value, such as a cast."""
         return _apply_to_rows(func, self, rest, kwargs)
 
@@ -263,7 +263,7 @@ class LogicalTensor(Tensor):
                 if func in _METADATA and first._whole is None:
                     return func(*args, **kwargs)
                 if func in _ROWWISE and not (first._whole is not None and first._whole.requires_grad):
-                    return first.apply_to_rows(func, args[1:], kwargs)
+                    return first._apply_func_to_rows(func, args[1:], kwargs)
         return _apply_to_whole(func, args, kwargs)
 
     @classmethod

@@ -141,7 +141,7 @@ class ReaderTensor(LogicalTensor):
                 self._known, self._has_value, self._whole = found, True, found
         return self._whole
 
-    def apply_to_rows(self, func: Callable[..., Any], rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _apply_func_to_rows(self, func: Callable[..., Any], rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of an operation that keeps the position of every value, such as a cast."""
         if self._has_value:
             rest, kwargs = tree_map_only(LogicalTensor, lambda other: other.local, (rest, kwargs))
