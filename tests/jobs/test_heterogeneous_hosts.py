@@ -66,7 +66,7 @@ LINES: dict[str, tuple[tuple[str, int, int], tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.ci_sample(2)
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("name", LINES)
 def test_workers_of_two_kinds_on_hosts_train_as_one_device(name: str, hosts: Hosts, tmp_path: Path):
     (case, rows, copies), line = LINES[name]

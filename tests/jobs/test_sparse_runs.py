@@ -26,7 +26,7 @@ def read_forms(output: str) -> dict[str, dict[str, list[float]]]:
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample(3)
+@pytest.mark.ci_sample(2)
 @pytest.mark.parametrize(("options", "optimizer", "part"), CASES)
 def test_every_form_of_a_sparse_embedding_trains_as_in_plain_pytorch(tmp_path, options, optimizer, part):
     command = (str(SCRIPT), "--optimizer", optimizer, "--part", str(part), "--parts", str(PARTS))
