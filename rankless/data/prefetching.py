@@ -12,7 +12,7 @@ a sampler draws once more when its last index has been taken.
 
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -96,26 +96,31 @@ def copy_to_device(items: Iterator[tuple[Item, Any]], *, copier: Copier, ahead: 
         yield from ((item, copier.finish(copier.start(batch))) for item, batch in items)
         return
     started = ((item, copier.start(batch)) for item, batch in items)
-    pending = _start_next(started)
-    while (entry := pending()) is not None:
-        pending = _start_next(started)
+    pending = _take_next(started)
+    while (entry := pending.use()) is not None:
+        pending = _take_next(started)
         yield entry[0], copier.finish(entry[1])
 
 
-def _start_next(items: Iterator[tuple[Item, Any]]) -> Callable[[], tuple[Item, Any] | None]:
-    """Take the next item. Return a function that gives it, None at the end, or raises its error."""
+class _Taken(NamedTuple):
+    """What an iterator has given: an item with its batch, None at its end, or an error."""
+
+    found: tuple[Any, Any] | None
+    error: Exception | None = None
+
+    def use(self) -> tuple[Any, Any] | None:
+        """Return the item with its batch, None at the end. Raises the error."""
+        if self.error is not None:
+            raise self.error
+        return self.found
+
+
+def _take_next(items: Iterator[tuple[Any, Any]]) -> _Taken:
+    """Take the next item, or the error that it raises."""
     try:
-        found = next(items, None)
+        return _Taken(next(items, None))
     except Exception as error:  # any error must be raised after the previous batch was yielded
-        return _make_raiser(error)
-    return lambda: found
-
-
-def _make_raiser(error: Exception) -> Callable[[], Any]:
-    def raise_error() -> Any:
-        raise error
-
-    return raise_error
+        return _Taken(None, error)
 
 
 def look_ahead(
@@ -135,32 +140,26 @@ def look_ahead(
         most: How many batches may have been read, also early ones, while another one is yielded.
         read_again: Reads the batch of an item again when it is due. None: the one that was read early is yielded.
     """
-    following: Callable[[], tuple[Item, Any] | None] | None = None
+    following: _Taken | None = None
     try:
         for number in itertools.count(1):
-            entry = _start_next(batches) if following is None else following
-            found = entry()
+            found = (following or _take_next(batches)).use()
             if found is None:
                 return
             item, batch = found
             if following is not None and read_again is not None:
                 batch = read_again(item)
-            following = _start_next(batches) if upcoming.is_wanted and number < most else None
-            upcoming.note(batches, {} if following is None else _pair_tensors(batch, following))
+            following = _take_next(batches) if upcoming.is_wanted and number < most else None
+            next_batch = None if following is None or following.found is None else following.found[1]
+            upcoming.note(batches, {} if next_batch is None else _pair_tensors(batch, next_batch))
             yield item, batch
     finally:
         upcoming.forget(batches)
 
 
-def _pair_tensors(batch: Any, following: Callable[[], tuple[Any, Any] | None]) -> dict[int, Tensor]:
-    """Return the tensor of the next batch for the fingerprint of each tensor of this one; nothing if they differ."""
-    try:
-        found = following()
-    except Exception:  # it is raised when the batch is due
-        return {}
-    if found is None:
-        return {}
-    tensors = {path: leaf for path, leaf in iterate_leaves(found[1]) if isinstance(leaf, LogicalTensor)}
+def _pair_tensors(batch: Any, following: Any) -> dict[int, Tensor]:
+    """Return the tensor of the next batch for the fingerprint of each tensor of this one, where both have one."""
+    tensors = {path: leaf for path, leaf in iterate_leaves(following) if isinstance(leaf, LogicalTensor)}
     return {
         leaf.fingerprint: tensors[path]
         for path, leaf in iterate_leaves(batch)
