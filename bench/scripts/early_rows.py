@@ -6,15 +6,13 @@ from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
-from torch import nn
-from torch.utils.data import TensorDataset
 
 import rankless
 from bench.alternating import write_times
+from bench.table_models import TableModel, random_samples
 from rankless.jobs.programs.early_rows import EarlyRows
-from rankless.parameter_server import Embedding
 
-FIELDS, IDS = 8, 100_000
+FIELDS = 8
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--batch", type=int, default=4096)
@@ -24,17 +22,13 @@ arguments = parser.parse_args()
 
 torch.manual_seed(0)
 count = arguments.batch * (arguments.steps + 2)
-ids = (torch.rand(count, FIELDS) ** 3 * IDS).long()  # few ids are frequent
-loader = rankless.loader(TensorDataset(ids, torch.randn(count)), batch_size=arguments.batch)
-tables = nn.ModuleList([Embedding(16) for _ in range(FIELDS)])
-dense = nn.Sequential(nn.Linear(16 * FIELDS, 64), nn.ReLU(), nn.Linear(64, 1))
-optimizers = [torch.optim.Adagrad(tables.parameters(), 0.05), torch.optim.Adam(dense.parameters(), 1e-3)]
+loader = rankless.loader(random_samples(count, FIELDS), batch_size=arguments.batch)
+model = TableModel(FIELDS)
 
 
-@rankless.job(model=[tables, dense], optimizer=optimizers)
+@rankless.job(model=model, optimizer=model.make_optimizers())
 def train(ids, wanted):
-    rows = [table(ids[:, field]) for field, table in enumerate(tables)]
-    return F.mse_loss(dense(torch.cat(rows, dim=1)).squeeze(1), wanted)
+    return F.mse_loss(model(ids), wanted)
 
 
 def run_steps() -> None:

@@ -11,15 +11,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
-from torch.utils.data import TensorDataset
 
 import rankless
-from rankless.parameter_server import Embedding, worker_tables
+from bench.table_models import TableModel, random_samples
+from rankless.parameter_server import worker_tables
 from rankless.parameter_server.served_parameters import ServedParameters
 from rankless.parameter_server.servers.client import ServerClient
 
-FIELDS, IDS, BATCH, STEPS = 2, 100_000, 2048, 40
+FIELDS, BATCH, STEPS = 2, 2048, 40
 
 
 def make_waiting_client(*arguments: Any, settings: Any, **more: Any) -> ServerClient:
@@ -34,17 +33,13 @@ if parser.parse_args().waits:
 
 torch.manual_seed(0)
 count = BATCH * STEPS
-ids = (torch.rand(count, FIELDS) ** 3 * IDS).long()  # few ids are frequent
-loader = rankless.loader(TensorDataset(ids, torch.randn(count)), batch_size=BATCH, shuffle=True, seed=3)
-tables = nn.ModuleList([Embedding(16) for _ in range(FIELDS)])
-dense = nn.Sequential(nn.Linear(16 * FIELDS, 64), nn.ReLU(), nn.Linear(64, 1))
-optimizers = [torch.optim.Adagrad(tables.parameters(), 0.05), torch.optim.Adam(dense.parameters(), 1e-3)]
+loader = rankless.loader(random_samples(count, FIELDS), batch_size=BATCH, shuffle=True, seed=3)
+model = TableModel(FIELDS)
 
 
-@rankless.job(model=[tables, dense], optimizer=optimizers)
+@rankless.job(model=model, optimizer=model.make_optimizers())
 def train(ids, wanted):
-    rows = [table(ids[:, field]) for field, table in enumerate(tables)]
-    return F.mse_loss(dense(torch.cat(rows, dim=1)).squeeze(1), wanted)
+    return F.mse_loss(model(ids), wanted)
 
 
 for epoch in range(3):

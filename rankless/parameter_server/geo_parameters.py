@@ -53,7 +53,7 @@ class GeoParameters:
         self,
         optimizers: Iterable[Optimizer],
         table_weights: Iterable[Tensor],
-        sparse_weights: Iterable[Tensor] = (),  # noqa: ARG002  # a worker steps them itself
+        sparse_weights: Iterable[Tensor],  # noqa: ARG002  # a worker steps them itself
         *,
         is_current: bool,  # noqa: ARG002  # changes by the script are training, too
         compares: bool,  # noqa: ARG002

@@ -106,7 +106,7 @@ class ServedEmbedding(ServedParameter):
             raise TableError(
                 expected="sparse gradients of the weight of an embedding with sparse=True",
                 found=f"a dense gradient of shape {list(gradient.shape)}: the job uses the weight otherwise, too",
-                fix="use sparse=False, or --server-mode sync without servers",
+                fix="use sparse=False, or run the script without --servers",
             )
         settings = {key: value for key, value in group.items() if key not in ("params", "lr")}
         if settings != self._accepted:

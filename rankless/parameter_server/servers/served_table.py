@@ -69,7 +69,9 @@ class ServedTable:
         """Take a table that all servers have opened."""
         self.settings = settings
         self.requests = requests
+        """The connections to the servers."""
         self.transaction = transaction
+        """The changes of this worker, to all tables, since its last commit."""
         self._early = early
         self._numbers, self._step = opened
         self._servers = servers_of_shards(len(self._numbers), settings.shard_bits)

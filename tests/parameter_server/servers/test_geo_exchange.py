@@ -126,7 +126,7 @@ def test_parameters_are_exchanged_by_the_rule(tmp_path):
         exchanges = []
         for worker, client in enumerate(clients):
             exchange = GeoExchange(client, gather_alone, worker=worker, worker_count=2, steps=2)
-            exchange.parameters.share([optimizers[worker]], [], is_current=True, compares=True)
+            exchange.parameters.share([optimizers[worker]], [], [], is_current=True, compares=True)
             exchanges.append(exchange)
         on_servers = parameters[0].detach().numpy().copy()
         references = [DenseWorker(on_servers, on_servers, 2) for _ in range(2)]

@@ -82,7 +82,7 @@ def test_pushes_of_workers_at_the_same_time_all_count(tmp_path):
 def deferring(tmp_path):
     """A server, and a worker that goes on before its changes are answered."""
     with servers_of_run(tmp_path, 1, 1, mode="async") as run:
-        client = run.client(0, settings=ConnectionSettings(defers=True))
+        client = run.client(0, settings=ConnectionSettings(defers=True, on_wait=Waits()))
         settings = dataclasses.replace(SETTINGS, initial=Constant(value=0.0))
         yield run.processes[0].process, client, client.open_table("t", settings)
         client.__exit__(None, None, None)
