@@ -22,6 +22,11 @@ def find_tables(module: nn.Module) -> dict[str, Any]:
     return {name: part for name, part in module.named_modules() if isinstance(part, known.Embedding)}
 
 
+def list_tables(modules: Iterable[nn.Module]) -> list[Any]:
+    """Return the tables of modules, each once, in their order."""
+    return list(dict.fromkeys(table for module in modules for table in find_tables(module).values()))
+
+
 def find_sparse_embeddings(module: nn.Module) -> dict[str, Any]:
     """Return the embeddings with sparse gradients of a module, itself included, by their names in it."""
     kinds = (nn.Embedding, nn.EmbeddingBag)

@@ -9,6 +9,7 @@ gradient.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,8 +49,12 @@ class GradientAccumulator:
     Without weights the loss is a sum over rows, and gradients add up.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tables: Sequence[Any]) -> None:
+        """Accumulate also the gradients of rows of tables."""
         self.calls = 0
+        self._tables = tables
+        self._rows: list[Any] = [None] * len(tables)
+        """The gradients of each table's rows."""
         self._gradients: dict[int, Tensor] = {}
         self._versions: dict[int, int] = {}
         self._earlier: LossWeight | None = None
@@ -61,6 +66,9 @@ class GradientAccumulator:
         old, new = self._compute_factors(weights, job=job, line=line)
         for parameter in parameters:
             self._add(parameter, old, new)
+        self._rows = [
+            table.join_gradients(rows, (old, new)) for table, rows in zip(self._tables, self._rows, strict=True)
+        ]
         self._versions = {key: gradient._version for key, gradient in self._gradients.items()}
         self.calls += 1
 
@@ -68,6 +76,10 @@ class GradientAccumulator:
         """Set `.grad` to the accumulated gradient, without the latest call."""
         for parameter in parameters:
             parameter.grad = self._gradients.get(id(parameter))
+        restored = {id(parameter) for parameter in parameters}
+        for table, rows in zip(self._tables, self._rows, strict=True):
+            if id(table.weight) in restored:
+                table.restore_gradients(rows)
 
     def move(self, before: Tensor, after: Tensor, divide: Callable[[Tensor], Tensor]) -> None:
         """Let another tensor hold a gradient that is accumulated, because workers now have pieces of it.
@@ -89,9 +101,9 @@ class GradientAccumulator:
             if gradient is None:
                 return
             # The program reuses the memory of its gradients in its next run, so copy.
-            accumulated = self._gradients[id(parameter)] = gradient * new if new else torch.zeros_like(gradient)
+            accumulated = self._gradients[id(parameter)] = gradient * new if new else _make_zeros(gradient)
         else:
-            accumulated = accumulated.mul_(old) if old else accumulated.zero_()
+            accumulated = self._gradients[id(parameter)] = accumulated.mul_(old) if old else _make_zeros(accumulated)
             if gradient is not None and new:
                 accumulated.add_(gradient, alpha=new)
         parameter.grad = accumulated
@@ -136,3 +148,12 @@ class GradientAccumulator:
                 "accumulate=",
                 where=line,
             )
+
+
+def _make_zeros(gradient: Tensor) -> Tensor:
+    """Return zeros with the layout of a gradient; of a sparse one for the same rows, which a step may touch."""
+    if gradient.layout != torch.sparse_coo:
+        return torch.zeros_like(gradient)
+    values = torch.zeros_like(gradient._values())
+    zeros = torch.sparse_coo_tensor(gradient._indices(), values, gradient.shape, check_invariants=False)
+    return zeros._coalesced_(gradient.is_coalesced())

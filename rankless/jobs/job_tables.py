@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from rankless.collectives.byte_messages import all_gather_bytes
-from rankless.context.table_sharing import SharedTables, find_sparse_embeddings, find_tables
+from rankless.context.table_sharing import SharedTables, find_sparse_embeddings, list_tables
 from rankless.context.world import World
 from rankless.errors import TableError
 from rankless.jobs.definition import JobDefinition
@@ -29,9 +29,11 @@ class JobTables:
         """Share tables that are not shared yet, with other workers or with servers. Collective."""
         world = self._world
         for table in self.find():
-            self._require_usable()
+            self._require_mesh_of_tables()
             if world.mesh.size > 1 or world.servers is not None:
                 table.share(world.tables.get(self._make_shared_tables))
+            if self._job.accumulates:
+                table.let_programs_read()  # that of the loss weights
         if world.independent is not None:
             world.tables.get(self._make_shared_tables)  # servers hold the other parameters, too
         elif world.servers is not None:
@@ -153,8 +155,11 @@ class JobTables:
         return self._world.run_for_all(share)
 
     def prepare_step(self) -> None:
-        """Give the servers the gradients of the program that has run, if workers may be lost before they step."""
-        if self._world.recovery is not None and self._world.tables.tables is not None:
+        """Give the servers the gradients of the program that has run, if workers may be lost before they step.
+
+        A step of several calls has more than these: a worker that is lost ends its run.
+        """
+        if self._world.recovery is not None and not self._job.accumulates and self._world.tables.tables is not None:
             self._world.tables.tables.prepare([table.weight for table in self.find()])
 
     def require_none(self, doing: str) -> None:
@@ -166,15 +171,8 @@ class JobTables:
     def find(self) -> list[Any]:
         """Return the tables in the order of the job's models."""
         if self._tables is None:
-            self._tables = [table for model in self._job.modules.values() for table in find_tables(model).values()]
+            self._tables = list_tables(self._job.modules.values())
         return self._tables
-
-    def _require_usable(self) -> None:
-        self._require_mesh_of_tables()
-        options = self._job.step_options
-        if options.accumulate > 1:
-            found = f"accumulate={options.accumulate}"
-            raise self._error("one step per call, where a job has tables", found, "omit accumulate=")
 
     def _require_mesh_of_tables(self) -> None:
         mesh, options = self._world.mesh, self._job.step_options

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_value_
 
 from rankless.context.accumulation_passes import AccumulationPass
+from rankless.context.table_sharing import list_tables
 from rankless.context.world import World
 from rankless.errors import ConfigError, StepError
 from rankless.jobs.definition import JobDefinition
@@ -28,7 +29,7 @@ class OptimizerStepper:
         """Norm of the whole gradient of the last step, before clipping."""
         self._job = job
         self._world = world
-        self._accumulator = GradientAccumulator()
+        self._accumulator = self._make_accumulator()
         self._owner = world.owner
         self._hides = hides_gradients(job, world)
         self._hidden: list[tuple[Tensor, Tensor | None]] = []
@@ -171,9 +172,13 @@ class OptimizerStepper:
             for parameter, _ in self._hidden:
                 parameter.grad = None
 
+    def _make_accumulator(self) -> GradientAccumulator:
+        accumulates = self._job.step_options.accumulate > 1
+        return GradientAccumulator(list_tables(self._job.modules.values()) if accumulates else ())
+
     def _step(self) -> None:
         """Measure and clip the whole gradient, then step."""
-        self._accumulator = GradientAccumulator()
+        self._accumulator = self._make_accumulator()
         optimized = self._job.optimized_parameters(self._parameters)
         with self._world.leftovers.inside_job():
             self._clip_and_step(optimized)

@@ -15,6 +15,7 @@ from rankless.errors import TableError
 from rankless.parameter_server.captured_lookups import CapturedLookups
 from rankless.parameter_server.table_training import TableTraining
 from rankless.parameter_server.tables.contents import TableContents, TableStatistics
+from rankless.parameter_server.tables.row_gradients import RowGradients
 from rankless.parameter_server.tables.row_store import RowStore
 from rankless.parameter_server.tables.settings import Admission, Initial, Normal, TableSettings
 from rankless.parameter_server.tables.table import Table
@@ -107,8 +108,18 @@ class Embedding(nn.Module):
             self._convert_table()
             self._table = self._shared = tables.share(self._table, self._shared)
             self._sums_gradients = tables.sums_gradients
-            if self._lookups is None:  # programs know its number, also after `load_state_dict`
-                self._lookups = CapturedLookups(self._current_training)
+            self.let_programs_read()
+
+    def let_programs_read(self) -> None:
+        """Let programs look rows up that are captured now. Jobs call it.
+
+        Example:
+            >>> Embedding(4).let_programs_read()
+        """
+        if self._training is not None:
+            self._training.remove_hook()
+        if self._lookups is None:  # programs know its number, also after `load_state_dict`
+            self._lookups = CapturedLookups(self._current_training)
 
     def begin_program(self) -> None:
         """Forget the gradients of earlier calls: a job runs a captured program. Jobs call it."""
@@ -117,6 +128,31 @@ class Embedding(nn.Module):
     def end_program(self) -> None:
         """Note the gradient that a program has given the weight. Jobs call it."""
         self._current_training().end_program()
+
+    def join_gradients(self, before: RowGradients | None, factors: tuple[float, float]) -> RowGradients | None:
+        """Join the gradients of a job's last call with those of earlier ones, for one step of all of them.
+
+        Args:
+            before: What the method has returned for earlier calls.
+            factors: By what to multiply these, and those of the last call.
+
+        Example:
+            >>> embedding = Embedding(4)
+            >>> embedding.join_gradients(None, (1.0, 1.0)) is None
+            True
+        """
+        return self._current_training().join_gradients(before, factors)
+
+    def restore_gradients(self, joint: RowGradients | None) -> None:
+        """Let the next step have what `join_gradients` has returned, without calls since then.
+
+        Args:
+            joint: The gradients of all calls that the step has.
+
+        Example:
+            >>> Embedding(4).restore_gradients(None)
+        """
+        self._current_training().restore_gradients(joint)
 
     def statistics(self) -> TableStatistics:
         """Return numbers of rows and of what has happened to them."""

@@ -167,7 +167,8 @@ class ServedParameters:
         left_out, sparse = {id(each) for each in table_weights}, {id(each) for each in sparse_weights}
         for optimizer in optimizers:
             parameters = [each for group in optimizer.param_groups for each in group["params"]]
-            unknown = [each for each in parameters if each.numel() and id(each) not in left_out | self._served.keys()]
+            known = left_out | self._served.keys()
+            unknown = [each for each in parameters if each.numel() and id(each) not in known]
             changed += [self._open(each, optimizer, is_sparse=id(each) in sparse) for each in unknown]
         if not changed:
             return

@@ -83,6 +83,10 @@ class TableTraining:
         self._searches.forget_expected()
         _TRAININGS.discard(self)
 
+    def remove_hook(self) -> None:
+        """Leave no hook on the weight, until its next gradient: a program is captured, and would not call it."""
+        self._waiting.close()
+
     def look_up(self, ids: Tensor) -> Tensor:
         """Return the rows of ids, of shape (*ids.shape, dim). Ids are int32 or int64, on any device."""
         if not (torch.is_grad_enabled() and self.weight.requires_grad):
@@ -121,6 +125,14 @@ class TableTraining:
     def end_program(self) -> None:
         """Note the weight's gradient, which the program has set."""
         self._waiting.end_program()
+
+    def join_gradients(self, before: RowGradients | None, factors: tuple[float, float]) -> RowGradients | None:
+        """Join the gradients of a job's last call with those of earlier ones; see `WaitingGradients.join`."""
+        return self._waiting.join(before, factors)
+
+    def restore_gradients(self, joint: RowGradients | None) -> None:
+        """Let the next step have what `join_gradients` has returned, without calls since then."""
+        self._waiting.replace(joint)
 
     def replace_gradients(self, added: RowGradients) -> None:
         """Let these be all gradients of the next step, and give the weight a sparse gradient that stands for them."""

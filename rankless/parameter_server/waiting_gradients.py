@@ -80,6 +80,30 @@ class WaitingGradients:
         """Note the gradient that a captured program has given the weight: the sum over lookups and workers."""
         self._scale = self._weight_scale()
 
+    def join(self, before: RowGradients | None, factors: tuple[float, float]) -> RowGradients | None:
+        """Let the next step have the gradients of several calls of a job, whose weight has the joint gradient already.
+
+        Args:
+            before: The gradients of earlier calls.
+            factors: By what to multiply these, and those of the last call.
+
+        Returns:
+            The joint gradients; None if there are none.
+        """
+        old, new = factors
+        parts = [
+            *([] if before is None else [_multiply(before, old)]),
+            *(_multiply(each, new) for each in self._accumulated),
+        ]
+        joint = sum_gradients(parts) if parts else None
+        self.replace(joint)
+        return joint
+
+    def replace(self, gradients: RowGradients | None) -> None:
+        """Let these be all gradients of the next step. The weight has the gradient that stands for them already."""
+        self._accumulated = [] if gradients is None else [gradients]
+        self._scale = self._weight_scale()
+
     def _make_entry(self, *, sign: int = 1, is_finite: bool = True) -> Tensor:
         """Return the gradient of the weight for gradients of rows, of shape (1, 2)."""
         entry = torch.full_like(self._weight, sign, requires_grad=False)
@@ -118,10 +142,7 @@ class WaitingGradients:
             factor = scale / self._scale if self._scale else 0.0
             if self._prepared_factor is not None:
                 self._prepared_factor *= factor
-            self._accumulated = [
-                replace(part, gradients=part.gradients * part.gradients.dtype.type(factor))
-                for part in self._accumulated
-            ]
+            self._accumulated = [_multiply(part, factor) for part in self._accumulated]
         if not scale:
             self._changed_by_step = False
         self._scale = scale
@@ -150,3 +171,12 @@ class WaitingGradients:
             return None
         numbers = gradient._values()[:, 0] if gradient.is_sparse else gradient[:, 0]
         return float(numbers.sum()) if len(numbers) else None
+
+
+def _multiply(part: RowGradients, factor: float) -> RowGradients:
+    """Return gradients times a factor. With 0 they are zero, also those that are not finite."""
+    if factor == 1.0:
+        return part
+    if not factor:
+        return replace(part, gradients=np.zeros_like(part.gradients))
+    return replace(part, gradients=part.gradients * part.gradients.dtype.type(factor))

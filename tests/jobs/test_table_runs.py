@@ -113,7 +113,6 @@ def test_what_scripts_do_with_tables_gives_the_same_rows_everywhere(tmp_path, op
 @pytest.mark.parametrize(
     ("case", "text"),
     [
-        ({"job": ", accumulate=2"}, "accumulate"),
         ({"job": ', zero="optimizer"'}, "zero="),
         ({"job": ", capture=False"}, "inside a captured job"),
         ({"job": ', view="mirrored"'}, "inside a captured job"),

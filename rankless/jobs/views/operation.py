@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from rankless.context.generator_states import restore_generators, save_generators
+from rankless.context.table_sharing import list_tables
 from rankless.context.world import World
 from rankless.data.logical_tensor import LogicalTensor, divide_again
 from rankless.errors import LostWorkerError
@@ -67,6 +68,8 @@ class WorldView:
         found = None
         if job.step_options.zero is not None:
             found = f"zero={job.step_options.zero!r}: it had a part of the states"
+        elif job.accumulates and list_tables(job.modules.values()):
+            found = f"accumulate={job.step_options.accumulate} and tables: it had gradients of rows of earlier calls"
         elif job.view != "consistent":
             found = 'view="mirrored"' if job.view == "mirrored" else "capture=False"
         if found is not None:

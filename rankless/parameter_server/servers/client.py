@@ -12,6 +12,7 @@ from rankless.parameter_server.servers.served_table import OpenedTable, ServedTa
 from rankless.parameter_server.servers.server_connection import ConnectionSettings
 from rankless.parameter_server.servers.server_requests import ServerRequests
 from rankless.parameter_server.servers.table_pulls import EarlyPulls
+from rankless.parameter_server.servers.table_slices import TableSlice, send_slices
 from rankless.parameter_server.servers.wire.authentication import WorkerHello
 from rankless.parameter_server.servers.wire.lost_worker_messages import LostWorkersMessage
 from rankless.parameter_server.servers.wire.messages import Kind, MessageHeader
@@ -108,8 +109,12 @@ class ServerClient:
             ServerError: A server has died.
         """
         self._requests.finish_early()
+        parts = [TableSlice(table, gradients) for table, gradients in slices]
+        for part in parts:
+            part.require_sendable()
         with self._requests.exchange():
-            self._requests.answers([sent for table, gradients in slices for sent in table.send_prepared(gradients)])
+            transaction = self._transaction.committed + 1
+            self._requests.answers(send_slices(self._requests, Kind.PREPARE, parts, transaction))
 
     @property
     def committed(self) -> int:
@@ -166,6 +171,7 @@ class ServerClient:
         """
         header = MessageHeader(Kind.READY, transaction=self._transaction.committed + 1)
         with self._requests.exchange():
+            self._transaction.send_waiting(self._requests)
             prepared, self._transaction.prepared = self._transaction.prepared, []
             ends = [
                 self._requests.send(server, header, encode_pushes(prepared, server))

@@ -18,6 +18,7 @@ from rankless.errors import RanklessError, ServerError
 from rankless.parameter_server.servers.server_connection import ServerAnswer, ServerConnection, TransferLostError
 from rankless.parameter_server.servers.wire.authentication import ServerWelcome
 from rankless.parameter_server.servers.wire.joint_pulls import renumber_joint_pull
+from rankless.parameter_server.servers.wire.joint_slices import renumber_slices
 from rankless.parameter_server.servers.wire.messages import Frame, Kind, MessageHeader
 from rankless.parameter_server.servers.wire.prepared_pushes import renumber_pushes
 
@@ -26,7 +27,12 @@ _READS = (Kind.PULL, Kind.PULL_SEVERAL, Kind.CONTENTS, Kind.CONTENTS_PART)
 
 
 Renumber = Callable[[Sequence[Frame], Callable[[int], int]], Sequence[Frame]]
-_RENUMBERED: Mapping[int, Renumber] = {Kind.READY: renumber_pushes, Kind.PULL_SEVERAL: renumber_joint_pull}
+_RENUMBERED: Mapping[int, Renumber] = {
+    Kind.READY: renumber_pushes,
+    Kind.PULL_SEVERAL: renumber_joint_pull,
+    Kind.PUSH_SEVERAL: renumber_slices,
+    Kind.PREPARE_SEVERAL: renumber_slices,
+}
 """Requests whose payloads have numbers of tables."""
 
 

@@ -14,7 +14,15 @@ from typing import NamedTuple
 
 from rankless.parameter_server.servers.wire.messages import MOST_IN_FLIGHT, Frame, Kind, MessageHeader
 
-CHANGES = (Kind.PUSH, Kind.RESET, Kind.READY, Kind.PREPARE, Kind.PUSH_FOR_LOST)
+CHANGES = (
+    Kind.PUSH,
+    Kind.PUSH_SEVERAL,
+    Kind.RESET,
+    Kind.READY,
+    Kind.PREPARE,
+    Kind.PREPARE_SEVERAL,
+    Kind.PUSH_FOR_LOST,
+)
 TRANSFERS = (Kind.CONTENTS, Kind.CONTENTS_PART, Kind.RESTORE, Kind.RESTORE_PART, Kind.RESTORE_END)
 
 

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from rankless.errors import ServerError, TableError
+from rankless.errors import ServerError
 from rankless.parameter_server.servers.contents_transfer import (
     PART_BYTES,
     ROWS,
@@ -31,11 +31,12 @@ from rankless.parameter_server.servers.table_pulls import (
     TablePull,
     pull_together,
 )
+from rankless.parameter_server.servers.table_slices import TableSlice, send_slice, send_slices
 from rankless.parameter_server.servers.wire.lost_worker_messages import LostChangeMessage
-from rankless.parameter_server.servers.wire.messages import MOST_MESSAGE_BYTES, Kind, MessageHeader
+from rankless.parameter_server.servers.wire.messages import Kind, MessageHeader
 from rankless.parameter_server.servers.wire.prepared_pushes import PreparedPush
 from rankless.parameter_server.servers.wire.setting_formats import encode_optimizer
-from rankless.parameter_server.servers.worker_transaction import SentNumber, WorkerTransaction
+from rankless.parameter_server.servers.worker_transaction import WorkerTransaction
 from rankless.parameter_server.tables.contents import TableContents, TableStatistics
 from rankless.parameter_server.tables.optimizers import OptimizerSettings
 from rankless.parameter_server.tables.row_gradients import RowGradients
@@ -163,16 +164,6 @@ class ServedTable:
         """
         push_together([TablePush(self, ids, occurrences, gradients, settings)])
 
-    def send_push(self, push: "TablePush") -> list[SentNumber]:
-        """Send this worker's slice of a step, within an exchange."""
-        text = encode_optimizer(push.settings)
-        self.transaction.send_prepared(self.requests)
-        return self._send_slice(Kind.PUSH, RowGradients(push.ids, push.occurrences, push.gradients), (text,))
-
-    def send_prepared(self, gradients: RowGradients) -> list[SentNumber]:
-        """Send this worker's slice of a step that follows, within an exchange; see `push_prepared`."""
-        return self._send_slice(Kind.PREPARE, gradients, ())
-
     @property
     def committed_by_all(self) -> int:
         """The last transaction that all servers are known to have made."""
@@ -191,35 +182,11 @@ class ServedTable:
             change: The transaction and the number of the push, as `next_change` had them.
             gradients: The lost worker's slice.
         """
-        text = msgspec.json.encode(LostChangeMessage(worker, change[1]))
+        part = TableSlice(self, gradients, msgspec.json.encode(LostChangeMessage(worker, change[1])))
+        part.require_sendable()
+        header = MessageHeader(Kind.PUSH_FOR_LOST, transaction=change[0])
         with self.requests.exchange():
-            self.requests.answers(self._send_slice(Kind.PUSH_FOR_LOST, gradients, (text,), transaction=change[0]))
-
-    def _send_slice(
-        self, kind: Kind, part: RowGradients, first_frames: tuple[bytes, ...], *, transaction: int | None = None
-    ) -> list[SentNumber]:
-        """Send each server its part of gradients, after other frames. Raises TableError if they are too large."""
-        gradients, occurrences = part.gradients, part.occurrences
-        assert gradients.shape == (len(part.ids), self.settings.dim)
-        assert gradients.dtype == self.settings.dtype
-        routed = self.route(part.ids)
-        if len(self._numbers) > 1:
-            occurrences, gradients = occurrences[routed.places], gradients[routed.places]
-        occurrences, gradients = np.ascontiguousarray(occurrences, np.int64), np.ascontiguousarray(gradients)
-        if gradients.nbytes + 2 * routed.ids.nbytes + sum(map(len, first_frames)) > MOST_MESSAGE_BYTES:
-            raise TableError(
-                expected=f"a slice of a step of at most {MOST_MESSAGE_BYTES:,} bytes",
-                found=f"{gradients.nbytes:,} bytes of gradients",
-                fix="make smaller batches",
-            )
-        requests = []
-        for server, (start, stop) in enumerate(_ranges(routed)):
-            header = self._change_header(kind, server)._replace(rows=stop - start)
-            if transaction is not None:
-                header = header._replace(transaction=transaction)
-            payload = (*first_frames, routed.ids[start:stop], occurrences[start:stop], gradients[start:stop])
-            requests.append(self.requests.send(server, header, payload))
-        return requests
+            self.requests.answers(send_slice(self.requests, header, part))
 
     def push_prepared(self, settings: OptimizerSettings, factor: float) -> None:
         """Add this worker's slice, which all servers have, to its transaction. Nothing is sent before `commit`.
@@ -231,10 +198,6 @@ class ServedTable:
         self.transaction.prepared.append(PreparedPush(self._numbers, encode_optimizer(settings), factor))
         self.note_push()
 
-    def _change_header(self, kind: Kind, server: int) -> MessageHeader:
-        header = self._header(kind, server)
-        return header._replace(transaction=header.transaction + 1)
-
     def note_push(self) -> None:
         """Count a push that servers have noted."""
         self.transaction.changes += 1
@@ -245,7 +208,7 @@ class ServedTable:
         """Forget the optimizer, as part of the transaction. All workers ask for it, and it happens once."""
         self._resets += 1
         with self.requests.exchange():
-            self.transaction.send_prepared(self.requests)
+            self.transaction.send_all(self.requests)
             self._ask_all(Kind.RESET, transaction=self.transaction.committed + 1, start=self._resets)
         self.transaction.changes += 1
 
@@ -345,16 +308,24 @@ class TablePush(NamedTuple):
     gradients: NDArray[np.floating]
     settings: OptimizerSettings
 
+    def encode(self) -> TableSlice:
+        """Return what is sent."""
+        gradients = RowGradients(self.ids, self.occurrences, self.gradients)
+        return TableSlice(self.table, gradients, encode_optimizer(self.settings))
+
 
 def push_together(pushes: Sequence[TablePush]) -> None:
-    """Make pushes, at least one, of tables of one client. All are sent before the first answer is awaited."""
+    """Make pushes, at least one, of tables of one client. If its transactions defer, they are sent with its end."""
     requests, transaction = pushes[0].table.requests, pushes[0].table.transaction
-    with requests.exchange():
-        sent = [number for push in pushes for number in push.table.send_push(push)]
-        if transaction.defers:
-            transaction.unanswered += sent
-        else:
-            requests.answers(sent)
+    slices = [push.encode() for push in pushes]
+    for each in slices:
+        each.require_sendable()
+    if transaction.defers:
+        transaction.waiting += slices
+    else:
+        with requests.exchange():
+            transaction.send_all(requests)
+            requests.answers(send_slices(requests, Kind.PUSH, slices, transaction.committed + 1))
     for push in pushes:
         push.table.note_push()
 

@@ -21,6 +21,9 @@ from rankless.parameter_server.servers.wire.messages import MOST_IN_FLIGHT, Fram
 
 Result = TypeVar("Result")
 
+SentNumber = tuple[int, int]
+"""The server and the number of a request."""
+
 _SLICE_SECONDS = 0.25
 _LEAVE_SECONDS = 30.0
 _MOST_EARLY = MOST_IN_FLIGHT - 4
@@ -33,9 +36,9 @@ class ServerRequests:
     def __init__(self, config: ServersConfig, hello: WorkerHello, settings: ConnectionSettings) -> None:
         """Begin to connect. `hello` is that to server 0, without the client's random number."""
         self._on_wait, self._is_interrupted, self._recover = settings.on_wait, settings.is_interrupted, settings.recover
-        self._reads: list[tuple[int, int]] | None = None
+        self._reads: list[SentNumber] | None = None
         """The requests of a read, which may be abandoned; None during changes."""
-        self._early: set[tuple[int, int]] = set()
+        self._early: set[SentNumber] = set()
         """Requests for rows that nobody needs yet. They may be abandoned, too."""
         self._failure: RanklessError | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -134,11 +137,11 @@ class ServerRequests:
         """Whether requests can be sent early, so that others still find room besides them."""
         return all(each.in_flight < _MOST_EARLY for each in self.connections)
 
-    def note_early(self, requests: Iterable[tuple[int, int]]) -> None:
+    def note_early(self, requests: Iterable[SentNumber]) -> None:
         """Note that nobody needs the answers of requests yet."""
         self._early.update(requests)
 
-    def claim_early(self, requests: Collection[tuple[int, int]]) -> bool:
+    def claim_early(self, requests: Collection[SentNumber]) -> bool:
         """Return whether answers to early requests are still good. The present read then waits for them."""
         if not self._early.issuperset(requests):
             return False
@@ -147,7 +150,7 @@ class ServerRequests:
         self._reads += requests
         return True
 
-    def abandon_early(self, requests: Collection[tuple[int, int]]) -> None:
+    def abandon_early(self, requests: Collection[SentNumber]) -> None:
         """Wait no more for the answers of requests that were sent early."""
         for server, number in self._early.intersection(requests):
             self._early.discard((server, number))
@@ -163,7 +166,7 @@ class ServerRequests:
             self.read(lambda: self._wait(self._early))
             self.abandon_early(self._early.copy())
 
-    def send(self, server: int, header: MessageHeader, payload: Sequence[Frame] = ()) -> tuple[int, int]:
+    def send(self, server: int, header: MessageHeader, payload: Sequence[Frame] = ()) -> SentNumber:
         """Send a request, and return the server and the request's number, for `answers`.
 
         The payload must not change before its answer has arrived.
@@ -176,7 +179,7 @@ class ServerRequests:
             self._reads.append((server, number))
         return server, number
 
-    def answers(self, requests: Iterable[tuple[int, int]]) -> list[ServerAnswer]:
+    def answers(self, requests: Iterable[SentNumber]) -> list[ServerAnswer]:
         """Wait for the answers to requests, and return them in this order.
 
         Raises:
@@ -211,7 +214,7 @@ class ServerRequests:
             connection.close()
         self._context.destroy(0)
 
-    def _wait(self, requests: Iterable[tuple[int, int]], *, most_seconds: float = float("inf")) -> None:
+    def _wait(self, requests: Iterable[SentNumber], *, most_seconds: float = float("inf")) -> None:
         """Wait until requests have answers."""
         missing = set(requests)
 

@@ -15,10 +15,12 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from rankless.parameter_server.servers.request_arrays import row_bytes_of
 from rankless.parameter_server.servers.served_tables import OpenTable, ServerTables
 from rankless.parameter_server.servers.steps.transactions import PendingTransactions
 from rankless.parameter_server.servers.table_requests import TableRequests
 from rankless.parameter_server.servers.wire.joint_pulls import decode_joint_pull
+from rankless.parameter_server.servers.wire.joint_slices import split_slices
 from rankless.parameter_server.servers.wire.messages import PREPARED, Kind, MessageHeader, array_of
 from rankless.parameter_server.tables.compiled_functions import compiled
 from rankless.parameter_server.tables.id_map import mix, shard_of
@@ -67,16 +69,25 @@ class RequestCounter:
             case Kind.PULL_SEVERAL:
                 for part in decode_joint_pull(payload, header.rows):
                     self._count_pull(tables.find(part.table), part.table, part.ids)
+            case Kind.PUSH_SEVERAL | Kind.PREPARE_SEVERAL:
+                self._count_pushed(header)
+                for message, frames in split_slices(
+                    payload, header.rows, lambda table: row_bytes_of(tables.find(table))
+                ):
+                    ids = array_of(frames[0], "<i8", (message.rows,))
+                    self._count_ids(tables.find(message.table), message.table, ids)
             case Kind.PUSH | Kind.PREPARE if not header.flags & PREPARED:
                 ids = array_of(payload[1 if header.kind == Kind.PUSH else 0], "<i8", (header.rows,))
-                self.pushed_rows += header.rows
-                self.pushed_bytes += header.payload_bytes
+                self._count_pushed(header)
                 self._count_ids(tables.find(header.table), header.table, ids)
 
+    def _count_pushed(self, header: MessageHeader) -> None:
+        self.pushed_rows += header.rows
+        self.pushed_bytes += header.payload_bytes
+
     def _count_pull(self, opened: OpenTable, table: int, ids: NDArray[np.int64]) -> None:
-        settings = opened.table.settings
         self.pulled_rows += len(ids)
-        self.pulled_bytes += len(ids) * settings.dim * np.dtype(settings.dtype).itemsize
+        self.pulled_bytes += len(ids) * row_bytes_of(opened)
         self._count_ids(opened, table, ids)
 
     def _count_ids(self, opened: OpenTable, table: int, ids: NDArray[np.int64]) -> None:

@@ -9,16 +9,14 @@ from numpy.typing import NDArray
 
 from rankless.parameter_server.servers.routing import RoutedIds
 from rankless.parameter_server.servers.server_connection import ServerAnswer
-from rankless.parameter_server.servers.server_requests import ServerRequests
+from rankless.parameter_server.servers.server_requests import SentNumber, ServerRequests
 from rankless.parameter_server.servers.wire.joint_pulls import JointPart, encode_joint_pull, split_rows
-from rankless.parameter_server.servers.wire.messages import FOR_TRAINING, Kind, MessageHeader
-from rankless.parameter_server.servers.worker_transaction import SentNumber, WorkerTransaction
+from rankless.parameter_server.servers.wire.messages import FOR_TRAINING, JOINT_BYTES, Kind, MessageHeader
+from rankless.parameter_server.servers.worker_transaction import WorkerTransaction
 from rankless.parameter_server.tables.settings import TableSettings
 
 PULL_BYTES = 64 << 20
 """Rows of one request. In smaller ones they would be copied together here, which takes longer than it gains."""
-JOINT_BYTES = 1 << 20
-"""Rows of one table up to here are in a message with those of other tables, which both sides copy."""
 
 
 class PendingPull(NamedTuple):

@@ -1,11 +1,10 @@
 """What a server does for each kind of request about tables."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from rankless.config.servers import ServerMode
 from rankless.errors import RanklessError, TableError
@@ -15,7 +14,12 @@ from rankless.parameter_server.servers.contents_transfer import (
     IncomingContents,
     check_contents,
 )
-from rankless.parameter_server.servers.routing import are_ids_of_shards
+from rankless.parameter_server.servers.request_arrays import (
+    gradients_of,
+    require_own_ids,
+    require_sendable,
+    row_bytes_of,
+)
 from rankless.parameter_server.servers.served_tables import OpenTable, ServerTables
 from rankless.parameter_server.servers.sessions import RequestAnswer, WorkerSession
 from rankless.parameter_server.servers.steps.independent_transactions import IndependentTransactions
@@ -23,6 +27,7 @@ from rankless.parameter_server.servers.steps.transactions import MOST_AHEAD, Com
 from rankless.parameter_server.servers.steps.worker_changes import LostWorkerChange, WorkerChange
 from rankless.parameter_server.servers.wire.error_messages import encode_error
 from rankless.parameter_server.servers.wire.joint_pulls import decode_joint_pull, encode_rows
+from rankless.parameter_server.servers.wire.joint_slices import split_slices
 from rankless.parameter_server.servers.wire.lost_worker_messages import LostChangeMessage, LostWorkersMessage
 from rankless.parameter_server.servers.wire.messages import (
     FOR_TRAINING,
@@ -38,14 +43,13 @@ from rankless.parameter_server.servers.wire.prepared_pushes import PreparedPushM
 from rankless.parameter_server.servers.wire.setting_formats import decode_optimizer
 from rankless.parameter_server.tables.row_gradients import RowGradients
 
-_MOST_OCCURRENCES = 1 << 32
-"""Of one id in one slice, so that sums over workers do not overflow."""
 _READ_KINDS = (Kind.PULL, Kind.PULL_SEVERAL, Kind.CONTENTS, Kind.RESTORE_END, Kind.STATISTICS, Kind.LEAVE)
 """They see what the worker has committed, and wait for the other workers' part of it. A worker leaves no earlier,
 because it keeps its part for a server that is killed before."""
 _PULL_KINDS = (Kind.PULL, Kind.PULL_SEVERAL)
-_CHANGE_KINDS = (Kind.PUSH, Kind.RESET, Kind.PREPARE)
-_WITHOUT_TABLE = (Kind.OPEN, Kind.READY, Kind.LEAVE, Kind.REGROUP, Kind.PULL_SEVERAL)
+_CHANGE_KINDS = (Kind.PUSH, Kind.PUSH_SEVERAL, Kind.RESET, Kind.PREPARE, Kind.PREPARE_SEVERAL)
+_SEVERAL_KINDS = (Kind.PULL_SEVERAL, Kind.PUSH_SEVERAL, Kind.PREPARE_SEVERAL)
+_WITHOUT_TABLE = (Kind.OPEN, Kind.READY, Kind.LEAVE, Kind.REGROUP, *_SEVERAL_KINDS)
 _MOST_WIDTH = 1 << 24
 _MOST_CHANGES = 1 << 20
 """Of one worker in one transaction, for another worker that is lost."""
@@ -74,6 +78,7 @@ class TableRequests:
         self._actions: Mapping[int, Callable[[WorkerRequest], RequestAnswer]] = {
             Kind.OPEN: self._open,
             Kind.PUSH: self._push,
+            Kind.PUSH_SEVERAL: self._push_several,
             Kind.RESET: self._reset,
             Kind.READY: self._ready,
             Kind.PULL: self._pull,
@@ -86,6 +91,7 @@ class TableRequests:
             Kind.STATISTICS: self._statistics,
             Kind.LEAVE: self._leave,
             Kind.PREPARE: self._prepare,
+            Kind.PREPARE_SEVERAL: self._prepare_several,
             Kind.REGROUP: self._regroup,
             Kind.PUSH_FOR_LOST: self._push_for_lost,
         }
@@ -172,21 +178,41 @@ class TableRequests:
         opened, header = self.tables.find(request.header.table), request.header
         if header.flags & PREPARED:
             text, (factor,) = bytes(_frames(request, 2)[0]), array_of(request.payload[1], "<f8", (1,)).tolist()
-            return self._add(request, self._make_prepared_change(request, header.table, text, factor))
-        text, gradients = bytes(_frames(request, 4)[0]), _gradients_of(opened, header.rows, request.payload[1:])
-        return self._add(request, WorkerChange(header.table, _describe_push(opened, text), text, gradients))
+            return self._add(request, [self._make_prepared_change(request, header.table, text, factor)])
+        text, gradients = bytes(_frames(request, 4)[0]), gradients_of(opened, header.rows, request.payload[1:])
+        return self._add(request, [WorkerChange(header.table, _describe_push(opened.name, text), text, gradients)])
+
+    def _push_several(self, request: WorkerRequest) -> RequestAnswer:
+        changes = [
+            WorkerChange(table, _describe_push(self.tables.find(table).name, text), text, gradients)
+            for table, text, gradients in self._slices_of(request)
+        ]
+        return self._add(request, changes)
+
+    def _slices_of(self, request: WorkerRequest) -> Iterator[tuple[int, bytes, RowGradients]]:
+        """Yield the table, the optimizer's settings and the gradients of each slice of a request with several."""
+        slices = split_slices(request.payload, request.header.rows, lambda table: row_bytes_of(self.tables.find(table)))
+        for message, frames in slices:
+            gradients = gradients_of(self.tables.find(message.table), message.rows, frames)
+            yield message.table, message.settings.encode(), gradients
 
     def _make_prepared_change(self, request: WorkerRequest, table: int, text: bytes, factor: float) -> WorkerChange:
         """Return a push of gradients that the worker has prepared."""
         opened = self.tables.find(table)
         gradients = self.transactions.find_prepared(request.session.worker, request.header.transaction, table, factor)
-        return WorkerChange(table, _describe_push(opened, text), text, gradients, factor=factor)
+        return WorkerChange(table, _describe_push(opened.name, text), text, gradients, factor=factor)
 
     def _prepare(self, request: WorkerRequest) -> RequestAnswer:
         opened, header = self.tables.find(request.header.table), request.header
-        gradients = _gradients_of(opened, header.rows, _frames(request, 3))
+        return self._keep_slices(request, [(header.table, gradients_of(opened, header.rows, _frames(request, 3)))])
+
+    def _prepare_several(self, request: WorkerRequest) -> RequestAnswer:
+        return self._keep_slices(request, [(table, gradients) for table, _, gradients in self._slices_of(request)])
+
+    def _keep_slices(self, request: WorkerRequest, slices: Sequence[tuple[int, RowGradients]]) -> RequestAnswer:
         try:
-            self.transactions.prepare(request.session.worker, header.transaction, header.table, gradients)
+            for table, gradients in slices:
+                self.transactions.prepare(request.session.worker, request.header.transaction, table, gradients)
         except TableError as error:
             self.failure = error
             raise
@@ -198,7 +224,7 @@ class TableRequests:
         if not 0 <= message.worker < len(self.transactions.ready) or not 0 <= message.number <= _MOST_CHANGES:
             raise MessageRefusedError("a change of a worker that is none")
         change = LostWorkerChange(
-            message.worker, message.number, _gradients_of(opened, header.rows, request.payload[1:])
+            message.worker, message.number, gradients_of(opened, header.rows, request.payload[1:])
         )
         try:
             self.transactions.add_for_lost(request.session.worker, header.transaction, change)
@@ -219,11 +245,12 @@ class TableRequests:
     def _reset(self, request: WorkerRequest) -> RequestAnswer:
         _frames(request, 0)
         what = f"reset of the states of the table {self.tables.find(request.header.table).name!r}"
-        return self._add(request, WorkerChange(request.header.table, what, b"", None, request.header.start))
+        return self._add(request, [WorkerChange(request.header.table, what, b"", None, request.header.start)])
 
-    def _add(self, request: WorkerRequest, change: WorkerChange) -> RequestAnswer:
+    def _add(self, request: WorkerRequest, changes: Sequence[WorkerChange]) -> RequestAnswer:
         try:
-            self.transactions.add(request.session.worker, request.header.transaction, change)
+            for change in changes:
+                self.transactions.add(request.session.worker, request.header.transaction, change)
         except TableError as error:
             self.failure = error
             raise
@@ -239,22 +266,21 @@ class TableRequests:
                 self._make_prepared_change(request, push.table, push.settings.encode(), factor)
                 for push, factor in zip(pushes, factors, strict=True)
             ]
-            for change in changes:
-                self._add(request, change)
+            self._add(request, changes)
         self.transactions.mark_ready(request.session.worker, request.header.transaction)
         return _done(request)
 
     def _pull(self, request: WorkerRequest) -> RequestAnswer:
         opened, count = self.tables.find(request.header.table), request.header.rows
-        ids = _ids_of(opened, array_of(_frames(request, 1)[0], "<i8", (count,)))
-        _require_sendable([(opened, count)])
+        ids = require_own_ids(opened, array_of(_frames(request, 1)[0], "<i8", (count,)))
+        require_sendable([(opened, count)])
         return _done(request, opened)._replace(payload=(opened.table.pull(ids),))
 
     def _pull_several(self, request: WorkerRequest) -> RequestAnswer:
         parts = decode_joint_pull(_frames(request, 2), request.header.rows)
         opened = [self.tables.find(part.table) for part in parts]
-        _require_sendable([(each, len(part.ids)) for each, part in zip(opened, parts, strict=True)])
-        ids = [_ids_of(each, part.ids) for each, part in zip(opened, parts, strict=True)]
+        require_sendable([(each, len(part.ids)) for each, part in zip(opened, parts, strict=True)])
+        ids = [require_own_ids(each, part.ids) for each, part in zip(opened, parts, strict=True)]
         rows = [each.table.pull(wanted) for each, wanted in zip(opened, ids, strict=True)]
         return _done(request)._replace(payload=encode_rows([each.table.step for each in opened], rows))
 
@@ -354,32 +380,9 @@ def _done(request: WorkerRequest, opened: OpenTable | None = None) -> RequestAns
     return RequestAnswer(MessageHeader(Kind.DONE, table=header.table, sequence=header.sequence, start=step))
 
 
-def _require_sendable(rows: Iterable[tuple[OpenTable, int]]) -> None:
-    """Raise MessageRefusedError for more rows than a message may have."""
-    settings = [(opened.table.settings, count) for opened, count in rows]
-    if sum(count * each.dim * np.dtype(each.dtype).itemsize for each, count in settings) > MOST_MESSAGE_BYTES:
-        raise MessageRefusedError("a pull of too many rows")
-
-
-def _ids_of(opened: OpenTable, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-    if not are_ids_of_shards(ids, opened.table.settings.shard_bits, *opened.shards):
-        raise MessageRefusedError("ids of another server")
-    return ids
-
-
-def _gradients_of(opened: OpenTable, rows: int, frames: Sequence[memoryview]) -> RowGradients:
-    """Return gradients from the frames of their ids, occurrences and elements."""
-    settings = opened.table.settings
-    ids = _ids_of(opened, array_of(frames[0], "<i8", (rows,)))
-    occurrences = array_of(frames[1], "<i8", (rows,))
-    gradients = array_of(frames[2], settings.dtype, (rows, settings.dim))
-    if rows and not 0 <= int(occurrences.min()) <= int(occurrences.max()) <= _MOST_OCCURRENCES:
-        raise MessageRefusedError("occurrences out of range")
-    return RowGradients(ids, occurrences, gradients)
-
-
-def _describe_push(opened: OpenTable, text: bytes) -> str:
-    return f"push to the table {opened.name!r} with {decode_optimizer(text)}"
+@functools.lru_cache(1024)
+def _describe_push(table: str, text: bytes) -> str:
+    return f"push to the table {table!r} with {decode_optimizer(text)}"
 
 
 def _frames(request: WorkerRequest, count: int) -> Sequence[memoryview]:

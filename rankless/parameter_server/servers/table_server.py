@@ -37,6 +37,8 @@ from rankless.parameter_server.tables.durable_tables import DurableTables
 
 _PROOF_BYTES = 32
 _LOG_SECONDS = 5.0
+_MAY_END_WAITS = (Kind.PUSH, Kind.PUSH_SEVERAL, Kind.RESET, Kind.READY, Kind.LEAVE, Kind.REGROUP)
+"""Requests that may complete a transaction, or make it impossible."""
 _MOST_QUEUED = 64
 """Messages of one connection that wait to be received or sent. The kernel's buffers hold more."""
 
@@ -239,7 +241,7 @@ class TableServer:
         self._finish(request, answer)
         if request.header.kind == Kind.REGROUP and answer.header.kind == Kind.DONE:
             self._close_lost_sessions()
-        if request.header.kind in (Kind.PUSH, Kind.RESET, Kind.READY, Kind.LEAVE, Kind.REGROUP):
+        if request.header.kind in _MAY_END_WAITS:
             self._commit()
         if request.header.kind == Kind.LEAVE:  # nobody waits for the worker any more
             self._do_waiting()

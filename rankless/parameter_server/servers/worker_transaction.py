@@ -2,12 +2,10 @@
 
 import numpy as np
 
-from rankless.parameter_server.servers.server_requests import ServerRequests
+from rankless.parameter_server.servers.server_requests import SentNumber, ServerRequests
+from rankless.parameter_server.servers.table_slices import TableSlice, send_slices
 from rankless.parameter_server.servers.wire.messages import FOR_TRAINING, PREPARED, Kind, MessageHeader
 from rankless.parameter_server.servers.wire.prepared_pushes import PreparedPush
-
-SentNumber = tuple[int, int]
-"""The server and the number of a request."""
 
 
 class WorkerTransaction:
@@ -22,6 +20,8 @@ class WorkerTransaction:
         """Number of changes in the next one so far."""
         self.prepared: list[PreparedPush] = []
         """The last pushes of it, which its end brings to the servers."""
+        self.waiting: list[TableSlice] = []
+        """Pushes of it that have not been sent, if the transaction defers."""
         self.unanswered: list[SentNumber] = []
         """Requests of it whose answers nobody has awaited."""
         self.deferred: list[SentNumber] = []
@@ -50,8 +50,14 @@ class WorkerTransaction:
         self.deferred, self.unanswered = [], []
         return found
 
-    def send_prepared(self, requests: ServerRequests) -> None:
-        """Send prepared pushes within an exchange, because another change follows them."""
+    def send_waiting(self, requests: ServerRequests) -> None:
+        """Send pushes that have not been sent within an exchange, but for prepared ones."""
+        slices, self.waiting = self.waiting, []
+        self.unanswered += send_slices(requests, Kind.PUSH, slices, self.committed + 1)
+
+    def send_all(self, requests: ServerRequests) -> None:
+        """Send all pushes that have not been sent within an exchange, because another change follows them."""
+        self.send_waiting(requests)
         earlier, self.prepared = self.prepared, []
         for push in earlier:
             payload = (push.settings, np.array([push.factor], "<f8"))

@@ -3,12 +3,14 @@
 import random
 import re
 
+import msgspec
 import numpy as np
 import pytest
 from raw_worker import RawWorker
 from served_training import OPTIMIZERS, assert_equal_contents, draw_slice, push_sum
 from server_processes import servers_of_run
 
+from rankless.parameter_server.servers.wire.joint_slices import SliceMessage
 from rankless.parameter_server.servers.wire.messages import Kind, MessageHeader, make_message
 from rankless.parameter_server.servers.wire.setting_formats import encode_optimizer, encode_table_settings
 from rankless.parameter_server.tables.settings import TableSettings
@@ -20,6 +22,11 @@ MARK = 10**12
 MOST_GROWTH = 96 << 20
 
 
+def encode_several(slices, settings="") -> bytes:
+    """Return the first frame of a message with slices of several tables, of a number of rows each."""
+    return msgspec.json.encode([SliceMessage(table, rows, settings) for table, rows in slices])
+
+
 class MessageMutations:
     """Makes messages that are nearly right. Worker 0 commits nothing meanwhile, so that none may change the table."""
 
@@ -29,6 +36,13 @@ class MessageMutations:
         self._payloads = {
             Kind.OPEN: (b"name", encode_table_settings(SETTINGS)),
             Kind.PUSH: (encode_optimizer(OPTIMIZERS["sgd"]), np.arange(4), np.ones(4, np.int64), np.ones((4, 3))),
+            Kind.PUSH_SEVERAL: (
+                encode_several([(0, 3), (0, 1)], encode_optimizer(OPTIMIZERS["sgd"]).decode()),
+                np.arange(4),
+                np.ones(4, np.int64),
+                np.ones((4, 3)),
+            ),
+            Kind.PREPARE_SEVERAL: (encode_several([(0, 4)]), np.arange(4), np.ones(4, np.int64), np.ones((4, 3))),
             Kind.PULL: (np.arange(4),),
             Kind.PULL_SEVERAL: (np.array([[0, 3], [0, 1]]), np.arange(4)),
             Kind.RESTORE: (

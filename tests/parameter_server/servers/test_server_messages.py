@@ -3,12 +3,14 @@
 import itertools
 import json
 
+import msgspec
 import numpy as np
 import pytest
 from raw_worker import RawWorker
 from served_training import OPTIMIZERS
 from server_processes import servers_of_run
 
+from rankless.parameter_server.servers.wire.joint_slices import SliceMessage
 from rankless.parameter_server.servers.wire.messages import HEADER_BYTES, Kind, MessageHeader, make_message
 from rankless.parameter_server.servers.wire.setting_formats import encode_optimizer, encode_table_settings
 from rankless.parameter_server.tables.settings import TableSettings
@@ -152,6 +154,52 @@ def test_a_pull_from_several_tables_without_one_of_its_frames_is_refused(convers
     assert (answer.kind, found) == (Kind.REFUSED, b"a wrong number of payload frames")
     answer, (found,) = conversation.ask(Kind.PULL_SEVERAL, np.array([0, 3, 1], np.int32), IDS, rows=3)
     assert (answer.kind, found) == (Kind.REFUSED, b"a pull of a wrong number of tables")
+
+
+WRONG_SLICES = {
+    "no tables": ([], PUSH[1:], 3, b"slices of a wrong number of tables"),
+    "more rows than ids": ([(0, 3), (0, 1)], PUSH[1:], 3, b"slices with wrong numbers of tables or rows"),
+    "negative rows": ([(0, 4), (0, -1)], PUSH[1:], 3, b"slices with wrong numbers of tables or rows"),
+    "a negative table": ([(-1, 3)], PUSH[1:], 3, b"slices with wrong numbers of tables or rows"),
+    "an unknown table": ([(5000, 3)], PUSH[1:], 3, b"an unknown table"),
+    "an unknown table of no rows": ([(0, 3), (5000, 0)], PUSH[1:], 3, b"an unknown table"),
+    "fewer ids": ([(0, 3)], (IDS[:2], ONES, GRADIENTS), 3, b"an array of the wrong size"),
+    "fewer occurrences": ([(0, 3)], (IDS, ONES[:2], GRADIENTS), 3, b"an array of the wrong size"),
+    "fewer gradients": ([(0, 2), (0, 1)], (IDS, ONES, GRADIENTS[:2]), 3, b"an array of the wrong size"),
+    "more gradients": ([(0, 3)], (IDS, ONES, np.ones((4, 2), np.float32)), 3, b"an array of the wrong size"),
+    "rows beyond memory": ([(0, 2**62)], PUSH[1:], 2**62, b"an array of the wrong size"),
+    "a frame less": ([(0, 3)], (IDS, ONES), 3, b"a wrong number of payload frames"),
+    "negative occurrences": ([(0, 2), (0, 1)], (IDS, -ONES, GRADIENTS), 3, b"occurrences out of range"),
+    "no JSON": (b"[[0,3]", PUSH[1:], 3, b"JSON that is not understood"),
+    "JSON of something else": (b'{"table":0}', PUSH[1:], 3, b"JSON that is not understood"),
+}
+
+
+@pytest.mark.parametrize("kind", [Kind.PUSH_SEVERAL, Kind.PREPARE_SEVERAL])
+@pytest.mark.parametrize("name", WRONG_SLICES)
+def test_wrong_slices_of_several_tables_change_nothing(conversation, name, kind):
+    slices, arrays, rows, reason = WRONG_SLICES[name]
+    settings = SGD.decode() if kind == Kind.PUSH_SEVERAL else ""
+    if not isinstance(slices, bytes):
+        slices = msgspec.json.encode([SliceMessage(table, each, settings) for table, each in slices])
+    answer, (found,) = conversation.ask(kind, slices, *arrays, rows=rows, transaction=conversation.transaction)
+    assert answer.kind == Kind.REFUSED
+    assert found.startswith(reason)
+    conversation.check()
+    conversation.push()
+    conversation.commit()
+    conversation.expect_one_push()
+
+
+def test_a_wrong_slice_after_a_right_one_changes_nothing(conversation):
+    """The settings of the second slice are none: the first one must not count either."""
+    slices = msgspec.json.encode([SliceMessage(conversation.table, 2, SGD.decode()), SliceMessage(0, 1, "[]")])
+    transaction = conversation.transaction
+    answer, _ = conversation.ask(Kind.PUSH_SEVERAL, slices, *PUSH[1:], rows=3, transaction=transaction)
+    assert answer.kind == Kind.FAILED
+    conversation.push()
+    conversation.commit()
+    conversation.expect_one_push()
 
 
 WRONG = {

@@ -23,6 +23,9 @@ MOST_IN_FLIGHT = 16
 COPIED_BYTES = 16384
 """Frames up to here are copied when they are sent, which takes less time than to keep them alive."""
 
+JOINT_BYTES = 1 << 20
+"""Rows of one table up to here are in a message with those of other tables, which both sides copy."""
+
 FOR_TRAINING = 1
 """The flag of a pull whose rows are for a training step: the worker must not be too far ahead of the others."""
 
@@ -60,6 +63,10 @@ class Kind(IntEnum):
     """What a lost worker would have pushed. The payload says which worker, and the number of its change."""
     PULL_SEVERAL = 18
     """A pull from several tables, which the payload names."""
+    PUSH_SEVERAL = 19
+    """Pushes to several tables, in their order, which the payload names."""
+    PREPARE_SEVERAL = 20
+    """Slices of several tables, as of `PREPARE`."""
     CHALLENGE = 65
     WELCOME = 66
     DONE = 67

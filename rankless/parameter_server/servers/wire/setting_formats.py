@@ -1,6 +1,7 @@
 """Settings of tables and optimizers as JSON. Equal settings have equal JSON."""
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -27,6 +28,8 @@ from rankless.parameter_server.tables.settings import (
     Uniform,
 )
 
+_KEPT_SETTINGS = 256
+"""Most parameters of a step have the settings of others."""
 _MOST_DIM = 1 << 20
 _MOST_INTEGER = 1 << 62
 _INITIALS: dict[str, type[Initial]] = {kind.__name__: kind for kind in (Constant, Uniform, Normal)}
@@ -95,6 +98,7 @@ def encode_optimizer(settings: OptimizerSettings) -> bytes:
     return msgspec.json.encode((type(settings).__name__, _numbers_of(settings)))
 
 
+@functools.lru_cache(_KEPT_SETTINGS)
 def decode_optimizer(text: bytes) -> OptimizerSettings:
     """Return the settings of JSON. Raises TableError if they are none, or would fail in a step."""
     try:
