@@ -84,8 +84,8 @@ def _add_loss_options(group: "argparse._ArgumentGroup") -> None:
         type=int,
         metavar="N",
         default=0,
-        help="With --server-mode sync: 1 for a copy of each server, on another host if there are several. Then the run "
-        "goes on if a host of servers is lost. Default: 0.",
+        help="1 for a copy of each server, on another host if there are several. Then the run goes on if a host of "
+        "servers is lost. Default: 0.",
     )
     group.add_argument(
         "--server-restarts",

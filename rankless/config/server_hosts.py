@@ -197,12 +197,6 @@ def require_replicas(servers: RequestedServers) -> None:
             found=servers.replicas,
             fix="give --replicas 1",
         )
-    if servers.replicas and servers.mode != "sync":
-        raise ConfigError(
-            expected="--replicas with --server-mode sync, in which all steps have one order, so that copies stay equal",
-            found=f"--server-mode {servers.mode}",
-            fix="give --server-mode sync, or omit --replicas",
-        )
     names = [parse_endpoint(each).host for each in servers.endpoints]
     if servers.replicas and names and all(is_same_host(name, names[0]) for name in names):
         raise ConfigError(

@@ -191,10 +191,6 @@ REFUSED = [
         "expected: --servers with --replicas 1, because replicas are copies of servers\nfound:    no servers",
     ),
     (
-        ("--servers", "1", "--replicas", "1", "--server-mode", "async"),
-        "expected: --replicas with --server-mode sync, in which all steps have one order",
-    ),
-    (
         ("--servers", "127.0.0.1:6170,127.0.0.1:6171", "--replicas", "1"),
         "found:    127.0.0.1:6170, 127.0.0.1:6171, on one host",
     ),

@@ -147,6 +147,41 @@ def test_the_loss_of_both_hosts_ends_the_run_and_names_them(hosts: Hosts, tmp_pa
     assert "were lost" not in summary.verdict
 
 
+COUNT = Path(__file__).parent / "scripts/count_steps.py"
+
+
+def count_undisturbed(mode: Sequence[str], folder: Path) -> list[float]:
+    """Return what the training gives without a loss: on one device, but with `geo`, which is another training."""
+    if mode[0] != "geo":
+        command = (sys.executable, str(COUNT), "--plain", "--steps", "60")
+        return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    line = ("run", "--servers", "2", "--workers", "2", "--no-progress", "--server-mode", *mode, str(COUNT))
+    done = rankless(*line, "--steps", "60", folder=folder)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.ci_sample(1)
+@pytest.mark.parametrize(
+    ("how", "name", "mode"),
+    [
+        ("kill", "b", ("async",)),
+        ("link", "c", ("bounded", "--staleness", "2")),
+        ("kill", "c", ("geo", "--geo-steps", "3")),
+        ("link", "b", ("async",)),
+    ],
+)
+def test_each_step_of_independent_workers_counts_once(how, name, mode, hosts: Hosts, tmp_path: Path):
+    """The gradients do not depend on values, so all orders of steps have one result."""
+    line = (sys.executable, "-m", "rankless", *LINE, "--server-mode", *mode, str(COUNT), "--steps", "60")
+    job = hosts.start("a", line, cwd=tmp_path)
+    wait_for_step(job, tmp_path, 10)
+    output, errors = go_on_without(hosts, name, how, job)
+    found = json.loads(output.splitlines()[-1])
+    assert found == pytest.approx(count_undisturbed(mode, tmp_path), rel=0, abs=1e-11)
+    assert f"host {name} was lost" in errors
+
+
 TWO_HOSTS_OF_WORKERS = ("run", "--servers", "b,c", "--replicas", "1", "--workers", "a,d", "--no-progress")
 
 

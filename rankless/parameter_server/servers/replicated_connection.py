@@ -5,7 +5,8 @@ order between workers: a step is made when all parts of it have arrived, in the 
 copy stay bitwise equal if both get each request that changes something. They get it in the order of the worker's
 requests, and a call waits for both. Rows and contents are read from the first one that is not lost: a read changes
 nothing. The agents say which servers are lost. The requests that a lost one has not answered are dropped, and its reads
-are sent to the other one.
+are sent to the other one. In the modes without common steps a server makes the steps of different workers as they
+arrive. So a server and its copy make the same steps, each once, in orders that may differ as those of two runs do.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -21,6 +21,7 @@ from rankless.parameter_server.servers.replicated_connection import ReplicatedCo
 from rankless.parameter_server.servers.server_connection import ConnectionSettings, ServerAnswer
 from rankless.parameter_server.servers.wire.messages import Kind, MessageHeader
 from rankless.parameter_server.servers.wire.prepared_pushes import PreparedPush, encode_pushes
+from rankless.parameter_server.tables.optimizers import SgdSettings
 from rankless.parameter_server.tables.row_gradients import RowGradients
 from rankless.parameter_server.tables.table import Table
 
@@ -217,6 +218,37 @@ def test_a_worker_that_waited_says_that_it_goes_on_without_a_server(run, losses)
     assert any("worker 0 waits for server 0 at" in text for text in notices)
     assert any("worker 0 goes on without server 0 at" in text and "server 1 at" in text for text in notices)
     together([client.close for client in clients])
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("mode", [{"mode": "async"}, {"mode": "bounded", "staleness": 2}])
+def test_steps_of_independent_workers_count_once_also_if_a_server_is_lost(tmp_path, lost, mode):
+    """Gradients are whole numbers and the step adds them, so the order of steps changes no bit."""
+    settings, ids, steps = table_settings("every_id"), np.arange(40), 60
+    with servers_of_run(tmp_path, 1, WORKERS, replicas=1, **mode) as run:
+        losses = Losses(run)
+        clients = [run.client(worker, settings=losses.settings(defers=True)) for worker in range(WORKERS)]
+        tables = [client.open_table("t", settings) for client in clients]
+        before = tables[0].pull(ids)
+
+        def train(worker: int) -> None:
+            for step in range(steps):
+                if worker == 0 and step == steps // 3:
+                    losses.lose(lost)
+                clients[worker].begin_step()
+                tables[worker].pull(ids[:5])
+                gradients = np.full((40, settings.dim), -float(1 + worker + 2 * step))
+                tables[worker].push(ids, np.ones(40, np.int64), gradients, SgdSettings(lr=1.0))
+                clients[worker].commit()
+            clients[worker].wait_until_committed()
+
+        together([lambda worker=worker: train(worker) for worker in range(WORKERS)])
+        for client in clients:
+            client.wait_until_committed()
+        expected = sum(1 + worker + 2 * step for worker in range(WORKERS) for step in range(steps))
+        np.testing.assert_allclose(tables[1].pull(ids), before + expected, rtol=0, atol=1e-9)
+        assert tables[1].step == WORKERS * steps
+        together([client.close for client in clients])
 
 
 class OpenedTables:
