@@ -47,7 +47,7 @@ def made() -> dict[tuple[str, int], tuple[dict[str, list[str]], str]]:
     return {}
 
 
-@pytest.mark.ci_sample(30)
+@pytest.mark.ci_sample(15)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("launcher", "size"), JOBS)

@@ -30,7 +30,7 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return found
 
 
-@pytest.mark.ci_sample(5)
+@pytest.mark.ci_sample(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("outcomes", [2, pytest.param(3, marks=pytest.mark.exhaustive)], indirect=True)
 @pytest.mark.parametrize(("hole", "name"), NAMES)

@@ -32,7 +32,7 @@ def draw_kills(seed: int) -> str:
     return ",".join(kills)
 
 
-@pytest.mark.ci_sample(2)
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("seed", range(50))
 def test_kills_at_random_moments_change_no_number(tmp_path, plain, seed):
     options = {"gathers": seed % 3 == 0, "workers": "num_workers=2" if seed % 4 == 1 else ""}

@@ -31,7 +31,7 @@ random.Random(5).shuffle(CASES)  # the sample that always runs has some of each
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample(2)
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize(("optimizer", "options", "part"), CASES)
 def test_every_form_of_a_lookup_trains_as_a_plain_embedding(tmp_path, optimizer, options, part):
     command = (str(SCRIPT), "--optimizer", optimizer, "--part", str(part), "--parts", str(PARTS))
