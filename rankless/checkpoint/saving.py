@@ -26,6 +26,7 @@ from rankless.checkpoint.collective_errors import Agreement
 from rankless.checkpoint.content import Content, gather_content, pack_random_state, unpack_random_state
 from rankless.checkpoint.file_shares import FileShare, OwnPieces, list_own_pieces, share_by_owner, share_whole
 from rankless.checkpoint.folder import UncommittedCheckpoint, disk_errors, resolve_target
+from rankless.checkpoint.incremental.rows_of_others import leave_out_rows
 from rankless.checkpoint.manifest import Manifest, Node, SeriesPosition
 from rankless.checkpoint.snapshot import Snapshot
 from rankless.checkpoint.tensor_file_writer import TensorFileWriter
@@ -139,8 +140,9 @@ class Saver:
             self.owner.begin_call()  # frees whole values that the script has read
             self.join()
             _check(options)
-            content = gather_content(objects, options.extra)
             is_sharded = options.layout == "sharded"
+            with leave_out_rows(applies=mesh.rank != 0 and not is_sharded):
+                content = gather_content(objects, options.extra)
             own = list_own_pieces(content.shared_tensors if is_sharded else {}, mesh)
             position, previous = None, uncommitted.target
             if mesh.rank == 0:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 
+from rankless.checkpoint.incremental.rows_of_others import are_rows_left_out
 from rankless.context.table_sharing import SharedTables
 from rankless.errors import TableError
 from rankless.parameter_server.captured_lookups import CapturedLookups
@@ -170,7 +171,9 @@ class Embedding(nn.Module):
 
     def get_extra_state(self) -> dict[str, Any]:
         """Return the table as tensors and numbers, for `state_dict`."""
-        contents = vars(self._table.contents())
+        # Rows that another worker saves stay where they are; see Note [rows of a save] in `rows_of_others`.
+        store = Table(self._table.settings) if are_rows_left_out() else self._table
+        contents = vars(store.contents())
         values = {
             name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
             for name, value in contents.items()

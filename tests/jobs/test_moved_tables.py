@@ -60,6 +60,63 @@ def test_tables_move_from_one_device_to_workers_and_back(tmp_path, options):
     assert move(tmp_path, ())["loaded"] == second["saved"]
 
 
+READERS = """
+import os
+import torch, torch.nn.functional as F
+import rankless
+from rankless.parameter_server.servers.served_table import ServedTable
+
+reads = 0
+honest = ServedTable.contents
+
+def contents(self):
+    global reads
+    reads += 1
+    return honest(self)
+
+ServedTable.contents = contents
+torch.set_default_dtype(torch.float64)
+table = rankless.parameter_server.Embedding(4, seed=1)
+optimizer = torch.optim.Adagrad(table.parameters(), 0.1)
+
+@rankless.job(model=table, optimizer=optimizer)
+def train(ids):
+    return table(ids).square().mean()
+
+for step in range(3):
+    train(torch.arange(40) * (step + 1))
+{before}
+rankless.save("saved", model=table, optimizer=optimizer{options})
+print("READS", os.environ["RANK"], reads, flush=True)
+rows = table.list_rows()["rows"].clone()
+train(torch.arange(40))
+rankless.load("saved", model=table, optimizer=optimizer)
+assert torch.equal(table.list_rows()["rows"], rows)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "before", "readers"),
+    [
+        ("", "", {"0"}),
+        ("", "if os.environ['RANK'] == '0': os.kill(os.getpid(), 9)", {"1"}),
+        pytest.param(", layout='sharded'", "", {"0", "1", "2"}, marks=pytest.mark.exhaustive),
+        pytest.param(", background=True", "", {"0"}, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_the_worker_that_saves_rows_alone_reads_them(tmp_path, options, before, readers):
+    (tmp_path / "script.py").write_text(READERS.format(before=before, options=options))
+    line = ("--servers", "2", "--workers", "3", "--no-progress")
+    done = rankless("run", *line, "script.py", folder=tmp_path)
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output
+    logs = "".join(each.read_text() for each in tmp_path.glob("log/*/rank*.log"))
+    found = dict(re.findall(r"READS (\d) (\d+)", logs))
+    assert {rank for rank, reads in found.items() if int(reads)} == readers, output
+    assert len(found) == (2 if before else 3)
+
+
 SAVES = Path(__file__).parent / "scripts/save_while_servers_die.py"
 
 
