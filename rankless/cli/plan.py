@@ -5,14 +5,19 @@ import shutil
 import sys
 import tempfile
 
+import msgspec
+
 from rankless.cli.host_options import LOG_FOLDER_HELP
 from rankless.cli.json_output import add_json_option, make_json_header, read_json_destination
 from rankless.cli.picture_option import PICTURE_HELP, read_picture_path
 from rankless.cli.program_options import PLAN_HELP, add_program_options, read_program
+from rankless.cli.server_options import RequestedWorkers, add_server_options, read_sync_servers, read_workers
 from rankless.config.environment import default_log_folder
+from rankless.config.hosts import is_here, parse_endpoint
 from rankless.config.mesh_option import MESH_HELP, parse_mesh
 from rankless.config.plan_file import count_default_workers, find_plan, make_parallel_plan, name_axes, write_plan
 from rankless.config.run_config import Program, RunConfig, RunObservation, RunRequest
+from rankless.config.servers import RequestedServers
 from rankless.config.validation import make_run_config
 from rankless.errors import ConfigError
 from rankless.launch.agent import make_job_runner
@@ -59,6 +64,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json_option(parser, "the plan")
     parser.add_argument("--log-dir", default=default_log_folder(), metavar="DIR", help=LOG_FOLDER_HELP)
     parser.add_argument("--show", action="store_true", help="Show the output of the script too.")
+    add_server_options(parser)
+    parser.set_defaults(**dict.fromkeys(("hosts", "hostfile", "host_rank", "master", "host_count")))  # one host alone
     add_program_options(parser)
 
 
@@ -66,23 +73,36 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the plan of the jobs; return 0, or 1 if the script fails."""
     program, destination = read_program(arguments), read_json_destination(arguments)
     picture = read_picture_path(arguments)
-    if arguments.workers is None:
-        arguments.workers = count_default_workers(arguments.mesh, arguments.plan, otherwise=2)
-    if arguments.workers < 2:
+    servers, requested = read_sync_servers(arguments, "plan"), read_workers(arguments)
+    _require_one_host(requested, servers)
+    workers = requested.worker_count
+    if workers is None:
+        workers = count_default_workers(arguments.mesh, arguments.plan, otherwise=2)
+    request = RunRequest(
+        worker_count=workers + requested.heterogeneous,
+        heterogeneous_workers=requested.heterogeneous,
+        servers=servers,
+    )
+    if request.worker_count < 2:
         raise ConfigError(
             expected="at least 2 workers: on one worker, jobs run as plain PyTorch without communication",
-            found=arguments.workers,
+            found=request.worker_count,
             fix="set -n to the number of workers of the job",
         )
     with tempfile.TemporaryDirectory(prefix="rankless-plan-") as folder, destination.reserve_standard_output():
-        config = _make_config(arguments, program, folder)
+        config = _make_config(arguments, program, request, folder)
         try:
             _run_script(config, show=arguments.show)
         except RunFailed as end:
             print(f"rankless plan: {end}")
             return INTERRUPTED if end.exit_code == INTERRUPTED else 1
         records = list(read_program_records(folder))
-        report = make_plan_report(records, workers=arguments.workers, steps=arguments.steps)
+        report = make_plan_report(
+            records,
+            workers=config.worker_count,
+            servers=0 if servers is None else servers.count,
+            steps=arguments.steps,
+        )
     if not (report.jobs or report.not_reached or report.without_program):
         raise ConfigError(
             expected="a script that defines at least one job",
@@ -90,27 +110,39 @@ def run(arguments: argparse.Namespace) -> int:
             fix="put @rankless.job(model=…, optimizer=…) on its training function",
         )
     if arguments.save is not None:
-        write_plan(arguments.save, make_parallel_plan(records, program, workers=arguments.workers, mesh=config.mesh))
+        write_plan(arguments.save, make_parallel_plan(records, program, workers=config.worker_count, mesh=config.mesh))
     if not destination.is_standard_output:
         print(render_plan(report, shutil.get_terminal_size((WIDTH, 0)).columns if sys.stdout.isatty() else WIDTH))
     if picture is not None:
-        write_picture(picture, collect_plan(program.text, records, name_axes(config.mesh, arguments.workers)))
+        write_picture(picture, collect_plan(program.text, records, name_axes(config.mesh, config.worker_count)))
     destination.write(make_json_header(NAME, program, seed=config.seed), report)
     return 0
 
 
-def _make_config(arguments: argparse.Namespace, program: Program, folder: str) -> RunConfig:
+def _require_one_host(requested: RequestedWorkers, servers: RequestedServers | None) -> None:
+    """Raise `ConfigError` for addresses of other hosts."""
+    endpoints = () if servers is None else servers.endpoints
+    if requested.hosts or any(not is_here(parse_endpoint(each).host) for each in endpoints):
+        raise ConfigError(
+            expected="workers and servers on this host, where the plan is found",
+            found="addresses of other hosts",
+            fix="give numbers: --servers 2 --workers 4",
+        )
+
+
+def _make_config(arguments: argparse.Namespace, program: Program, request: RunRequest, folder: str) -> RunConfig:
     """Return the configuration of a run that stops after some steps and records its programs in `folder`."""
+    plan = None if arguments.plan is None else find_plan(arguments.plan, program, workers=request.worker_count)
     return make_run_config(
         program,
-        RunRequest(
-            worker_count=arguments.workers,
+        msgspec.structs.replace(
+            request,
             mesh=arguments.mesh,
             devices=arguments.devices,
             seed=arguments.seed,
             log_folder=arguments.log_dir,
             progress=False,
-            plan=None if arguments.plan is None else find_plan(arguments.plan, program, workers=arguments.workers),
+            plan=plan,
             observation=RunObservation(stop_after_steps=arguments.steps, programs=folder),
         ),
     )

@@ -147,6 +147,18 @@ def read_servers(arguments: argparse.Namespace) -> RequestedServers | None:
     return servers
 
 
+def read_sync_servers(arguments: argparse.Namespace, command: str) -> RequestedServers | None:
+    """Return the servers that the options of a command request, which takes those of the mode `sync` alone."""
+    servers = read_servers(arguments)
+    if servers is not None and servers.mode != "sync":
+        raise ConfigError(
+            expected="--server-mode sync, in which several workers make the steps of one",
+            found=servers.mode,
+            fix=f"{command} the script in the mode sync; the other modes are other trainings",
+        )
+    return servers
+
+
 class RequestedWorkers(NamedTuple):
     """The workers that a command line names.
 

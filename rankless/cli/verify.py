@@ -13,12 +13,11 @@ import msgspec
 from rankless.cli.host_options import LOG_FOLDER_HELP, add_host_options, make_cluster
 from rankless.cli.json_output import add_json_option, make_json_header, read_json_destination
 from rankless.cli.program_options import PLAN_HELP, add_program_options, read_program
-from rankless.cli.server_options import RequestedWorkers, add_server_options, read_servers, read_workers
+from rankless.cli.server_options import RequestedWorkers, add_server_options, read_sync_servers, read_workers
 from rankless.config.environment import default_log_folder
 from rankless.config.mesh_option import MESH_HELP, parse_mesh
 from rankless.config.plan_file import count_default_workers, find_plan
 from rankless.config.run_config import Cluster, Precision, Program, RunRequest
-from rankless.config.servers import RequestedServers
 from rankless.config.validation import check_program, check_servers, choose_run_mesh
 from rankless.errors import ConfigError
 from rankless.launch.agent import make_job_runner
@@ -94,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
     _check_options(arguments)
     destination = read_json_destination(arguments)
     seed = secrets.randbelow(2**32) if arguments.seed is None else arguments.seed
-    servers = _read_sync_servers(arguments)
+    servers = read_sync_servers(arguments, "verify")
     requested = read_workers(arguments)
     cluster, workers = _read_cluster(arguments, requested)
     plan = None if arguments.plan is None else find_plan(arguments.plan, program, workers=workers)
@@ -138,18 +137,6 @@ def run(arguments: argparse.Namespace) -> int:
 def _tell(text: str) -> None:
     """Show what is being done, on standard error: the verdict comes first on standard output."""
     print(text, file=sys.stderr, flush=True)
-
-
-def _read_sync_servers(arguments: argparse.Namespace) -> RequestedServers | None:
-    """Return the servers of the run on several workers."""
-    servers = read_servers(arguments)
-    if servers is not None and servers.mode != "sync":
-        raise ConfigError(
-            expected="--server-mode sync, in which several workers make the steps of one",
-            found=servers.mode,
-            fix="verify the script in the mode sync; the other modes are other trainings",
-        )
-    return servers
 
 
 def _check_options(arguments: argparse.Namespace) -> None:

@@ -60,6 +60,18 @@ class ProgramCommunication(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the program continues while the collective runs."""
 
 
+class TableLookup(msgspec.Struct, frozen=True, kw_only=True):
+    """A lookup of rows in a table (`rankless.parameter_server.Embedding`)."""
+
+    line: str
+    module: str = ""
+    module_type: str = ""
+    ids: int
+    """The ids of all workers in a call, with repeated ones. Each worker reads the rows of its different ids."""
+    row_bytes: int
+    """The size of a row's value, and of its gradient."""
+
+
 class ReplicatedOperator(msgspec.Struct, frozen=True, kw_only=True):
     """An operator without a sharding rule: every worker gathers its inputs and computes it in full."""
 
@@ -136,6 +148,8 @@ class JobProgram(msgspec.Struct, frozen=True, kw_only=True, tag="program"):
     """How many operators of the forward pass the backward pass computes again, to save memory."""
     inputs: tuple[ProgramInputRecord, ...]
     moves: tuple[ProgramCommunication, ...]
+    lookups: tuple[TableLookup, ...] = ()
+    """The lookups of rows, in their order."""
     pipeline: PipelineRecord | None = None
     """The stages, on a mesh with the axis `pipeline`."""
     without_rule: tuple[ReplicatedOperator, ...]

@@ -17,6 +17,7 @@ from rankless.records.job_programs import (
     ProgramInputRecord,
     ProgramRecord,
     ReplicatedOperator,
+    TableLookup,
 )
 from rankless.records.module_groups import group_by_module
 from rankless.records.quantities import format_decimal_bytes
@@ -52,6 +53,8 @@ class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
     """The result of `rankless plan`, without the fields that `--json` adds for all commands."""
 
     workers: int
+    servers: int = 0
+    """The parameter servers, which hold the rows of tables. 0: each worker has all rows."""
     steps: int
     """The training steps after which `rankless plan` ended the script."""
     jobs: tuple[PlannedJob, ...]
@@ -62,7 +65,7 @@ class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
     """Jobs that the script called and that are not compiled: in the mirrored view, or with `capture=False`."""
 
 
-def make_plan_report(facts: Iterable[ProgramRecord], *, workers: int, steps: int) -> PlanReport:
+def make_plan_report(facts: Iterable[ProgramRecord], *, workers: int, steps: int, servers: int = 0) -> PlanReport:
     """Make the report from the facts that a run recorded about its jobs."""
     known = list(facts)
     compiled = {(fact.job, fact.line) for fact in known if isinstance(fact, JobProgram)}
@@ -70,6 +73,7 @@ def make_plan_report(facts: Iterable[ProgramRecord], *, workers: int, steps: int
     called = [fact for fact in known if isinstance(fact, DefinedJob) and fact.called]
     return PlanReport(
         workers=workers,
+        servers=servers,
         steps=steps,
         jobs=tuple(
             PlannedJob(
@@ -90,7 +94,7 @@ def make_plan_report(facts: Iterable[ProgramRecord], *, workers: int, steps: int
 
 def render_plan(report: PlanReport, width: int = WIDTH) -> str:
     """Format all jobs, one below the other, wrapped to `width` columns, at least 40. Nothing is cut off."""
-    lines = [line for job in report.jobs for line in ("", *_render_job(job, max(width, MIN_WIDTH)))]
+    lines = [line for job in report.jobs for line in ("", *_render_job(job, report.servers, max(width, MIN_WIDTH)))]
     steps = _count(report.steps, "training step")
     texts = [f"{_name(job)} was not called within {steps}; increase --steps" for job in report.not_reached]
     texts += [
@@ -101,7 +105,8 @@ def render_plan(report: PlanReport, width: int = WIDTH) -> str:
     return "\n".join(lines)
 
 
-def _render_job(job: PlannedJob, width: int) -> Iterator[str]:
+def _render_job(job: PlannedJob, servers: int, width: int) -> Iterator[str]:
+    """Yield the lines of a job, whose tables have their rows on some servers, if there are any."""
     program = job.program
     kind = "train job" if program.trains else "predict job"
     yield from _wrap(f"{kind} {program.job} ({_shorten_line(program.line)}): {program.operators} operators", width)
@@ -115,6 +120,8 @@ def _render_job(job: PlannedJob, width: int) -> Iterator[str]:
         title = f"data moved per call{step}, in order of start (~ overlaps with computation):"
         yield from _wrap(title, width, indent=2)
         yield from _render_moves(program.moves, width)
+    if program.lookups:
+        yield from _render_lookups(program, servers, width)
     rows = list(render_modules(group_by_module(program)))
     if rows:
         yield "  by module:"
@@ -150,6 +157,27 @@ def _render_pipeline(pipeline: PipelineRecord, width: int) -> Iterator[str]:
             width,
             indent=4,
         )
+
+
+def _render_lookups(program: JobProgram, servers: int, width: int) -> Iterator[str]:
+    """Yield the lookups of rows in tables. Equal ones share a line."""
+    if servers:
+        move = "read the rows of different ids" + ", and send their gradients" * program.trains
+        head = f"rows of tables, on {_count(servers, 'server')}: in a call workers {move}"
+    else:
+        move = ": in a call each sends the gradients of its different ids to all" if program.trains else ""
+        head = f"rows of tables, all in every worker{move}"
+    yield from _wrap(head, width, indent=2)
+    groups: dict[tuple[object, ...], list[TableLookup]] = {}
+    for lookup in program.lookups:
+        groups.setdefault((lookup.line, lookup.ids, lookup.row_bytes), []).append(lookup)
+    for members in groups.values():
+        lookup, count = members[0], len(members)
+        modules = format_modules((item.module, item.module_type) for item in members)
+        size = format_decimal_bytes(lookup.ids * lookup.row_bytes)
+        each = f"{_count(count, 'lookup')} of at most {lookup.ids:,} ids, {size}{' each' if count > 1 else ''}"
+        text = f"{_shorten_line(lookup.line)}: {each}{f', in {modules}' if modules else ''}"
+        yield from _wrap(text, width, indent=4)
 
 
 def _list_workers(workers: Sequence[int]) -> str:

@@ -97,6 +97,84 @@ def test_the_first_step_gives_a_table_and_json(tmp_path: Path) -> None:
     assert "job correct (train.py:22) was not called within 1 training step" in job.stdout
 
 
+TABLES = """
+import torch
+import rankless
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rows = rankless.parameter_server.Embedding(4)
+        self.top = rankless.parameter_server.mark_dense(torch.nn.Linear(4, 1))
+
+    def forward(self, ids):
+        return self.top(self.rows(ids).sum(1) + self.rows(ids[:, 0])).square().mean()
+
+model = Model()
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+@rankless.job(model=model, optimizer=optimizer)
+def train(ids):
+    return model(ids)
+
+train(torch.arange(18).reshape(6, 3))
+"""
+READ = "train.py:12: 1 lookup of at most 18 ids, 288 B, in model.rows (Embedding)"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "head"),
+    [
+        (
+            ("--servers", "2", "--workers", "3"),
+            "rows of tables, on 2 servers: in a call workers read the rows of different ids, and send their gradients",
+        ),
+        pytest.param(
+            ("-n", "2"),
+            "rows of tables, all in every worker: in a call each sends the gradients of its different ids to all",
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(
+            ("--servers", "1", "--workers", "2", "--heter-workers", "1"),
+            "rows of tables, on 1 server: in a call workers",
+            marks=pytest.mark.exhaustive,
+        ),
+    ],
+)
+def test_a_plan_has_the_rows_of_tables_that_move(tmp_path: Path, options, head) -> None:
+    (tmp_path / "train.py").write_text(TABLES)
+    job = rankless("plan", *options, "--json", "plan.json", "train.py", folder=tmp_path)
+    assert job.returncode == 0, job.stdout + job.stderr
+    shown = " ".join(job.stdout.split())
+    assert head in shown
+    report = check_result((tmp_path / "plan.json").read_text(), "plan")
+    assert report["servers"] == (int(options[1]) if options[0] == "--servers" else 0)
+    lookups = report["jobs"][0]["program"]["lookups"]
+    assert sorted((each["ids"], each["row_bytes"], each["module"]) for each in lookups) == [
+        (6, 16, "model.rows"),
+        (18, 16, "model.rows"),
+    ]
+    assert READ in shown
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (("--servers", "1", "--server-mode", "async"), "plan the script in the mode sync"),
+        (("--servers", "198.51.100.7:6170", "--workers", "2"), "addresses of other hosts"),
+        (("--servers", "1", "--workers", "198.51.100.7,198.51.100.8"), "addresses of other hosts"),
+        (("--servers", "1", "--workers", "1"), "at least 2 workers"),
+        (("--servers", "1", "-n", "3", "--workers", "2"), "one number of workers"),
+    ],
+)
+def test_servers_that_a_plan_cannot_have_are_refused(tmp_path: Path, options, text) -> None:
+    (tmp_path / "train.py").write_text(TABLES)
+    job = rankless("plan", *options, "train.py", folder=tmp_path)
+    assert job.returncode == 2, job.stdout + job.stderr
+    assert text in job.stdout + job.stderr
+
+
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_more_steps_reach_more_jobs(tmp_path: Path) -> None:

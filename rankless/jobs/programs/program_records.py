@@ -1,9 +1,11 @@
 """Record the programs of a worker's jobs, for `rankless plan` and for the coverage report of `rankless verify`."""
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import msgspec
+import torch
 from torch import Tensor, fx
 
 from rankless.compiler.codegen.codegen import LocalProgram
@@ -27,6 +29,7 @@ from rankless.records.job_programs import (
     ProgramInputRecord,
     ProgramRecord,
     ReplicatedOperator,
+    TableLookup,
     encode_program_record,
     programs_file,
 )
@@ -43,6 +46,8 @@ OF_STAGE_IN_PIECES = "in pieces on the workers of its stage"
 """The same for parameters of a pipeline with zero="parameters"."""
 
 Outputs = Sequence[Tensor]
+
+_TABLE_ROWS = torch.ops.rankless.table_rows.default
 
 
 class ProgramRecorder:
@@ -159,6 +164,7 @@ def describe_program(job: JobDefinition, local: LocalProgram) -> JobProgram:
             describe_input(node, given, sharded.sharding(node), local) for node, given in logical.inputs.items()
         ),
         moves=tuple(describe_collective(move, trains=job.trains) for move in local.collectives),
+        lookups=tuple(describe_lookup(node) for node in logical.graph.nodes if node.target is _TABLE_ROWS),
         pipeline=local.pipeline,
         without_rule=tuple(map(describe_operator, sharded.nodes_without_rule)),
         probed=tuple(map(describe_probed_operator, sharded.probed_nodes)),
@@ -189,6 +195,20 @@ def describe_collective(collective: CollectiveRecord, *, trains: bool) -> Progra
         gathered=collective.gathered,
         in_full=collective.in_full,
         overlapped=collective.overlapped,
+    )
+
+
+def describe_lookup(node: fx.Node) -> TableLookup:
+    """Return a lookup of rows as plain data."""
+    value, module = node.meta["val"], node.meta.get("module")
+    assert isinstance(value, LogicalValue)
+    *ids, dim = (int(size_hint(size)) for size in value.shape)
+    return TableLookup(
+        line=str(node.meta.get("line", "")),
+        module="" if module is None else module.path,
+        module_type="" if module is None else module.kind,
+        ids=math.prod(ids),
+        row_bytes=dim * value.dtype.itemsize,
     )
 
 
