@@ -150,8 +150,7 @@ class Saver:
                 uncommitted.open(token)
             description = content.describe(all_tensors=is_sharded)
             agreement.summary = f"{doing}, {options.layout}{' in the background' * options.background}, {description}"
-            random_digest = hashlib.sha256(pack_random_state(mesh.device, rank=0)).digest()
-            agreement.note = msgspec.msgpack.encode((random_digest, own.size))
+            agreement.note = msgspec.msgpack.encode((_digest_random_state(mesh), own.size))
         notes = [msgspec.msgpack.decode(note, type=tuple[bytes, int]) for note in agreement.notes]
         with Agreement(mesh=mesh, doing=doing):
             share = self._share(content, options, own, [size for _, size in notes])
@@ -252,6 +251,11 @@ class Saver:
             for _, state_tensors in states:
                 tensors.update(state_tensors)
         return [node for node, _ in states]
+
+
+def _digest_random_state(mesh: Mesh) -> bytes:
+    """Return a digest that is equal on ranks with the same random state."""
+    return hashlib.sha256(pack_random_state(mesh.device, rank=0)).digest()
 
 
 def _find_place(target: Path, series: CheckpointSeries | None) -> tuple[SeriesPosition | None, Path]:

@@ -73,22 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the plan of the jobs; return 0, or 1 if the script fails."""
     program, destination = read_program(arguments), read_json_destination(arguments)
     picture = read_picture_path(arguments)
-    servers, requested = read_sync_servers(arguments, "plan"), read_workers(arguments)
-    _require_one_host(requested, servers)
-    workers = requested.worker_count
-    if workers is None:
-        workers = count_default_workers(arguments.mesh, arguments.plan, otherwise=2)
-    request = RunRequest(
-        worker_count=workers + requested.heterogeneous,
-        heterogeneous_workers=requested.heterogeneous,
-        servers=servers,
-    )
-    if request.worker_count < 2:
-        raise ConfigError(
-            expected="at least 2 workers: on one worker, jobs run as plain PyTorch without communication",
-            found=request.worker_count,
-            fix="set -n to the number of workers of the job",
-        )
+    request = _read_request(arguments)
     with tempfile.TemporaryDirectory(prefix="rankless-plan-") as folder, destination.reserve_standard_output():
         config = _make_config(arguments, program, request, folder)
         try:
@@ -100,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
         report = make_plan_report(
             records,
             workers=config.worker_count,
-            servers=0 if servers is None else servers.count,
+            servers=0 if request.servers is None else request.servers.count,
             steps=arguments.steps,
         )
     if not (report.jobs or report.not_reached or report.without_program):
@@ -117,6 +102,27 @@ def run(arguments: argparse.Namespace) -> int:
         write_picture(picture, collect_plan(program.text, records, name_axes(config.mesh, config.worker_count)))
     destination.write(make_json_header(NAME, program, seed=config.seed), report)
     return 0
+
+
+def _read_request(arguments: argparse.Namespace) -> RunRequest:
+    """Return the workers and servers that the options request. Raises `ConfigError` for those that cannot be."""
+    servers, requested = read_sync_servers(arguments, "plan"), read_workers(arguments)
+    _require_one_host(requested, servers)
+    workers = requested.worker_count
+    if workers is None:
+        workers = count_default_workers(arguments.mesh, arguments.plan, otherwise=2)
+    request = RunRequest(
+        worker_count=workers + requested.heterogeneous,
+        heterogeneous_workers=requested.heterogeneous,
+        servers=servers,
+    )
+    if request.worker_count < 2:
+        raise ConfigError(
+            expected="at least 2 workers: on one worker, jobs run as plain PyTorch without communication",
+            found=request.worker_count,
+            fix="set -n to the number of workers of the job",
+        )
+    return request
 
 
 def _require_one_host(requested: RequestedWorkers, servers: RequestedServers | None) -> None:
