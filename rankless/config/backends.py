@@ -103,12 +103,13 @@ def count_most_lost(config: RunConfig, devices: Sequence[Sequence[str]]) -> int:
         devices: For each host, the torch device of each of its workers.
     """
     servers = config.servers
-    if servers is None or servers.mode != "sync" or config.mesh or config.plan is not None:
+    kinds = next((axis.stage_workers for axis in config.mesh if axis.stage_workers), ())
+    if servers is None or servers.mode != "sync" or (config.mesh and not kinds) or config.plan is not None:
         return 0
     is_observed = config.recording is not None or config.observation != RunObservation()
     if is_observed or any(device != "cpu" for on_host in devices for device in on_host):
         return 0
-    most = sum(map(len, devices)) - 1
+    most = sum(map(len, devices)) - max(1, len(kinds))  # one of each kind is left
     return most if servers.lost_workers is None else min(most, servers.lost_workers)
 
 

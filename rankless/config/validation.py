@@ -115,11 +115,10 @@ def check_servers(request: RunRequest, cluster: Cluster | None) -> None:
             found=f"{servers.count} servers, and workers that may join and leave",
             fix="omit the options of elastic jobs, or the servers",
         )
-    is_divided = request.mesh or request.plan is not None or count_heterogeneous(request, cluster)
-    if servers.lost_workers and is_divided:
+    if servers.lost_workers and (request.mesh or request.plan is not None):
         raise ConfigError(
-            expected="--lost-workers with a mesh of the axis data alone",
-            found=f"--lost-workers {servers.lost_workers} with --mesh, a plan or --heter-workers",
+            expected="--lost-workers with a mesh of the axis data alone, or with --heter-workers",
+            found=f"--lost-workers {servers.lost_workers} with --mesh or a plan",
             fix="omit --lost-workers",
         )
     require_replicas(servers)

@@ -58,6 +58,14 @@ class StartedWorkers:
     """Those that were killed while the others went on."""
     round: int = 0
     """How often those that are left have formed a group anew."""
+    kinds: tuple[tuple[int, ...], ...] = ()
+    """The workers of each kind, lost ones included, where some are heterogeneous."""
+
+    @staticmethod
+    def of(workers: Mesh) -> "StartedWorkers":
+        """Return the numbers of all workers of a run that has lost none: their ranks."""
+        kinds = next((axis.stage_workers for axis in workers.axes if axis.stage_workers), ())
+        return StartedWorkers(own=workers.rank, count=workers.size, kinds=kinds)
 
 
 class Recovery(Protocol):
@@ -149,7 +157,7 @@ class World:
     @property
     def numbering(self) -> StartedWorkers:
         """The workers as servers know them."""
-        return self.started or StartedWorkers(own=self.workers.rank, count=self.workers.size)
+        return self.started or StartedWorkers.of(self.workers)
 
     @property
     def reads_rows_early(self) -> bool:

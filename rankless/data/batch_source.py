@@ -82,7 +82,7 @@ class BatchSource:
             set_process_states(before)
         if not first_rank_reads:
             agreed = self._check_agreement(batches, requests, current, world)
-            return share_batches(agreed, mesh=mesh) if self._is_shared else agreed
+            return share_batches(agreed, world=world) if self._is_shared else agreed
         sync_generators(before, mesh=mesh)
         return distribute_from_first_rank(batches, mesh=mesh)
 
@@ -324,16 +324,20 @@ class _FollowingReader:
 
     def take_next(self, mesh: Mesh) -> BatchRead | Exception | None:
         """Read the next batch for the ranks of a mesh. If a rank was lost, that is the first one not yielded."""
-        source = self._source
-        if mesh is not source.mesh and self._requests is not None:
-            self.batches = iter(source.restart_divided(self._requests, self._pass, mesh))
-        source.mesh = mesh
+        if self._must_restart(mesh) and self._requests is not None:
+            self.batches = iter(self._source.restart_divided(self._requests, self._pass, mesh))
+        self._source.mesh = mesh
         self.read = _take_next(self.batches)
         return self.read
 
+    def _must_restart(self, mesh: Mesh) -> bool:
+        """Return whether a rank was lost, and the others divide batches anew. Beside heterogeneous workers none do."""
+        is_divided = self._requests is not None and find_kinds_axis(mesh) is None
+        return mesh is not self._source.mesh and is_divided
+
     def agree(self, world: World) -> ProbeResult:
         """Require the same batch on all ranks. Return why they must read whole batches, if they must."""
-        if world.mesh is not self._source.mesh and self._requests is not None:
+        if self._must_restart(world.mesh):
             self.take_next(world.mesh)
         return require_same_batch(self.read, mesh=world.mesh)
 

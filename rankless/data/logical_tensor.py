@@ -241,6 +241,17 @@ class LogicalTensor(Tensor):
             )
         return self.read_again()
 
+    def _divide_again(self, mesh: Mesh) -> Tensor:
+        """Return the tensor divided over another mesh; see `divide_again`."""
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            whole = self._whole = get_whole_again(self)
+            division, dim = BatchDivision.of(mesh), self.placement.dim
+            self.placement = Shard(dim, division.split(whole.shape[dim]))
+            self.mesh = mesh
+            rank = division.own_part
+            self._local = whole.narrow(dim, self.placement.start(rank), self.placement.lengths[rank])
+        return whole if mesh.size == 1 else self
+
     def _apply_func_to_rows(self, func: Callable[..., Any], rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of an operation that keeps the position of every value, such as a cast."""
         return _apply_to_rows(func, self, rest, kwargs)
@@ -291,16 +302,7 @@ def divide_again(tensor: LogicalTensor, mesh: Mesh) -> Tensor:
     Raises:
         LostWorkerError: The lost worker's rows cannot be read again.
     """
-    if mesh is tensor.mesh:
-        return tensor
-    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-        whole = tensor._whole = get_whole_again(tensor)
-        division, dim = BatchDivision.of(mesh), tensor.placement.dim
-        tensor.placement = Shard(dim, division.split(whole.shape[dim]))
-        tensor.mesh = mesh
-        rank = division.own_part
-        tensor._local = whole.narrow(dim, tensor.placement.start(rank), tensor.placement.lengths[rank])
-    return whole if mesh.size == 1 else tensor
+    return tensor if mesh is tensor.mesh else tensor._divide_again(mesh)
 
 
 def get_whole_again(tensor: LogicalTensor) -> Tensor:

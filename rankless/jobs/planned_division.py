@@ -88,7 +88,7 @@ class PlannedDivision:
             if id(tensor) in tables:  # it stands for rows, which all workers step together
                 continue
             divisions = (self._divisions or {}).get(name, ())
-            if self.pipeline is not None and name in (self._stages or {}) and id(tensor) in stepped:
+            if self._world.recovery is None and self.pipeline is not None and name in (self._stages or {}) and id(tensor) in stepped:
                 owner = choose_owner(tensor, (self._stages or {})[name], self.pipeline, self._world.stage_owners)
                 along_pipeline = give_to(tensor, self.pipeline, owner)
                 divisions = (*divisions, along_pipeline) if along_pipeline is not None else divisions

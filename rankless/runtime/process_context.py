@@ -102,7 +102,7 @@ class ProcessContext:
             **({} if config is None else self._make_recorders(config)),
             meter=self._make_meter(progress=progress) if mesh.rank == 0 or recovery is not None else None,
             servers=servers,
-            started=None if recovery is None else StartedWorkers(own=mesh.rank, count=mesh.size),
+            started=None if recovery is None else StartedWorkers.of(mesh),
             recovery=recovery,
         )
         if recovery is not None:

@@ -8,6 +8,7 @@ See Note [values of heterogeneous workers] for the values of tensors.
 
 from collections import deque
 from collections.abc import Iterator
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.utils.data import Dataset
 
 from rankless.collectives.point_to_point import start_receive, start_send
 from rankless.collectives.typed_values import decode_value, encode_value
+from rankless.context.world import World
 from rankless.data.batch_tree import map_leaves
 from rankless.data.generators import (
     ProcessStates,
@@ -80,36 +82,56 @@ def _yield_ahead(requests: Iterator[BatchRead], ahead: deque[BatchRead]) -> Iter
         yield first
 
 
-def share_batches(reads: Iterator[BatchRead], *, mesh: Mesh) -> Iterator[BatchRead]:
+def share_batches(reads: Iterator[BatchRead], *, world: World) -> Iterator[BatchRead]:
     """Yield batches with `ReadTensor` in place of their tensors, on all workers.
 
     If the first worker cannot read a batch, the heterogeneous ones raise, too.
 
     Args:
         reads: The batches as this worker reads them; on heterogeneous workers their requests.
-        mesh: All workers.
+        world: All workers. Another one on the CPU sends if the first one is lost.
     """
-    axis = find_kinds_axis(mesh)
-    assert axis is not None
-    is_sender = axis.rank == axis.stage_workers[0][0]
+    reads_samples = not is_heterogeneous(world.mesh)
     while True:
-        before = get_process_states() if is_sender else None
+        may_send = reads_samples and (world.recovery is not None or _is_sender(world.mesh))
+        before = get_process_states() if may_send else None
+        message, failure = None, None
         try:
             read = next(reads, None)
             if read is None:
                 return
             message = None if before is None else _make_message(read, before)
         except Exception as error:  # user code may raise anything; the heterogeneous workers raise too
-            if is_sender:
-                text = str(getattr(error, "found", f"{type(error).__name__}: {error}"))
-                _send(_SharedBatch(error=text), axis)
-            raise
-        if message is not None:
-            _send(message, axis)
-        if axis.rank in axis.stage_workers[0]:
+            if before is None:
+                raise
+            failure = error
+            message = _SharedBatch(error=str(getattr(error, "found", f"{type(error).__name__}: {error}")))
+        received = world.run_for_all(partial(_exchange, message))
+        if failure is not None:
+            raise failure
+        assert read is not None
+        if reads_samples:
             yield BatchRead(data=map_leaves(_wrap, read.data), request=read.request, probe=read.probe)
         else:
-            yield BatchRead(data=_receive(axis), request=read.request)
+            yield BatchRead(data=_take_message(received, world.current.mesh), request=read.request)
+
+
+def _is_sender(mesh: Mesh) -> bool:
+    """Return whether this worker sends what it has read to the heterogeneous ones."""
+    axis = find_kinds_axis(mesh)
+    return axis is not None and axis.rank == axis.stage_workers[0][0]
+
+
+def _exchange(message: _SharedBatch | None, world: World) -> _SharedBatch | None:
+    """Send a message, or receive it on a heterogeneous worker. Other workers return None. Collective."""
+    axis = find_kinds_axis(world.mesh)
+    assert axis is not None
+    if is_heterogeneous(world.mesh):
+        return msgspec.msgpack.decode(_receive_bytes(axis).numpy().tobytes(), type=_SharedBatch)
+    if _is_sender(world.mesh):
+        assert message is not None
+        _send(message, axis)
+    return None
 
 
 def _wrap(_: str, leaf: Any) -> Any:
@@ -148,9 +170,10 @@ def _send(message: _SharedBatch, axis: MeshAxis) -> None:
         work.wait()
 
 
-def _receive(axis: MeshAxis) -> Any:
+def _take_message(message: _SharedBatch | None, mesh: Mesh) -> Any:
     """Return the data of a batch that the first worker on the CPU has read, and take over its generators' states."""
-    message = msgspec.msgpack.decode(_receive_bytes(axis).numpy().tobytes(), type=_SharedBatch)
+    axis = find_kinds_axis(mesh)
+    assert message is not None and axis is not None
     if message.error:
         raise DataError(
             expected="the workers on the CPU to read the batch",

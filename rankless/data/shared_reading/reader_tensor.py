@@ -129,17 +129,27 @@ class ReaderTensor(LogicalTensor):
                     where=where,
                 )
             with self._monitor.watch_wait(where), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-                self.mesh.check_sync_point(
-                    f"an operation on a whole batch of {self.dtype} {list(self.shape)} outside jobs",
-                    names=lambda: ["batch, and the same part of it,"],
-                    digests=[self.fingerprint],
-                )
-                axis = find_kinds_axis(self.mesh)
-                assert axis is not None
-                (found,) = share_values([self], [axis.stage_workers[1]], axis)
-                assert found is not None
+                found = self._monitor.run_for_all(self._gather, self.mesh)
                 self._known, self._has_value, self._whole = found, True, found
         return self._whole
+
+    def _gather(self, mesh: Mesh) -> Tensor:
+        """Return the value, which heterogeneous workers get. Collective."""
+        mesh.check_sync_point(
+            f"an operation on a whole batch of {self.dtype} {list(self.shape)} outside jobs",
+            names=lambda: ["batch, and the same part of it,"],
+            digests=[self.fingerprint],
+        )
+        axis = find_kinds_axis(mesh)
+        assert axis is not None
+        (found,) = share_values([self], [axis.stage_workers[1]], axis)
+        assert found is not None
+        return found
+
+    def _divide_again(self, mesh: Mesh) -> Tensor:
+        """Note the workers that are left. Nothing is divided, and all of those on the CPU have the value."""
+        self.mesh = mesh
+        return self
 
     def _apply_func_to_rows(self, func: Callable[..., Any], rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of an operation that keeps the position of every value, such as a cast."""

@@ -42,11 +42,13 @@ class WorkerHosts(NamedTuple):
         host_of: The index of each worker's host, by rank.
         addresses: The address of each host, by which the others reach it; empty for a run on one host.
         with_servers: The hosts that have servers: without one of these no worker goes on.
+        kinds: The workers of each kind, where some are heterogeneous. One of each must be left.
     """
 
     host_of: tuple[int, ...]
     addresses: tuple[str, ...] = ()
     with_servers: frozenset[int] = frozenset()
+    kinds: tuple[tuple[int, ...], ...] = ()
 
 
 class GoingOn(Protocol):
@@ -86,6 +88,8 @@ class SurvivorRounds:
         self.lost: set[int] = set()
         """The workers without which the others go on."""
         self._living = set(range(len(hosts.host_of)))
+        self._finished: set[int] = set()
+        """The workers that have ended by themselves with exit code 0."""
         self._joined: set[int] = set()
         """The workers that have been in a round."""
         self._ready: set[int] = set()
@@ -130,6 +134,7 @@ class SurvivorRounds:
             self._living.discard(record.rank)
             self._ready.discard(record.rank)
             self._has_failed = self._has_failed or record.exit_code != 0
+            self._finished |= {record.rank} if record.exit_code == 0 else set()
             return [record]
         how = f"was killed by {name_signal(-record.exit_code)}"
         text = f"worker {record.rank} (pid {self._process_ids.get(record.rank)}) {how}; {self._describe_living()}"
@@ -155,7 +160,8 @@ class SurvivorRounds:
         """Go on without workers that have ended, if that is possible. Return whether it is."""
         self._receive_messages()
         living = self._living - ranks
-        is_allowed = len(self.lost) + len(ranks) <= self._most_lost
+        has_kinds = all(map((living | self._finished).intersection, self._hosts.kinds))
+        is_allowed = len(self.lost) + len(ranks) <= self._most_lost and has_kinds
         if not (self._joined >= living and living and is_allowed) or self._has_failed:
             return False
         self._living = living
@@ -261,5 +267,6 @@ def make_survivors(job: ReadyJob) -> GoingOn:
         host_of=tuple(map(start.host_of, range(start.world_size))),
         addresses=start.addresses,
         with_servers=frozenset(() if start.servers is None else start.servers.hosts),
+        kinds=next((axis.stage_workers for axis in start.mesh if axis.stage_workers), ()),
     )
     return SurvivorRounds(channels, hosts, start.most_lost_workers, peers)

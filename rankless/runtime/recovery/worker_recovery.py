@@ -18,6 +18,7 @@ from rankless.context.table_sharing import TableSharing
 from rankless.context.world import World
 from rankless.errors import CollectiveError
 from rankless.runtime.elastic_round import ElasticMember, Round
+from rankless.runtime.recovery.round_world import arrange_kinds
 
 Result = TypeVar("Result")
 
@@ -162,7 +163,8 @@ class WorkerRecovery:
         lost = tuple(sorted(set(range(started.count)) - {each.worker for each in everyone}))
         numbering = replace(started, lost=lost, round=joined.number)
         passed, counted = max(each.passed for each in everyone), max(each.counted for each in everyone)
-        return replace(world, started=numbering), passed, counted
+        mesh = arrange_kinds(world.mesh, [each.worker for each in everyone], started.kinds)
+        return replace(world, started=numbering, mesh=mesh), passed, counted
 
     def _abort(self) -> None:
         """End the waits of this process in its group, whose round has ended. Called from another thread."""
