@@ -71,7 +71,8 @@ def list_own_pieces(tensors: Mapping[str, Tensor], mesh: Mesh) -> OwnPieces:
     for name, tensor in tensors.items():
         partitions = list_partitions(tensor)
         replica = Replica(tensor, tuple(partition.group for partition in partitions))
-        if partitions and replica.find_first_ranks(mesh)[mesh.rank] == mesh.rank:
+        is_copy = any(partition.is_copy for partition in partitions)
+        if partitions and not is_copy and replica.find_first_ranks(mesh)[mesh.rank] == mesh.rank:
             found += split_piece(name, partitions)
     return OwnPieces(
         tensors={piece.name: part for piece, part in found}, pieces={piece.name: piece for piece, _ in found}

@@ -76,6 +76,11 @@ class Recovery(Protocol):
         """The world of the workers that are left."""
         ...
 
+    @property
+    def owner(self) -> StateOwner:
+        """The owner that has the states; see `World.present_owner`."""
+        ...
+
     def run(self, attempt: "Callable[[World], Result]", *, commits: Callable[[], bool]) -> "Result":
         """Return what an operation returns; see `World.run_for_all`."""
         ...
@@ -185,8 +190,19 @@ class World:
         for axis in reversed(list_state_axes(self.mesh) if self.mesh.size > 1 else ()):
             # Only along `data` do workers read each other's parameters.
             is_data = axis.role == "data"
-            owner = DividedOwner(axis, self._require_all_workers, shares_values=is_data, within=owner)
+            owner = DividedOwner(
+                axis, self._require_all_workers, shares_values=is_data, within=owner, run=self.run_on_states
+            )
         return owner
+
+    @property
+    def present_owner(self) -> StateOwner:
+        """The owner that has the states now: that of an earlier world until those of a lost worker are taken over."""
+        return self.owner if self.recovery is None else self.recovery.owner
+
+    def run_on_states(self, attempt: "Callable[[], Result]") -> "Result":
+        """Return what workers compute together of states that they divide: an operation if one of them may be lost."""
+        return self.run_for_all(lambda _: attempt()) if self.numbering.kinds else attempt()
 
     def require_not_in_once(self, operation: str) -> None:
         """Raise RanklessError if rank 0 is alone inside `rankless.once`, where it must not wait for other ranks."""
@@ -200,7 +216,7 @@ class World:
     def _require_all_workers(self, operation: str) -> None:
         """Raise an error if not all ranks are about to gather something for the script."""
         self.require_not_in_once(operation)
-        self.mesh.check_sync_point(operation)
+        self.current.mesh.check_sync_point(operation)
 
 
 WorldSource = Callable[[], World]

@@ -217,7 +217,7 @@ class Job(Generic[Parameters, Result]):
         except Exception as error:  # the script's own code raised it, perhaps under a hundred frames of capture
             raise_if_diverged(world, error)
             raise keep_user_frames(error) from error.__cause__
-        world.owner.end_call()
+        world.present_owner.end_call()
         if world.recorder is not None:
             world.recorder.record_call(job=job.name, line=job.line, results=outcome.result)
         loss = outcome.loss

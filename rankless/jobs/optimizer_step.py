@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils import clip_grad_value_
+from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_
 
 from rankless.context.accumulation_passes import AccumulationPass
 from rankless.context.table_sharing import list_tables
@@ -47,8 +47,7 @@ class OptimizerStepper:
 
     def use(self, world: World) -> None:
         """Step in a world from now on: it is another one after a worker was lost."""
-        if world is not self._world:
-            self._world, self._owner = world, world.owner
+        self._world, self._owner = world, world.present_owner
 
     def add_call(self, loss: Tensor, weights: Sequence[LossWeight], parameters: Sequence[Tensor]) -> bool:
         """Add the call whose gradients the job's parameters hold. Returns True if this made a step."""
@@ -62,7 +61,7 @@ class OptimizerStepper:
             self._follow_division(holders)
         try:
             if job.step_options.check_finite:
-                self._require_finite(loss, parameters, holders)
+                self._require_finite(loss, parameters)
             if accumulate > 1:
                 self._accumulator.add(holders, weights, job=job.name, line=job.line)
         except StepError:
@@ -188,13 +187,14 @@ class OptimizerStepper:
     def _clip_and_step(self, optimized: Sequence[Tensor]) -> None:
         """Measure and clip the whole gradient, then let the optimizers step."""
         options, owner = self._job.step_options, self._owner
-        holders = owner.get_holders(optimized)
         if options.measures_norm or options.clip_value is not None:
-            self._require_dense(optimized, holders)
-        if options.clip_norm is not None:
-            self.gradient_norm = owner.clip_norm(holders, options.clip_norm)
-        elif options.gradient_norm:
-            self.gradient_norm = owner.measure_norm(holders)
+            self._require_dense(optimized, owner.get_holders(optimized))
+        if options.measures_norm:
+            self.gradient_norm = self._world.run_on_states(lambda: owner.measure_norm(owner.get_holders(optimized)))
+        holders = owner.get_holders(optimized)  # others if a worker was lost meanwhile
+        if options.clip_norm is not None and self.gradient_norm is not None:
+            with_gradient = [item for item in holders if item.grad is not None]
+            clip_grads_with_norm_(with_gradient, options.clip_norm, self.gradient_norm)
         if options.clip_value is not None:
             clip_grad_value_(holders, options.clip_value)
         for optimizer in self._job.optimizers:
@@ -214,9 +214,10 @@ class OptimizerStepper:
                     where=self._job.line,
                 )
 
-    def _require_finite(self, loss: Tensor, parameters: Sequence[Tensor], holders: Sequence[Tensor]) -> None:
+    def _require_finite(self, loss: Tensor, parameters: Sequence[Tensor]) -> None:
         """Raise `StepError` on every rank if the loss or a gradient is not finite; make no step."""
-        worst = self._owner.find_not_finite(holders)
+        owner = self._owner
+        worst = self._world.run_on_states(lambda: owner.find_not_finite(owner.get_holders(parameters)))
         if not bool(loss.isfinite()):
             found = f"a loss of {float(loss)}"
         elif worst is not None:

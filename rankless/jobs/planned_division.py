@@ -15,7 +15,7 @@ from rankless.jobs.arguments import FlattenedArguments, find_batch_dim, name_arg
 from rankless.jobs.definition import JobDefinition
 from rankless.jobs.optimizer_step import count_group_parameters
 from rankless.jobs.position_dims import PositionDims
-from rankless.jobs.stage_assignment import choose_owner, count_microbatches
+from rankless.jobs.stage_assignment import choose_copies, choose_owner, count_microbatches
 from rankless.ownership.default_policy import give_to, make_default_plan
 from rankless.ownership.divided_owner import DividedOwner
 from rankless.ownership.gather_after_step import GATHER_BYTES
@@ -88,7 +88,7 @@ class PlannedDivision:
             if id(tensor) in tables:  # it stands for rows, which all workers step together
                 continue
             divisions = (self._divisions or {}).get(name, ())
-            if self._world.recovery is None and self.pipeline is not None and name in (self._stages or {}) and id(tensor) in stepped:
+            if self.pipeline is not None and name in (self._stages or {}) and id(tensor) in stepped:
                 owner = choose_owner(tensor, (self._stages or {})[name], self.pipeline, self._world.stage_owners)
                 along_pipeline = give_to(tensor, self.pipeline, owner)
                 divisions = (*divisions, along_pipeline) if along_pipeline is not None else divisions
@@ -218,11 +218,20 @@ class PlannedDivision:
                     require_divisible(optimizer, job=job.name, line=job.line)
             require_whole_tensors(job, plan, tensors)
         before = owner.version
+        owner.note_optimizers(job.optimizers)
         names_divided = [name for name, state in plan.states.items() if state.optimizer_state]
         for names in group_by_size(names_divided, tensors):
             group = JobPlan(states={name: plan.states[name] for name in names})
-            owner.divide(group, tensors, line=job.line, complete=complete)
+            owner.divide(group, tensors, line=job.line, complete=complete, copies=self._list_copies(names, tensors))
         return owner.version != before
+
+    def _list_copies(self, names: Sequence[str], tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+        """Return the workers with copies of parameters, by name, where the worker that has one may be lost."""
+        axis, stages, owners = self.pipeline, self._stages or {}, self._world.stage_owners
+        if axis is None or not axis.stage_workers or self._world.recovery is None:
+            return {}
+        known = [name for name in names if name in stages and tensors[name] in owners]
+        return {name: choose_copies(owners[tensors[name]], axis.stage_workers[stages[name]]) for name in known}
 
 
 def apply_plan(job: JobDefinition, world: World) -> JobDefinition:

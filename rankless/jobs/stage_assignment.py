@@ -1,7 +1,7 @@
 """The workers of a pipeline that compute the stages of jobs, and those that have its parameters."""
 
 import math
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 
 from torch import Tensor
 
@@ -55,6 +55,17 @@ def choose_owner(tensor: Tensor, stage: int, axis: MeshAxis, owners: MutableMapp
         workers = axis.stage_workers[stage] if axis.stage_workers else (stage % axis.size,)
         owners[tensor] = min(workers, key=lambda worker: loads.get(worker, 0))
     return owners[tensor]
+
+
+def choose_copies(owner: int, workers: Sequence[int]) -> tuple[int, ...]:
+    """Return the workers with copies of what one worker has, so that it may be lost: the next one of its kind, if any.
+
+    Args:
+        owner: The worker that has it.
+        workers: The workers of its kind.
+    """
+    after = workers[(workers.index(owner) + 1) % len(workers)]
+    return () if after == owner else (after,)
 
 
 def count_loads(owners: Mapping[Tensor, int]) -> dict[int, int]:

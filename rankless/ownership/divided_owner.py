@@ -9,14 +9,11 @@ to the owner within it, as that worker's states. That one may divide them along 
 
 from collections.abc import Callable, Mapping, Sequence
 
-import msgspec
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
 from rankless.collectives.mesh_collectives import all_reduce, all_reduce_maximum
-from rankless.errors import ConfigError
 from rankless.ownership.divided_parameter import DividedParameter, make_divided_parameter
 from rankless.ownership.gather_after_step import gather_after_step
 from rankless.ownership.host_memory import copy_to_device, copy_to_host
@@ -24,20 +21,30 @@ from rankless.ownership.optimizer_pieces import find_state_layout, list_paramete
 from rankless.ownership.owned_state import share_state
 from rankless.ownership.partitioned_tensor import (
     Partition,
+    RunTogether,
     WholeValues,
     gather_pieces,
     get_local,
     list_partitions,
     make_partitioned_tensor,
+    run_directly,
 )
-from rankless.ownership.piece_layout import PieceLayout, fit_placement
+from rankless.ownership.piece_layout import PieceLayout
+from rankless.ownership.planned_divisions import (
+    omit_divisions,
+    only_for,
+    read_placement,
+    require_same_division,
+    select_divisions,
+)
 from rankless.ownership.replica import Replica
 from rankless.ownership.shared_pieces import SharedPieces, SharedValue
 from rankless.ownership.state_owner import StateOwner, WholeOwner, get_elements
+from rankless.ownership.states_of_survivors import DividedStates
 from rankless.ownership.unread_tensor import UnreadTensor
-from rankless.parallel.mesh import MeshAxis, WorkerGroup
+from rankless.parallel.mesh import Mesh, MeshAxis, WorkerGroup
 from rankless.parallel.tensor_placement import BlockedShard, Shard
-from rankless.records.parallel_plan import JobPlan, StateDivision, StatePlan
+from rankless.records.parallel_plan import JobPlan, StatePlan
 
 
 class DividedOwner:
@@ -48,6 +55,7 @@ class DividedOwner:
         require_all: Called with what is about to be gathered for the script. Raises if not all workers take part.
         shares_values: Whether workers of one host may hold divided values in one memory.
         within: Holds the pieces, and what this owner does not divide. Default: every worker holds all of it.
+        run: Makes what workers compute together outside of jobs, again if one of them is lost. Default: it does not.
     """
 
     def __init__(
@@ -57,16 +65,20 @@ class DividedOwner:
         *,
         shares_values: bool = True,
         within: StateOwner | None = None,
+        run: RunTogether = run_directly,
     ) -> None:
         self._axis = axis
         self._within = WholeOwner() if within is None else within
-        self._values = WholeValues(axis, require_all)
+        self._run = run
+        self._values = WholeValues(axis, require_all, run)
         self._shared = SharedPieces(axis)
         self._shares_values = shares_values
         self._own_version = 0
         self._divided: dict[int, DividedParameter] = {}
-        self._holders: dict[int, torch.device] = {}
-        """The device of the parameter of each holder with a piece of a gradient, by the id of the holder."""
+        self._optimizers: list[Optimizer] = []
+        """Those that step divided parameters."""
+        self._holders: dict[int, DividedParameter] = {}
+        """The parameter of each holder with a piece of a gradient, by the id of the holder."""
         self._holders_version = 0
 
     @property
@@ -81,6 +93,7 @@ class DividedOwner:
         *,
         line: str,
         complete: Callable[[str, Tensor], None] | None = None,
+        copies: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
         """Divide the parameters of a job as its plan says, and free the whole ones. Collective.
 
@@ -92,6 +105,7 @@ class DividedOwner:
             line: The job's line, for errors.
             complete: Called with the name of a parameter that is about to be divided, and the parameter, which has a
                 value afterwards. Each is then freed before the next. Default: all have values.
+            copies: The workers with copies of parameters that one worker has, by name; see Note [copies of pieces].
 
         Raises:
             ConfigError: Another job divides a parameter in another way.
@@ -105,7 +119,7 @@ class DividedOwner:
             placement = read_placement(state.optimizer_state[0], parameter)
             known = self._divided.get(id(parameter))
             if known is None:
-                new[name] = parameter, PieceLayout.of(parameter, placement)
+                new[name] = parameter, PieceLayout.of(parameter, placement, (copies or {}).get(name, ()))
             else:
                 require_same_division(known, placement, state, line)
         shared = {}
@@ -127,12 +141,41 @@ class DividedOwner:
         self, name: str, parameter: nn.Parameter, layout: PieceLayout, plan: StatePlan, shared: SharedValue | None
     ) -> None:
         """Divide a parameter that is not divided yet."""
-        actual = PieceLayout.of(parameter, layout.placement)
+        actual = PieceLayout.of(parameter, layout.placement, layout.copies)
         if actual != layout:  # a deferred parameter lies otherwise in memory than its recording says
             layout, shared = actual, None
         divided = make_divided_parameter(parameter, layout, self._values, name=name, state=plan, shared=shared)
         self._divided[id(parameter)] = divided
         self._own_version += 1
+
+    def note_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Note optimizers whose states are divided with the parameters that they step."""
+        self._optimizers += [each for each in optimizers if not any(each is known for known in self._optimizers)]
+
+    def collect_states(self, mesh: Mesh) -> Callable[[], None]:
+        """Return a function that makes all states whole on this worker, after another one was lost. Collective.
+
+        Args:
+            mesh: The workers that are left; see Note [states of lost workers].
+
+        Raises:
+            LostWorkerError: All workers were lost that had a state.
+        """
+        divided = DividedStates(
+            self._axis.rank,
+            list(self._divided.values()),
+            self._optimizers,
+            are_pieces_newer=self._values.are_pieces_newer,
+        )
+        make_whole = divided.collect(mesh)
+
+        def finish() -> None:
+            make_whole()
+            self._divided.clear()
+            self._values.end()
+            self._own_version += 1
+
+        return finish
 
     def _get_own_value(self, tensor: Tensor) -> Tensor:
         """Return what the owner within has of a value."""
@@ -210,6 +253,7 @@ class DividedOwner:
             return
         if known.shared is not None:
             self._shared.begin_write()
+        self._values.are_pieces_newer = True
         self._within.set_value(known.piece, known.layout.get_piece(whole, self._axis.rank))
 
     def find_value_placements(self, tensor: Tensor) -> dict[str, Shard | BlockedShard]:
@@ -217,6 +261,11 @@ class DividedOwner:
         known = self._divided.get(id(tensor))
         own = {self._axis.name: known.layout.placement} if known is not None and known.divides_value else {}
         return own | self._within.find_value_placements(self._get_own_value(tensor))
+
+    def find_copies(self, tensor: Tensor) -> tuple[int, ...]:
+        """Return the workers that have a copy of what one worker has of a parameter."""
+        known = self._divided.get(id(tensor))
+        return () if known is None else known.layout.copies
 
     def find_replica(self, tensor: Tensor) -> Replica:
         """Return this worker's piece of a divided tensor, or a whole one."""
@@ -259,15 +308,15 @@ class DividedOwner:
 
     def find_axes(self, holder: Tensor) -> tuple[WorkerGroup, ...]:
         """Return the axes whose workers have pieces of the gradient of which a holder has one."""
-        own = (self._axis,) if id(holder) in self._get_holder_devices() else ()
+        own = (self._axis,) if id(holder) in self._get_holders() else ()
         return (*own, *self._within.find_axes(holder))
 
-    def _get_holder_devices(self) -> dict[int, torch.device]:
-        """Return the device of each holder of a piece, by its id."""
+    def _get_holders(self) -> dict[int, DividedParameter]:
+        """Return the parameter of each holder of a piece, by the id of the holder."""
         if self._holders_version != self.version:
             known = [item for item in self._divided.values() if item.divides_gradient]
             holders = self._within.get_holders([item.piece for item in known])
-            self._holders = {id(holder): item.parameter.device for holder, item in zip(holders, known, strict=True)}
+            self._holders = {id(holder): item for holder, item in zip(holders, known, strict=True)}
             self._holders_version = self.version
         return self._holders
 
@@ -276,7 +325,7 @@ class DividedOwner:
 
         As in `torch.nn.utils.get_total_norm` it is the norm of the norms of all tensors, each in its own dtype.
         """
-        found = [(item.grad, self.find_axes(item)) for item in holders if item.grad is not None]
+        found = [(self._get_counted(item), self.find_axes(item)) for item in holders if item.grad is not None]
         whole = [gradient for gradient, axes in found if not axes]
         pieces = [(gradient, axes) for gradient, axes in found if axes]
         norms = list(torch._foreach_norm(whole, 2.0)) if whole else []
@@ -295,11 +344,12 @@ class DividedOwner:
         total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), 2.0)
         return total
 
-    def clip_norm(self, holders: Sequence[Tensor], limit: float) -> Tensor:
-        """Scale the gradients to a norm of at most `limit`, and return the norm before."""
-        norm = self.measure_norm(holders)
-        clip_grads_with_norm_([item for item in holders if item.grad is not None], limit, norm)
-        return norm
+    def _get_counted(self, holder: Tensor) -> Tensor:
+        """Return what counts of a gradient: nothing of a copy."""
+        assert holder.grad is not None
+        known = self._get_holders().get(id(holder))
+        is_copy = known is not None and self._axis.rank in known.layout.copies
+        return torch.zeros_like(holder.grad) if is_copy else holder.grad
 
     def find_not_finite(self, holders: Sequence[Tensor]) -> int | None:
         """Return the number of the first holder whose gradient is not finite on some worker."""
@@ -318,8 +368,8 @@ class DividedOwner:
 
     def _find_device(self, holders: Sequence[Tensor]) -> torch.device:
         """Return a device on which workers can sum what belongs to holders. Their pieces may lie on the host."""
-        known = self._get_holder_devices()
-        return next((known[id(item)] for item in holders if id(item) in known), holders[0].device)
+        known = self._get_holders()
+        return next((known[id(item)].parameter.device for item in holders if id(item) in known), holders[0].device)
 
     def step(self, optimizer: Optimizer) -> None:
         """Let an optimizer step on this worker's pieces; then all workers get the parameters that they hold whole."""
@@ -328,64 +378,8 @@ class DividedOwner:
             self._shared.begin_write()
         with on_pieces(optimizer, self._divided, self._values):
             self._within.step(optimizer)
-        share_state(optimizer, self._divided, self._values)
+        if known:
+            self._values.are_pieces_newer = True
+        if any(item.is_owned for item in known):
+            self._run(lambda: share_state(optimizer, self._divided, self._values))
         gather_after_step([item for item in known if not item.divides_value], self._axis)
-
-
-def select_divisions(state: StatePlan, axis: MeshAxis) -> StatePlan:
-    """Return the plan of a state with its division along one axis only."""
-    return keep_divisions(state, lambda division: division.axis == axis.name)
-
-
-def omit_divisions(state: StatePlan, axis: MeshAxis) -> StatePlan:
-    """Return the plan of a state without its division along one axis."""
-    return keep_divisions(state, lambda division: division.axis != axis.name)
-
-
-def keep_divisions(state: StatePlan, is_kept: Callable[[StateDivision], bool]) -> StatePlan:
-    """Return the plan of a state with some of its divisions. One without any lies on the device."""
-    kept = tuple(filter(is_kept, state.optimizer_state))
-    return msgspec.structs.replace(
-        state,
-        value=tuple(filter(is_kept, state.value)),
-        gradient=tuple(filter(is_kept, state.gradient)),
-        optimizer_state=kept,
-        offloaded=state.offloaded and kept[-1:] == state.optimizer_state[-1:],
-    )
-
-
-def only_for(
-    complete: Callable[[str, Tensor], None], tensors: Mapping[str, Tensor], pieces: Mapping[str, Tensor]
-) -> Callable[[str, Tensor], None]:
-    """Return a function that completes a tensor unless it is a piece, which has a value."""
-
-    def complete_whole(name: str, tensor: Tensor) -> None:
-        if tensors[name] is pieces[name]:
-            complete(name, tensor)
-
-    return complete_whole
-
-
-def read_placement(division: StateDivision, tensor: Tensor) -> Shard | BlockedShard:
-    """Return the placement that a plan describes, for what other axes have left of a tensor."""
-    if division.blocks > 1:
-        return BlockedShard(division.dim, division.lengths)
-    return fit_placement(Shard(division.dim, division.lengths), tensor.shape[division.dim])
-
-
-def require_same_division(
-    known: DividedParameter, placement: Shard | BlockedShard, state: StatePlan, line: str
-) -> None:
-    """Raise `ConfigError` for a parameter that another job divides in another way."""
-    if (known.layout.placement, known.divides_value, known.divides_gradient, known.is_offloaded) != (
-        placement,
-        bool(state.value),
-        bool(state.gradient),
-        state.offloaded,
-    ):
-        raise ConfigError(
-            expected=f"one division of {known.name} between workers",
-            found="another one in an earlier job, with another zero=, offload= or plan",
-            fix="pass the same zero= and offload= to all jobs whose optimizers step it",
-            where=line,
-        )

@@ -66,11 +66,17 @@ class DividedParameter:
 
     def has_rows(self, rank: int) -> bool:
         """Return whether a worker has rows of it."""
-        return self.layout.placement.lengths[rank] > 0
+        return rank in self.layout.holders
 
-    def own(self, rows: int) -> Shard:
-        """Return the placement of a tensor with that many rows on the worker that owns the parameter."""
-        return Shard(0, tuple(rows if length else 0 for length in self.layout.placement.lengths))
+    def own(self, shape: tuple[int, ...], order: tuple[int, ...]) -> PieceLayout:
+        """Return the layout of a tensor that belongs to the worker that owns the parameter.
+
+        Args:
+            shape: The tensor's shape.
+            order: Its dims from the slowest to the fastest in memory.
+        """
+        lengths = tuple(shape[0] if length else 0 for length in self.layout.placement.lengths)
+        return PieceLayout(shape, order, Shard(0, lengths), self.layout.copies)
 
     @property
     def has_ranges(self) -> bool:

@@ -25,7 +25,7 @@ from rankless.ownership.partitioned_tensor import (
     find_partition,
     make_partitioned_tensor,
 )
-from rankless.ownership.piece_layout import PieceLayout
+from rankless.ownership.piece_layout import PieceLayout, order_dims
 
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.ASGD,
@@ -153,7 +153,7 @@ def show_state(value: Any, before: Any, divided: DividedParameter, key: str, val
     if known is not None and known.piece is value:
         return before
     # Where dims have one row, the order of dims cannot be told from a worker's piece; all must have the same.
-    layout = PieceLayout.of(value, divided.own(value.shape[0])) if divided.is_owned else divided.layout
+    layout = divided.own(tuple(value.shape), order_dims(value.stride())) if divided.is_owned else divided.layout
     return make_partitioned_tensor(
         Partition(layout, value, f"{key} of {divided.name}", values, device=divided.parameter.device)
     )
@@ -170,4 +170,4 @@ def find_state_layout(shape: tuple[int, ...], divided: DividedParameter) -> Piec
     if not shape or (not divided.is_owned and shape != layout.shape):
         return None
     order = layout.order if shape == layout.shape else tuple(range(len(shape)))
-    return PieceLayout(shape, order, divided.own(shape[0]) if divided.is_owned else layout.placement)
+    return divided.own(shape, order) if divided.is_owned else PieceLayout(shape, order, layout.placement)

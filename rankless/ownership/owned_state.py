@@ -12,7 +12,7 @@ from rankless.collectives.byte_messages import all_gather_bytes
 from rankless.ownership.divided_parameter import DividedParameter
 from rankless.ownership.optimizer_pieces import list_parameters
 from rankless.ownership.partitioned_tensor import Partition, WholeValues, find_partition, make_partitioned_tensor
-from rankless.ownership.piece_layout import PieceLayout, order_dims
+from rankless.ownership.piece_layout import order_dims
 from rankless.parallel.mesh import Mesh
 
 
@@ -87,7 +87,7 @@ def show_shared(entry: SharedEntry, before: Any, divided: DividedParameter, valu
         known = find_partition(before)
         if known is not None and (known.layout.shape, known.piece.dtype) == (entry.shape, dtype):
             return before
-    layout = PieceLayout(entry.shape, order_dims(entry.strides), divided.own(entry.shape[0]))
+    layout = divided.own(entry.shape, order_dims(entry.strides))
     piece = torch.empty(layout.piece_shape(values.group.rank), dtype=dtype, device=divided.piece.device)
     return make_partitioned_tensor(
         Partition(layout, piece, f"{entry.key} of {divided.name}", values, device=divided.parameter.device)

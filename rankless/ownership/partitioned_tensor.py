@@ -11,7 +11,7 @@ and is updated after each step. A piece may be a divided tensor itself, if sever
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,21 @@ from rankless.ownership.piece_layout import PieceGroup, PieceLayout
 from rankless.ownership.stored_value import StoredValue
 from rankless.parallel.mesh import WorkerGroup
 
+Result = TypeVar("Result")
+
+
+class RunTogether(Protocol):
+    """Makes what workers compute together outside of jobs, again if one of them is lost."""
+
+    def __call__(self, attempt: Callable[[], Result]) -> Result:
+        """Return what `attempt` returns, which changes nothing that lasts."""
+        ...
+
+
+def run_directly(attempt: Callable[[], Result]) -> Result:
+    """Return what workers compute together, where none may be lost."""
+    return attempt()
+
 
 class WholeValues:
     """The whole values of divided tensors that the script uses outside jobs.
@@ -33,13 +48,18 @@ class WholeValues:
     Args:
         group: The workers that hold the pieces.
         require_all: Called with what is about to be gathered. Raises if not all workers will take part.
+        run: Makes what workers compute together outside of jobs, again if one of them is lost. Default: it does not.
     """
 
-    def __init__(self, group: WorkerGroup, require_all: Callable[[str], None]) -> None:
+    def __init__(self, group: WorkerGroup, require_all: Callable[[str], None], run: RunTogether = run_directly) -> None:
         self.group = group
-        self._require_all = require_all
+        self._require_all, self._run = require_all, run
         self._process_id = os.getpid()
         self._open: list[Partition] = []
+        self.are_pieces_newer = False
+        """Whether pieces have changed since whole values were updated."""
+        self._is_over = False
+        """Whether all values have been made whole, after a worker was lost."""
 
     def gather(self, partition: "Partition") -> Tensor:
         """Return the whole value of a divided tensor. Collective, unless it is there already."""
@@ -50,10 +70,19 @@ class WholeValues:
                     found="a child process, as of a DataLoader, which the other workers do not wait for",
                     fix="pass it a copy that the worker has made: copy.deepcopy(model)",
                 )
-            self._require_all(f"a read of {partition.name} outside a job")
-            partition.whole = self.gather_now(partition)
-            self._open.append(partition)
+            whole = self._run(lambda: self._gather_for_script(partition))
+            if not self._is_over:
+                partition.whole = whole
+                self._open.append(partition)
+            return whole
         return partition.whole
+
+    def _gather_for_script(self, partition: "Partition") -> Tensor:
+        if self._is_over:
+            assert partition.whole is not None, f"{partition.name} was made whole"
+            return partition.whole
+        self._require_all(f"a read of {partition.name} outside a job")
+        return self.gather_now(partition)
 
     def gather_now(self, partition: "Partition") -> Tensor:
         """Return the whole value as its pieces are now. Collective."""
@@ -94,8 +123,17 @@ class WholeValues:
                 partition.whole = None
         self._open = [partition for partition in self._open if partition.whole is not None]
 
+    def end(self) -> None:
+        """Forget all values, which have been made whole after a worker was lost."""
+        self._open, self._is_over, self.are_pieces_newer = [], True, False
+
     def refresh(self) -> None:
         """Update the whole values that the script still holds from their pieces. Collective if there are any."""
+        if self._open:
+            self._run(self._refresh_all)
+        self.are_pieces_newer = False
+
+    def _refresh_all(self) -> None:
         with torch.no_grad():
             for partition in self._open:
                 assert partition.whole is not None
@@ -158,6 +196,11 @@ class Partition:
                 self.piece.copy_(own.read())
             if self.whole is not None:
                 self.whole.copy_(value.read())
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether this worker's piece is a copy of another one's; see Note [copies of pieces]."""
+        return self._values.group.rank in self.layout.copies
 
     @property
     def own_ranges(self) -> list[tuple[int, int]]:
@@ -309,6 +352,13 @@ def divide_parameter(parameter: nn.Parameter, partition: Partition) -> None:
     parameter.data = make_without_memory(partition)
     parameter.__class__ = PartitionedParameter
     parameter.partition = partition  # type: ignore[attr-defined]  # it has another class now
+
+
+def make_plain(parameter: nn.Parameter, value: Tensor) -> None:
+    """Make a divided parameter a plain one with this value."""
+    parameter.__class__ = nn.Parameter  # type: ignore[assignment]  # it has no attributes of its own
+    del parameter.partition
+    parameter.data = value
 
 
 class DetachedWithoutGather(TorchFunctionMode):

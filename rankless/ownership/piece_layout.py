@@ -3,6 +3,10 @@
 Note [flat pieces]: a piece is sent as its elements in the order in which they lie in memory. A group has a flat tensor
 with one chunk per worker. A chunk is the worker's pieces of all tensors of the group, one after the other. All chunks
 are as long as the longest, because backends take equal chunks only.
+
+Note [copies of pieces]: where a worker may be lost that has all rows of a tensor, other workers have the same rows. They
+get the same gradients and make the same steps, so that one of them can take its place. All that counts each piece once,
+such as a norm or a file, leaves copies out.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -29,15 +33,26 @@ class PieceLayout:
     """Its dims from the slowest to the fastest in memory."""
     placement: Shard | BlockedShard
     """The dim that is divided, and each worker's length."""
+    copies: tuple[int, ...] = ()
+    """The workers with the same rows as the one that has all of them; see Note [copies of pieces]."""
 
     @staticmethod
-    def of(tensor: Tensor, placement: Shard | BlockedShard) -> "PieceLayout":
+    def of(tensor: Tensor, placement: Shard | BlockedShard, copies: tuple[int, ...] = ()) -> "PieceLayout":
         """Return the layout of a dense tensor whose dims may lie in memory in any order."""
-        return PieceLayout(tuple(tensor.shape), order_dims(tensor.stride()), placement)
+        return PieceLayout(tuple(tensor.shape), order_dims(tensor.stride()), placement, copies)
+
+    @property
+    def holders(self) -> tuple[int, ...]:
+        """The workers that have rows: first those that count, then copies."""
+        return (*(rank for rank, length in enumerate(self.placement.lengths) if length), *self.copies)
+
+    def find_original(self, rank: int) -> int:
+        """Return the worker whose piece a worker has: another one's for a copy."""
+        return self.holders[0] if rank in self.copies else rank
 
     def piece_shape(self, rank: int) -> tuple[int, ...]:
         """Return the shape of one worker's piece."""
-        return tuple(compute_local_shape(self.shape, (self.placement,), (rank,)))
+        return tuple(compute_local_shape(self.shape, (self.placement,), (self.find_original(rank),)))
 
     def piece_strides(self, rank: int) -> tuple[int, ...]:
         """Return the strides of one worker's piece in memory of its own."""
@@ -59,7 +74,7 @@ class PieceLayout:
 
     def view_range(self, whole: Tensor, rank: int) -> Tensor:
         """Return one worker's piece of a whole tensor as a view, in the shape of `view_piece`."""
-        placement = self.placement
+        placement, rank = self.placement, self.find_original(rank)
         dim, start, length = placement.dim, placement.start(rank), placement.lengths[rank]
         if isinstance(placement, Shard):
             return whole.narrow(dim, start, length)
@@ -77,7 +92,7 @@ class PieceLayout:
 
     def list_ranges(self, rank: int) -> list[tuple[int, int]]:
         """Return the rows of the whole tensor that one worker's piece has, as ranges from a row up to another."""
-        placement = self.placement
+        placement, rank = self.placement, self.find_original(rank)
         start, length = placement.start(rank), placement.lengths[rank]
         if isinstance(placement, Shard):
             return [(start, start + length)]

@@ -1,16 +1,16 @@
 """The interface of ownership: what a job does with parameters, gradients and optimizer state, whoever holds them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.utils import clip_grad_norm_, get_total_norm
+from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from rankless.ownership.replica import Replica
 from rankless.ownership.unread_tensor import UnreadTensor
-from rankless.parallel.mesh import WorkerGroup
+from rankless.parallel.mesh import Mesh, WorkerGroup
 from rankless.parallel.tensor_placement import BlockedShard, Shard
 
 
@@ -72,6 +72,10 @@ class StateOwner(Protocol):
         """
         ...
 
+    def find_copies(self, tensor: Tensor) -> tuple[int, ...]:
+        """Return the workers that have a copy of what one worker has of a parameter; see Note [copies of pieces]."""
+        ...
+
     def find_replica(self, tensor: Tensor) -> Replica:
         """Return what this worker holds of a parameter, buffer or optimizer state, and who must hold the same."""
         ...
@@ -100,16 +104,20 @@ class StateOwner(Protocol):
         """Return the norm of the whole gradient. Collective."""
         ...
 
-    def clip_norm(self, holders: Sequence[Tensor], limit: float) -> Tensor:
-        """Scale the gradients to a norm of at most `limit`, and return the norm before. Collective."""
-        ...
-
     def find_not_finite(self, holders: Sequence[Tensor]) -> int | None:
         """Return the number of the first holder whose gradient is not finite on some worker. Collective."""
         ...
 
     def step(self, optimizer: Optimizer) -> None:
         """Let an optimizer step. Collective."""
+        ...
+
+    def collect_states(self, mesh: Mesh) -> Callable[[], None]:
+        """Return a function that makes all states whole on this worker, after another one was lost. Collective.
+
+        Args:
+            mesh: The workers that are left.
+        """
         ...
 
 
@@ -157,6 +165,10 @@ class WholeOwner:
         """Return nothing."""
         return {}
 
+    def find_copies(self, tensor: Tensor) -> tuple[int, ...]:  # noqa: ARG002
+        """Return nothing."""
+        return ()
+
     def find_replica(self, tensor: Tensor) -> Replica:
         """Return the tensor: all workers must hold the same."""
         return Replica(tensor)
@@ -185,11 +197,6 @@ class WholeOwner:
         """Return the norm of all gradients together."""
         return get_total_norm([item.grad for item in holders if item.grad is not None]).detach().clone()
 
-    def clip_norm(self, holders: Sequence[Tensor], limit: float) -> Tensor:
-        """Clip as a script does."""
-        with_gradient = [item for item in holders if item.grad is not None]
-        return clip_grad_norm_(with_gradient, limit).detach().clone()
-
     def find_not_finite(self, holders: Sequence[Tensor]) -> int | None:
         """Return the number of the first holder whose gradient is not finite."""
         numbered = [(number, get_elements(item.grad)) for number, item in enumerate(holders) if item.grad is not None]
@@ -202,6 +209,10 @@ class WholeOwner:
     def step(self, optimizer: Optimizer) -> None:
         """Step."""
         optimizer.step()
+
+    def collect_states(self, mesh: Mesh) -> Callable[[], None]:  # noqa: ARG002
+        """Return a function that does nothing."""
+        return lambda: None
 
 
 def get_elements(gradient: Tensor) -> Tensor:

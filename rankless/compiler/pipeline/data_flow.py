@@ -65,37 +65,49 @@ class Need:
     is_sum: bool = False
 
 
+class InputHolders(NamedTuple):
+    """The workers that have inputs of a program, by the names of their nodes.
+
+    Args:
+        held: Those that every worker has.
+        owners: The worker of each other one.
+        copies: The workers with copies of it; see Note [copies of pieces].
+    """
+
+    held: frozenset[str]
+    owners: Mapping[str, int]
+    copies: Mapping[str, Sequence[int]]
+
+
 class DataFlow:
     """The values that parts of a step take from each other.
 
     Args:
         partition: When and where each node runs.
         stage_workers: The workers of stages.
-        held: The parameters that every worker has, by the name of their input.
-        owners: The worker of each parameter that one worker has, by the name of its input.
-        outputs: For each output of the program the worker that returns it first.
+        holders: The workers that have inputs.
+        outputs: For each output of the program the workers that compute it.
     """
 
     def __init__(
         self,
         partition: ProgramPartition,
         stage_workers: StageWorkers,
-        held: frozenset[str],
-        owners: Mapping[str, int],
-        outputs: Sequence[int],
+        holders: InputHolders,
+        outputs: Sequence[Sequence[int]],
     ) -> None:
         self.partition = partition
         self.stage_workers = stage_workers
-        self._held = held
-        self._owners = owners
+        self._holders = holders
         self._free_joins: dict[str, tuple[str, ...]] = {}
         self._order = {node.name: position for position, node in enumerate(partition.nodes)}
         self.needs: dict[Part, dict[Need, None]] = {}
         for node in partition.nodes:
             if partition.phases[node.name] not in ("input", "free"):
                 self._add_needs(self.find_part(node.name), node.all_input_nodes, node)
-        for (node, _), worker in zip(partition.graphs[0].outputs, outputs, strict=True):
-            self._add_needs(Part("finish", worker), [node], None)
+        for (node, _), workers in zip(partition.graphs[0].outputs, outputs, strict=True):
+            for worker in workers:
+                self._add_needs(Part("finish", worker), [node], None)
 
     def find_worker(self, name: str, microbatch: int | None = None) -> int:
         """Return the worker that computes a value, or has it as an input.
@@ -108,7 +120,7 @@ class DataFlow:
         if self.partition.phases[name] in UNIT_KINDS:
             assert microbatch is not None, f"{name} is computed for each microbatch"
             return self.stage_workers.find_worker(stage, microbatch)
-        return self._owners.get(name, self.stage_workers.find_first(stage))
+        return self._holders.owners.get(name, self.stage_workers.find_first(stage))
 
     def list_sum_workers(self, name: str) -> list[int]:
         """Return the workers that have terms of a sum over microbatches; see Note [sums of several workers]."""
@@ -154,8 +166,10 @@ class DataFlow:
 
     def is_remote(self, name: str, worker: int, microbatch: int | None = None) -> bool:
         """Return whether a value comes from another worker, for a microbatch where units compute it."""
-        phase = self.partition.phases[name]
-        return phase != "free" and name not in self._held and self.find_worker(name, microbatch) != worker
+        holders = self._holders
+        if self.partition.phases[name] == "free" or name in holders.held or worker in holders.copies.get(name, ()):
+            return False
+        return self.find_worker(name, microbatch) != worker
 
     def list_needed(self, worker: int, source: Part, microbatch: int | None = None) -> list[Need]:
         """Return what a worker needs of a part of the step, its own or another worker's, in program order.

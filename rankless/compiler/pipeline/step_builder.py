@@ -13,7 +13,15 @@ from rankless.compiler.ir.logical_program import LogicalProgram, ProgramOutput, 
 from rankless.compiler.lowering.local_graph import LocalGraph
 from rankless.compiler.lowering.value_check import ValueCheck
 from rankless.compiler.pipeline.argument_exchange import ArgumentExchange
-from rankless.compiler.pipeline.data_flow import DataFlow, Need, Part, ValueKey, count_uses, describe_tensor
+from rankless.compiler.pipeline.data_flow import (
+    DataFlow,
+    InputHolders,
+    Need,
+    Part,
+    ValueKey,
+    count_uses,
+    describe_tensor,
+)
 from rankless.compiler.pipeline.microbatches import MICROBATCH
 from rankless.compiler.pipeline.options import PipelineOptions
 from rankless.compiler.pipeline.part_graphs import ADDING_VARIANTS, PartGraph, add_terms, take_sum
@@ -57,11 +65,12 @@ class StepBuilder:
         self._stage_workers = options.stage_workers
         self.lines: dict[CodeType, Mapping[int, str]] = {}
         self.collectives: list[CollectiveRecord] = []
-        self._owners = [self._find_output_worker(node, described) for node, described in partition.graphs[0].outputs]
+        self._returned = [self._list_output_workers(node, described) for node, described in partition.graphs[0].outputs]
         names = {local.name: described.name for local, described in partition.graphs[0].inputs}
         owners = {name: self._find_owner(known) for name, known in names.items() if known in self._owned}
-        held = frozenset(names.keys() - owners.keys())
-        self.data_flow = DataFlow(partition, self._stage_workers, held, owners, self._owners)
+        copies = {name: self._storage.copies.get(names[name], ()) for name in owners}
+        holders = InputHolders(frozenset(names.keys() - owners.keys()), owners, copies)
+        self.data_flow = DataFlow(partition, self._stage_workers, holders, self._returned)
         units = options.schedule.workers[self._worker]
         parts = [Part("prepare", self._worker), *map(Part.of, units), Part("finish", self._worker)]
         self._gathers = StageGathers(self.data_flow, self._worker, parts, storage)
@@ -71,11 +80,11 @@ class StepBuilder:
         owner = self._storage.find_owner(name)
         return self._stage_workers.find_first(self._options.stages.owners[name]) if owner is None else owner
 
-    def _find_output_worker(self, node: fx.Node, described: ProgramOutput) -> int:
-        """Return the worker that returns an output first: that of a divided parameter has its gradient."""
+    def _list_output_workers(self, node: fx.Node, described: ProgramOutput) -> tuple[int, ...]:
+        """Return the workers that compute an output: that of a divided parameter has its gradient, as its copies do."""
         if described.kind == "gradient" and described.name in self._owned:
-            return self._find_owner(described.name)
-        return self._stage_workers.find_first(self._partition.stages.get(node.name, self._partition.count - 1))
+            return (self._find_owner(described.name), *self._storage.copies.get(described.name, ()))
+        return (self._stage_workers.find_first(self._partition.stages.get(node.name, self._partition.count - 1)),)
 
     def build(self, mesh: Mesh) -> PipelineStep:
         """Return the step."""
@@ -207,7 +216,7 @@ class StepBuilder:
             earlier = first.setdefault(node.name, number) if is_shared and described.kind != "gradient" else number
             found.append(
                 StepOutput(
-                    worker=self._owners[number],
+                    worker=self._worker if self._worker in self._returned[number] else self._returned[number][0],
                     is_shared=is_shared,
                     is_gradient=is_gradient,
                     repeats=None if earlier == number else earlier,
@@ -337,9 +346,9 @@ class StepBuilder:
         """Add the outputs that this worker returns first, and return them as a program of their own."""
         outputs, logical, pending = [], [], []
         uses = Counter(node for node, _ in self._partition.graphs[0].outputs)
-        pairs = zip(self._partition.graphs[0].outputs, self._partition.program.outputs, self._owners, strict=True)
-        for (node, described), output, worker in pairs:
-            if worker != self._worker:
+        pairs = zip(self._partition.graphs[0].outputs, self._partition.program.outputs, self._returned, strict=True)
+        for (node, described), output, workers in pairs:
+            if self._worker not in workers:
                 continue
             is_unit = self._partition.phases[node.name] in UNIT_KINDS
             is_sum = is_unit and self._partition.is_partial(node)

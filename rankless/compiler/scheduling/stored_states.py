@@ -33,6 +33,8 @@ class StateStorage:
     """This worker's rank along each axis of these shardings."""
     owned: Mapping[str, Shard] = field(default_factory=dict)
     """The states that only the worker of their stage has, with their gradients, as the axis `pipeline` divides them."""
+    copies: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """The workers along the axis `pipeline` that have copies of these states; see Note [copies of pieces]."""
     memory: GradientMemory = field(default_factory=GradientMemory)
     """The memory of gradients, which the programs of a job share."""
 
@@ -68,7 +70,8 @@ class StateStorage:
         shape = list(self.get_own_shape(name, value))
         owned, placement = self.owned.get(name), self.gradients.get(name)
         if owned is not None:
-            shape[owned.dim] = owned.lengths[stage_worker]
+            is_copy = stage_worker in self.copies.get(name, ())
+            shape[owned.dim] = max(owned.lengths) if is_copy else owned.lengths[stage_worker]
         if placement is not None and self.axis is not None:
             shape[placement.dim] = placement.lengths[self.axis.rank]
         return tuple(shape)

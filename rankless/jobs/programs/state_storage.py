@@ -51,6 +51,7 @@ def find_storage(job: JobDefinition, program: LogicalProgram, world: World, memo
         shardings=make_shardings(both, mesh),
         ranks=tuple(axis.rank for axis in mesh.axes),
         owned=select_shards(both, pipeline),
+        copies={name: owner.find_copies(read_slot(job, name)) for name in select_shards(both, pipeline)},
         memory=memory,
     )
 

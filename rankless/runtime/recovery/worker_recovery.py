@@ -11,12 +11,14 @@ from typing import Protocol, TypeVar
 
 import msgspec
 import torch.distributed as dist
+from torch.utils.weak import WeakIdKeyDictionary
 
 from rankless.collectives.backends.process_group import SharedMemoryProcessGroup
 from rankless.collectives.byte_messages import all_gather_bytes
 from rankless.context.table_sharing import TableSharing
 from rankless.context.world import World
 from rankless.errors import CollectiveError
+from rankless.ownership.state_owner import StateOwner
 from rankless.runtime.elastic_round import ElasticMember, Round
 from rankless.runtime.recovery.round_world import arrange_kinds
 
@@ -68,6 +70,8 @@ class WorkerRecovery:
         self._counted = 0
         """How many transactions on servers the operations so far include."""
         self._is_inside = False
+        self._divided: World | None = None
+        """The world in which workers have divided states, until those of a lost one are taken over."""
 
     def begin(self, world: World) -> None:
         """Make operations in a world, in which all workers are.
@@ -85,13 +89,32 @@ class WorkerRecovery:
         assert self._world is not None
         return self._world
 
+    @property
+    def owner(self) -> StateOwner:
+        """The owner that has the states of jobs."""
+        return (self._divided or self.world).owner
+
     def run(self, attempt: Callable[[World], Result], *, commits: Callable[[], bool]) -> Result:
         """Return what an operation returns. Within another one it is part of that."""
         if self._is_inside or self.world.mesh.size == 1:
             return attempt(self.world)
-        number = self._passed + 1
+        return self._run(attempt, commits)
+
+    def _take_over(self) -> None:
+        """Take over the states of a lost worker; see Note [states of lost workers]. An operation of its own."""
+        divided = self._divided
+        if divided is not None:
+            self._run(lambda world: divided.owner.collect_states(world.mesh), lambda: False, takes_over=True)()
+            self._divided = None
+
+    def _run(
+        self, attempt: Callable[[World], Result], commits: Callable[[], bool], *, takes_over: bool = False
+    ) -> Result:
         self._counted = self._committed
         while True:
+            if not takes_over:
+                self._take_over()
+            number = self._passed + 1
             finished: list[Result] = []
             self._is_inside = True
             try:
@@ -146,7 +169,10 @@ class WorkerRecovery:
 
     def _regroup(self) -> None:
         """Form a group of the workers that are left, and agree with them on what counts."""
+        before = self.world
         world, passed, counted = self._member.join_next_round(self._join)
+        if world.numbering.kinds and self._divided is None:
+            self._divided = before
         self._world, self._passed, self._counted = world, passed, counted
         self._context.enter(world)
         if self._tables.tables is not None:
@@ -164,7 +190,7 @@ class WorkerRecovery:
         numbering = replace(started, lost=lost, round=joined.number)
         passed, counted = max(each.passed for each in everyone), max(each.counted for each in everyone)
         mesh = arrange_kinds(world.mesh, [each.worker for each in everyone], started.kinds)
-        return replace(world, started=numbering, mesh=mesh), passed, counted
+        return replace(world, started=numbering, mesh=mesh, stage_owners=WeakIdKeyDictionary()), passed, counted
 
     def _abort(self) -> None:
         """End the waits of this process in its group, whose round has ended. Called from another thread."""

@@ -1,0 +1,72 @@
+"""Read the divisions of a plan along one axis after the other."""
+
+from collections.abc import Callable, Mapping
+
+import msgspec
+from torch import Tensor
+
+from rankless.errors import ConfigError
+from rankless.ownership.divided_parameter import DividedParameter
+from rankless.ownership.piece_layout import fit_placement
+from rankless.parallel.mesh import MeshAxis
+from rankless.parallel.tensor_placement import BlockedShard, Shard
+from rankless.records.parallel_plan import StateDivision, StatePlan
+
+
+def select_divisions(state: StatePlan, axis: MeshAxis) -> StatePlan:
+    """Return the plan of a state with its division along one axis only."""
+    return keep_divisions(state, lambda division: division.axis == axis.name)
+
+
+def omit_divisions(state: StatePlan, axis: MeshAxis) -> StatePlan:
+    """Return the plan of a state without its division along one axis."""
+    return keep_divisions(state, lambda division: division.axis != axis.name)
+
+
+def keep_divisions(state: StatePlan, is_kept: Callable[[StateDivision], bool]) -> StatePlan:
+    """Return the plan of a state with some of its divisions. One without any lies on the device."""
+    kept = tuple(filter(is_kept, state.optimizer_state))
+    return msgspec.structs.replace(
+        state,
+        value=tuple(filter(is_kept, state.value)),
+        gradient=tuple(filter(is_kept, state.gradient)),
+        optimizer_state=kept,
+        offloaded=state.offloaded and kept[-1:] == state.optimizer_state[-1:],
+    )
+
+
+def only_for(
+    complete: Callable[[str, Tensor], None], tensors: Mapping[str, Tensor], pieces: Mapping[str, Tensor]
+) -> Callable[[str, Tensor], None]:
+    """Return a function that completes a tensor unless it is a piece, which has a value."""
+
+    def complete_whole(name: str, tensor: Tensor) -> None:
+        if tensors[name] is pieces[name]:
+            complete(name, tensor)
+
+    return complete_whole
+
+
+def read_placement(division: StateDivision, tensor: Tensor) -> Shard | BlockedShard:
+    """Return the placement that a plan describes, for what other axes have left of a tensor."""
+    if division.blocks > 1:
+        return BlockedShard(division.dim, division.lengths)
+    return fit_placement(Shard(division.dim, division.lengths), tensor.shape[division.dim])
+
+
+def require_same_division(
+    known: DividedParameter, placement: Shard | BlockedShard, state: StatePlan, line: str
+) -> None:
+    """Raise `ConfigError` for a parameter that another job divides in another way."""
+    if (known.layout.placement, known.divides_value, known.divides_gradient, known.is_offloaded) != (
+        placement,
+        bool(state.value),
+        bool(state.gradient),
+        state.offloaded,
+    ):
+        raise ConfigError(
+            expected=f"one division of {known.name} between workers",
+            found="another one in an earlier job, with another zero=, offload= or plan",
+            fix="pass the same zero= and offload= to all jobs whose optimizers step it",
+            where=line,
+        )

@@ -1,0 +1,259 @@
+"""Make states whole again on workers that have divided them, after another one was lost.
+
+Note [states of lost workers]: where workers may be lost, what one worker has of a parameter is on another one too; see
+Note [copies of pieces]. After a loss the workers that are left send each other the states that each of them has. All
+then have all states whole, and divide them anew with the next call of a job, as at its first. They do so before the
+next operation of all workers. By then each has made all that follows from the last one, such as an optimizer's step.
+So copies are equal again, although some workers may have been further than others when one was lost.
+
+Values that the script has read whole are there already, perhaps with its changes. Pieces are newer from a step until
+such values are updated.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from rankless.collectives.byte_messages import all_gather_bytes
+from rankless.collectives.mesh_collectives import broadcast
+from rankless.errors import LostWorkerError
+from rankless.ownership.divided_parameter import DividedParameter
+from rankless.ownership.optimizer_pieces import list_parameters
+from rankless.ownership.owned_state import SharedEntry, describe_state
+from rankless.ownership.partitioned_tensor import Partition, find_partition, make_plain
+from rankless.ownership.piece_layout import make_dense_strides
+from rankless.parallel.mesh import Mesh
+
+
+class _Report(msgspec.Struct, frozen=True):
+    """What one worker has of divided states."""
+
+    worker: int
+    """Its rank among the workers that have divided them."""
+    are_pieces_newer: bool
+    is_whole: list[bool]
+    """For each parameter whether the script has read its whole value."""
+    has_gradient: list[bool]
+    states: list[list[list[SharedEntry]]]
+    """For each optimizer the states of its divided parameters."""
+
+
+class DividedStates:
+    """The states of parameters that workers divide, one of which may have been lost.
+
+    Args:
+        rank: The rank of this worker among those that have divided them.
+        members: The parameters, in the order in which they were divided.
+        optimizers: Those that step them, in the order in which their jobs have divided parameters.
+        are_pieces_newer: Whether pieces have changed since the script has read whole values.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        members: Sequence[DividedParameter],
+        optimizers: Sequence[Optimizer],
+        *,
+        are_pieces_newer: bool,
+    ) -> None:
+        self._rank, self._members, self._optimizers = rank, members, optimizers
+        self._are_pieces_newer = are_pieces_newer
+
+    def collect(self, mesh: Mesh) -> Callable[[], None]:
+        """Return a function that makes the states whole on this worker. Collective.
+
+        A worker that was interrupted while it divided parameters may have divided fewer than others: the rest is whole
+        on all of them.
+
+        Args:
+            mesh: The workers that are left.
+
+        Raises:
+            LostWorkerError: All workers were lost that had a state.
+        """
+        reports = [
+            msgspec.msgpack.decode(data, type=_Report)
+            for data in all_gather_bytes(msgspec.msgpack.encode(self._report()), mesh=mesh)
+        ]
+        known = min(len(report.is_whole) for report in reports)
+        sources = [find_source(member, reports) for member in self._members[:known]]
+        are_newer = any(report.are_pieces_newer for report in reports)
+        finishers = []
+        for number, member in enumerate(self._members):
+            partition = find_partition(member.parameter)
+            assert partition is not None, "a stage owns values, gradients and optimizer states of its parameters"
+            value, gradient = partition.whole, None
+            if number < known:
+                source = sources[number]
+                if are_newer or not all(report.is_whole[number] for report in reports):
+                    value = send_whole(get_piece(partition, are_newer), partition, source, mesh)
+                if reports[source].has_gradient[number]:
+                    gradient = send_whole(member.piece.grad, partition, source, mesh)
+            assert value is not None, "a worker that alone has divided a parameter has the whole value"
+            finishers.append(RestoredParameter(member, partition, value, gradient))
+        places = {id(member.parameter): number for number, member in enumerate(self._members[:known])}
+        states = [
+            self._collect_state(number, places, sources, reports, mesh)
+            for number in range(min(len(report.states) for report in reports))
+        ]
+
+        def finish() -> None:
+            for restored in finishers:
+                restored.finish()
+            for optimizer, state in zip(self._optimizers, states, strict=False):
+                for parameter, entries in state:
+                    show_whole_state(optimizer, parameter, entries)
+
+        return finish
+
+    def _report(self) -> _Report:
+        wholes = [find_partition(member.parameter) for member in self._members]
+        divided = {id(member.parameter) for member in self._members}
+        return _Report(
+            worker=self._rank,
+            are_pieces_newer=self._are_pieces_newer,
+            is_whole=[known is not None and known.whole is not None for known in wholes],
+            has_gradient=[
+                member.has_rows(self._rank) and member.piece.grad is not None and has_rows_of(member.piece.grad)
+                for member in self._members
+            ],
+            states=[
+                [
+                    describe_state(optimizer.state.get(parameter, {}))
+                    for parameter in list_parameters(optimizer)
+                    if id(parameter) in divided
+                ]
+                for optimizer in self._optimizers
+            ],
+        )
+
+    def _collect_state(
+        self,
+        number: int,
+        places: Mapping[int, int],
+        sources: Sequence[int],
+        reports: Sequence[_Report],
+        mesh: Mesh,
+    ) -> list[tuple[Tensor, dict[str, Tensor]]]:
+        """Return the state of each divided parameter of an optimizer. Collective."""
+        optimizer, found = self._optimizers[number], []
+        divided = {id(member.parameter) for member in self._members}
+        stepped = [parameter for parameter in list_parameters(optimizer) if id(parameter) in divided]
+        for place, parameter in enumerate(stepped):
+            if id(parameter) not in places:
+                continue
+            source = sources[places[id(parameter)]]
+            entries = reports[source].states[number][place]
+            own = optimizer.state.get(parameter, {})
+            state = {entry.key: self._send_entry(entry, own, parameter, source, mesh) for entry in entries}
+            found.append((parameter, state))
+        return found
+
+    def _send_entry(
+        self, entry: SharedEntry, own: Mapping[str, Any], parameter: Tensor, source: int, mesh: Mesh
+    ) -> Tensor:
+        dtype = getattr(torch, entry.dtype)
+        if entry.number is not None:
+            return torch.tensor(entry.number, dtype=dtype, device="cpu")
+        whole = torch.empty_strided(entry.shape, entry.strides, dtype=dtype, device=parameter.device)
+        if mesh.rank == source:
+            value = own[entry.key]
+            partition = find_partition(value)
+            whole.copy_(value if partition is None else get_piece(partition, self._are_pieces_newer))
+        return send_memory(whole, source, mesh)
+
+
+class RestoredParameter:
+    """A parameter that becomes whole again.
+
+    Args:
+        member: The parameter.
+        partition: How it was divided.
+        value: Its whole value.
+        gradient: Its whole gradient; None if it has none.
+    """
+
+    def __init__(
+        self, member: DividedParameter, partition: Partition, value: Tensor, gradient: Tensor | None
+    ) -> None:
+        self._parameter, self._partition, self._value, self._gradient = member.parameter, partition, value, gradient
+
+    def finish(self) -> None:
+        """Make it whole. A whole value that the script has read stays where it is."""
+        value = keep_whole(self._partition, self._value)
+        make_plain(self._parameter, value)
+        self._parameter.grad = self._gradient
+
+
+def find_source(member: DividedParameter, reports: Sequence[_Report]) -> int:
+    """Return the first worker that is left of those that have a parameter. Raises LostWorkerError if there is none."""
+    ranks = {report.worker: rank for rank, report in enumerate(reports)}
+    found = next((ranks[worker] for worker in member.layout.holders if worker in ranks), None)
+    if found is None:
+        raise LostWorkerError(
+            expected=f"a worker that has {member.name} and its optimizer state",
+            found="all workers lost that had it: one worker of each kind, and the next one of that kind, have a parameter",
+            fix="start the run again from a checkpoint",
+        )
+    return found
+
+
+def get_piece(partition: Partition, is_newer: bool) -> Tensor:
+    """Return what this worker holds, with what the script has changed in the whole value unless the piece is newer."""
+    return partition.piece.detach() if is_newer else partition.get_current_piece()
+
+
+def has_rows_of(gradient: Tensor) -> bool:
+    """Return True for a dense gradient. Raises LostWorkerError for another one, of which only one worker has all."""
+    if gradient.layout is torch.strided:
+        return True
+    raise LostWorkerError(
+        expected="dense gradients of parameters that a worker has which may be lost",
+        found=f"one with the layout {gradient.layout}",
+        fix="use a table of rankless.parameter_server, or sparse=False",
+    )
+
+
+def send_whole(piece: Tensor | None, partition: Partition, source: int, mesh: Mesh) -> Tensor:
+    """Return on all workers what one of them has: all rows of a tensor. Collective."""
+    layout, local = partition.layout, partition.piece
+    strides = make_dense_strides(layout.shape, layout.order)
+    whole = torch.empty_strided(layout.shape, strides, dtype=local.dtype, device=partition.device)
+    if mesh.rank == source:
+        assert piece is not None
+        whole.copy_(piece)
+    return send_memory(whole, source, mesh)
+
+
+def send_memory(tensor: Tensor, source: int, mesh: Mesh) -> Tensor:
+    """Overwrite a dense tensor with that of one worker, and return it. Collective."""
+    if tensor.numel():
+        broadcast(tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8), among=mesh, source=source)
+    return tensor
+
+
+def keep_whole(partition: Partition, value: Tensor) -> Tensor:
+    """Return a value in the memory of the whole value that the script may have read."""
+    if partition.whole is None:
+        partition.whole = value
+    elif partition.whole is not value:
+        with torch.no_grad():
+            partition.whole.copy_(value)
+    return partition.whole
+
+
+def show_whole_state(optimizer: Optimizer, parameter: Tensor, entries: Mapping[str, Tensor]) -> None:
+    """Give an optimizer the whole state of a parameter."""
+    before = optimizer.state.get(parameter, {})
+    shown = {}
+    for key, value in entries.items():
+        known = before.get(key)
+        partition = find_partition(known) if isinstance(known, Tensor) else None
+        shown[key] = value if partition is None else keep_whole(partition, value)
+    others = {key: value for key, value in before.items() if not isinstance(value, Tensor)}
+    if shown or before:
+        optimizer.state[parameter] = {**others, **shown}
