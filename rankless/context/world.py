@@ -81,8 +81,20 @@ class Recovery(Protocol):
         """The owner that has the states; see `World.present_owner`."""
         ...
 
-    def run(self, attempt: "Callable[[World], Result]", *, commits: Callable[[], bool]) -> "Result":
-        """Return what an operation returns; see `World.run_for_all`."""
+    def run(
+        self,
+        attempt: "Callable[[World], Result]",
+        *,
+        commits: Callable[[], bool] = lambda: False,
+        is_in_step: bool = False,
+    ) -> "Result":
+        """Return what an operation returns; see `World.run_for_all`.
+
+        Args:
+            attempt: Makes the operation in a world.
+            commits: Whether a step on servers follows the operation.
+            is_in_step: Whether the operation is a part of a step, which the one before has begun and which counts.
+        """
         ...
 
     def is_interrupted(self) -> bool:
@@ -200,9 +212,16 @@ class World:
         """The owner that has the states now: that of an earlier world until those of a lost worker are taken over."""
         return self.owner if self.recovery is None else self.recovery.owner
 
-    def run_on_states(self, attempt: "Callable[[], Result]") -> "Result":
-        """Return what workers compute together of states that they divide: an operation if one of them may be lost."""
-        return self.run_for_all(lambda _: attempt()) if self.numbering.kinds else attempt()
+    def run_on_states(self, attempt: "Callable[[], Result]", *, is_in_step: bool = False) -> "Result":
+        """Return what workers compute together of states that they divide: an operation if one of them may be lost.
+
+        Args:
+            attempt: Computes it, and changes nothing that lasts.
+            is_in_step: Whether it is a part of a step, whose gradients all workers have.
+        """
+        if self.recovery is None or not self.numbering.kinds:
+            return attempt()
+        return self.recovery.run(lambda _: attempt(), is_in_step=is_in_step)
 
     def require_not_in_once(self, operation: str) -> None:
         """Raise RanklessError if rank 0 is alone inside `rankless.once`, where it must not wait for other ranks."""

@@ -190,7 +190,9 @@ class OptimizerStepper:
         if options.measures_norm or options.clip_value is not None:
             self._require_dense(optimized, owner.get_holders(optimized))
         if options.measures_norm:
-            self.gradient_norm = self._world.run_on_states(lambda: owner.measure_norm(owner.get_holders(optimized)))
+            self.gradient_norm = self._world.run_on_states(
+                lambda: owner.measure_norm(owner.get_holders(optimized)), is_in_step=True
+            )
         holders = owner.get_holders(optimized)  # others if a worker was lost meanwhile
         if options.clip_norm is not None and self.gradient_norm is not None:
             with_gradient = [item for item in holders if item.grad is not None]
@@ -217,7 +219,9 @@ class OptimizerStepper:
     def _require_finite(self, loss: Tensor, parameters: Sequence[Tensor]) -> None:
         """Raise `StepError` on every rank if the loss or a gradient is not finite; make no step."""
         owner = self._owner
-        worst = self._world.run_on_states(lambda: owner.find_not_finite(owner.get_holders(parameters)))
+        worst = self._world.run_on_states(
+            lambda: owner.find_not_finite(owner.get_holders(parameters)), is_in_step=True
+        )
         if not bool(loss.isfinite()):
             found = f"a loss of {float(loss)}"
         elif worst is not None:

@@ -381,5 +381,5 @@ class DividedOwner:
         if known:
             self._values.are_pieces_newer = True
         if any(item.is_owned for item in known):
-            self._run(lambda: share_state(optimizer, self._divided, self._values))
+            self._run(lambda: share_state(optimizer, self._divided, self._values), is_in_step=True)
         gather_after_step([item for item in known if not item.divides_value], self._axis)

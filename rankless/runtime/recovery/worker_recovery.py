@@ -94,10 +94,19 @@ class WorkerRecovery:
         """The owner that has the states of jobs."""
         return (self._divided or self.world).owner
 
-    def run(self, attempt: Callable[[World], Result], *, commits: Callable[[], bool]) -> Result:
+    def run(
+        self,
+        attempt: Callable[[World], Result],
+        *,
+        commits: Callable[[], bool] = lambda: False,
+        is_in_step: bool = False,
+    ) -> Result:
         """Return what an operation returns. Within another one it is part of that."""
         if self._is_inside or self.world.mesh.size == 1:
             return attempt(self.world)
+        if not is_in_step:
+            self._counted = self._committed
+        self._take_over()
         return self._run(attempt, commits)
 
     def _take_over(self) -> None:
@@ -110,10 +119,7 @@ class WorkerRecovery:
     def _run(
         self, attempt: Callable[[World], Result], commits: Callable[[], bool], *, takes_over: bool = False
     ) -> Result:
-        self._counted = self._committed
         while True:
-            if not takes_over:
-                self._take_over()
             number = self._passed + 1
             finished: list[Result] = []
             self._is_inside = True
@@ -122,7 +128,7 @@ class WorkerRecovery:
                 finished.append(attempt(self.world))
                 if self.world.mesh.size > 1:
                     dist.barrier(group=self.world.mesh.group)
-                self._passed, self._counted = number, self._committed + commits()
+                self._passed, self._counted = number, max(self._counted, self._committed + commits())
                 return finished[0]
             except Exception as error:  # the script's own, or that of any library that lost its group
                 if not self._wait_for_notice(error):
@@ -132,6 +138,8 @@ class WorkerRecovery:
             self._regroup()
             if self._passed == number:  # this worker was in the barrier
                 return finished[0]
+            if not takes_over:
+                self._take_over()
 
     def is_interrupted(self) -> bool:
         """Return whether a worker has been lost, and the others have not formed a group anew."""
