@@ -219,9 +219,7 @@ class OptimizerStepper:
     def _require_finite(self, loss: Tensor, parameters: Sequence[Tensor]) -> None:
         """Raise `StepError` on every rank if the loss or a gradient is not finite; make no step."""
         owner = self._owner
-        worst = self._world.run_on_states(
-            lambda: owner.find_not_finite(owner.get_holders(parameters)), is_in_step=True
-        )
+        worst = self._world.run_on_states(lambda: owner.find_not_finite(owner.get_holders(parameters)), is_in_step=True)
         if not bool(loss.isfinite()):
             found = f"a loss of {float(loss)}"
         elif worst is not None:

@@ -11,40 +11,21 @@ and is updated after each step. A piece may be a divided tensor itself, if sever
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from rankless.collectives.mesh_collectives import all_reduce_maximum, start_all_gather
+from rankless.collectives.mesh_collectives import all_reduce_maximum
 from rankless.errors import ConfigError, RanklessError
 from rankless.ownership.functions_without_elements import WITHOUT_ELEMENTS
 from rankless.ownership.host_memory import copy_to_device
-from rankless.ownership.piece_layout import PieceGroup, PieceLayout
+from rankless.ownership.piece_layout import PieceLayout, gather_pieces
+from rankless.ownership.runs_together import RunTogether, run_directly
 from rankless.ownership.stored_value import StoredValue
 from rankless.parallel.mesh import WorkerGroup
-
-Result = TypeVar("Result")
-
-
-class RunTogether(Protocol):
-    """Makes what workers compute together outside of jobs, again if one of them is lost."""
-
-    def __call__(self, attempt: Callable[[], Result], *, is_in_step: bool = False) -> Result:
-        """Return what `attempt` returns, which changes nothing that lasts.
-
-        Args:
-            attempt: Computes it.
-            is_in_step: Whether it is a part of a step, whose gradients all workers have.
-        """
-        ...
-
-
-def run_directly(attempt: Callable[[], Result], *, is_in_step: bool = False) -> Result:  # noqa: ARG001
-    """Return what workers compute together, where none may be lost."""
-    return attempt()
 
 
 class WholeValues:
@@ -143,17 +124,6 @@ class WholeValues:
             for partition in self._open:
                 assert partition.whole is not None
                 partition.whole.copy_(self.gather_now(partition))
-
-
-def gather_pieces(layout: PieceLayout, piece: Tensor, *, among: WorkerGroup) -> Tensor:
-    """Return a whole tensor from the pieces of all workers, of which this one has `piece`. Collective."""
-    group = PieceGroup((layout,), among.size)
-    chunk = group.join_pieces([piece])
-    flat = chunk.new_empty(group.flat_size)
-    work = start_all_gather(flat, chunk, among=among)
-    if work is not None:
-        work.wait()
-    return group.split_wholes(flat)[0]
 
 
 class Partition:
@@ -361,8 +331,8 @@ def divide_parameter(parameter: nn.Parameter, partition: Partition) -> None:
 
 def make_plain(parameter: nn.Parameter, value: Tensor) -> None:
     """Make a divided parameter a plain one with this value."""
-    parameter.__class__ = nn.Parameter  # type: ignore[assignment]  # it has no attributes of its own
-    del parameter.partition
+    del parameter.partition  # type: ignore[attr-defined]  # it has another class
+    parameter.__class__ = nn.Parameter
     parameter.data = value
 
 

@@ -4,9 +4,9 @@ Note [flat pieces]: a piece is sent as its elements in the order in which they l
 with one chunk per worker. A chunk is the worker's pieces of all tensors of the group, one after the other. All chunks
 are as long as the longest, because backends take equal chunks only.
 
-Note [copies of pieces]: where a worker may be lost that has all rows of a tensor, other workers have the same rows. They
-get the same gradients and make the same steps, so that one of them can take its place. All that counts each piece once,
-such as a norm or a file, leaves copies out.
+Note [copies of pieces]: where a worker may be lost that has all rows of a tensor, other workers have the same rows.
+They get the same gradients and make the same steps, so that one of them can take its place. All that counts each piece
+once, such as a norm or a file, leaves copies out.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -18,6 +18,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from rankless.collectives.mesh_collectives import start_all_gather
+from rankless.parallel.mesh import WorkerGroup
 from rankless.parallel.tensor_placement import BlockedShard, Shard, compute_local_shape, split_lengths
 
 Item = TypeVar("Item")
@@ -190,6 +192,17 @@ class PieceGroup:
             targets = [layout.view_range(whole, rank) for layout, whole in zip(self.layouts, wholes, strict=True)]
             sources = [layout.view_piece(piece, rank) for layout, piece in zip(self.layouts, pieces, strict=True)]
             torch._foreach_copy_(targets, sources)
+
+
+def gather_pieces(layout: PieceLayout, piece: Tensor, *, among: WorkerGroup) -> Tensor:
+    """Return a whole tensor from the pieces of all workers, of which this one has `piece`. Collective."""
+    group = PieceGroup((layout,), among.size)
+    chunk = group.join_pieces([piece])
+    flat = chunk.new_empty(group.flat_size)
+    work = start_all_gather(flat, chunk, among=among)
+    if work is not None:
+        work.wait()
+    return group.split_wholes(flat)[0]
 
 
 def fit_placement(placement: Shard | BlockedShard, rows: int) -> Shard | BlockedShard:

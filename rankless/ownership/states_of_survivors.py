@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from rankless.collectives.byte_messages import all_gather_bytes
@@ -177,9 +177,7 @@ class RestoredParameter:
         gradient: Its whole gradient; None if it has none.
     """
 
-    def __init__(
-        self, member: DividedParameter, partition: Partition, value: Tensor, gradient: Tensor | None
-    ) -> None:
+    def __init__(self, member: DividedParameter, partition: Partition, value: Tensor, gradient: Tensor | None) -> None:
         self._parameter, self._partition, self._value, self._gradient = member.parameter, partition, value, gradient
 
     def finish(self) -> None:
@@ -196,7 +194,7 @@ def find_source(member: DividedParameter, reports: Sequence[_Report]) -> int:
     if found is None:
         raise LostWorkerError(
             expected=f"a worker that has {member.name} and its optimizer state",
-            found="all workers lost that had it: one worker of each kind, and the next one of that kind, have a parameter",
+            found="none left: one worker and the next one of its kind had it, and both were killed",
             fix="start the run again from a checkpoint",
         )
     return found

@@ -73,8 +73,39 @@ def list_values():
     return {name: value + 0 for part in (numbers, dense) for name, value in part.state_dict().items()}
 """
 
+FAULTS = """
+from rankless.ownership import divided_owner, partitioned_tensor, states_of_survivors
+from rankless.runtime.recovery import worker_recovery
+
+COUNTS = {}
+
+
+def watch(owner, name, moment, after=None):
+    # let each call of a function be a moment, before it and perhaps after it: moment0, moment1, and so on
+    function = getattr(owner, name)
+
+    def watched(*arguments, **options):
+        number = COUNTS[moment] = COUNTS.get(moment, -1) + 1
+        reach(f"{moment}{number}")
+        result = function(*arguments, **options)
+        reach(f"{after}{number}")
+        return result
+
+    setattr(owner, name, watched)
+
+
+watch(worker_recovery.dist, "barrier", "computed", "passed")
+watch(divided_owner, "share_state", "share", "shared")
+watch(partitioned_tensor, "gather_pieces", "gather")
+watch(states_of_survivors, "send_memory", "send")
+watch(divided_owner, "make_divided_parameter", "divide")
+watch(partitioned_tensor.WholeValues, "write_back", "written")
+watch(divided_owner.DividedOwner, "measure_norm", "norm")
+"""
+
 TRAINING = (
     KILLS_OF_WORKERS
+    + FAULTS
     + """
 initial = rankless.parameter_server.Constant(value=0.5)
 users = rankless.parameter_server.Embedding(4, initial=initial, seed=1, dtype=torch.float64)
@@ -189,9 +220,15 @@ torch.save(
 )
 
 
-def run_plain_heterogeneous(folder: Path, stepper: str = "adam") -> dict:
-    """Return what plain PyTorch trains on one device."""
-    (folder / "plain.py").write_text(PLAIN.replace("OPTIMIZER", stepper).replace("        CLIP\n", ""))
+def run_plain_heterogeneous(folder: Path, stepper: str = "adam", clip: str = "") -> dict:
+    """Return what plain PyTorch trains on one device.
+
+    Args:
+        folder: Where the script is.
+        stepper: The name of the optimizers of dense parameters.
+        clip: A statement between the backward pass and the steps.
+    """
+    (folder / "plain.py").write_text(PLAIN.replace("OPTIMIZER", stepper).replace("CLIP", clip or "pass"))
     subprocess.run([sys.executable, "plain.py"], cwd=folder, check=True, timeout=DEADLINE_SECONDS)
     return torch.load(folder / "plain.pt")
 
@@ -202,6 +239,7 @@ def run_killed_heterogeneous(
     *options: str,
     stepper: str = "adam",
     looks: bool = False,
+    more: str = "",
     workers: str = "",
     sizes: tuple[str, str] = ("3", "2"),
 ) -> subprocess.CompletedProcess[str]:
@@ -214,11 +252,13 @@ def run_killed_heterogeneous(
         options: Further options of `rankless run`.
         stepper: The name of the optimizers of dense parameters.
         looks: Whether the script reads parameters and whole batches between calls.
+        more: Further arguments of the job that trains, as text.
         workers: Further arguments of the loader, as text.
         sizes: The number of workers on the CPU, and of heterogeneous ones.
     """
-    text = TRAINING.replace("OPTIMIZER", stepper).replace("LOOKS", str(looks)).replace(", MORE", "")
-    (folder / "script.py").write_text(text.replace(", WORKERS", f", {workers}" if workers else ""))
+    text = TRAINING.replace("OPTIMIZER", stepper).replace("LOOKS", str(looks))
+    text = text.replace(", MORE", f", {more}" if more else "").replace(", WORKERS", f", {workers}" if workers else "")
+    (folder / "script.py").write_text(text)
     command = ("run", "--servers", "2", "--workers", sizes[0], "--heter-workers", sizes[1], *options, "script.py")
     return rankless(*command, folder=folder, KILLS=kills)
 

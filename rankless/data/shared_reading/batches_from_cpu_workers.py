@@ -173,7 +173,8 @@ def _send(message: _SharedBatch, axis: MeshAxis) -> None:
 def _take_message(message: _SharedBatch | None, mesh: Mesh) -> Any:
     """Return the data of a batch that the first worker on the CPU has read, and take over its generators' states."""
     axis = find_kinds_axis(mesh)
-    assert message is not None and axis is not None
+    assert message is not None
+    assert axis is not None
     if message.error:
         raise DataError(
             expected="the workers on the CPU to read the batch",
