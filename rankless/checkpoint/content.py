@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from rankless.checkpoint.incremental.keyed_rows import KeyedRows, find_keyed_rows
 from rankless.checkpoint.manifest import Node
 from rankless.checkpoint.random_state import capture_random_state
-from rankless.checkpoint.state_tree import TreeWriter
+from rankless.checkpoint.state_tree import DetachedWithoutGather, TreeWriter
 from rankless.deferred_models.building import materialize
 from rankless.errors import CheckpointError
-from rankless.ownership.partitioned_tensor import DetachedWithoutGather, Partition, find_partition, list_partitions
+from rankless.ownership.partitioned_tensor import Partition, find_partition, list_partitions
 
 EXTRA = "extra"
 RANDOM = "random"

@@ -17,11 +17,10 @@ from rankless.checkpoint.manifest import Manifest, Node, SparseReference, Tensor
 from rankless.checkpoint.manifest import Mapping as MappingNode
 from rankless.checkpoint.manifest import Sequence as SequenceNode
 from rankless.checkpoint.random_state import restore_random_state, select_rank_state
-from rankless.checkpoint.state_tree import decode
+from rankless.checkpoint.state_tree import DetachedWithoutGather, decode
 from rankless.checkpoint.stored_tensors import StoredTensors
 from rankless.deferred_models.building import materialize
 from rankless.errors import CheckpointError
-from rankless.ownership.partitioned_tensor import DetachedWithoutGather
 from rankless.ownership.state_owner import StateOwner, WholeOwner
 from rankless.ownership.unread_tensor import UnreadTensor
 from rankless.parallel.mesh import Mesh

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from rankless.checkpoint.manifest import (
     Bytes,
@@ -23,7 +24,7 @@ from rankless.checkpoint.manifest import (
 )
 from rankless.checkpoint.tensor_file_writer import ELEMENT_CODES
 from rankless.errors import CheckpointError
-from rankless.ownership.partitioned_tensor import find_partition
+from rankless.ownership.partitioned_tensor import find_partition, make_partitioned_tensor
 
 WRITABLE = "dict, list, tuple, int, float, str, bool, None, bytes, tensors and numpy numbers, keyed by int or str"
 TENSOR_CLASSES: tuple[type, ...] = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
@@ -218,3 +219,13 @@ def _unwritable_error(path: tuple[str, ...], found: str) -> CheckpointError:
         found=found,
         fix="save such values, or an object's state_dict(); nothing is pickled",
     )
+
+
+class DetachedWithoutGather(TorchFunctionMode):
+    """Within the context, `detach()` and `.data` of divided tensors return divided ones, as for `state_dict()`."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function of PyTorch."""
+        is_detach = func in (Tensor.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
+        partition = find_partition(args[0]) if is_detach else None
+        return func(*args, **(kwargs or {})) if partition is None else make_partitioned_tensor(partition)

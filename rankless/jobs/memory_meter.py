@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rankless.ownership.partitioned_tensor import count_local_bytes
+from rankless.ownership.partitioned_tensor import get_local
 
 
 class PeakMemoryMode(TorchDispatchMode):
@@ -73,3 +73,9 @@ def count_tensor_bytes(tensors: Iterable[Any]) -> int:
     """Return the bytes that all tensors among some values take on this worker, each once."""
     found = {id(item): item for item in tensors if isinstance(item, Tensor)}
     return sum(count_local_bytes(item) for item in found.values() if item.layout is torch.strided)
+
+
+def count_local_bytes(tensor: Tensor) -> int:
+    """Return the bytes of memory that a tensor's elements take on this worker."""
+    local = get_local(tensor)
+    return local.numel() * local.element_size()

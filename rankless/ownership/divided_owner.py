@@ -150,11 +150,12 @@ class DividedOwner:
         """Note optimizers whose states are divided with the parameters that they step."""
         self._optimizers += [each for each in optimizers if not any(each is known for known in self._optimizers)]
 
-    def collect_states(self, mesh: Mesh) -> Callable[[], None]:
+    def collect_states(self, mesh: Mesh, *, with_gradients: bool) -> Callable[[], None]:
         """Return a function that makes all states whole on this worker, after another one was lost. Collective.
 
         Args:
             mesh: The workers that are left; see Note [states of lost workers].
+            with_gradients: Whether a step follows with the gradients that workers have.
 
         Raises:
             LostWorkerError: All workers were lost that had a state.
@@ -165,7 +166,7 @@ class DividedOwner:
             self._optimizers,
             are_pieces_newer=self._values.are_pieces_newer,
         )
-        make_whole = divided.collect(mesh)
+        make_whole = divided.collect(mesh, with_gradients=with_gradients)
 
         def finish() -> None:
             make_whole()

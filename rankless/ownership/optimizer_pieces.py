@@ -134,7 +134,7 @@ def take_state(value: Any, divided: DividedParameter, key: str, rank: int) -> An
     if partition is not None:
         return partition.piece
     if divided.is_owned:
-        return value
+        return value.clone() if hasattr(value, "was_divided") else value
     if tuple(value.shape) != divided.layout.shape:
         raise ConfigError(
             expected=f"optimizer state of the shape {list(divided.layout.shape)} for {divided.name}, which is divided "
@@ -155,7 +155,7 @@ def show_state(value: Any, before: Any, divided: DividedParameter, key: str, val
     # Where dims have one row, the order of dims cannot be told from a worker's piece; all must have the same.
     layout = divided.own(tuple(value.shape), order_dims(value.stride())) if divided.is_owned else divided.layout
     return make_partitioned_tensor(
-        Partition(layout, value, f"{key} of {divided.name}", values, device=divided.parameter.device)
+        Partition(layout, value, f"{key} of {divided.name}", values, device=divided.parameter.device), before
     )
 
 

@@ -57,6 +57,8 @@ def share_state(optimizer: Optimizer, divided: Mapping[int, DividedParameter], v
             before.clear()
             before.update(shown)
     sort_state(optimizer)
+    states = [optimizer.state.get(member.parameter, {}) for member in owned]
+    values.find_open(filter(None, [find_partition(value) for state in states for value in state.values()]))
 
 
 def describe_state(entries: Mapping[str, Any]) -> list[SharedEntry]:
@@ -90,7 +92,7 @@ def show_shared(entry: SharedEntry, before: Any, divided: DividedParameter, valu
     layout = divided.own(entry.shape, order_dims(entry.strides))
     piece = torch.empty(layout.piece_shape(values.group.rank), dtype=dtype, device=divided.piece.device)
     return make_partitioned_tensor(
-        Partition(layout, piece, f"{entry.key} of {divided.name}", values, device=divided.parameter.device)
+        Partition(layout, piece, f"{entry.key} of {divided.name}", values, device=divided.parameter.device), before
     )
 
 

@@ -11,11 +11,10 @@ and is updated after each step. A piece may be a divided tensor itself, if sever
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from rankless.collectives.mesh_collectives import all_reduce_maximum
@@ -82,6 +81,11 @@ class WholeValues:
         """Begin with a whole value that is there already."""
         partition.whole = whole
         self._open.append(partition)
+
+    def find_open(self, partitions: Iterable["Partition"]) -> None:
+        """Begin with the whole values of tensors that were divided before. All workers have them in the same order."""
+        known = {id(partition) for partition in self._open}
+        self._open += [each for each in partitions if each.whole is not None and id(each) not in known]
 
     @property
     def is_open(self) -> bool:
@@ -314,8 +318,21 @@ def has_other_users(tensor: Tensor | None) -> bool:
     return torch._C._storage_Use_Count(storage._cdata) > 2
 
 
-def make_partitioned_tensor(partition: Partition) -> PartitionedTensor:
-    """Return a tensor without memory of its own for a partition."""
+def make_partitioned_tensor(partition: Partition, before: Any = None) -> PartitionedTensor:
+    """Return a tensor without memory of its own for a partition.
+
+    Args:
+        partition: The partition.
+        before: What the script had until now. A tensor that was divided before stays the object that it is, and its
+            whole value stays where it is.
+    """
+    if getattr(before, "was_divided", False):
+        del before.was_divided
+        partition.whole = before.data
+        before.data = make_without_memory(partition)
+        before.__class__ = PartitionedTensor
+        before.partition = partition
+        return cast("PartitionedTensor", before)
     with torch._C.DisableTorchFunctionSubclass():
         made = make_without_memory(partition).as_subclass(PartitionedTensor)
     made.partition = partition
@@ -327,23 +344,6 @@ def divide_parameter(parameter: nn.Parameter, partition: Partition) -> None:
     parameter.data = make_without_memory(partition)
     parameter.__class__ = PartitionedParameter
     parameter.partition = partition  # type: ignore[attr-defined]  # it has another class now
-
-
-def make_plain(parameter: nn.Parameter, value: Tensor) -> None:
-    """Make a divided parameter a plain one with this value."""
-    del parameter.partition  # type: ignore[attr-defined]  # it has another class
-    parameter.__class__ = nn.Parameter
-    parameter.data = value
-
-
-class DetachedWithoutGather(TorchFunctionMode):
-    """Within the context, `detach()` and `.data` of divided tensors return divided ones, as for `state_dict()`."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function of PyTorch."""
-        is_detach = func in (Tensor.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
-        partition = find_partition(args[0]) if is_detach else None
-        return func(*args, **(kwargs or {})) if partition is None else make_partitioned_tensor(partition)
 
 
 @contextlib.contextmanager
@@ -398,9 +398,3 @@ def copy_whole(target: Tensor, value: Tensor) -> None:
     get_local(target).copy_(known.get_piece(value))
     if known.whole is not None:
         known.whole.copy_(value)
-
-
-def count_local_bytes(tensor: Tensor) -> int:
-    """Return the bytes of memory that a tensor's elements take on this worker."""
-    local = get_local(tensor)
-    return local.numel() * local.element_size()

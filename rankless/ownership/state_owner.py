@@ -112,11 +112,12 @@ class StateOwner(Protocol):
         """Let an optimizer step. Collective."""
         ...
 
-    def collect_states(self, mesh: Mesh) -> Callable[[], None]:
+    def collect_states(self, mesh: Mesh, *, with_gradients: bool) -> Callable[[], None]:
         """Return a function that makes all states whole on this worker, after another one was lost. Collective.
 
         Args:
             mesh: The workers that are left.
+            with_gradients: Whether a step follows with the gradients that workers have.
         """
         ...
 
@@ -210,7 +211,7 @@ class WholeOwner:
         """Step."""
         optimizer.step()
 
-    def collect_states(self, mesh: Mesh) -> Callable[[], None]:  # noqa: ARG002
+    def collect_states(self, mesh: Mesh, *, with_gradients: bool) -> Callable[[], None]:  # noqa: ARG002
         """Return a function that does nothing."""
         return lambda: None
 

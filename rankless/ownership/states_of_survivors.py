@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rankless.collectives.byte_messages import all_gather_bytes
@@ -24,7 +24,7 @@ from rankless.errors import LostWorkerError
 from rankless.ownership.divided_parameter import DividedParameter
 from rankless.ownership.optimizer_pieces import list_parameters
 from rankless.ownership.owned_state import SharedEntry, describe_state
-from rankless.ownership.partitioned_tensor import Partition, find_partition, make_plain
+from rankless.ownership.partitioned_tensor import Partition, find_partition
 from rankless.ownership.piece_layout import make_dense_strides
 from rankless.parallel.mesh import Mesh
 
@@ -63,7 +63,7 @@ class DividedStates:
         self._rank, self._members, self._optimizers = rank, members, optimizers
         self._are_pieces_newer = are_pieces_newer
 
-    def collect(self, mesh: Mesh) -> Callable[[], None]:
+    def collect(self, mesh: Mesh, *, with_gradients: bool) -> Callable[[], None]:
         """Return a function that makes the states whole on this worker. Collective.
 
         A worker that was interrupted while it divided parameters may have divided fewer than others: the rest is whole
@@ -71,13 +71,14 @@ class DividedStates:
 
         Args:
             mesh: The workers that are left.
+            with_gradients: Whether a step follows with the gradients that workers have.
 
         Raises:
             LostWorkerError: All workers were lost that had a state.
         """
         reports = [
             msgspec.msgpack.decode(data, type=_Report)
-            for data in all_gather_bytes(msgspec.msgpack.encode(self._report()), mesh=mesh)
+            for data in all_gather_bytes(msgspec.msgpack.encode(self._report(with_gradients)), mesh=mesh)
         ]
         known = min(len(report.is_whole) for report in reports)
         sources = [find_source(member, reports) for member in self._members[:known]]
@@ -110,7 +111,7 @@ class DividedStates:
 
         return finish
 
-    def _report(self) -> _Report:
+    def _report(self, with_gradients: bool) -> _Report:
         wholes = [find_partition(member.parameter) for member in self._members]
         divided = {id(member.parameter) for member in self._members}
         return _Report(
@@ -118,7 +119,7 @@ class DividedStates:
             are_pieces_newer=self._are_pieces_newer,
             is_whole=[known is not None and known.whole is not None for known in wholes],
             has_gradient=[
-                member.has_rows(self._rank) and member.piece.grad is not None and has_rows_of(member.piece.grad)
+                with_gradients and member.has_rows(self._rank) and has_dense_gradient(member.piece)
                 for member in self._members
             ],
             states=[
@@ -187,6 +188,14 @@ class RestoredParameter:
         self._parameter.grad = self._gradient
 
 
+def make_plain(tensor: Any, value: Tensor) -> None:
+    """Make a divided parameter, or a divided tensor, a plain one with this value."""
+    kind = nn.Parameter if isinstance(tensor, nn.Parameter) else Tensor
+    del tensor.partition
+    tensor.__class__ = kind
+    tensor.data = value
+
+
 def find_source(member: DividedParameter, reports: Sequence[_Report]) -> int:
     """Return the first worker that is left of those that have a parameter. Raises LostWorkerError if there is none."""
     ranks = {report.worker: rank for rank, report in enumerate(reports)}
@@ -205,13 +214,13 @@ def get_piece(partition: Partition, is_newer: bool) -> Tensor:
     return partition.piece.detach() if is_newer else partition.get_current_piece()
 
 
-def has_rows_of(gradient: Tensor) -> bool:
-    """Return True for a dense gradient. Raises LostWorkerError for another one, of which only one worker has all."""
-    if gradient.layout is torch.strided:
-        return True
+def has_dense_gradient(piece: Tensor) -> bool:
+    """Return whether a piece has a gradient. Raises LostWorkerError for a sparse one."""
+    if piece.grad is None or piece.grad.layout is torch.strided:
+        return piece.grad is not None
     raise LostWorkerError(
-        expected="dense gradients of parameters that a worker has which may be lost",
-        found=f"one with the layout {gradient.layout}",
+        expected="dense gradients, where a worker is lost in the step of a parameter that one worker has",
+        found=f"a gradient with the layout {piece.grad.layout}",
         fix="use a table of rankless.parameter_server, or sparse=False",
     )
 
@@ -245,13 +254,22 @@ def keep_whole(partition: Partition, value: Tensor) -> Tensor:
 
 
 def show_whole_state(optimizer: Optimizer, parameter: Tensor, entries: Mapping[str, Tensor]) -> None:
-    """Give an optimizer the whole state of a parameter."""
+    """Give an optimizer the whole state of a parameter. What is divided again stays the object that it is."""
     before = optimizer.state.get(parameter, {})
-    shown = {}
-    for key, value in entries.items():
-        known = before.get(key)
-        partition = find_partition(known) if isinstance(known, Tensor) else None
-        shown[key] = value if partition is None else keep_whole(partition, value)
+    shown = {key: keep_entry(before.get(key), value) for key, value in entries.items()}
     others = {key: value for key, value in before.items() if not isinstance(value, Tensor)}
     if shown or before:
         optimizer.state[parameter] = {**others, **shown}
+
+
+def keep_entry(known: Any, value: Tensor) -> Tensor:
+    """Return an entry of a state with a whole value: the tensor that the script has, if it has one."""
+    if not isinstance(known, Tensor) or known.dtype != value.dtype or known.shape != value.shape:
+        return value
+    partition = find_partition(known)
+    if partition is None:
+        with torch.no_grad():
+            return known.copy_(value)
+    make_plain(known, keep_whole(partition, value))
+    known.was_divided = True  # type: ignore[attr-defined]  # see `make_partitioned_tensor`
+    return known

@@ -11,8 +11,9 @@ from torch import nn
 
 from rankless.checkpoint import SaveOptions, load
 from rankless.deferred_models.deferred_tensor import DeferredTensor
+from rankless.jobs.memory_meter import count_local_bytes
 from rankless.jobs.views import consistent
-from rankless.ownership.partitioned_tensor import count_local_bytes, find_partition
+from rankless.ownership.partitioned_tensor import find_partition
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 LAYERS, WIDTH = 12, 256

@@ -10,7 +10,8 @@ from bench.models import GPT
 from rankless.context.world import World
 from rankless.jobs.definition import StepOptions
 from rankless.jobs.job import make_job
-from rankless.ownership.partitioned_tensor import count_local_bytes, find_partition
+from rankless.jobs.memory_meter import count_local_bytes
+from rankless.ownership.partitioned_tensor import find_partition
 
 LAYERS, WIDTH = 24, 512
 BLOCK_BYTES = WIDTH * WIDTH * 4

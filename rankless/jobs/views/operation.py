@@ -30,7 +30,7 @@ class WorldView:
         Raises LostWorkerError if the job cannot go on in it.
         """
         if self.view is not None and world.recovery is not None and self._world is not world:
-            self._require_movable()
+            self._require_movable(world)
             self.view = None
         self._world = world
         self.view = self.view or start_view(self._job, world)
@@ -62,7 +62,7 @@ class WorldView:
         if world.reads_rows_early and isinstance(self.view, ConsistentView) and self._world is world:
             self.view.request_rows()
 
-    def _require_movable(self) -> None:
+    def _require_movable(self, world: World) -> None:
         """Raise LostWorkerError if a worker was lost that had a part of what the job needs."""
         job = self._job
         found = None
@@ -70,6 +70,8 @@ class WorldView:
             found = f"zero={job.step_options.zero!r}: it had a part of the states"
         elif job.accumulates and list_tables(job.modules.values()):
             found = f"accumulate={job.step_options.accumulate} and tables: it had gradients of rows of earlier calls"
+        elif job.step_options.accumulate > 1 and world.numbering.kinds:
+            found = f"accumulate={job.step_options.accumulate} beside heterogeneous workers: it had sums of gradients"
         elif job.view != "consistent":
             found = 'view="mirrored"' if job.view == "mirrored" else "capture=False"
         if found is not None:

@@ -106,40 +106,44 @@ class WorkerRecovery:
             return attempt(self.world)
         if not is_in_step:
             self._counted = self._committed
-        self._take_over()
-        return self._run(attempt, commits)
-
-    def _take_over(self) -> None:
-        """Take over the states of a lost worker; see Note [states of lost workers]. An operation of its own."""
-        divided = self._divided
-        if divided is not None:
-            self._run(lambda world: divided.owner.collect_states(world.mesh), lambda: False, takes_over=True)()
-            self._divided = None
-
-    def _run(
-        self, attempt: Callable[[World], Result], commits: Callable[[], bool], *, takes_over: bool = False
-    ) -> Result:
         while True:
-            number = self._passed + 1
-            finished: list[Result] = []
-            self._is_inside = True
-            try:
-                self._require_all_workers()
-                finished.append(attempt(self.world))
-                if self.world.mesh.size > 1:
-                    dist.barrier(group=self.world.mesh.group)
-                self._passed, self._counted = number, max(self._counted, self._committed + commits())
-                return finished[0]
-            except Exception as error:  # the script's own, or that of any library that lost its group
-                if not self._wait_for_notice(error):
-                    raise
-            finally:
-                self._is_inside = False
-            self._regroup()
-            if self._passed == number:  # this worker was in the barrier
-                return finished[0]
-            if not takes_over:
-                self._take_over()
+            self._take_over(is_in_step=is_in_step)
+            found = self._try(attempt, commits)
+            if found:
+                return found[0]
+
+    def _take_over(self, *, is_in_step: bool) -> None:
+        """Take over the states of lost workers; see Note [states of lost workers]. An operation of its own."""
+        while self._divided is not None:
+            owner = self._divided.owner
+
+            def collect(world: World, owner: StateOwner = owner) -> Callable[[], None]:
+                return owner.collect_states(world.mesh, with_gradients=is_in_step)
+
+            collected = self._try(collect, lambda: False)
+            if collected:
+                collected[0]()
+                self._divided = None
+
+    def _try(self, attempt: Callable[[World], Result], commits: Callable[[], bool]) -> list[Result]:
+        """Return what an operation returns; nothing if a worker was lost, and all others begin it again."""
+        number = self._passed + 1
+        finished: list[Result] = []
+        self._is_inside = True
+        try:
+            self._require_all_workers()
+            finished.append(attempt(self.world))
+            if self.world.mesh.size > 1:
+                dist.barrier(group=self.world.mesh.group)
+            self._passed, self._counted = number, max(self._counted, self._committed + commits())
+            return finished
+        except Exception as error:  # the script's own, or that of any library that lost its group
+            if not self._wait_for_notice(error):
+                raise
+        finally:
+            self._is_inside = False
+        self._regroup()
+        return finished if self._passed == number else []  # a result counts if this worker was in the barrier
 
     def is_interrupted(self) -> bool:
         """Return whether a worker has been lost, and the others have not formed a group anew."""
