@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from support.jobs import DEADLINE_SECONDS, rankless
@@ -233,15 +234,28 @@ def run_plain_heterogeneous(folder: Path, stepper: str = "adam", clip: str = "")
     return torch.load(folder / "plain.pt")
 
 
+def write_killed_heterogeneous(
+    folder: Path, kills: str = "", *, stepper: str = "adam", looks: bool = False, more: str = "", workers: str = ""
+) -> None:
+    """Write the script of a run whose workers are killed.
+
+    Args:
+        folder: Where the run is.
+        kills: What to kill, as in `run_killed_heterogeneous`. Default: as the environment says.
+        stepper: The name of the optimizers of dense parameters.
+        looks: Whether the script reads parameters and whole batches between calls.
+        more: Further arguments of the job that trains, as text.
+        workers: Further arguments of the loader, as text.
+    """
+    text = TRAINING.replace("OPTIMIZER", stepper).replace("LOOKS", str(looks))
+    text = text.replace(", MORE", f", {more}" if more else "").replace(", WORKERS", f", {workers}" if workers else "")
+    if kills:  # ssh passes no variables on
+        text = text.replace('os.environ.get("KILLS", "")', repr(kills))
+    (folder / "script.py").write_text(text)
+
+
 def run_killed_heterogeneous(
-    folder: Path,
-    kills: str,
-    *options: str,
-    stepper: str = "adam",
-    looks: bool = False,
-    more: str = "",
-    workers: str = "",
-    sizes: tuple[str, str] = ("3", "2"),
+    folder: Path, kills: str, *options: str, sizes: tuple[str, str] = ("3", "2"), **script: Any
 ) -> subprocess.CompletedProcess[str]:
     """Train with 2 servers and workers of two kinds, of which some are killed.
 
@@ -250,15 +264,10 @@ def run_killed_heterogeneous(
         kills: WORKER:MOMENT:MILLISECONDS of each kill, with commas, or `server` as the worker. Moments are numbers of
             calls, and names.
         options: Further options of `rankless run`.
-        stepper: The name of the optimizers of dense parameters.
-        looks: Whether the script reads parameters and whole batches between calls.
-        more: Further arguments of the job that trains, as text.
-        workers: Further arguments of the loader, as text.
         sizes: The number of workers on the CPU, and of heterogeneous ones.
+        script: Further arguments of `write_killed_heterogeneous`.
     """
-    text = TRAINING.replace("OPTIMIZER", stepper).replace("LOOKS", str(looks))
-    text = text.replace(", MORE", f", {more}" if more else "").replace(", WORKERS", f", {workers}" if workers else "")
-    (folder / "script.py").write_text(text)
+    write_killed_heterogeneous(folder, **script)
     command = ("run", "--servers", "2", "--workers", sizes[0], "--heter-workers", sizes[1], *options, "script.py")
     return rankless(*command, folder=folder, KILLS=kills)
 
