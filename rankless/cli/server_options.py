@@ -100,7 +100,7 @@ def _add_loss_options(group: "argparse._ArgumentGroup") -> None:
         type=int,
         metavar="N",
         help="With --server-mode sync: without how many killed workers, of all hosts, the others go on. 0: the first "
-        "death of a worker ends the run. Default: all but one, where no worker has an accelerator.",
+        "death of a worker ends the run. Default: all but one of each kind, where no worker has an accelerator.",
     )
 
 

@@ -167,6 +167,20 @@ def test_odd_scripts_go_on_without_owners_of_parameters(tmp_path, case, kills):
         assert numbers == pytest.approx(json.loads(wanted), rel=1e-10, abs=1e-10)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("sizes", [("3", "2"), ("1", "3"), ("2", "1")])
+def test_one_other_worker_has_the_same_bits_of_each_parameter_and_state(tmp_path, sizes):
+    done = run_odd(tmp_path, "list_pieces", "", sizes)
+    assert done.returncode == 0, done.stderr
+    workers = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("numbers*.json"))]
+    kinds = workers[: int(sizes[0])], workers[int(sizes[0]) :]
+    for place in range(len(workers[0])):
+        owned = [[each[place] for each in kind if each[place]] for kind in kinds]
+        assert sorted(map(len, owned)) == [0, min(2, len(kinds[not owned[0]]))]
+        pieces = owned[0] or owned[1]
+        assert all(piece == pieces[0] for piece in pieces)
+
+
 ENDS = {
     "all that have a parameter": ("many_layers", "2:4,1:send1", ("1", "3"), "a worker that has model.layers"),
     "the last of a kind": ("many_layers", "3:2,4:5", ("3", "2"), "rankless: rank 4 was killed by signal 9 (SIGKILL)\n"),

@@ -23,9 +23,9 @@ from rankless.records.events import Exited, Notice, Raised, ScriptFinished, Star
 class Workers:
     """The workers' ends of the channels."""
 
-    def __init__(self, count: int, most_lost: int) -> None:
+    def __init__(self, count: int, most_lost: int, kinds: tuple[tuple[int, ...], ...] = ()) -> None:
         channels = WorkerChannels(range(count))
-        self.rounds = SurvivorRounds(channels, WorkerHosts((0,) * count), most_lost, NoPeers())
+        self.rounds = SurvivorRounds(channels, WorkerHosts((0,) * count, kinds=kinds), most_lost, NoPeers())
         self.ends = [socket.socket(fileno=socket.dup(each)) for each in channels.descriptors]
         for end in self.ends:
             end.setblocking(False)
@@ -152,6 +152,17 @@ def test_no_more_workers_are_survived_than_allowed_and_not_the_last():
     alone = Workers(1, 1)
     alone.join(0)
     assert alone.end(0, -9)[0].survivors is None
+
+
+def test_one_worker_of_each_kind_goes_on_or_has_ended_its_script():
+    workers = Workers(4, 2, kinds=((0, 1), (2, 3)))
+    workers.join(0, 1, 2, 3)
+    assert workers.end(2, -9)[0].survivors == 3
+    assert workers.end(3, -9)[0].survivors is None
+    at_end = Workers(4, 2, kinds=((0, 1), (2, 3)))
+    at_end.join(0, 1, 2, 3)
+    assert at_end.end(2, 0) == [Exited(rank=2, time_ns=0, exit_code=0)]
+    assert at_end.end(3, -9)[0].survivors == 2
 
 
 def test_without_lost_workers_the_records_stay_as_they_are():

@@ -85,3 +85,17 @@ def test_a_group_joins_and_splits_tensors_with_uneven_pieces_and_workers_without
 )
 def test_the_outermost_dim_that_is_nearly_even_is_divided(shape, ranks, expected):
     assert divide_evenly(shape, range(len(shape)), ranks) == expected
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_copies_have_the_rows_of_the_worker_that_has_all_and_are_no_further_ones(name):
+    whole = TENSORS[name]
+    layout = PieceLayout.of(whole, Shard(0, (0, 0, whole.shape[0], 0)), copies=(3,))
+    assert layout.holders == (2, 3)
+    pieces = [layout.copy_piece(whole, rank) for rank in range(4)]
+    assert [piece.shape[0] for piece in pieces] == [0, 0, whole.shape[0], whole.shape[0]]
+    assert layout.list_ranges(3) == layout.list_ranges(2) == [(0, whole.shape[0])]
+    assert torch.equal(pieces[3], whole)
+    group = PieceGroup((layout,), 4)
+    (found,) = group.split_wholes(torch.cat([group.join_pieces([piece]) for piece in pieces]))
+    assert torch.equal(found, whole)

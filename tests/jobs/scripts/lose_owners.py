@@ -231,6 +231,16 @@ def many_layers():
     return run(make_job(model, optimizer), load(PAIRS)) + end(model, optimizer)
 
 
+def list_pieces():
+    """Write the bits of what this worker has of each parameter and state after ten steps."""
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), 0.05)
+    run(make_job(model, optimizer), load(PAIRS))
+    entries = [entry for state in optimizer.state.values() for entry in state.values() if entry.dim()]
+    pieces = [known.partition.piece.detach() for known in [*model.parameters(), *entries]]
+    return [piece.contiguous().view(torch.int64).flatten().tolist() for piece in pieces]
+
+
 if not arguments.plain:
     from rankless.ownership import divided_owner, states_of_survivors
 
