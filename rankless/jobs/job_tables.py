@@ -131,6 +131,7 @@ class JobTables:
                 is_interrupted=recovery.is_interrupted,
                 recover=recovery.go_on,
                 can_recover=True,
+                awaits_ends=bool(workers.kinds),
             )
         make: Callable[..., SharedTables] = module.WorkerTables
         tables = make(

@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_
 from rankless.context.accumulation_passes import AccumulationPass
 from rankless.context.table_sharing import list_tables
 from rankless.context.world import World
-from rankless.errors import ConfigError, StepError
+from rankless.errors import ConfigError, LostWorkerError, StepError
 from rankless.jobs.definition import JobDefinition
 from rankless.jobs.gradient_accumulation import GradientAccumulator, LossWeight
 from rankless.parallel.mesh import find_pipeline_axis, list_layer_axes
@@ -81,6 +81,7 @@ class OptimizerStepper:
         """Make a step of the calls since the last one. Returns False if there are none."""
         if not self._accumulator.calls:
             return False
+        self._require_sums()
         self._owner.begin_call()
         holders = self._owner.get_holders(self._parameters)
         self._follow_division(holders)
@@ -92,6 +93,16 @@ class OptimizerStepper:
         self._hide_gradients()
         self._owner.end_call()
         return True
+
+    def _require_sums(self) -> None:
+        """Raise LostWorkerError if workers divide gradients, and one was lost with sums of them."""
+        if self._world.numbering.kinds and self._world.present_owner is not self._owner:
+            raise LostWorkerError(
+                expected=f"all gradients that job {self._job.name!r} has accumulated",
+                found="a worker that was lost with sums of them, beside heterogeneous workers",
+                fix="start the run again from a checkpoint, or omit accumulate=",
+                where=self._job.line,
+            )
 
     def _follow_division(self, holders: Sequence[Tensor]) -> None:
         """Move accumulated gradients to what holds them now, if another job has divided parameters since."""

@@ -10,7 +10,7 @@ Values that the script has read whole are there already, perhaps with its change
 such values are updated.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -81,78 +81,76 @@ class DividedStates:
             for data in all_gather_bytes(msgspec.msgpack.encode(self._report(with_gradients)), mesh=mesh)
         ]
         known = min(len(report.is_whole) for report in reports)
-        sources = [find_source(member, reports) for member in self._members[:known]]
-        are_newer = any(report.are_pieces_newer for report in reports)
-        finishers = []
-        for number, member in enumerate(self._members):
-            partition = find_partition(member.parameter)
-            assert partition is not None, "a stage owns values, gradients and optimizer states of its parameters"
-            value, gradient = partition.whole, None
-            if number < known:
-                source = sources[number]
-                if are_newer or not all(report.is_whole[number] for report in reports):
-                    value = send_whole(get_piece(partition, are_newer), partition, source, mesh)
-                if reports[source].has_gradient[number]:
-                    gradient = send_whole(member.piece.grad, partition, source, mesh)
-            assert value is not None, "a worker that alone has divided a parameter has the whole value"
-            finishers.append(RestoredParameter(member, partition, value, gradient))
-        places = {id(member.parameter): number for number, member in enumerate(self._members[:known])}
+        self._are_pieces_newer = any(report.are_pieces_newer for report in reports)
+        sources = {id(member.parameter): find_source(member, reports) for member in self._members[:known]}
+        restored = [self._collect_parameter(number, sources, reports, mesh) for number in range(len(self._members))]
         states = [
-            self._collect_state(number, places, sources, reports, mesh)
+            state
             for number in range(min(len(report.states) for report in reports))
+            for state in self._collect_states(number, sources, reports, mesh)
         ]
 
         def finish() -> None:
-            for restored in finishers:
-                restored.finish()
-            for optimizer, state in zip(self._optimizers, states, strict=False):
-                for parameter, entries in state:
-                    show_whole_state(optimizer, parameter, entries)
+            for parameter in restored:
+                parameter.finish()
+            for optimizer, stepped, entries in states:
+                show_whole_state(optimizer, stepped, entries)
 
         return finish
 
     def _report(self, with_gradients: bool) -> _Report:
-        wholes = [find_partition(member.parameter) for member in self._members]
-        divided = {id(member.parameter) for member in self._members}
+        partitions = [find_partition(member.parameter) for member in self._members]
         return _Report(
             worker=self._rank,
             are_pieces_newer=self._are_pieces_newer,
-            is_whole=[known is not None and known.whole is not None for known in wholes],
+            is_whole=[known is not None and known.whole is not None for known in partitions],
             has_gradient=[
                 with_gradients and member.has_rows(self._rank) and has_dense_gradient(member.piece)
                 for member in self._members
             ],
             states=[
-                [
-                    describe_state(optimizer.state.get(parameter, {}))
-                    for parameter in list_parameters(optimizer)
-                    if id(parameter) in divided
-                ]
+                [describe_state(optimizer.state.get(parameter, {})) for parameter in self._list_stepped(optimizer)]
                 for optimizer in self._optimizers
             ],
         )
 
-    def _collect_state(
-        self,
-        number: int,
-        places: Mapping[int, int],
-        sources: Sequence[int],
-        reports: Sequence[_Report],
-        mesh: Mesh,
-    ) -> list[tuple[Tensor, dict[str, Tensor]]]:
-        """Return the state of each divided parameter of an optimizer. Collective."""
-        optimizer, found = self._optimizers[number], []
+    def _list_stepped(self, optimizer: Optimizer) -> list[Tensor]:
+        """Return the divided parameters of an optimizer."""
         divided = {id(member.parameter) for member in self._members}
-        stepped = [parameter for parameter in list_parameters(optimizer) if id(parameter) in divided]
-        for place, parameter in enumerate(stepped):
-            if id(parameter) not in places:
-                continue
-            source = sources[places[id(parameter)]]
-            entries = reports[source].states[number][place]
-            own = optimizer.state.get(parameter, {})
-            state = {entry.key: self._send_entry(entry, own, parameter, source, mesh) for entry in entries}
-            found.append((parameter, state))
-        return found
+        return [parameter for parameter in list_parameters(optimizer) if id(parameter) in divided]
+
+    def _collect_parameter(
+        self, number: int, sources: Mapping[int, int], reports: Sequence[_Report], mesh: Mesh
+    ) -> "RestoredParameter":
+        """Return a parameter with its whole value, and its gradient if a step follows. Collective."""
+        member = self._members[number]
+        partition = find_partition(member.parameter)
+        assert partition is not None, "a stage owns values, gradients and optimizer states of its parameters"
+        value, gradient = partition.whole, None
+        source = sources.get(id(member.parameter))
+        if source is not None:
+            if self._are_pieces_newer or not all(report.is_whole[number] for report in reports):
+                value = send_whole(get_piece(partition, self._are_pieces_newer), partition, source, mesh)
+            if reports[source].has_gradient[number]:
+                gradient = send_whole(member.piece.grad, partition, source, mesh)
+        assert value is not None, "a worker that alone has divided a parameter has the whole value"
+        return RestoredParameter(member, partition, value, gradient)
+
+    def _collect_states(
+        self, number: int, sources: Mapping[int, int], reports: Sequence[_Report], mesh: Mesh
+    ) -> Iterator[tuple[Optimizer, Tensor, dict[str, Tensor]]]:
+        """Yield the whole state of each divided parameter of an optimizer. Collective."""
+        optimizer = self._optimizers[number]
+        for place, parameter in enumerate(self._list_stepped(optimizer)):
+            source = sources.get(id(parameter))
+            if source is not None:
+                own = optimizer.state.get(parameter, {})
+                entries = reports[source].states[number][place]
+                yield (
+                    optimizer,
+                    parameter,
+                    {entry.key: self._send_entry(entry, own, parameter, source, mesh) for entry in entries},
+                )
 
     def _send_entry(
         self, entry: SharedEntry, own: Mapping[str, Any], parameter: Tensor, source: int, mesh: Mesh

@@ -223,6 +223,17 @@ def accumulate():
     return run(make_job(model, optimizer, accumulate=2), load(PAIRS))
 
 
+def flush_later():
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    train = make_job(model, optimizer, accumulate=3)
+    train(INPUTS[:7], TARGETS[:7])
+    reach("flush")
+    rankless.once(lambda: 0)
+    train.flush()
+    return end(model, optimizer)
+
+
 def many_layers():
     """Each worker has parameters."""
     model = Model()
