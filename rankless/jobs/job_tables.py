@@ -124,14 +124,13 @@ class JobTables:
         world, workers = self._world, self._world.numbering
         module = importlib.import_module(WORKER_TABLES)
         recovery = world.recovery
-        loss = module.LossHandling(is_first=lambda: world.current.workers.rank == 0)
+        loss = module.LossHandling(is_first=lambda: world.current.workers.rank == 0, awaits_steps=bool(workers.kinds))
         if recovery is not None:
             loss = loss._replace(
                 run_for_all=self._share_for_all,
                 is_interrupted=recovery.is_interrupted,
                 recover=recovery.go_on,
                 can_recover=True,
-                awaits_ends=bool(workers.kinds),
             )
         make: Callable[..., SharedTables] = module.WorkerTables
         tables = make(

@@ -118,7 +118,6 @@ MOMENTS = {
     "until one of each kind is left": "0:3:0,3:once0:0,2:computed60:0",
     "a server alone": "server:dense5:0",
     "a server as well": "server:steps5:0,3:dense8:0",
-    "a server in the step before": "server:all5:0,3:6:0",
     "after the last step": "3:results:0",
     "at the end": "3:end:0,2:end:0",
 }
