@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from support.jobs import DEADLINE_SECONDS, rankless
-from support.lost_workers import KILLS_OF_WORKERS
+from support.lost_workers import KILLS_OF_WORKERS, require_same_training
 
 MODEL = """
 torch.set_default_dtype(torch.float64)
@@ -274,11 +274,4 @@ def run_killed_heterogeneous(
 
 def require_same_heterogeneous(folder: Path, plain: dict) -> dict:
     """Check that each worker that was not killed has trained what plain PyTorch has. Return the results of one."""
-    found = [torch.load(path) for path in sorted(folder.glob("results*.pt"))]
-    for results in found:
-        assert len(results["losses"]) == len(plain["losses"])
-        if results["seen"]:
-            torch.testing.assert_close(results["seen"], plain["seen"], rtol=0, atol=1e-10)
-        for name in ("losses", "rows", "values", "states"):
-            torch.testing.assert_close(results[name], plain[name], rtol=1e-10, atol=1e-10)
-    return found[0]
+    return require_same_training(folder, plain, names=("losses", "rows", "values", "states"), bound_of_seen=1e-10)
