@@ -183,8 +183,7 @@ class OptimizerStepper:
                 parameter.grad = None
 
     def _make_accumulator(self) -> GradientAccumulator:
-        accumulates = self._job.step_options.accumulate > 1
-        return GradientAccumulator(list_tables(self._job.modules.values()) if accumulates else ())
+        return GradientAccumulator(list_tables(self._job.modules.values()) if self._job.accumulates else ())
 
     def _step(self) -> None:
         """Measure and clip the whole gradient, then step."""

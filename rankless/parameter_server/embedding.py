@@ -131,7 +131,7 @@ class Embedding(nn.Module):
         self._current_training().end_program()
 
     def join_gradients(self, before: RowGradients | None, factors: tuple[float, float]) -> RowGradients | None:
-        """Join the gradients of a job's last call with those of earlier ones, for one step of all of them.
+        """Join the gradients of a job's last call with those of earlier ones, for one step of all. Jobs call it.
 
         Args:
             before: What the method has returned for earlier calls.
@@ -145,7 +145,7 @@ class Embedding(nn.Module):
         return self._current_training().join_gradients(before, factors)
 
     def restore_gradients(self, joint: RowGradients | None) -> None:
-        """Let the next step have what `join_gradients` has returned, without calls since then.
+        """Let the next step have what `join_gradients` has returned, without calls since then. Jobs call it.
 
         Args:
             joint: The gradients of all calls that the step has.

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from rankless.errors import TableError
-from rankless.parameter_server.tables.row_gradients import RowGradients, sum_gradients
+from rankless.parameter_server.tables.row_gradients import RowGradients, multiply_gradients, sum_gradients
 
 
 class WaitingGradients:
@@ -92,8 +92,8 @@ class WaitingGradients:
         """
         old, new = factors
         parts = [
-            *([] if before is None else [_multiply(before, old)]),
-            *(_multiply(each, new) for each in self._accumulated),
+            *([] if before is None else [multiply_gradients(before, old)]),
+            *(multiply_gradients(each, new) for each in self._accumulated),
         ]
         joint = sum_gradients(parts) if parts else None
         self.replace(joint)
@@ -142,7 +142,7 @@ class WaitingGradients:
             factor = scale / self._scale if self._scale else 0.0
             if self._prepared_factor is not None:
                 self._prepared_factor *= factor
-            self._accumulated = [_multiply(part, factor) for part in self._accumulated]
+            self._accumulated = [multiply_gradients(part, factor) for part in self._accumulated]
         if not scale:
             self._changed_by_step = False
         self._scale = scale
@@ -171,12 +171,3 @@ class WaitingGradients:
             return None
         numbers = gradient._values()[:, 0] if gradient.is_sparse else gradient[:, 0]
         return float(numbers.sum()) if len(numbers) else None
-
-
-def _multiply(part: RowGradients, factor: float) -> RowGradients:
-    """Return gradients times a factor. With 0 they are zero, also those that are not finite."""
-    if factor == 1.0:
-        return part
-    if not factor:
-        return replace(part, gradients=np.zeros_like(part.gradients))
-    return replace(part, gradients=part.gradients * part.gradients.dtype.type(factor))

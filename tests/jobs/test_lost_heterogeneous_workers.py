@@ -85,7 +85,7 @@ def test_kills_of_both_kinds_at_random_moments_change_no_number(tmp_path, plain,
     has_lost_part = "server" in kills and "was lost before they arrived" in done.stderr
     if has_lost_copies or has_lost_part:
         assert done.returncode != 0
-        return
+        pytest.skip("the run has ended at a limit that decision 0056 states")
     assert done.returncode == 0, done.stderr
     require_same_heterogeneous(tmp_path, plain(stepper))
 

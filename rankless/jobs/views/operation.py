@@ -70,7 +70,7 @@ class WorldView:
             found = f"zero={job.step_options.zero!r}: it had a part of the states"
         elif job.accumulates and list_tables(job.modules.values()):
             found = f"accumulate={job.step_options.accumulate} and tables: it had gradients of rows of earlier calls"
-        elif job.step_options.accumulate > 1 and world.numbering.kinds:
+        elif job.accumulates and world.numbering.kinds:
             found = f"accumulate={job.step_options.accumulate} beside heterogeneous workers: it had sums of gradients"
         elif job.view != "consistent":
             found = 'view="mirrored"' if job.view == "mirrored" else "capture=False"

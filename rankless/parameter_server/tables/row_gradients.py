@@ -1,7 +1,7 @@
 """Gradients of rows, and their sum over lookups and workers."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +38,15 @@ def no_gradients(settings: TableSettings) -> RowGradients:
     """Return gradients of no ids of a table."""
     none = np.empty(0, np.int64)
     return RowGradients(none, none, np.empty((0, settings.dim), settings.dtype))
+
+
+def multiply_gradients(part: RowGradients, factor: float) -> RowGradients:
+    """Return gradients times a factor. With 0 they are zero, also those that are not finite."""
+    if factor == 1.0:
+        return part
+    if not factor:
+        return replace(part, gradients=np.zeros_like(part.gradients))
+    return replace(part, gradients=part.gradients * part.gradients.dtype.type(factor))
 
 
 @compiled

@@ -14,11 +14,10 @@ and a server takes the first. None of them is needed if the lost worker has comp
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
 
 from rankless.errors import TableError
 from rankless.parameter_server.servers.steps.worker_changes import LostWorkerChange, WorkerChange
-from rankless.parameter_server.tables.row_gradients import RowGradients
+from rankless.parameter_server.tables.row_gradients import RowGradients, multiply_gradients
 
 
 class PreparedSlices:
@@ -41,9 +40,7 @@ class PreparedSlices:
     def take_scaled(self, worker: int, transaction: int, table: int, factor: float) -> RowGradients | None:
         """Return a worker's slice, with its gradients times a factor. None: it has sent none."""
         found = self._slices.get(transaction, {}).get((worker, table))
-        if found is None or factor == 1.0:
-            return found
-        return replace(found, gradients=found.gradients * found.gradients.dtype.type(factor))
+        return None if found is None else multiply_gradients(found, factor)
 
     def complete(self, worker: int, transaction: int, changes: Sequence[WorkerChange]) -> list[WorkerChange]:
         """Return the changes of a lost worker, from those of another worker and from its slices.

@@ -10,10 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rankless.parameter_server.servers.wire.messages import Frame, MessageRefusedError, array_of
-
-MOST_TABLES = 1 << 16
-"""In one request."""
+from rankless.parameter_server.servers.wire.messages import MOST_JOINT_TABLES, Frame, MessageRefusedError, array_of
 
 
 class JointPart(NamedTuple):
@@ -32,7 +29,7 @@ def encode_joint_pull(parts: Sequence[JointPart]) -> tuple[Frame, Frame]:
 def decode_joint_pull(frames: Sequence[memoryview], rows: int) -> list[JointPart]:
     """Return the parts of a request with `rows` ids. Raises MessageRefusedError."""
     count = frames[0].nbytes // 16
-    if not 1 <= count <= MOST_TABLES:
+    if not 1 <= count <= MOST_JOINT_TABLES:
         raise MessageRefusedError("a pull of a wrong number of tables")
     numbers = array_of(frames[0], "<i8", (count, 2)).tolist()
     if any(table < 0 or each < 0 for table, each in numbers) or sum(each for _, each in numbers) != rows:

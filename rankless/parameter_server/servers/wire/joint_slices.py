@@ -10,11 +10,14 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from rankless.parameter_server.servers.wire.messages import Frame, MessageRefusedError, array_of, decode_json
+from rankless.parameter_server.servers.wire.messages import (
+    MOST_JOINT_TABLES,
+    Frame,
+    MessageRefusedError,
+    array_of,
+    decode_json,
+)
 from rankless.parameter_server.tables.row_gradients import RowGradients
-
-MOST_TABLES = 1 << 16
-"""In one message."""
 
 
 class SliceMessage(msgspec.Struct, frozen=True):
@@ -70,7 +73,7 @@ def split_slices(payload: Sequence[memoryview], rows: int, row_bytes_of: Callabl
     if len(payload) != 4:
         raise MessageRefusedError("a wrong number of payload frames")
     messages = decode_json(payload[0], list[SliceMessage])
-    if not 1 <= len(messages) <= MOST_TABLES:
+    if not 1 <= len(messages) <= MOST_JOINT_TABLES:
         raise MessageRefusedError("slices of a wrong number of tables")
     if any(each.table < 0 or each.rows < 0 for each in messages) or sum(each.rows for each in messages) != rows:
         raise MessageRefusedError("slices with wrong numbers of tables or rows")

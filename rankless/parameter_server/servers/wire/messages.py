@@ -26,6 +26,9 @@ COPIED_BYTES = 16384
 JOINT_BYTES = 1 << 20
 """Rows of one table up to here are in a message with those of other tables, which both sides copy."""
 
+MOST_JOINT_TABLES = 1 << 16
+"""Tables of one message."""
+
 FOR_TRAINING = 1
 """The flag of a pull whose rows are for a training step: the worker must not be too far ahead of the others."""
 
