@@ -62,7 +62,8 @@ class DesyncDetector:
         self._hosts: HostComparison | None = None
         self._has_hosts = False
         self._opened = False
-        self._number = 0
+        self.number = 0
+        """The number of the last sync point, equal on all ranks that wait for each other."""
         self._compared = b""
         self._known = SyncPointNames(names=tuple, describe=describe_nothing, line="")
         self._fence = threading.Lock()
@@ -86,27 +87,35 @@ class DesyncDetector:
         self.open()
         if self._memory is None:
             return
-        self._number += 1
+        self.number += 1
         self._compared = encode_compared(text, digests)
         line = caller_line() if text != END_OF_SCRIPT else ""
         self._known = SyncPointNames(names=names, describe=describe, line=line)
         payload = self._compared + encode_explanation(line, remark, details)
         self._write(payload)
         if self._hosts is not None:
-            self._hosts.post(self._number, payload, self._known)
+            self._hosts.post(self.number, payload, self._known)
         with self._fence:  # a full memory fence: other ranks see our entry before we read theirs
             pass
         self.check_again()
 
     def check_again(self) -> None:
         """Compare the last sync point with ranks that have arrived meanwhile. Raise `RanksDiverged` on a difference."""
-        if self._memory is None or not self._number:
+        if self._memory is None or not self.number:
             return
         for rank in self._local_ranks:
             if rank != self._mesh.rank and not self._matches(rank):
                 raise self._make_error()
         if self._has_hosts:
             self._raise_difference_of_hosts(None if self._hosts is None else self._hosts.find_difference())
+
+    def have_all_reached(self, number: int) -> bool:
+        """Return whether all ranks of this host have posted a sync point, or a later one."""
+        if self._memory is None:
+            return True
+        return all(
+            NUMBER.unpack_from(self._memory, self._slot_offset(rank, number))[0] >= number for rank in self._local_ranks
+        )
 
     def end(self) -> None:
         """Post the end of the script as a sync point, if this rank has had one before."""
@@ -164,26 +173,26 @@ class DesyncDetector:
     def _write(self, payload: bytes) -> None:
         memory = self._memory
         assert memory is not None
-        at = self._slot_offset(self._mesh.rank)
+        at = self._slot_offset(self._mesh.rank, self.number)
         data = LENGTH.pack(len(payload)) + payload
         memory[at + NUMBER.size : at + NUMBER.size + len(data)] = data
-        memory[at : at + NUMBER.size] = NUMBER.pack(self._number)
+        memory[at : at + NUMBER.size] = NUMBER.pack(self.number)
 
     def _matches(self, rank: int) -> bool:
         """Return whether a rank has posted the same sync point, has not arrived yet, or is too far ahead to compare."""
         memory, compared = self._memory, self._compared
         assert memory is not None
-        at = self._slot_offset(rank)
+        at = self._slot_offset(rank, self.number)
         start = at + NUMBER.size + LENGTH.size
         for attempt in range(REREADS):
-            if NUMBER.unpack_from(memory, at)[0] != self._number or memory[start : start + len(compared)] == compared:
+            if NUMBER.unpack_from(memory, at)[0] != self.number or memory[start : start + len(compared)] == compared:
                 return True
             # A processor may show the number before the data that belongs to it.
             time.sleep(0.0002 * attempt)
         return False
 
-    def _slot_offset(self, rank: int) -> int:
-        return (self._local_ranks.index(rank) * SLOTS + self._number % SLOTS) * ENTRY_BYTES
+    def _slot_offset(self, rank: int, number: int) -> int:
+        return (self._local_ranks.index(rank) * SLOTS + number % SLOTS) * ENTRY_BYTES
 
     def _make_error(self) -> RanksDiverged:
         payloads = {rank: self._read_sync_point(rank) for rank in self._local_ranks}
@@ -194,8 +203,8 @@ class DesyncDetector:
         """Return what a rank has posted under this number; None if it has not arrived or is too far ahead."""
         memory = self._memory
         assert memory is not None
-        at = self._slot_offset(rank)
-        if NUMBER.unpack_from(memory, at)[0] != self._number:
+        at = self._slot_offset(rank, self.number)
+        if NUMBER.unpack_from(memory, at)[0] != self.number:
             return None
         start = at + NUMBER.size + LENGTH.size
         return memory[start : start + LENGTH.unpack_from(memory, at + NUMBER.size)[0]]

@@ -7,6 +7,7 @@ Among one process each function is the identity.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -47,6 +48,12 @@ def wait_for_all(*, among: WorkerGroup) -> None:
     """Return when all ranks have called this."""
     if among.group is not None:
         dist.barrier(group=among.group)
+
+
+def await_end(work: dist.Work) -> None:
+    """Return when a collective of a call that an exception has ended is over. Its error was that call's."""
+    with suppress(RuntimeError):
+        work.wait()
 
 
 def start_all_gather(flat: Tensor, chunk: Tensor, *, among: WorkerGroup) -> dist.Work | None:

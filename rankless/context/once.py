@@ -35,8 +35,6 @@ def call_once(function: Callable[[], Result], *, name: str, world: World) -> Res
     returned: list[bytes] = []
     """What the function has returned here, so that it is not called again if another rank is lost meanwhile."""
 
-    if world.recovery is None:
-        return _call_and_share(function, returned, name, world)
     return world.run_for_all(lambda now: _call_and_share(function, returned, name, now))
 
 

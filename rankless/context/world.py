@@ -7,7 +7,7 @@ others compare how many operations they have passed. The largest number counts f
 passed that last one was in its barrier, and has its result. All begin the next operation again, in a new world.
 """
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol, TypeVar
@@ -22,6 +22,7 @@ from rankless.context.hidden_gradients import HiddenGradients
 from rankless.context.independent_workers import IndependentWorkers
 from rankless.context.model_change_detector import ModelChangeDetector
 from rankless.context.observers import CallInspector, CompiledProgramRecorder, JobRecorder
+from rankless.context.operations import Operations
 from rankless.context.optimizer_changes import OptimizerChanges
 from rankless.context.redundant_step_calls import LeftoverCalls
 from rankless.context.step_limit import StepLimit
@@ -155,6 +156,8 @@ class World:
     """The batches that loaders will yield next, for jobs that ask servers for rows early."""
     started: StartedWorkers | None = None
     """The workers with which the run began, where it may go on without some of them."""
+    operations: Operations = field(default_factory=Operations)
+    """Makes exceptions of one rank those of all."""
     recovery: Recovery | None = None
     """Goes on without lost workers. None: a lost worker ends the run."""
     independent: IndependentWorkers | None = None
@@ -182,7 +185,11 @@ class World:
         return self.servers is not None and self.independent is None and self.mesh.size > 1
 
     def run_for_all(
-        self, attempt: "Callable[[World], Result]", *, commits: Callable[[], bool] = lambda: False
+        self,
+        attempt: "Callable[[World], Result]",
+        *,
+        commits: Callable[[], bool] = lambda: False,
+        generators: Callable[[], Iterable[torch.Generator]] = tuple,
     ) -> "Result":
         """Return what an operation of all workers returns, which counts for all of them or for none.
 
@@ -190,8 +197,14 @@ class World:
             attempt: Makes the operation in a world. It changes nothing that lasts, because it is called again if a
                 worker is lost.
             commits: Whether a step on servers follows the operation.
+            generators: Returns the generators that it draws from besides PyTorch's own, in the same order on all ranks.
         """
-        return attempt(self) if self.recovery is None else self.recovery.run(attempt, commits=commits)
+        recovery = self.recovery
+
+        def run() -> "Result":
+            return attempt(self) if recovery is None else recovery.run(attempt, commits=commits)
+
+        return self.operations.run(lambda: self.current.mesh, run, generators=generators)
 
     @cached_property
     def owner(self) -> StateOwner:

@@ -245,10 +245,10 @@ class BatchSource:
         agreeing = self.mesh.size > 1
         while True:
             reader.take_next(world.current.mesh)
-            found = world.run_for_all(reader.agree) if agreeing else ProbeResult()
+            must_agree = agreeing or isinstance(reader.read, Exception)
+            found = world.run_for_all(reader.agree) if must_agree else ProbeResult()
             read = reader.read
-            if isinstance(read, Exception):
-                raise read
+            assert not isinstance(read, Exception), "all ranks have raised it"
             if read is None:
                 return
             if found.reason:
@@ -336,7 +336,10 @@ class _FollowingReader:
         return mesh is not self._source.mesh and is_divided
 
     def agree(self, world: World) -> ProbeResult:
-        """Require the same batch on all ranks. Return why they must read whole batches, if they must."""
+        """Require the same batch on all ranks. Return why they must read whole batches, if they must.
+
+        Raises what reading has raised on this rank, or on another one.
+        """
         if self._must_restart(world.mesh):
             self.take_next(world.mesh)
         return require_same_batch(self.read, mesh=world.mesh)

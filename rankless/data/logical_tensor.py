@@ -112,7 +112,7 @@ class GatherMonitor:
 
     def run_for_all(self, gather: Callable[[Mesh], Tensor], mesh: Mesh) -> Tensor:
         """Return what a gather returns, as an operation of all workers."""
-        if self._world is None or self._world.recovery is None:
+        if self._world is None:
             return gather(mesh)
         return self._world.run_for_all(lambda world: gather(world.mesh))
 

@@ -18,10 +18,11 @@ from rankless.context.redundant_step_calls import StepHook
 from rankless.context.world import World, WorldSource
 from rankless.errors import ConfigError, RanklessError, RanksDiverged, TableError
 from rankless.jobs.argument_annotations import PerDevice, Placeholder, PlaceholderCheck, read_placeholders
-from rankless.jobs.arguments import flatten_arguments
+from rankless.jobs.arguments import FlattenedArguments, flatten_arguments
 from rankless.jobs.batch_dims_option import BatchDims
 from rankless.jobs.call_seed import seed_call
 from rankless.jobs.definition import (
+    CallResult,
     JobDefinition,
     Models,
     Optimizers,
@@ -180,36 +181,18 @@ class Job(Generic[Parameters, Result]):
         """
         world, job = self._world(), self.definition
         world.require_not_in_once(f"job {job.name!r}")
-        if self._check.placeholders:
-            self._check(args, kwargs, recast=world.dtype is not None)
-        self._views.find(world)
-        if not self._was_called:
-            self._was_called = True
-            for hook in self._step_hooks:
-                hook.leftovers = world.leftovers
-        if job.trains and count_group_parameters(job) != self._group_sizes:
-            require_known_parameters(job)
-            self._group_sizes = count_group_parameters(job)
-        if world.recorder is not None:
-            for name, module in job.modules.items():
-                world.recorder.register(name, module)
-        arguments = flatten_arguments(args, kwargs, job.device(world.mesh.device))
-        if self._batch_dims is not None:
-            arguments = self._batch_dims.apply(arguments)
-        if world.dtype is not None:
-            arguments = cast_arguments(arguments, world.dtype)
+        with world.operations.prepare(world.mesh):
+            arguments = self._prepare(world, args, kwargs)
         world.leftovers.begin_call(job.label)
         try:
             device = job.device(world.mesh.device)
             with use_default_dtype(world.dtype or self._dtype), world.leftovers.inside_job(), seed_call(job, device):
-                outcome = self._views.run(world, arguments)
-            world = world.current  # without workers that were lost meanwhile
-            self._stepped = outcome.is_elsewhere
-            if outcome.loss is not None:
-                with disable_autocast(device.type):
-                    self._stepped = self._get_stepper(world).add_call(outcome.loss, outcome.weights, outcome.parameters)
-                    world.tables.commit()
-                    self._views.request_rows(world)
+                finish = self._views.run(world, arguments)
+                world = world.current  # without workers that were lost meanwhile
+                with world.operations.change(world.mesh):
+                    outcome = finish()
+            with world.operations.change(world.mesh):
+                self._step(world, outcome)
         except RanklessError as error:
             # The message names the script's line. The frames below this one belong to Rankless and PyTorch.
             known = error.add_location(job.line) if isinstance(error, TableError) else error
@@ -228,6 +211,37 @@ class Job(Generic[Parameters, Result]):
         if not job.trains:
             self._optimizer_check.count_call(outcome.result, world)
         return cast(Result, outcome.result)
+
+    def _prepare(self, world: World, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlattenedArguments:
+        """Check the arguments of a call, and return them. Begin to observe the job at its first call."""
+        job = self.definition
+        if self._check.placeholders:
+            self._check(args, kwargs, recast=world.dtype is not None)
+        self._views.find(world)
+        if not self._was_called:
+            self._was_called = True
+            for hook in self._step_hooks:
+                hook.leftovers = world.leftovers
+        if job.trains and count_group_parameters(job) != self._group_sizes:
+            require_known_parameters(job)
+            self._group_sizes = count_group_parameters(job)
+        if world.recorder is not None:
+            for name, module in job.modules.items():
+                world.recorder.register(name, module)
+        arguments = flatten_arguments(args, kwargs, job.device(world.mesh.device))
+        if self._batch_dims is not None:
+            arguments = self._batch_dims.apply(arguments)
+        return arguments if world.dtype is None else cast_arguments(arguments, world.dtype)
+
+    def _step(self, world: World, outcome: CallResult) -> None:
+        """Add a call to a step of the optimizers, or make the step."""
+        self._stepped = outcome.is_elsewhere
+        if outcome.loss is None:
+            return
+        with disable_autocast(self.definition.device(world.mesh.device).type):
+            self._stepped = self._get_stepper(world).add_call(outcome.loss, outcome.weights, outcome.parameters)
+            world.tables.commit()
+            self._views.request_rows(world)
 
     @property
     def stepped(self) -> bool:

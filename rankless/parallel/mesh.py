@@ -25,6 +25,9 @@ def describe_nothing(_names: Sequence[str], _details: Mapping[int, bytes]) -> tu
 class SyncPointChecker(Protocol):
     """Detects ranks that have diverged. See `collectives.desync_detection`."""
 
+    number: int
+    """The number of the last sync point."""
+
     def check_sync_point(
         self,
         text: str,
@@ -40,6 +43,10 @@ class SyncPointChecker(Protocol):
 
     def check_again(self) -> None:
         """Raise `RanksDiverged` if a rank that has arrived meanwhile is at a different sync point."""
+        ...
+
+    def have_all_reached(self, number: int) -> bool:
+        """Return whether all ranks of this host have posted a sync point, or a later one."""
         ...
 
     def end(self) -> None:

@@ -25,6 +25,7 @@ class FailureKind(enum.IntEnum):
     INTERRUPTED = 6
     RUN_ENDED = 7
     OTHER_HOST = 8
+    LEFT = 9
 
 
 def encode_failure(kind: FailureKind, rank: int, seconds: float = 0.0) -> int:

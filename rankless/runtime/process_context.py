@@ -156,6 +156,7 @@ class ProcessContext:
         """
         self.saver.join()
         self.world.tables.finish()
+        self.world.operations.end(self.world.workers)
         if self._desync_detector is not None:
             detector, self._desync_detector = self._desync_detector, None
             detector.end()

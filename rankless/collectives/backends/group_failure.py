@@ -39,6 +39,7 @@ FOUND = {
     FailureKind.INTERRUPTED: "rank {rank} left a collective because of an exception",
     FailureKind.RUN_ENDED: "the launcher ends the run, and has ended the group",
     FailureKind.OTHER_HOST: "rank {rank} cannot go on with the ranks of other hosts",
+    FailureKind.LEFT: "rank {rank} raised an exception in a call that all ranks make",
 }
 FIXES = {
     FailureKind.ABORTED: "see why rank {rank} aborted",
@@ -49,6 +50,7 @@ FIXES = {
     FailureKind.INTERRUPTED: "see the exception on rank {rank}",
     FailureKind.RUN_ENDED: "see in the launcher's report why the run ends",
     FailureKind.OTHER_HOST: "see the error of rank {rank}",
+    FailureKind.LEFT: "see the exception of rank {rank}",
 }
 
 

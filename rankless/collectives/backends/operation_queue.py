@@ -145,6 +145,8 @@ class OperationQueue:
         self._queued: deque[tuple[SharedMemoryWork, Callable[[], None]]] = deque()
         self._wakes: SimpleQueue[bool] = SimpleQueue()
         self._thread: threading.Thread | None = None
+        self.count = 0
+        """How many operations have been started."""
 
     def run(self, operation: Callable[[], None], outputs: Outputs) -> SharedMemoryWork:
         """Run an operation after all that were started before, and return its work, which is done.
@@ -155,6 +157,7 @@ class OperationQueue:
         if self._running.acquire(blocking=False):
             try:
                 if not self._queued:
+                    self.count += 1
                     self._execute(operation)
                     return SharedMemoryWork(outputs)
             finally:
@@ -166,6 +169,7 @@ class OperationQueue:
     def start(self, operation: Callable[[], None], outputs: Outputs) -> SharedMemoryWork:
         """Queue an operation, and return its work."""
         work = SharedMemoryWork(outputs, self._drive)
+        self.count += 1
         self._queued.append((work, operation))
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)

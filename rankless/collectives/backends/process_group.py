@@ -44,7 +44,9 @@ from rankless.collectives.backends.calls.reduction_calls import (
 from rankless.collectives.backends.calls.tensor_views import flatten_bytes, writable, write_back
 from rankless.collectives.backends.group_failure import Membership, make_error
 from rankless.collectives.backends.operation_queue import SharedMemoryWork
-from rankless.collectives.backends.shared_group import SharedGroup
+from rankless.collectives.backends.shared_group import SharedGroup, open_shared_group
+from rankless.config.shared_memory_support import Support
+from rankless.errors import CollectiveError
 from rankless.records.group_failures import FailureKind, encode_failure
 
 BACKEND_NAME = "shared_memory"
@@ -132,6 +134,50 @@ class SharedMemoryProcessGroup(_ProcessGroup):  # type: ignore[misc]  # its base
         """End the group on all ranks. All waits raise `CollectiveError` at once."""
         if self._shared is not None:
             self._shared.abort()
+
+    def interrupt(self) -> None:
+        """End the group on all ranks, because this one has raised an exception where others wait. `reopen` follows."""
+        if self._shared is not None:
+            self._shared.interrupt()
+
+    def reopen(self, number: int) -> None:
+        """Give the group new memory. All ranks call this, when none of them is in an operation of the group any more.
+
+        What the group has allocated before is of no more use. Operations that are not done fail.
+
+        Args:
+            number: Equal on all ranks, and another one at each call.
+
+        Raises:
+            CollectiveError: A rank does not call this within the group's timeout, has ended, or has no memory.
+        """
+        self.shutdown()
+        store: Any = dist.PrefixStore(f"opened again {number}", self._store)  # type: ignore[attr-defined]  # no stub
+        opened = self._open_again(store)
+        if isinstance(opened, Support):
+            raise CollectiveError(
+                expected="the group of ranks to open again after an exception",
+                found=opened.reason,
+                fix="see how much shared memory the host has",
+            )
+        self._shared = opened
+
+    def _open_again(self, store: Any) -> Any:
+        return open_shared_group(store, self._member, self.timeout)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether no operation can run any more."""
+        try:
+            self._open  # noqa: B018  # raises if it has ended
+        except CollectiveError:
+            return True
+        return False
+
+    @property
+    def operation_count(self) -> int:
+        """How many collectives this rank has started. Ranks that have made the same calls have the same number."""
+        return 0 if self._shared is None else self._shared.queue.count
 
     def shutdown(self) -> None:
         """Leave the group, and release its memory, descriptors and threads. A second call does nothing."""

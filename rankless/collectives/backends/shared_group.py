@@ -114,6 +114,10 @@ class SharedGroup:
         """End the group for all ranks: their waits raise at once."""
         self.signals.end_group(FailureKind.ABORTED, self._member.rank)
 
+    def interrupt(self) -> None:
+        """End the group for all ranks, because this one has raised an exception where others wait in it."""
+        self.signals.end_group(FailureKind.LEFT, self._member.rank)
+
     def close(self) -> None:
         """Leave the group. Operations that are not done fail. The memory goes with the last reference to this.
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
-from rankless.collectives.mesh_collectives import start_all_reduce, start_reduce_scatter
+from rankless.collectives.mesh_collectives import await_end, start_all_reduce, start_reduce_scatter
 from rankless.compiler.ir.custom_ops import run_linear_weight
 from rankless.compiler.ir.logical_program import LogicalProgram, LogicalValue, is_fresh
 from rankless.compiler.lowering.local_graph import LocalGraph
@@ -79,7 +79,7 @@ class GradientBucket:
     def open(self) -> None:
         """Prepare the memory for a call of the program. The call before may have ended early."""
         if self.work is not None:
-            self.work.wait()
+            await_end(self.work)
             self.work = None
         self.memory.renew()
         self.gradient_views = self.memory.get_views(self.layouts)
@@ -129,7 +129,9 @@ class ScatteredBucket:
 
     def open(self) -> None:
         """Prepare the memory for a call of the program. The call before may have ended early."""
-        self.wait()
+        if self._work is not None:
+            await_end(self._work)
+            self._work = None
         self._memory.renew()
 
     def wait(self) -> None:

@@ -11,6 +11,7 @@ of one worker, only that worker uses other memory until they are gone: the group
 """
 
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -83,8 +84,8 @@ class FlatMemory:
         size: The number of values.
         dtype: Their dtype.
         device: Where they are.
-        share: Called once, by `renew`, with a method of this: it returns memory that workers share, if there is any,
-            and calls the method when that memory is of no more use. Default: there is none.
+        share: Called by `renew`, once for each memory, with a method of this: it returns memory that workers share, if
+            there is any, and calls the method when that memory is of no more use. Default: there is none.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class FlatMemory:
         share: Callable[[Callable[[], None]], Tensor | None] = lambda _: None,
     ) -> None:
         self._size, self._dtype, self._device = size, dtype, device
-        self._share: Callable[[Callable[[], None]], Tensor | None] | None = share
+        self._share, self._must_share = share, True
         self._shared: ViewedMemory | None = None
         self._current: ViewedMemory | None = None
 
@@ -107,17 +108,17 @@ class FlatMemory:
 
     def renew(self) -> None:
         """Replace the memory if it is used elsewhere. See Note [shared memory of a gradient]."""
-        if self._share is not None:
-            share, self._share = self._share, None
-            shared = share(self.release_shared)
-            self._shared = None if shared is None else ViewedMemory(shared)
+        if self._must_share:
+            shared = self._share(self.release_shared)
+            self._shared, self._must_share = None if shared is None else ViewedMemory(shared), False
         if self._shared is not None and not self._shared.is_used_elsewhere():
             self._current = self._shared
         elif self._current is None or self._current is self._shared or self._current.is_used_elsewhere():
             self._current = ViewedMemory(torch.empty(self._size, dtype=self._dtype, device=self._device))
 
     def release_shared(self) -> None:
-        """Give up the memory that workers share."""
+        """Give up the memory that workers share. If their group is opened again, they get new memory together."""
+        self._must_share = True
         if self._current is self._shared:
             self._current = None
         self._shared = None
@@ -159,7 +160,8 @@ class StagingMemory:
         self._next = 1 - self._next
         key = self._next, like.dtype, like.device, among.group
         if key in self._users:
-            self._users[key].wait()
+            with suppress(RuntimeError):  # its user raises it, if that still needs the result
+                self._users[key].wait()
         self._users[key] = user
         if key not in self._flats or self._flats[key].numel() < size:
             self._flats.pop(key, None)  # before the new memory

@@ -85,6 +85,14 @@ class ConsistentView:
         Returns:
             A function that sets gradients, and whatever else the program changes, and returns the result.
         """
+        calls = self._sync.calls
+        try:
+            return self._compute(arguments)
+        except Exception:
+            self._sync.calls = calls  # a rank that raised early has not counted it
+            raise
+
+    def _compute(self, arguments: FlattenedArguments) -> Callable[[], CallResult]:
         refused = find_refused_argument(self._job.function, arguments, trains=self._job.trains)
         if refused is not None:
             raise refused.add_location(self._job.line)

@@ -36,11 +36,18 @@ class WorldView:
         self.view = self.view or start_view(self._job, world)
         return self.view
 
-    def run(self, world: World, arguments: FlattenedArguments) -> CallResult:
-        """Return the result of a call. A train job also sets its parameters' gradients."""
+    def run(self, world: World, arguments: FlattenedArguments) -> Callable[[], CallResult]:
+        """Run a call as far as it changes nothing that lasts.
+
+        Returns:
+            A function that returns the result of the call. For a train job it also sets its parameters' gradients.
+        """
         view = self.find(world)
-        if world.recovery is None or not isinstance(view, ConsistentView):
-            return view.run(divide_arguments(arguments, world))
+        if not isinstance(view, ConsistentView):
+            world.operations.begin(world.mesh)
+            return functools.partial(view.run, divide_arguments(arguments, world))
+        if world.recovery is None:
+            return world.run_for_all(lambda _: view.compute(arguments), generators=lambda: view.generators)
         view.tables.share()  # operations of their own
         states, is_first = save_generators(view.generators), True
 
@@ -55,7 +62,7 @@ class WorldView:
             return functools.partial(view.run, divided)  # this worker is alone
 
         has_tables = world.tables.tables is not None
-        return world.run_for_all(attempt, commits=lambda: self._job.trains and has_tables)()
+        return world.run_for_all(attempt, commits=lambda: self._job.trains and has_tables)
 
     def request_rows(self, world: World) -> None:
         """After a step, ask servers for the rows that the next call is expected to look up."""

@@ -15,6 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from rankless.collectives.backends.process_group import SharedMemoryProcessGroup
 from rankless.collectives.byte_messages import all_gather_bytes
+from rankless.context.raised_errors import is_of_another_rank
 from rankless.context.table_sharing import TableSharing
 from rankless.context.world import World
 from rankless.errors import CollectiveError
@@ -169,6 +170,8 @@ class WorkerRecovery:
 
     def _wait_for_notice(self, error: BaseException) -> bool:
         """Return whether the agent says, or soon says, that a worker is lost."""
+        if is_of_another_rank(error, None):
+            return self._member.has_ended
         seconds = OTHER_ERROR_SECONDS if isinstance(error, RuntimeError) else 0.0
         if _has_group_failed(error):
             seconds = NOTICE_SECONDS

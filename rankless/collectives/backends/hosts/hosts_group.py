@@ -78,6 +78,10 @@ class HostsGroup:
         """End the group for all ranks: their waits raise at once."""
         self.signals.abort(FailureKind.ABORTED)
 
+    def interrupt(self) -> None:
+        """End the group for all ranks, because this one has raised an exception where others wait in it."""
+        self.signals.abort(FailureKind.LEFT)
+
     def close(self) -> None:
         """Leave the group. Operations that are not done fail. In a forked process this does nothing."""
         if self.signals.is_forked:
@@ -108,6 +112,11 @@ class _GuardedQueue:
     def start(self, operation: Operation, outputs: list[Any]) -> SharedMemoryWork:
         """Queue an operation. See `OperationQueue.start`."""
         return self._queue.start(lambda: self._guard(operation), outputs)
+
+    @property
+    def count(self) -> int:
+        """How many operations have been started."""
+        return self._queue.count
 
     def close(self) -> None:
         """Run what is queued, and end the thread."""

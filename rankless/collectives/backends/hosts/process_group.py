@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -12,6 +13,7 @@ from rankless.collectives.backends.calls.call_arguments import require_dense, re
 from rankless.collectives.backends.calls.tensor_views import flatten_bytes, write_back
 from rankless.collectives.backends.group_failure import Membership
 from rankless.collectives.backends.hosts.hosts_group import HostsGroup
+from rankless.collectives.backends.hosts.opening import open_hosts_group
 from rankless.collectives.backends.process_group import SharedMemoryProcessGroup
 
 HIERARCHICAL = "hierarchical"
@@ -82,6 +84,9 @@ class HierarchicalProcessGroup(SharedMemoryProcessGroup):
         shared: Any = self._open
         hosts: tuple[tuple[int, ...], ...] = shared.layout.hosts
         return hosts
+
+    def _open_again(self, store: Any) -> Any:
+        return open_hosts_group(store, replace(self._member, must_be_abortable=True), self.timeout)
 
     def send(self, tensors: Sequence[Tensor], dstRank: int, tag: int = 0) -> Any:
         """Begin to send a tensor to a rank of the group."""

@@ -20,11 +20,21 @@ class StoreExchange:
         rank: This process's rank in the group.
         size: The number of ranks.
         timeout: How long to wait for a message.
+        purpose: What all ranks are to do, for the error of a rank that waits in vain.
         check: Called while waiting. It raises if another process has ended.
     """
 
-    def __init__(self, store: Any, prefix: str, *, rank: int, size: int, timeout: timedelta) -> None:
-        self._store, self._prefix, self.rank, self.size = store, prefix, rank, size
+    def __init__(
+        self,
+        store: Any,
+        prefix: str,
+        *,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        purpose: str = "open its shared memory",
+    ) -> None:
+        self._store, self._prefix, self.rank, self.size, self._purpose = store, prefix, rank, size, purpose
         self._timeout_seconds = timeout.total_seconds()
         self._timeout = timeout
         self.check: Callable[[], None] = do_nothing
@@ -52,13 +62,17 @@ class StoreExchange:
             self.check()
             if time.monotonic() - start > self._timeout_seconds:
                 raise CollectiveError(
-                    expected=f"all {self.size} ranks of the group to open its shared memory",
+                    expected=f"all {self.size} ranks of the group to {self._purpose}",
                     found=f"rank {rank} of the group did not within {self._timeout_seconds:g} s",
-                    fix="make every rank create the group, and see if the process is stopped or has ended",
+                    fix="make every rank make the same calls, and see if the process is stopped or has ended",
                 )
             time.sleep(sleep_seconds)
             sleep_seconds = min(1.5 * sleep_seconds, _LONGEST_SLEEP_SECONDS)
         return bytes(self._store.get(name)).decode()
+
+    def have_all(self, key: str) -> bool:
+        """Return whether all ranks have published a value of a key."""
+        return bool(self._store.check([self._name(key, rank) for rank in range(self.size)]))
 
     def gather(self, key: str, value: str) -> list[str]:
         """Publish a value, and return the values of all ranks. Raises as `wait_for`."""
