@@ -672,8 +672,13 @@ def load(path: str | os.PathLike[str], *, strict: bool = True, random: bool = Tr
     """
     saver = _find_saver("rankless.load")
     saver.wait()
-    divide_states_of_jobs(objects.values())
-    loaded = checkpoint.load(path, objects, mesh=saver.mesh, owner=saver.owner, strict=strict, random=random)
+    world = _world()
+
+    def restore() -> checkpoint.Loaded:
+        divide_states_of_jobs(objects.values())
+        return checkpoint.load(path, objects, mesh=saver.mesh, owner=saver.owner, strict=strict, random=random)
+
+    loaded = world.operations.run(lambda: world.mesh, restore)
     if loaded.left_out:
         _world().notify(f"loading {os.fspath(path)} left out:\n{loaded.left_out}")
     return loaded.extra

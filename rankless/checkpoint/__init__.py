@@ -5,8 +5,8 @@ layout), or the restored objects. `rankless.api` calls it on every rank. The run
 """
 
 from rankless.checkpoint.checkpoints import Checkpoints, Restored
-from rankless.checkpoint.loading import load
+from rankless.checkpoint.loading import Loaded, load
 from rankless.checkpoint.retention import Mode, Retention
 from rankless.checkpoint.saving import Layout, SaveOptions, Saver
 
-__all__ = ["Checkpoints", "Layout", "Mode", "Restored", "Retention", "SaveOptions", "Saver", "load"]
+__all__ = ["Checkpoints", "Layout", "Loaded", "Mode", "Restored", "Retention", "SaveOptions", "Saver", "load"]

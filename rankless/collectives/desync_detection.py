@@ -110,12 +110,12 @@ class DesyncDetector:
             self._raise_difference_of_hosts(None if self._hosts is None else self._hosts.find_difference())
 
     def have_all_reached(self, number: int) -> bool:
-        """Return whether all ranks of this host have posted a sync point, or a later one."""
-        if self._memory is None:
+        """Return whether all other ranks of this host have posted a sync point, or a later one."""
+        memory = self._memory
+        others = [rank for rank in self._local_ranks if rank != self._mesh.rank]
+        if memory is None:
             return True
-        return all(
-            NUMBER.unpack_from(self._memory, self._slot_offset(rank, number))[0] >= number for rank in self._local_ranks
-        )
+        return all(NUMBER.unpack_from(memory, self._slot_offset(rank, number))[0] >= number for rank in others)
 
     def end(self) -> None:
         """Post the end of the script as a sync point, if this rank has had one before."""

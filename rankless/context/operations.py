@@ -121,13 +121,17 @@ class Operations:
     @contextmanager
     def change(self, mesh: Mesh) -> Iterator[None]:
         """Within the context, the last operation changes what lasts. An exception of some ranks only ends the run."""
+        if mesh.size == 1 or self._is_inside:
+            yield
+            return
         before = exception()
+        self._is_inside = True
         try:
             yield
         except Exception as error:
-            if mesh.size == 1 or self._is_inside:
-                raise
             self._raise_agreed(mesh, error, before, "lasting")
+        finally:
+            self._is_inside = False
 
     def end(self, mesh: Mesh) -> None:
         """Tell ranks that have raised, and wait for this one, that it makes no operation any more.
@@ -186,7 +190,8 @@ class Operations:
         exchange.publish("outcome", _encode(own))
         shared = [group for group in groups if isinstance(group, SharedMemoryProcessGroup)]
         can_reopen = len(shared) == len(groups)
-        if own.error is None or not self._await_all(exchange, mesh, own.part, is_patient=not can_reopen):
+        is_interrupted = own.error is None and any(group.has_ended for group in shared)
+        if is_interrupted or not self._await_all(exchange, mesh, own.part, is_patient=not can_reopen):
             if not can_reopen:
                 return None
             for group in shared:
@@ -197,10 +202,10 @@ class Operations:
             return outcomes
         number = 0 if mesh.desync_detector is None else mesh.desync_detector.number
         states = [f"{group.has_ended} {group.operation_count}" for group in shared]
-        told = [text.split("/") for text in exchange.gather("groups", "/".join([str(number), *states]))]
+        states_of_all = [text.split("/") for text in exchange.gather("groups", "/".join([str(number), *states]))]
         if mesh.desync_detector is not None:
-            mesh.desync_detector.number = max(int(each[0]) for each in told)
-        if any(each[1:] != told[0][1:] or "True" in " ".join(each[1:]) for each in told):
+            mesh.desync_detector.number = max(int(each[0]) for each in states_of_all)
+        if any(each[1:] != states_of_all[0][1:] or "True" in " ".join(each[1:]) for each in states_of_all):
             for group in shared:
                 group.reopen(self._failures)
         return outcomes

@@ -22,6 +22,7 @@ class RaisedError(msgspec.Struct, frozen=True):
     """Module and name of its class, and of each base class up to `Exception`."""
     text: str
     arguments: list[Plain]
+    attributes: dict[str, Plain] = {}
     fields: list[str | None] = []
     """Of a `RanklessError`: what was expected and found, the fix, and the line."""
 
@@ -46,14 +47,16 @@ class RaisedError(msgspec.Struct, frozen=True):
 def describe_error(error: Exception) -> RaisedError:
     """Return an exception as data."""
     classes = [(each.__module__, each.__qualname__) for each in type(error).__mro__]
-    arguments = [each for each in error.args if each is None or type(each) in (str, int, float, bool)]
+    given = (error.errno, error.strerror, error.filename) if isinstance(error, OSError) else error.args
+    arguments = [each for each in given if _is_plain(each)]
     fields: list[str | None] = []
     if isinstance(error, RanklessError):
         fields = [str(error.expected), str(error.found), error.fix, error.where]
     return RaisedError(
         classes=classes[: classes.index(("builtins", "Exception")) + 1],
         text=_format(error),
-        arguments=arguments if len(arguments) == len(error.args) else [],
+        arguments=arguments if len(arguments) == len(given) else [],
+        attributes={name: value for name, value in vars(error).items() if _is_plain(value)},
         fields=fields,
     )
 
@@ -108,7 +111,7 @@ def _make(found: type[Exception] | None, described: RaisedError) -> Exception | 
     attempts: Sequence[Any] = (
         lambda: _make_rankless(found, described.fields),
         lambda: found(*described.arguments),
-        lambda: _make_unfinished(found, described.text),
+        lambda: _make_unfinished(found, described),
     )
     for attempt in attempts:
         try:
@@ -127,11 +130,16 @@ def _make_rankless(found: type[Exception], fields: Sequence[str | None]) -> Exce
     return found(expected=expected, found=what, fix=fix or "", where=where)
 
 
-def _make_unfinished(found: type[Exception], text: str) -> Exception:
-    """Return an error whose class takes other arguments than its text."""
+def _make_unfinished(found: type[Exception], described: RaisedError) -> Exception:
+    """Return an error whose class takes other arguments than the error has kept."""
     error = found.__new__(found)
-    error.args = (text,)
+    error.args = (described.text,)
+    vars(error).update(described.attributes)
     return error
+
+
+def _is_plain(value: object) -> bool:
+    return value is None or type(value) in (str, int, float, bool)
 
 
 def _find_class(module: str, name: str) -> type[Exception] | None:

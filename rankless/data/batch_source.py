@@ -245,10 +245,9 @@ class BatchSource:
         agreeing = self.mesh.size > 1
         while True:
             reader.take_next(world.current.mesh)
-            must_agree = agreeing or isinstance(reader.read, Exception)
-            found = world.run_for_all(reader.agree) if must_agree else ProbeResult()
-            read = reader.read
-            assert not isinstance(read, Exception), "all ranks have raised it"
+            found = world.run_for_all(reader.agree) if agreeing else ProbeResult()
+            with world.operations.prepare(world.current.mesh):
+                read = reader.get_read()
             if read is None:
                 return
             if found.reason:
@@ -342,7 +341,15 @@ class _FollowingReader:
         """
         if self._must_restart(world.mesh):
             self.take_next(world.mesh)
-        return require_same_batch(self.read, mesh=world.mesh)
+        found = require_same_batch(self.read, mesh=world.mesh)
+        self.get_read()
+        return found
+
+    def get_read(self) -> BatchRead | None:
+        """Return the last batch, or None at the end. Raise what reading has raised on this rank."""
+        if isinstance(self.read, Exception):
+            raise self.read
+        return self.read
 
 
 def _follow_probe(read: BatchRead, found: ProbeResult, requests: RequestSampler, decision: ReadingDecision) -> bool:

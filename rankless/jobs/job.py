@@ -305,9 +305,14 @@ class Job(Generic[Parameters, Result]):
             >>> train.stepped, train.flush()
             (False, True)
         """
-        if self._stepper is None or not self._stepper.flush():
+        if self._stepper is None:
             return False
-        self._world().tables.commit()
+        world = self._world()
+        world.operations.begin(world.mesh)
+        with world.operations.change(world.mesh):
+            if not self._stepper.flush():
+                return False
+            world.tables.commit()
         self._stepper.report_step()
         return True
 

@@ -46,7 +46,7 @@ class SyncPointChecker(Protocol):
         ...
 
     def have_all_reached(self, number: int) -> bool:
-        """Return whether all ranks of this host have posted a sync point, or a later one."""
+        """Return whether all other ranks of this host have posted a sync point, or a later one."""
         ...
 
     def end(self) -> None:

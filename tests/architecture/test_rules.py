@@ -46,6 +46,8 @@ BROAD_EXCEPTS = {
     "rankless/compiler/codegen/codegen.py": "operators are foreign code; the error gets the line of the script",
     "rankless/compiler/pipeline/measured_work.py": "operators are foreign code; one that fails is estimated",
     "rankless/compiler/probing/row_independence.py": "operators are foreign code; one that fails is not split",
+    "rankless/context/operations.py": "the other ranks raise it, too",
+    "rankless/context/raised_errors.py": "a class of the script may raise anything where it is made again",
     "rankless/context/once.py": "the other ranks learn that rank 0 failed, and the error is raised again",
     "rankless/data/batch_source.py": "a data set is foreign code; the other ranks learn of its error",
     "rankless/data/collation.py": "a collate_fn is foreign code; its error gets an explanation",
