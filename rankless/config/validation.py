@@ -11,6 +11,7 @@ import msgspec
 from rankless.config.backends import read_requested_backend, require_usable_backend
 from rankless.config.elastic import check_elastic
 from rankless.config.environment import user_hang_timeout, user_preload, user_threads, user_visible_devices
+from rankless.config.installation import format_install_command
 from rankless.config.mesh_option import format_mesh, make_heterogeneous_mesh, require_workers
 from rankless.config.resource_limits import core_count
 from rankless.config.run_config import Cluster, PlanFile, Program, RunConfig, RunRequest
@@ -133,7 +134,7 @@ def require_server_packages() -> None:
         raise ConfigError(
             expected=f"the packages that parameter servers need: {', '.join(SERVER_PACKAGES)}",
             found=f"no {' and no '.join(missing)}",
-            fix='pip install "rankless[ps]"',
+            fix=format_install_command("ps"),
         )
 
 
