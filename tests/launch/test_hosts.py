@@ -5,7 +5,6 @@ It is the same training as on one host, host 0 shows its progress, and a failure
 
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -36,37 +35,6 @@ if __name__ == "__main__":
     for step in range(5):
         loss = train(torch.arange(21.0).reshape(7, 3) / 21)
     print(f"loss {loss.item():.6f} on {rankless.world_size()}", flush=True)
-"""
-NETWORK = """
-import torch
-
-class Network(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(3, 1)
-
-    def forward(self, inputs):
-        return self.layer(inputs) - inputs.median()
-
-def pad(samples):
-    return torch.stack(samples) - torch.stack(samples).mean(0)
-"""
-IN_TWO_FILES = """
-import torch, rankless
-from network import Network, pad
-
-torch.manual_seed(0)
-model = Network()
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-@rankless.job(model=model, optimizer=optimizer)
-def train(inputs):
-    return model(inputs).square().mean()
-
-if __name__ == "__main__":
-    for inputs in rankless.loader(torch.arange(42.0).reshape(14, 3) / 42, batch_size=7, collate_fn=pad):
-        train(inputs)
-    print(f"trained on {rankless.world_size()}", flush=True)
 """
 FAULTY = """
 import os, signal, sys, time
@@ -189,25 +157,6 @@ def test_two_hosts_train_like_one_device(way: str, hosts: Hosts, folder: Path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "same training: 5 steps and 5 job calls on 1 and on 4 workers" in done.stdout
     assert other is None or ended(other)[0] == 0
-
-
-@pytest.mark.parametrize("task", ["run", pytest.param("verify", marks=pytest.mark.exhaustive)])
-def test_each_host_may_keep_the_script_in_another_folder(task: str, hosts: Hosts, folder: Path):
-    there = folder / "there" / "deeper"
-    there.mkdir(parents=True)
-    (folder / "network.py").write_text(NETWORK)
-    (folder / "train.py").write_text(IN_TWO_FILES)
-    for name in ("train.py", "network.py"):
-        shutil.copy(folder / name, there / name)
-    words = ["--hosts", listed(hosts), "--no-ssh", "--insecure", "train.py"]
-    other = hosts.start("b", command("run", *words), cwd=there)
-    done = hosts.run("a", command(task, *words), cwd=folder, seconds=120)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert ("trained on 4" if task == "run" else "same training: 2 steps") in done.stdout, done.stdout
-    if task == "run":  # the lines of an operator and of a function
-        assert "rankless: network.py:10: job 'train' runs in full on every rank: median of model" in done.stderr
-        assert "rankless: collate_fn pad (network.py:12) needs the whole batch" in done.stderr
-    assert ended(other)[0] == 0
 
 
 FAULTS = {

@@ -4,7 +4,7 @@ import os
 import sys
 from dataclasses import dataclass
 
-from rankless.config.installation import format_install_command
+from rankless.installation import format_install_command
 
 
 @dataclass(frozen=True)

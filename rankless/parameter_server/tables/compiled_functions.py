@@ -7,8 +7,8 @@ machine code beside the source file. Where that folder cannot be written, each p
 from collections.abc import Callable
 from typing import TypeVar, cast
 
-from rankless.config.installation import format_install_command
 from rankless.errors import TableError
+from rankless.installation import format_install_command
 
 try:
     import numba

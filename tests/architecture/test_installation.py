@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rankless.config import installation
-from rankless.config.installation import format_install_command
+from rankless import installation
+from rankless.installation import format_install_command
 
 
 class Installed:
