@@ -7,7 +7,7 @@ SOURCES := rankless tests examples bench
 # Each run is several interpreters: without compiled files each of them would compile Rankless anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test check lint docs bench gpu soak clean
+.PHONY: help demo test check lint docs bench dist gpu soak soak-torch clean
 .DEFAULT_GOAL := help
 
 help:
@@ -17,6 +17,8 @@ help:
 	@echo "make docs    set up, then build the documentation site into build/docs; warnings are errors"
 	@echo "make gpu     set up, run the tests that need a GPU; without one all are skipped"
 	@echo "make soak    set up, run every test there is, also those that CI leaves out; resumable, hours; writes docs/soak.md [SOAK=path]"
+	@echo "make soak-torch  run CI's tests of compiler, jobs, collectives and verify on each other supported PyTorch [VERSIONS='2.12 2.14'] [SOAK=path]"
+	@echo "make dist    set up, build the source archive and the wheels of both packages into dist, and check them"
 	@echo "make bench   set up, then measure against torchrun and DistributedDataParallel [BENCH=name] [JSON=file]"
 
 # The stamp is older than a changed pin, so a pull that moves one sets up again. Torch goes first and by name, so that
@@ -53,11 +55,22 @@ check: lint docs test
 bench: $(READY)
 	PYTHONPATH=tests $(BIN)/python -m bench $(BENCH) $(if $(JSON),--json $(JSON))
 
+dist: $(READY)
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation --outdir dist .
+	$(BIN)/python -m build --no-isolation --outdir dist packages/rankless-horovod
+	test -x build/twine/bin/twine || { $(PYTHON) -m venv build/twine && build/twine/bin/pip install --quiet twine==7.0.0; }
+	build/twine/bin/twine check --strict dist/*
+
 gpu: $(READY)
 	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) tests/gpu tests/collectives/test_all_collectives.py -k "gpu or nccl" $(PYTEST)
 
 soak: $(READY)
 	PYTHONPATH=tests $(BIN)/python tests/support/soak.py $(SOAK)
+
+# Other versions of PyTorch than the pinned one, in environments of their own.
+soak-torch: $(READY)
+	VERSIONS="$(VERSIONS)" PYTHONPATH=tests $(BIN)/python tests/support/torch_soak.py $(SOAK)
 
 clean:
 	rm -rf .soak .venv build dist log .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -41,6 +41,7 @@ from rankless.runtime.process_context import ProcessContext, RecordObserver
 from rankless.runtime.rendezvous.job_rendezvous import JOIN_TIMEOUT_SECONDS
 from rankless.runtime.rendezvous.parameters import parse_rendezvous_address
 from rankless.terminal.progress_display import ProgressDisplay
+from rankless.user_code import display_name
 
 __all__ = [
     "Job",
@@ -775,5 +776,5 @@ def _require_model(function: object, model: Models | None) -> Models:
         expected="@rankless.job(model=model), with the modules that the function uses",
         found="no model=" if function is None else found,
         fix="write @rankless.job(model=model), or @rankless.job(model=model, optimizer=optimizer) to train",
-        where=None if code is None else f"{code.co_filename}:{code.co_firstlineno}",
+        where=None if code is None else f"{display_name(code.co_filename)}:{code.co_firstlineno}",
     )

@@ -1,6 +1,10 @@
 """Tells user code from library code, and finds the line of the user's script or notebook that made a call.
 
 Errors, warnings, recordings and stack dumps all use it. It imports no torch, because the agent uses it too.
+
+Note [names of files]: a file's name is relative to the folder that Python found it in: the script's own folder, or a
+folder of `sys.path`. The same script has the same lines on two hosts that keep it in different folders, and ranks can
+compare what names them. `linecache` resolves such names as Python does.
 """
 
 import functools
@@ -52,15 +56,32 @@ def running_ipython() -> Any:
     return None if get_ipython is None else get_ipython()
 
 
-def display_name(file: str) -> str:
-    """Return the name under which a user knows a file of code: "Cell In[3]" for a cell of a notebook."""
+def cell_name(file: str) -> str | None:
+    """Return the notebook's name of a cell whose code is in `file`, such as "Cell In[3]"; None for any other file."""
     format_code_name = getattr(getattr(running_ipython(), "compile", None), "format_code_name", None)
     cell = None if format_code_name is None else format_code_name(file)
-    return file if cell is None else " ".join(cell)
+    return None if cell is None else " ".join(cell)
+
+
+def display_name(file: str) -> str:
+    """Return the name of a file of code for messages and records; see Note [names of files].
+
+    A cell of a notebook is "Cell In[3]". A file that lies below no folder of Python's path keeps its whole path.
+    """
+    return cell_name(file) or _relative_name(file, getattr(sys.modules.get("__main__"), "__file__", None) or "")
+
+
+@functools.cache
+def _relative_name(file: str, script: str) -> str:
+    """Return a file's path from the innermost folder of Python's path, or of the script, that it lies below."""
+    folders = [os.path.dirname(os.path.abspath(script))] if script else []
+    folders += [os.path.abspath(entry) for entry in sys.path if isinstance(entry, str)]
+    beginnings = [folder + os.sep for folder in folders if folder != os.sep]
+    return file.removeprefix(max(filter(file.startswith, beginnings), key=len, default=""))
 
 
 def user_line(frame: FrameType | None) -> str:
-    """Return the innermost line of user code from `frame` outwards, like "file.py:12", or "" if there is none."""
+    """Return the innermost line of user code from `frame` outwards, as "model.py:12", or "" if there is none."""
     while frame is not None and not is_user_code(frame.f_code.co_filename):
         frame = frame.f_back
     return "" if frame is None else f"{display_name(frame.f_code.co_filename)}:{frame.f_lineno}"
@@ -69,9 +90,10 @@ def user_line(frame: FrameType | None) -> str:
 def script_line(frame: FrameType | None) -> str:
     """Return the innermost line of the user's own files, outside installed packages, or "" if there is none."""
     while frame is not None:
-        file = display_name(frame.f_code.co_filename)
-        if not file.startswith("<") and not is_library(file):
-            return f"{file}:{frame.f_lineno}"
+        file = frame.f_code.co_filename
+        name = display_name(file)
+        if not name.startswith("<") and not is_library(file):
+            return f"{name}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
 

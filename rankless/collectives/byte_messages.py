@@ -4,6 +4,7 @@ import torch
 import torch.distributed as dist
 
 from rankless.parallel.mesh import Mesh
+from rankless.torch_versions import find_function
 
 
 def broadcast_bytes(data: bytes, *, mesh: Mesh, source: int = 0) -> bytes:
@@ -33,7 +34,7 @@ def all_gather_bytes(data: bytes, *, mesh: Mesh) -> list[bytes]:
     if data:
         padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(mesh.device)
     gathered = torch.empty(mesh.size * longest, dtype=torch.uint8, device=mesh.device)
-    dist.all_gather_single(gathered, padded, group=mesh.group)
+    find_function(dist, "all_gather_single")(gathered, padded, group=mesh.group)
     rows = gathered.reshape(mesh.size, longest).cpu()
     return [rows[rank, :length].numpy().tobytes() for rank, length in enumerate(lengths)]
 

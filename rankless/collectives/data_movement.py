@@ -34,6 +34,7 @@ from rankless.collectives.checked_collectives import Issue, PendingWork, combine
 from rankless.collectives.checked_groups import AnyGroup, CheckedGroup, resolve_group
 from rankless.collectives.mesh_collectives import flatten_by_kind, is_copied
 from rankless.errors import ConfigError
+from rankless.torch_versions import find_function
 
 _TAG = 0x52414E4B
 """The tag of messages with pieces of uneven sizes; an unusual number, so that no script uses it."""
@@ -251,7 +252,7 @@ def all_gather_single(
         call = Call(operation="all_gather_single", settings=describe_tensor(input_tensor))
     return checked.run(
         call,
-        lambda async_op: dist.all_gather_single(
+        lambda async_op: find_function(dist, "all_gather_single")(
             flatten(output_tensor), flatten(input_tensor), group=checked.torch, async_op=async_op
         ),
         async_op,

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rankless.parallel.mesh import WorkerGroup
+from rankless.torch_versions import find_function
 
 
 def all_reduce(tensor: Tensor, *, among: WorkerGroup) -> Tensor:
@@ -64,7 +65,7 @@ def start_all_gather(flat: Tensor, chunk: Tensor, *, among: WorkerGroup) -> dist
     if among.group is None:
         flat[: chunk.numel()].copy_(chunk)
         return None
-    work: dist.Work = dist.all_gather_single(flat, chunk, group=among.group, async_op=True)
+    work: dist.Work = find_function(dist, "all_gather_single")(flat, chunk, group=among.group, async_op=True)
     return work
 
 
@@ -76,7 +77,7 @@ def start_reduce_scatter(chunk: Tensor, flat: Tensor, *, among: WorkerGroup) -> 
     if among.group is None:
         chunk.copy_(flat[: chunk.numel()])
         return None
-    work: dist.Work = dist.reduce_scatter_single(chunk, flat, group=among.group, async_op=True)
+    work: dist.Work = find_function(dist, "reduce_scatter_single")(chunk, flat, group=among.group, async_op=True)
     return work
 
 
@@ -90,7 +91,7 @@ def all_gather(tensor: Tensor, *, among: WorkerGroup, dim: int, lengths: Sequenc
     padded[: leading.shape[0]] = leading
     pieces = leading.new_empty((among.size * longest, *leading.shape[1:]))
     # Gloo and NCCL take equal pieces only, so all are padded to the longest, and cut afterwards.
-    dist.all_gather_single(pieces, padded, group=among.group)
+    find_function(dist, "all_gather_single")(pieces, padded, group=among.group)
     if all(length == longest for length in lengths):
         whole = pieces
     else:
@@ -113,7 +114,7 @@ def reduce_scatter(tensor: Tensor, *, among: WorkerGroup, dim: int, lengths: Seq
     summed = leading.new_empty((longest, *shape))
     if summed.numel():
         own, given = (torch.view_as_real(item) if item.is_complex() else item for item in (summed, padded))
-        dist.reduce_scatter_single(own.view(-1), given.view(-1), group=among.group)
+        find_function(dist, "reduce_scatter_single")(own.view(-1), given.view(-1), group=among.group)
     return summed[: lengths[among.rank]].movedim(0, dim).contiguous()
 
 

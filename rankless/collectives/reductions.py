@@ -31,6 +31,7 @@ from rankless.collectives.call_signature import Call
 from rankless.collectives.checked_collectives import PendingWork, combine_works
 from rankless.collectives.checked_groups import AnyGroup, CheckedGroup, resolve_group
 from rankless.collectives.mesh_collectives import flatten_by_kind
+from rankless.torch_versions import find_function
 
 
 def all_reduce(
@@ -232,7 +233,7 @@ def reduce_scatter_single(
         )
     return checked.run(
         call,
-        lambda async_op: dist.reduce_scatter_single(
+        lambda async_op: find_function(dist, "reduce_scatter_single")(
             flatten(output), flatten(input), op=op, group=checked.torch, async_op=async_op
         ),
         async_op,

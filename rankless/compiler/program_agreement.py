@@ -3,10 +3,15 @@
 import hashlib
 from itertools import zip_longest
 
+import msgspec
+
 from rankless.collectives.byte_messages import all_gather_bytes
 from rankless.compiler.ir.logical_program import LogicalProgram
 from rankless.errors import ProgramMismatch, RanksDiverged
 from rankless.parallel.mesh import Mesh
+
+Operations = list[tuple[str, str]]
+"""The operations of a program as text, each with its line of the script; see `LogicalProgram.operations`."""
 
 
 def require_same_program(program: LogicalProgram, mesh: Mesh) -> None:
@@ -14,12 +19,14 @@ def require_same_program(program: LogicalProgram, mesh: Mesh) -> None:
 
     Otherwise raise `ProgramMismatch` or `RanksDiverged` on every rank.
     """
-    text = program.text()
     digests = all_gather_bytes(program.digest().encode() + digest_generators(program), mesh=mesh)
     if len(set(digests)) == 1:
         return
-    texts = [data.decode() for data in all_gather_bytes(text.encode(), mesh=mesh)]
-    if len(set(texts)) == 1:
+    own = msgspec.msgpack.encode(program.operations())
+    programs = [msgspec.msgpack.decode(data, type=Operations) for data in all_gather_bytes(own, mesh=mesh)]
+    differences = ((rank, find_first_difference(programs[0], other)) for rank, other in enumerate(programs))
+    other, difference = next((item for item in differences if item[1] is not None), (0, None))
+    if difference is None:
         rank = next(rank for rank, item in enumerate(digests) if item != digests[0])
         raise RanksDiverged(
             expected=f"generators of the script, which job {program.name!r} draws from, in one state on every rank",
@@ -27,13 +34,12 @@ def require_same_program(program: LogicalProgram, mesh: Mesh) -> None:
             fix="seed them with the same number on every rank",
             where=next((node.meta.get("line") for node in program.graph.nodes if "generator" in node.meta), None),
         )
-    other = next(rank for rank, item in enumerate(texts) if item != texts[0])
-    ours, theirs = find_first_difference(texts[0], texts[other])
+    (ours, our_line), (theirs, their_line) = difference
     raise ProgramMismatch(
         expected=f"job {program.name!r} to be the same program on every rank; rank 0 has: {ours}",
         found=f"on rank {other}: {theirs}",
         fix="run the same code on every rank; branch on rankless.rank() only outside jobs",
-        where=extract_line(theirs) or extract_line(ours),
+        where=their_line or our_line or None,
     )
 
 
@@ -45,13 +51,7 @@ def digest_generators(program: LogicalProgram) -> bytes:
     return digest.digest()
 
 
-def find_first_difference(one: str, other: str) -> tuple[str, str]:
-    """Return the first pair of lines in which two texts differ."""
-    pairs = zip_longest(one.splitlines(), other.splitlines(), fillvalue="nothing more")
-    return next((left, right) for left, right in pairs if left != right)
-
-
-def extract_line(text: str) -> str | None:
-    """Return the script line at the end of a program's line, or None if it has none."""
-    _, mark, line = text.rpartition("  # ")
-    return line if mark and line else None
+def find_first_difference(one: Operations, other: Operations) -> tuple[tuple[str, str], tuple[str, str]] | None:
+    """Return the first operations in which two programs differ, each with its line; None if they are the same."""
+    pairs = zip_longest(one, other, fillvalue=("nothing more", ""))
+    return next(((left, right) for left, right in pairs if left[0] != right[0]), None)

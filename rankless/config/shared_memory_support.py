@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from rankless.config.resource_limits import measure_memory
+from rankless.torch_versions import find_objection_to_python_groups, find_torch_version
 
 GROUP_BYTES_PER_RANK = 4 << 20
 """A group of up to 64 ranks takes at most so much memory for each of them."""
@@ -34,7 +35,7 @@ class Support:
 
 
 def is_supported() -> Support:
-    """Return whether this machine can run collectives in shared memory, with the reason if it cannot.
+    """Return whether this machine and its PyTorch can run collectives in shared memory, with the reason if not.
 
     Example:
         >>> bool(is_supported()) == (is_supported().reason == "")
@@ -42,6 +43,8 @@ def is_supported() -> Support:
     """
     if platform.system() != "Linux":
         return Support(f"it needs Linux's futex and shared memory, and this is {platform.system()}")
+    if objection := find_objection_to_python_groups(find_torch_version()):
+        return Support(objection)
     if not has_ordered_stores():
         return Support(f"it needs a processor whose stores arrive in order (x86-64), and this is {platform.machine()}")
     if find_futex_number() is None:

@@ -18,6 +18,7 @@ from rankless.config.script_source import names_rankless
 from rankless.config.server_hosts import count_own_servers, require_replicas, require_server_hosts
 from rankless.config.servers import SERVER_MODES, SERVER_PACKAGES
 from rankless.errors import ConfigError
+from rankless.installation import format_install_command
 from rankless.records.parallel_plan import PlannedAxis
 
 
@@ -133,7 +134,7 @@ def require_server_packages() -> None:
         raise ConfigError(
             expected=f"the packages that parameter servers need: {', '.join(SERVER_PACKAGES)}",
             found=f"no {' and no '.join(missing)}",
-            fix='pip install "rankless[ps]"',
+            fix=format_install_command("ps"),
         )
 
 

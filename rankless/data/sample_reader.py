@@ -12,6 +12,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from rankless.data.generators import Generator, find_generators, preserve_generators, seed_generators
 from rankless.errors import DataError
+from rankless.user_code import display_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,7 +212,7 @@ def report_read_failure(error: Exception, named: str) -> ReadFailure:
     """Raise the data set's error with the sample's name; in a reader process return it instead."""
     frames = traceback.extract_tb(error.__traceback__)
     found = f"{type(error).__name__}: {error} ({named})"
-    where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else None
+    where = f"{display_name(frames[-1].filename)}:{frames[-1].lineno}" if frames else None
     fix = "correct the data set, which raised while this sample was read"
     if get_worker_info() is None:
         raise ReadFailure(found=found, fix=fix, where=where).as_error() from error

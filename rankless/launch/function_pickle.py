@@ -14,7 +14,7 @@ from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]  # it has no types
 
-from rankless.user_code import display_name
+from rankless.user_code import cell_name
 
 
 def pickle_call(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[bytes, dict[str, list[str]]]:
@@ -36,7 +36,7 @@ class _CodePickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no type
         super().__init__(file)
 
     def _reduce_code(self, code: types.CodeType) -> Any:
-        file, name = code.co_filename, display_name(code.co_filename)
+        file, name = code.co_filename, cell_name(code.co_filename) or code.co_filename
         if name not in self.sources and not os.path.exists(file) and (lines := linecache.getlines(file)):
             self.sources[name] = lines
         return self._reduce(code.replace(co_filename=name))

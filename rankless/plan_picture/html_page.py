@@ -16,7 +16,7 @@ STYLE = """
 :root { color-scheme: light dark; }
 body { margin: 24px; font-family: 'DejaVu Sans', 'Segoe UI', 'Helvetica Neue', Arial, sans-serif; font-size: 14px;
   background: #ffffff; color: #1f2328; }
-main { max-width: 1200px; margin: auto; }
+main { max-width: 1320px; margin: auto; }
 svg { display: block; max-width: 100%; height: auto; }
 .tables { margin: 0 24px; }
 .scrolled { overflow-x: auto; }
@@ -32,6 +32,9 @@ th[scope=row] { min-width: 110px; }
 }
 """
 
+Table = tuple[str, tuple[tuple[str, ...], ...]]
+"""A table's caption and rows."""
+
 
 def format_page(plan: PicturedPlan) -> str:
     """Return the page of a plan."""
@@ -44,15 +47,16 @@ def format_page(plan: PicturedPlan) -> str:
     ElementTree.SubElement(head, "style").text = STYLE
     main = ElementTree.SubElement(ElementTree.SubElement(root, "body"), "main")
     add_text(main, "h1", title)
+    shown: dict[Table, str] = {}
     for number, job in enumerate(plan.jobs):
-        add_job(main, job, number)
+        add_job(main, job, number, shown)
     for text in plan.others:
         add_text(main, "p", text)
     return "<!DOCTYPE html>\n" + ElementTree.tostring(root, encoding="unicode", method="html") + "\n"
 
 
-def add_job(main: ElementTree.Element, job: PicturedJob, number: int) -> None:
-    """Add the section of a job."""
+def add_job(main: ElementTree.Element, job: PicturedJob, number: int, shown: dict[Table, str]) -> None:
+    """Add the section of a job. `shown` has the tables of the page, and receives new ones; none is shown twice."""
     section = ElementTree.SubElement(main, "section", {"aria-label": clean_text(job.title)})
     picture = make_svg(
         draw_one_job(job), title=job.title, description=f"{summarize(job)}. Tables have the numbers.", number=number
@@ -60,7 +64,12 @@ def add_job(main: ElementTree.Element, job: PicturedJob, number: int) -> None:
     section.append(picture)
     tables = ElementTree.SubElement(section, "div", {"class": "tables"})
     for caption, titles, rows in list_tables(job):
-        add_table(tables, caption, titles, rows)
+        table = caption, tuple(map(tuple, rows))
+        if table in shown:
+            add_text(tables, "p", f"{caption}: the same as for {shown[table]}")
+        else:
+            shown[table] = job.title
+            add_table(tables, caption, titles, rows)
 
 
 def list_tables(job: PicturedJob) -> Iterable[tuple[str, Sequence[str], Sequence[Sequence[str]]]]:

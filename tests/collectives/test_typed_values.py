@@ -21,6 +21,7 @@ from rankless.data.logical_tensor import GatherMonitor, LogicalTensor
 from rankless.errors import RanklessError
 from rankless.parallel.mesh import Mesh
 from rankless.parallel.tensor_placement import Shard
+from rankless.user_code import display_name
 
 
 class Colour(enum.Enum):
@@ -163,5 +164,5 @@ def test_a_failure_on_rank_zero_raises_on_all_and_the_ranks_stay_in_step(size):
         assert "rank 0 failed: RanklessError: an operation on a whole batch at" in other[2]
         assert other[3:] == ["torch.Size([1048576])", f"{float(size)}"]
     assert first[0] == "KeyError: 'x'"
-    assert first[2].startswith(f"RanklessError: an operation on a whole batch at {__file__}")
+    assert first[2].startswith(f"RanklessError: an operation on a whole batch at {display_name(__file__)}")
     assert first[3:] == others[0][3:]

@@ -18,6 +18,7 @@ from rankless.context.world import World
 from rankless.jobs.job import make_job
 from rankless.jobs.views.consistent import ConsistentView
 from rankless.parallel.mesh import Mesh
+from rankless.user_code import display_name
 
 SEED = 11
 MARK = "# the line"
@@ -55,7 +56,7 @@ class AdversarialCase:
         """Return the marked line as "file.py:12"."""
         lines, first = inspect.getsourcelines(self.build)
         (offset,) = (number for number, text in enumerate(lines) if MARK in text)
-        return f"{inspect.getsourcefile(self.build)}:{first + offset}"
+        return f"{display_name(inspect.getsourcefile(self.build))}:{first + offset}"
 
 
 @dataclass

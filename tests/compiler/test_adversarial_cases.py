@@ -35,6 +35,7 @@ from rankless.compiler.ir.logical_program import LogicalProgram
 from rankless.errors import CaptureError
 from rankless.jobs.arguments import flatten_arguments, get_shapes
 from rankless.parallel.mesh import Mesh
+from rankless.user_code import display_name
 
 CASES = [
     *adversarial_python_state.CASES,
@@ -99,7 +100,7 @@ def captured(script: Script) -> LogicalProgram:
     device = DEVICE
     arguments = flatten_arguments(tuple(script.batches[0]), {}, device)
     code = script.function.__code__
-    line = f"{code.co_filename}:{code.co_firstlineno}"
+    line = f"{display_name(code.co_filename)}:{code.co_firstlineno}"
     source = JobSource(name="loss", function=script.function, modules=script.modules, trains=True, line=line)
     return capture(source, arguments.unflatten, get_shapes(arguments), device).program
 
@@ -109,7 +110,7 @@ def captured(script: Script) -> LogicalProgram:
 def test_every_operator_forward_and_backward_has_a_line_of_the_script(case: AdversarialCase):
     script, _ = start_script(case)
     operators = [node for node in captured(script).graph.nodes if node.op == "call_function"]
-    source = inspect.getsourcefile(case.build)
+    source = display_name(inspect.getsourcefile(case.build))
     without = [str(node.target) for node in operators if not node.meta["line"].startswith(f"{source}:")]
     assert operators
     assert without == []

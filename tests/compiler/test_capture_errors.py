@@ -15,6 +15,7 @@ from rankless.jobs.arguments import flatten_arguments
 from rankless.jobs.job import make_job
 from rankless.jobs.views.consistent import ConsistentView
 from rankless.parallel.mesh import Mesh
+from rankless.user_code import display_name
 
 
 def call_captured(function, model, *arguments):
@@ -107,7 +108,7 @@ def test_a_train_job_without_a_loss_raises_an_error_with_what_it_returned(functi
         call_captured(loss, model, *rows())
     assert raised.value.found == found
     assert "train job 'loss' to return its loss" in str(raised.value.expected)
-    assert raised.value.where == f"{__file__}:{loss.__code__.co_firstlineno}"
+    assert raised.value.where == f"{display_name(__file__)}:{loss.__code__.co_firstlineno}"
 
 
 def test_an_argument_that_cannot_be_part_of_a_cache_key_is_refused_by_its_type():

@@ -9,6 +9,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from rankless.errors import CaptureError
+from rankless.user_code import display_name
 
 CLASSES = 4
 
@@ -268,4 +269,4 @@ def test_a_job_that_sets_requires_grad_of_a_parameter_is_refused(change):
 
     with pytest.raises(CaptureError, match="requires_grad") as raised:
         run_on_simulated_ranks(loss, {"model": model}, [features()], 2)
-    assert raised.value.where.startswith(__file__)
+    assert raised.value.where.startswith(display_name(__file__))

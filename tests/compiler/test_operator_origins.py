@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rankless.compiler.ir.operator_origin import ModuleName, OperatorOrigin, decode_origin
+from rankless.user_code import display_name
 
 
 class Block(nn.Module):
@@ -42,7 +43,7 @@ def test_operators_of_both_passes_have_lines_and_modules() -> None:
     found: dict[bool, set[str]] = {False: set(), True: set()}
     for node in outcome.sharded.logical.graph.nodes:
         if node.op == "call_function":
-            assert re.fullmatch(re.escape(__file__) + r":\d+|", node.meta["line"]), node.meta["line"]
+            assert re.fullmatch(re.escape(display_name(__file__)) + r":\d+|", node.meta["line"]), node.meta["line"]
             module = node.meta["module"]
             found[node.meta["backward"]].add("" if module is None else f"{module.path} ({module.kind})")
     expected = {

@@ -24,6 +24,7 @@ from view_operator_cases import POINTWISE, SPLIT_POINTWISE, SPLIT_VIEWS, VIEWS
 
 from rankless.compiler.rules.table import SHARDING_RULES
 from rankless.parallel.tensor_placement import Replicate
+from rankless.user_code import display_name
 
 aten = torch.ops.aten
 
@@ -131,4 +132,4 @@ def test_an_operator_without_a_rule_is_exact_and_reported_with_its_line(name):
     function, operator = WITHOUT_RULE[name]
     outcome = check_function(Case(function), 3)
     reported = {str(node.target): node.meta["line"] for node in outcome.sharded.nodes_without_rule}
-    assert reported[operator].startswith(f"{__file__}:")
+    assert reported[operator].startswith(f"{display_name(__file__)}:")

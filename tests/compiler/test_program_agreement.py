@@ -13,6 +13,7 @@ from rankless.context.world import World
 from rankless.errors import ProgramMismatch
 from rankless.jobs.job import Job, make_job
 from rankless.parallel.mesh import Mesh
+from rankless.user_code import display_name
 
 pytestmark = pytest.mark.slow
 WORKERS = 2
@@ -22,7 +23,7 @@ MARK = "# the line"
 def marked_line(script: Callable[..., object]) -> str:
     lines, first = inspect.getsourcelines(script)
     (offset,) = (number for number, text in enumerate(lines) if MARK in text)
-    return f"{inspect.getsourcefile(script)}:{first + offset}"
+    return f"{display_name(inspect.getsourcefile(script))}:{first + offset}"
 
 
 def model_of(seed: int) -> nn.Linear:

@@ -13,6 +13,7 @@ from rankless.context.world import World
 from rankless.data.loader import Loader, LoaderOptions
 from rankless.errors import DataError
 from rankless.parallel.mesh import Mesh
+from rankless.user_code import display_name
 
 
 def loader_of(dataset: Any, **options: Any) -> Loader:
@@ -178,7 +179,7 @@ class Broken(Samples):
 def test_an_error_of_the_data_set_names_its_index_and_line(num_workers):
     with pytest.raises(DataError, match="KeyError: 'no such file' \\(index 6\\)") as raised:
         list(loader_of(Broken(), batch_size=4, num_workers=num_workers))
-    assert raised.value.where.startswith(__file__)
+    assert raised.value.where.startswith(display_name(__file__))
 
 
 class Stream(IterableDataset[int]):

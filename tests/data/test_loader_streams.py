@@ -20,6 +20,7 @@ from torch.utils.data import IterableDataset
 
 from rankless.errors import DataError
 from rankless.parallel.mesh import Mesh
+from rankless.user_code import display_name
 
 READINGS = ["auto", "split", "replicated", "first"]
 
@@ -123,7 +124,7 @@ def read_broken(mesh: Mesh, rank: int | None, options: dict[str, Any]) -> int:
 def test_an_error_of_a_stream_names_the_sample_and_the_line(num_workers):
     with pytest.raises(DataError, match=r"OSError: line cut off \(sample 9 of the stream, from 0") as raised:
         read_broken(Mesh.solo(), None, {"num_workers": num_workers})
-    assert raised.value.where.startswith(__file__)
+    assert raised.value.where.startswith(display_name(__file__))
 
 
 @pytest.mark.slow

@@ -50,6 +50,14 @@ def test_the_chinese_readme_has_the_same_example_commands_and_pictures():
     assert pictures.findall(README.read_text()) == pictures.findall(CHINESE.read_text())
 
 
+def test_the_chinese_readme_has_the_same_tables():
+    def rows(page: Path) -> list[list[str]]:
+        table = [line for line in page.read_text().splitlines() if line.startswith("|")]
+        return [re.findall(r"\d[\d.]*", re.sub(r"\]\(.*?\)", "", line)) for line in table]
+
+    assert rows(README) == rows(CHINESE)
+
+
 @pytest.mark.parametrize("page", ["from-oneflow", "from-fleetrun", "from-paddle-ps"])
 def test_a_chinese_guide_has_the_code_and_the_options_of_the_english_one(page: str):
     english = (ROOT / f"docs/guides/{page}.md").read_text()

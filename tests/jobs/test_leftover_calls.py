@@ -18,6 +18,7 @@ from rankless.errors import RanklessError, StepError
 from rankless.jobs.definition import StepOptions
 from rankless.jobs.job import make_job
 from rankless.parallel.mesh import Mesh
+from rankless.user_code import display_name
 
 MARK = "# the line"
 
@@ -172,7 +173,7 @@ FIXES = {
 def line_of(function):
     lines, first = inspect.getsourcelines(function)
     (offset,) = (number for number, text in enumerate(lines) if MARK in text)
-    return f"{__file__}:{first + offset}"
+    return f"{display_name(__file__)}:{first + offset}"
 
 
 def found_in(mesh, body):

@@ -10,6 +10,7 @@ from rankless.context.world import World
 from rankless.errors import ConfigError
 from rankless.jobs.job import make_job
 from rankless.parallel.mesh import Mesh
+from rankless.user_code import display_name
 
 
 class Script:
@@ -36,7 +37,8 @@ def test_a_forgotten_optimizer_is_warned_about_once():
     assert script.notices == []
     script.call(3)
     (notice,) = script.notices
-    assert f"{__file__}:{script.job.definition.function.__code__.co_firstlineno}: job '<lambda>' has no opt" in notice
+    line = f"{display_name(__file__)}:{script.job.definition.function.__code__.co_firstlineno}"
+    assert f"{line}: job '<lambda>' has no opt" in notice
 
 
 def evaluates(script):
@@ -102,7 +104,7 @@ def test_a_decorator_without_parentheses_raises_with_the_line_and_the_fix():
     with pytest.raises(ConfigError) as raised:
         rankless.job(train)
     assert "@rankless.job without parentheses" in str(raised.value.found)
-    assert raised.value.where == f"{__file__}:{train.__code__.co_firstlineno}"
+    assert raised.value.where == f"{display_name(__file__)}:{train.__code__.co_firstlineno}"
     assert raised.value.fix.startswith("write @rankless.job(model=model)")
 
 

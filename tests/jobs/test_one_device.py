@@ -11,6 +11,7 @@ from rankless.context.world import World
 from rankless.errors import CaptureError
 from rankless.jobs.job import make_job
 from rankless.parallel.mesh import Mesh
+from rankless.user_code import display_name
 
 MARK = "# the line"
 
@@ -36,7 +37,7 @@ def notices_of(act, *, calls=2):
 def line_of(function):
     lines, first = inspect.getsourcelines(function)
     (offset,) = (number for number, text in enumerate(lines) if MARK in text)
-    return f"{__file__}:{first + offset}"
+    return f"{display_name(__file__)}:{first + offset}"
 
 
 def sets_other_data(model):

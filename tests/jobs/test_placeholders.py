@@ -14,6 +14,7 @@ from rankless.jobs.argument_annotations import PerDevice, Whole
 from rankless.jobs.job import make_job
 from rankless.jobs.views.mirrored import LocalArgument
 from rankless.parallel.mesh import Mesh
+from rankless.user_code import display_name
 
 IMAGES = Whole((4, None), torch.float32)
 LABELS = Whole((4,), torch.int64)
@@ -79,7 +80,7 @@ def test_an_argument_that_does_not_fit_raises_with_the_fix(name: str):
     assert expected in str(raised.value.expected)
     assert found in str(raised.value.found)
     assert fix in raised.value.fix
-    assert raised.value.where.startswith(__file__)
+    assert raised.value.where.startswith(display_name(__file__))
 
 
 def test_a_per_device_placeholder_selects_the_mirrored_view():

@@ -8,6 +8,7 @@ from torch import nn
 from rankless.context.world import World
 from rankless.jobs.job import make_job
 from rankless.jobs.programs.program_cache import MAX_ENTRIES
+from rankless.user_code import display_name
 
 
 def train_annealed(mesh, coefficients, as_tensor):
@@ -41,7 +42,7 @@ def test_a_changing_number_is_right_and_warns_once_at_its_third_value(workers):
         (notice,) = warnings
         assert "'settings'" in notice
         assert "torch.tensor(0.25)" in notice
-        assert f"{__file__}:" in notice
+        assert f"{display_name(__file__)}:" in notice
         assert kinds == 5
         assert memories == 1, "programs of one job share the memory of their gradients"
 

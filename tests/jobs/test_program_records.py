@@ -24,6 +24,7 @@ from rankless.parallel.mesh import Mesh
 from rankless.records.gather_places import describe_gather_place, list_gather_places
 from rankless.records.job_programs import JobProgram
 from rankless.terminal.program_table import make_plan_report, render_plan
+from rankless.user_code import display_name
 
 pytestmark = pytest.mark.slow
 
@@ -109,7 +110,8 @@ def test_inputs_have_placements_and_redistributions_name_script_lines() -> None:
     arguments = [item.placement for item in program.inputs if item.kind == "argument"]
     assert arguments == ["dim 0 split 3+2+2"] * 2
     assert all(item.placement == "whole on every worker" for item in program.inputs if item.kind != "argument")
-    assert all(re.fullmatch(re.escape(__file__) + r":\d+", move.line) and move.reason for move in program.moves)
+    here = re.escape(display_name(__file__))
+    assert all(re.fullmatch(here + r":\d+", move.line) and move.reason for move in program.moves)
     gradients = [move for move in program.moves if move.overlapped]
     assert sorted(name for move in gradients for name in move.value.split(", ")) == sorted(
         item.name for item in program.inputs if item.kind == "parameter" and "norms" not in item.name
@@ -207,7 +209,7 @@ def test_the_plan_lists_exactly_the_collectives_that_run() -> None:
         assert 0 < program.whole_operators < program.operators
         forward, backward, returned = notices
         modules = "of model.layers.[0-2] (SumsOverBatch)"
-        assert forward.startswith(f"{__file__}:")
+        assert forward.startswith(f"{display_name(__file__)}:")
         assert f"cumsum {modules} gathers 246 kB per step: its rule does not fit" in forward
         assert f"flip {modules} in backward gathers" in backward
         assert returned.startswith("train.py:1: job 'train' returns 82.0 kB of tensors that every rank gathers")

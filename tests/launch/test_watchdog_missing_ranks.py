@@ -173,9 +173,14 @@ Current thread 0x00000000000000bb (most recent call first):
 def test_a_stack_gives_the_collective_and_the_lines_of_the_script():
     location = classify_stack(parse_main_stack(DUMP, 0xBB))
     assert location.collective == "all_gather_object"
-    assert location.line == "/data/parts.py:12"
-    assert location.text == "share() at /data/parts.py:12, called from /data/train.py:20"
-    assert location.stack[0] == 'File "/data/train.py", line 20, in <module>'
+    assert location.line == "parts.py:12"
+    assert location.text == "share() at parts.py:12, called from train.py:20"
+    assert location.stack[0] == 'File "train.py", line 20, in <module>'
+
+
+def test_hosts_that_keep_the_script_in_different_folders_wait_at_one_line():
+    here, there = (parse_main_stack(DUMP.replace("/data/", folder), 0xBB) for folder in ("/data/", "/home/b/copy/"))
+    assert classify_stack(here) == classify_stack(there)
 
 
 def classify(*frames, script="/data/train.py", line=20):

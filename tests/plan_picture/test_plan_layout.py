@@ -202,3 +202,19 @@ def test_workers_that_differ_by_a_row_share_a_bar_and_stages_never_do():
     assert [group.workers for group in job.memory] == [tuple(range(7))]
     (job,) = pipelined({"pipeline": 2}, sizes={"model.a.weight": 8, "model.b.weight": 8}).jobs
     assert [(group.workers, group.is_measured) for group in job.memory] == [((0,), True), ((1,), False)]
+
+
+def test_the_line_of_a_library_is_shown_whole():
+    line = "/venv/lib/python3.11/site-packages/transformers/models/bert/modeling_bert.py:1698"
+    program = make_program(gpt(1), [make_move("all_gather", "x", 70, line=line)])
+    drawing = draw_plan(collect(make_records(program, None, 9), make_axes(data=2)))
+    assert [label.text for label in drawing.labels if "modeling_bert" in label.text] == ["modeling_bert.py:1698"]
+
+
+def test_a_table_of_two_jobs_is_shown_once():
+    program = make_program(gpt(1))
+    second = msgspec.structs.replace(program, job="evaluate")
+    records = [*make_records(program, None, 9), *make_records(second, None, 9)]
+    page = format_page(collect(records, make_axes(data=2)))
+    assert page.count("parameters and buffers</caption>") == 1
+    assert "parameters and buffers: the same as for train job train (" in page

@@ -10,6 +10,7 @@ from rankless.config.worker_config import WorkerConfig
 from rankless.launch.supervisor.shared_files import SharedFiles
 from rankless.records.events import FileOpened
 from rankless.runtime.hooks.file_writes import FileWriteMonitor
+from rankless.user_code import display_name
 
 WRITES = """
 import os, pathlib, shutil, numpy, torch, rankless
@@ -114,4 +115,4 @@ def test_a_file_is_reported_once_and_odd_paths_are_not(tmp_path: Path) -> None:
     for path in ("a", b"a", Path("a"), 3, None, "/dev/null", tmp_path / "log/x", "x/__pycache__/y", "a\0b", "b.pyc"):
         files.report_write(path)
     assert [record.path for record in sent] == [os.path.abspath("a"), os.path.abspath("a\0b")]
-    assert sent[0].line.startswith(f"{__file__}:")
+    assert sent[0].line.startswith(f"{display_name(__file__)}:")

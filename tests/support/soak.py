@@ -59,7 +59,11 @@ DATABASE_OPTIONS = ("--numprocesses", "2", "-k", "not a_few_cases")
 ALONE = (*PUBLISHED, DATABASE)
 """Files that run without others beside them."""
 COUNTS = "docs/soak.json"
-PAGES = (COUNTS, *(f"docs/{name}.md" for name in ("soak", "faults", "scoreboard")))
+PAGES = (
+    COUNTS,
+    "docs/torch-versions.json",
+    *(f"docs/{name}.md" for name in ("soak", "faults", "scoreboard", "torch-versions")),
+)
 """The pages that a soak writes."""
 Counts = dict[str, float]
 Result = dict[str, Any]
@@ -112,15 +116,21 @@ def commit() -> str:
     return head.stdout.strip()
 
 
-def run(part: Part, published: Mapping[str, Path]) -> Counts:
-    """Run a part of a test file with all markers and return its counts.
+def run(
+    part: Part,
+    published: Mapping[str, Path],
+    *,
+    python: str = sys.executable,
+    selection: Sequence[str] = ALL_TESTS,
+) -> Counts:
+    """Run a part of a test file and return its counts: all its tests, or a selection of pytest's options.
 
     Tests append rows to the files in `published`, by the environment variables that name them. A part that exceeds the
     time limit is killed and counts as failed.
     """
     with tempfile.TemporaryDirectory() as folder:
         report, output = Path(folder) / "report.xml", Path(folder) / "output.txt"
-        command = [sys.executable, "-m", "pytest", "-q", *ALL_TESTS]
+        command = [python, "-m", "pytest", "-q", *selection]
         command += ["--show-capture=stderr", "--disable-warnings", "--timeout=0", f"--junitxml={report}"]
         is_database = part.file == DATABASE
         if is_database:

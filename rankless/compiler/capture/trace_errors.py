@@ -39,10 +39,13 @@ TRACE_ERRORS: tuple[tuple[str, str, str], ...] = (
     ("numpy", "a job that stays in PyTorch", "use torch functions, or convert outside the job"),
     ("data-dependent", "a program that is the same for all values of its tensors", FIX_VALUE_READ),
     ("Cannot access data pointer", "a job that stays in PyTorch", "use torch functions, or convert outside the job"),
-    (
-        "Unexpected fake",
-        "tensors created in the job to stay in the job",
-        "return the tensor as a metric instead of keeping it in an attribute, a list or a closure",
+    *(
+        (
+            pattern,
+            "tensors created in the job to stay in the job",
+            "return the tensor as a metric instead of keeping it in an attribute, a list or a closure",
+        )
+        for pattern in ("Unexpected fake", "in tensor_tracker")  # the second before PyTorch 2.13
     ),
     (
         "Cannot backprop through mirrored meta",

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rankless.compiler.tracing.impure_calls import find_user_frame, refuse_file_write, refuse_impure_call
 from rankless.compiler.tracing.value_snapshots import PLAIN_TYPES
-from rankless.user_code import is_user_code
+from rankless.user_code import display_name, is_user_code
 
 ENVIRON_GETITEM_CODE = type(os.environ).__getitem__.__code__
 LOGGER_LOG_CODE = logging.Logger._log.__code__
@@ -86,7 +86,7 @@ class PythonTracer:
         while frame is not None and self.print_line is None and not self._is_user_frame(frame):
             frame = frame.f_back
         if frame is not None and self.print_line is None:
-            self.print_line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            self.print_line = f"{display_name(frame.f_code.co_filename)}:{frame.f_lineno}"
 
     def _is_user_frame(self, frame: FrameType) -> bool:
         file = frame.f_code.co_filename

@@ -98,7 +98,14 @@ class LogicalProgram:
     """Whether the axis `tensor` divides activations between layers too; see `sharding.sequence_parallelism`."""
 
     def text(self) -> str:
-        """Return the program as lines of text, equal on all ranks that captured the same program."""
+        """Return the program as lines of text, equal on all ranks that captured the same program.
+
+        Lines of the script are no part of it: hosts may keep the same script in different folders.
+        """
+        return "\n".join(text for text, _ in self.operations())
+
+    def operations(self) -> list[tuple[str, str]]:
+        """Return the lines of `text`, each with its line of the script; "" for those without one."""
         lines = []
         for node in self.graph.nodes:
             if node.op == "output":
@@ -113,11 +120,11 @@ class LogicalProgram:
                     description += f" in checkpoint {node.meta['checkpoint']}" + ", kept" * bool(node.meta.get("kept"))
                 if "generator" in node.meta:
                     description += f" from generator {self.generators.index(node.meta['generator'])} of the script"
-            lines.append(f"{node.name} = {description} : {format_value(node)}  # {node.meta.get('line', '')}")
-        lines += [f"recompute {self.recompute}"] * bool(self.recompute)
-        lines += ["sequence parallel"] * self.sequence_parallel
-        lines += [f"-> {node.name} : {output.kind} {output.name}" for node, output in self.outputs]
-        return "\n".join(lines)
+            lines.append((f"{node.name} = {description} : {format_value(node)}", node.meta.get("line", "")))
+        lines += [(f"recompute {self.recompute}", "")] * bool(self.recompute)
+        lines += [("sequence parallel", "")] * self.sequence_parallel
+        lines += [(f"-> {node.name} : {output.kind} {output.name}", "") for node, output in self.outputs]
+        return lines
 
     @cached_property
     def is_random(self) -> bool:

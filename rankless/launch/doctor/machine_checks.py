@@ -17,6 +17,13 @@ from rankless.errors import ConfigError
 from rankless.launch.doctor.probe_protocol import CheckHost
 from rankless.records.check_results import CheckResult, make_failure, make_pass, make_warning
 from rankless.records.quantities import format_bytes
+from rankless.torch_versions import (
+    PINNED,
+    SUPPORTED,
+    find_objection,
+    find_objection_to_python_groups,
+    find_torch_version,
+)
 
 MIB = 1 << 20
 SHARED_MEMORY = "/dev/shm"
@@ -64,6 +71,20 @@ def check_backend(request: CheckHost) -> CheckResult:
         fix = f"allow memfd_create, or make {SHARED_MEMORY} larger: as root mount -o remount,size=8G {SHARED_MEMORY}"
         return make_warning(check_name, "gloo: the workers cannot reserve memory to share", fix)
     return make_pass(check_name, f"{choice.name}: {choice.reason}")
+
+
+def check_torch() -> CheckResult:
+    """Report the version of PyTorch, and whether it is supported."""
+    check_name = "PyTorch"
+    version = find_torch_version()
+    objection = find_objection(version)
+    if not version:
+        return make_failure(check_name, objection, f"pip install torch=={PINNED}")
+    if objection:
+        fix = f"install a supported one: {', '.join(SUPPORTED)}"
+        return make_warning(check_name, f"{version}: {objection}", fix)
+    slower = find_objection_to_python_groups(version)
+    return make_pass(check_name, f"{version}: supported" + f"; collectives use Gloo: {slower}" * bool(slower))
 
 
 def check_open_files() -> CheckResult:

@@ -91,7 +91,7 @@ def _machine_checks(request: CheckHost) -> list[Check]:
         machine_checks.check_processes,
         machine_checks.check_locked_memory,
     ]
-    return [machine_checks.check_container, *own, *limits, machine_checks.check_mpi]
+    return [machine_checks.check_container, machine_checks.check_torch, *own, *limits, machine_checks.check_mpi]
 
 
 def _gpu_checks(request: CheckHost) -> list[Check]:

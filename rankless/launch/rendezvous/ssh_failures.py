@@ -4,6 +4,8 @@ import os
 import sys
 from dataclasses import dataclass
 
+from rankless.installation import format_install_command
+
 
 @dataclass(frozen=True)
 class SshCause:
@@ -61,7 +63,7 @@ _CAUSES = {
         "see its log there (journalctl -u ssh): MaxStartups, AllowUsers, DenyUsers",
     ),
     "No module named 'rankless'": SshCause(
-        "Rankless is not installed there", "install it there, at the same path: {python} -m pip install rankless"
+        "Rankless is not installed there", "install it there, at the same path: {install}"
     ),
     "No module named": SshCause("the interpreter there lacks a package", "install the same packages there as here"),
     "No such file or directory": SshCause(
@@ -77,5 +79,7 @@ def find_ssh_cause(output: str, host: str) -> SshCause | None:
     """Return the cause that ssh's output shows, or None."""
     for pattern, cause in _CAUSES.items():
         if pattern in output:
-            return SshCause(cause.seen, cause.fix.format(host=host, python=sys.executable, folder=os.getcwd()))
+            install = format_install_command(pip=f"{sys.executable} -m pip")
+            fix = cause.fix.format(host=host, python=sys.executable, install=install, folder=os.getcwd())
+            return SshCause(cause.seen, fix)
     return None

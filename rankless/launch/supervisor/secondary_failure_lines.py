@@ -5,7 +5,7 @@ import re
 import msgspec
 
 from rankless.launch.supervisor.failure_attribution import first_line, has_lost_server, is_secondary_failure
-from rankless.launch.watchdog.stack_classifier import format_line
+from rankless.launch.watchdog.stack_classifier import find_script_folder, format_line
 from rankless.launch.watchdog.stacks import Frame
 from rankless.launch.watchdog.timed_out_collectives import parse_timeout
 from rankless.records.events import Raised
@@ -40,4 +40,5 @@ def describe_secondary_failure(record: Raised) -> SecondaryFailure:
 def find_script_line(traceback: str) -> str:
     """Return the innermost line of the script in a traceback, like "train.py:33", or "" if there is none."""
     frames = [Frame(file, int(line), function) for file, line, function in _FRAME.findall(traceback)]
-    return next((format_line(frame) for frame in reversed(frames) if not is_library(frame.file)), "")
+    own = [frame for frame in frames if not is_library(frame.file)]
+    return format_line(own[-1], find_script_folder(own)) if own else ""

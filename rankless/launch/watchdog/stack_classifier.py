@@ -85,6 +85,7 @@ def classify_stack(stack: Sequence[Frame]) -> StackLocation:
     script = [frame for frame in frames if not is_library(frame.file)]
     script = script or frames[-1:]
     inner = frames[: frames.index(script[0])]
+    folder = find_script_folder(script[::-1])
     source = linecache.getline(script[0].file, script[0].line)
     waits_for_data = any(frame.file.endswith(_DATA_LOADER) for frame in inner)
     collective = "" if waits_for_data else _find_collective(inner)
@@ -100,10 +101,11 @@ def classify_stack(stack: Sequence[Frame]) -> StackLocation:
         waits_for_data=waits_for_data,
         is_debugged=any(part in frame.file for frame in frames for part in _DEBUGGERS),
         gpu_wait=gpu,
-        line=format_line(script[0]),
-        text=describe_location(script),
+        line=format_line(script[0], folder),
+        text=describe_location(script, folder),
         stack=tuple(
-            f'File "{shorten_path(frame.file)}", line {frame.line}, in {frame.function}' for frame in script[::-1]
+            f'File "{shorten_path(frame.file, folder)}", line {frame.line}, in {frame.function}'
+            for frame in script[::-1]
         ),
     )
 
@@ -117,25 +119,36 @@ def locate_data_loader_worker(stack: Sequence[Frame]) -> StackLocation | None:
     return StackLocation(line=format_line(script[0]), text=describe_location(script)) if script else None
 
 
-def describe_location(script: Sequence[Frame]) -> str:
+def describe_location(script: Sequence[Frame], folder: str = "") -> str:
     """Describe a stack of the script's frames as "load() at data.py:12, called from train.py:20"."""
     innermost = script[0]
     text = (
-        format_line(innermost)
+        format_line(innermost, folder)
         if innermost.function == "<module>"
-        else f"{innermost.function}() at {format_line(innermost)}"
+        else f"{innermost.function}() at {format_line(innermost, folder)}"
     )
     callers = [frame for frame in script[1:] if frame.function != innermost.function]
-    return f"{text}, called from {format_line(callers[0])}" if callers else text
+    return f"{text}, called from {format_line(callers[0], folder)}" if callers else text
 
 
-def format_line(frame: Frame) -> str:
-    """Format a frame's file and line as "train.py:33"."""
-    return f"{shorten_path(frame.file)}:{frame.line}"
+def find_script_folder(frames: Sequence[Frame]) -> str:
+    """Return the folder of the script that runs in these frames, outermost first; "" if none is a script's."""
+    script = next((frame.file for frame in frames if frame.function == "<module>" and os.path.isabs(frame.file)), "")
+    return os.path.dirname(script)
 
 
-def shorten_path(path: str) -> str:
-    """Return the path relative to the working directory, if it lies below it."""
+def format_line(frame: Frame, folder: str = "") -> str:
+    """Format a frame's file and line as "train.py:33"; see `shorten_path`."""
+    return f"{shorten_path(frame.file, folder)}:{frame.line}"
+
+
+def shorten_path(path: str, folder: str = "") -> str:
+    """Return a path relative to the script's folder, or to the working directory, if it lies below one of them.
+
+    Stacks of ranks are compared, and hosts may keep the same script in different folders.
+    """
+    if folder and path.startswith(folder + os.sep):
+        return path.removeprefix(folder + os.sep)
     if not os.path.isabs(path):
         return path
     relative = os.path.relpath(path)

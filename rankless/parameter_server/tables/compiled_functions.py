@@ -1,6 +1,6 @@
 """Compilation of the functions that work on single ids and rows, by numba.
 
-numba comes with the extra `ps`: `pip install rankless[ps]`. It compiles a function at its first call and keeps the
+numba comes with the extra `ps`. It compiles a function at its first call and keeps the
 machine code beside the source file. Where that folder cannot be written, each process compiles anew.
 """
 
@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TypeVar, cast
 
 from rankless.errors import TableError
+from rankless.installation import format_install_command
 
 try:
     import numba
@@ -15,7 +16,7 @@ except ImportError as error:
     raise TableError(
         expected="numba, which compiles the functions of tables",
         found=str(error),
-        fix='pip install "rankless[ps]"',
+        fix=format_install_command("ps"),
     ) from error
 
 Function = TypeVar("Function", bound=Callable[..., object])

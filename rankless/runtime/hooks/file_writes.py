@@ -16,7 +16,7 @@ from typing import Any
 
 from rankless.config.worker_config import WorkerConfig
 from rankless.records.events import FileOpened
-from rankless.user_code import is_library
+from rankless.user_code import display_name, is_library
 
 _EVENTS = frozenset({"open", "os.rename"})
 _WRITING = os.O_WRONLY | os.O_RDWR
@@ -96,6 +96,6 @@ class FileWriteMonitor:
                 return None
             file = frame.f_code.co_filename
             if module != __name__ and not file.startswith("<") and not is_library(file):
-                return f"{file}:{frame.f_lineno}"
+                return f"{display_name(file)}:{frame.f_lineno}"
             frame = frame.f_back
         return ""

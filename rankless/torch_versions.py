@@ -1,0 +1,74 @@
+"""The supported versions of PyTorch, and all that Rankless knows of their differences. It imports no torch.
+
+A new version needs a line in `SUPPORTED`, the range in pyproject.toml, and the tests of CONTRIBUTING.md. What it does
+differently is stated here, so that no other module asks for a version.
+"""
+
+import functools
+import re
+from collections.abc import Callable
+from importlib import metadata
+from typing import Any
+
+SUPPORTED = ("2.11", "2.12", "2.13", "2.14", "2.15")
+"""The versions of PyTorch on which the tests of compiler, jobs, collectives and verify run."""
+PINNED = "2.13.0"
+"""The version with which CI runs all tests."""
+FIRST_WITH_PYTHON_GROUPS = "2.13"
+"""The first version whose functions and C++ code call every collective of a process group written in Python."""
+OLDER_NAMES = {"all_gather_single": "all_gather_into_tensor", "reduce_scatter_single": "reduce_scatter_tensor"}
+"""Functions of `torch.distributed` that got a new name in 2.13."""
+
+
+@functools.cache
+def find_torch_version() -> str:
+    """Return the version of the installed PyTorch, such as "2.13.0+cpu", or "" if there is none."""
+    try:
+        return metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def find_objection(version: str) -> str:
+    """Return what speaks against a version of PyTorch; "" if it is supported.
+
+    Example:
+        >>> find_objection("2.13.0+cpu")
+        ''
+        >>> find_objection("2.10.1")
+        'older than 2.11, the first supported version'
+    """
+    number, first, last = map(_read_number, (version, SUPPORTED[0], SUPPORTED[-1]))
+    if not version:
+        return "PyTorch is not installed"
+    if number < first:
+        return f"older than {SUPPORTED[0]}, the first supported version"
+    return f"newer than {SUPPORTED[-1]}, the last tested version" if number > last else ""
+
+
+def find_objection_to_python_groups(version: str) -> str:
+    """Return why process groups in shared memory cannot be used with a version of PyTorch; "" if they can.
+
+    Example:
+        >>> find_objection_to_python_groups("2.14.1")
+        ''
+    """
+    if not version or _read_number(version) >= _read_number(FIRST_WITH_PYTHON_GROUPS):
+        return ""
+    return f"it needs PyTorch {FIRST_WITH_PYTHON_GROUPS} or newer, and this is {version}"
+
+
+def find_function(module: Any, name: str) -> Callable[..., Any]:
+    """Return a function of a module of PyTorch by its name in the newest version.
+
+    Args:
+        module: A module, such as `torch.distributed`.
+        name: The name of the function in the newest supported version.
+    """
+    function: Callable[..., Any] = getattr(module, name if hasattr(module, name) else OLDER_NAMES[name])
+    return function
+
+
+def _read_number(version: str) -> tuple[int, int]:
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
