@@ -200,7 +200,7 @@ FUTURES: dict[str, Callable[[Any], object]] = {
     "future of a failed work": _wait_late,
     "collect_all": lambda group: torch.futures.wait_all([_start(group).get_future(), _start(group).get_future()]),
     "collect_all's futures": lambda group: torch.futures.collect_all([_start(group).get_future()]).wait()[0].value(),
-    "_create_work_from_future": lambda group: distributed_c10d._create_work_from_future(
+    "_create_work_from_future": lambda group: torch._C._distributed_c10d._create_work_from_future(
         _start(group).get_future()
     ).wait(),
     "dropped": _drop,
@@ -309,7 +309,6 @@ DDP: dict[str, Prepare] = {
     "DDP builtin hook": _ddp_builtin_hook,
     "DDP allreduce_hook": _ddp_hook(lambda group: group, default_hooks.allreduce_hook),
     "DDP fp16_compress_hook": _ddp_hook(lambda group: group, default_hooks.fp16_compress_hook),
-    "DDP bf16_compress_hook": _ddp_hook(lambda group: group, default_hooks.bf16_compress_hook),
     "DDP powerSGD_hook": _ddp_hook(_power_sgd, powerSGD_hook.powerSGD_hook),
     "DDP fp16 of powerSGD": _ddp_hook(_power_sgd, default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook)),
     "DDP post_localSGD_hook": _ddp_hook(
