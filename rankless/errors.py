@@ -2,6 +2,7 @@
 
 RanklessError            base of all errors below
 ├── ConfigError          settings or arguments that cannot work
+│   └── CallError        arguments that a process group cannot take
 ├── LaunchError          a worker that did not start, failed or died
 ├── JoinError            a process that cannot join its job
 ├── CaptureError         a job that cannot become one program
@@ -79,6 +80,14 @@ class ConfigError(RanklessError):
 
     A launcher raises it before it starts any process. A function raises it before it does anything else.
     It has the attributes of `RanklessError`.
+    """
+
+
+class CallError(ConfigError, RuntimeError):
+    """Raised for tensors or options that a process group of Rankless cannot take.
+
+    It is a `RuntimeError` too, like the errors of PyTorch's own process groups, so scripts that try what a group takes
+    need not know which group they have. It has the attributes of `RanklessError`.
     """
 
 

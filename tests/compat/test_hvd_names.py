@@ -1,7 +1,9 @@
 """The names that scripts import, the modules they import them from, and the build functions."""
 
+import importlib
 import os
 
+import pytest
 import torch
 from support.horovod_ranks import error_of, on_ranks
 
@@ -96,6 +98,46 @@ def test_scripts_find_names_in_horovods_modules():
     assert compression.Compression is hvd.Compression
     assert issubclass(HorovodInternalError, RuntimeError)
     assert HostsUpdatedInterrupt(True).skip_sync
+
+
+WITHOUT_COUNTERPART = [
+    *("metadata", "runner.gloo_run", "runner.mpi_run", "runner.http.http_server", "runner.util.network"),
+    *("runner.elastic.driver", "runner.elastic.rendezvous"),
+]
+
+
+@pytest.mark.parametrize("module", WITHOUT_COUNTERPART)
+def test_modules_without_a_counterpart_say_at_a_call_what_to_use(module: str):
+    found = importlib.import_module(f"rankless.compat.horovod.{module}")
+    with pytest.raises(NotImplementedError, match=rf"horovod\.{module}\.anything has no counterpart .* Use .*horovod"):
+        found.anything(1, two=2)
+    assert not hasattr(found, "__path__")
+
+
+def tools_methods(hvd):
+    torch.manual_seed(0)
+    model, later = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+    names = list(model.named_parameters())
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), names, groups=[[model.weight]])
+    found = [len(optimizer._grad_accs), [len(group) for group in optimizer._groups]]
+    optimizer.add_param_group({"params": list(later.parameters())})
+    optimizer._register_hooks()
+    found.append(len(optimizer._requires_update))
+    inputs = torch.full((1, 2), float(hvd.rank()))
+    (model(inputs) + later(inputs)).sum().backward()
+    optimizer.synchronize()
+    found.append(later.weight.grad.tolist())
+    later.weight.grad = torch.full((1, 2), 4.0 * hvd.rank())
+    handle, _ = optimizer._allreduce_grad_async(later.weight)
+    hvd.synchronize(handle)
+    found.append(later.weight.grad.tolist())
+    optimizer.backward_passes_per_step = 3
+    optimizer._make_hook(later.bias)(None)
+    return [*found, optimizer._allreduce_delay[later.bias]]
+
+
+def test_tools_find_the_optimizers_methods_under_horovods_names():
+    assert on_ranks(2, tools_methods) == [[2, [1], 4, [[0.5, 0.5]], [[2.0, 2.0]], 2]] * 2
 
 
 def test_reductions_have_horovods_numbers():

@@ -254,3 +254,10 @@ def test_a_lost_worker_is_the_root_cause_only_if_another_one_cannot_go_on():
     own = attribute_failure([*before, raised(0)])
     assert own is not None
     assert (own.root_cause_rank, own.cause) == (0, "raised")
+
+
+def test_the_error_in_the_callback_of_a_future_is_named_instead_of_the_futures() -> None:
+    inner = "CollectiveError: \nexpected: rank 1 to match the call of rank 0\n\nAt:\n  operation_queue.py(128): take\n"
+    prefix = "Got the following error when running the callback: "
+    verdict = verdict_on(raised(0, f"{prefix}RuntimeError: {prefix}{inner}"), left(0, 1))
+    assert verdict.headline == "raised CollectiveError: expected: rank 1 to match the call of rank 0"

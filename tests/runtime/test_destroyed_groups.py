@@ -73,3 +73,21 @@ def test_the_connections_of_a_destroyed_group_close_at_once(group: str, tmp_path
     done = run_script(LEAVES_EARLY.format(group=group), "-n", "2", folder=tmp_path)
     assert done.returncode == 1, done.stderr
     assert "rank 1 destroyed its process group while other ranks still needed it" in done.stderr
+
+
+UNEVEN_BACKWARD = """
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(6, 3))
+for _ in range(3 + 3 * dist.get_rank()):
+    model(torch.randn(4, 6)).square().mean().backward()
+dist.destroy_process_group()
+"""
+
+
+def test_a_rank_that_makes_fewer_backward_passes_is_blamed(tmp_path: Path) -> None:
+    done = run_script(UNEVEN_BACKWARD, "-n", "2", folder=tmp_path)
+    assert done.returncode == 1, done.stderr
+    assert "rank 0 destroyed its process group while other ranks still needed it" in done.stderr

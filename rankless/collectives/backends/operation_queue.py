@@ -9,7 +9,8 @@ operation, and then its own, unless the thread is faster.
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any
@@ -39,6 +40,7 @@ class SharedMemoryWork(dist.Work):
         self._outputs, self._drive = outputs, drive
         self._error: BaseException | None = None
         self._future: torch.futures.Future[Outputs] | None = None
+        self._end: torch.futures.Future[None] | None = None
         self._lock = threading.Lock()
         self.source = -1
         self.is_done = drive is None
@@ -51,10 +53,10 @@ class SharedMemoryWork(dist.Work):
         """Mark the operation as done or failed, and complete its future."""
         with self._lock:
             self._error, self.is_done, self._drive = error, True, None
-            future = self._future
+            end = self._end
         self.done.release()
-        if future is not None:
-            self._complete(future)
+        if end is not None:
+            end.set_result(None)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return True when the operation is done.
@@ -112,23 +114,29 @@ class SharedMemoryWork(dist.Work):
         return self.source
 
     def get_future(self) -> torch.futures.Future[Outputs]:
-        """Return a future of the tensors that the operation writes. Its callbacks may run in the group's thread."""
+        """Return a future of the tensors that the operation writes. Its callbacks may run in the group's thread.
+
+        If the operation fails, `wait` and `value` of the future raise a `RuntimeError` with the error's text, as those
+        of torch's own groups do.
+        """
         with self._lock:
             if self._future is not None:
                 return self._future
-            future = self._future = torch.futures.Future()
+            # A future of `then` fails for C++ code too. `Future.set_exception` makes the exception the value of the
+            # future, and DistributedDataParallel's reducer then crashes, because it looks for a tensor in the value.
+            end = self._end = torch.futures.Future()
+            future = self._future = end.then(lambda _: self._take_outputs())
             is_done = self.is_done
         if is_done:
-            self._complete(future)
+            end.set_result(None)
         return future
 
-    def _complete(self, future: Any) -> None:
-        if self._error is None:
-            future.set_result(self._outputs)
-        elif isinstance(self._error, Exception):
-            future.set_exception(self._error)
-        else:
-            future.set_exception(RuntimeError(f"the operation was interrupted by {type(self._error).__name__}"))
+    def _take_outputs(self) -> Outputs:
+        if isinstance(self._error, Exception):
+            raise self._error
+        if self._error is not None:
+            raise RuntimeError(f"the operation was interrupted by {type(self._error).__name__}")
+        return self._outputs
 
 
 class OperationQueue:
@@ -144,7 +152,10 @@ class OperationQueue:
         self._running = threading.Lock()
         self._queued: deque[tuple[SharedMemoryWork, Callable[[], None]]] = deque()
         self._wakes: SimpleQueue[bool] = SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
+        self._in_callbacks = 0
+        """How many of the threads may run callbacks. See note [callbacks]."""
+        self._count_lock = threading.Lock()
         self.count = 0
         """How many operations have been started."""
 
@@ -171,19 +182,29 @@ class OperationQueue:
         work = SharedMemoryWork(outputs, self._drive)
         self.count += 1
         self._queued.append((work, operation))
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
-            self._thread.start()
+        self._require_thread()
         self._wakes.put(True)
         return work
 
     def close(self) -> None:
-        """Run what is queued, and end the thread."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
+        """Run what is queued, and end the threads."""
+        with self._count_lock:
+            threads, self._threads = self._threads, []
+        for _ in threads:
             self._wakes.put(False)
+        for thread in threads:
             if thread is not threading.current_thread():
                 thread.join()
+
+    def _require_thread(self) -> None:
+        """Start a thread if all others may run callbacks."""
+        if self._in_callbacks < len(self._threads):
+            return
+        with self._count_lock:
+            if self._in_callbacks >= len(self._threads):
+                thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+                self._threads.append(thread)
+                thread.start()
 
     def _drive(self, work: SharedMemoryWork, deadline: float | None) -> None:
         """Run queued operations until one of them is done, or wait until the thread has run it."""
@@ -201,10 +222,27 @@ class OperationQueue:
         torch.set_grad_enabled(False)
         while self._wakes.get():
             self._running.acquire()
-            self._run_next()
+            self._run_next(self._may_run_callbacks)
 
-    def _run_next(self) -> None:
-        """Run the first queued operation, if there is one, and release the lock that the caller has acquired."""
+    @contextmanager
+    def _may_run_callbacks(self) -> Iterator[None]:
+        """Let another thread serve the queue within the block. See note [callbacks]."""
+        with self._count_lock:
+            self._in_callbacks += 1
+        if self._queued:
+            self._require_thread()
+        try:
+            yield
+        finally:
+            with self._count_lock:
+                self._in_callbacks -= 1
+
+    def _run_next(self, finishing: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+        """Run the first queued operation, if there is one, and release the lock that the caller has acquired.
+
+        Args:
+            finishing: Makes a context in which the work is finished.
+        """
         error: BaseException | None = None
         work = None
         try:
@@ -217,8 +255,9 @@ class OperationQueue:
             self._running.release()
         # Without the lock: callbacks of the future may start operations.
         if work is not None:
-            # The frames of a traceback would keep the group's memory.
-            work.finish(error.with_traceback(None) if isinstance(error, CollectiveError) else error)
+            with finishing():
+                # The frames of a traceback would keep the group's memory.
+                work.finish(error.with_traceback(None) if isinstance(error, CollectiveError) else error)
         if error is not None and not isinstance(error, Exception):
             raise error
 

@@ -41,6 +41,7 @@ from rankless.collectives.backends.calls.reduction_calls import (
     prepare_reduce,
     prepare_reduce_scatter,
 )
+from rankless.collectives.backends.calls.sparse_calls import prepare_sparse_all_reduce
 from rankless.collectives.backends.calls.tensor_views import flatten_bytes, writable, write_back
 from rankless.collectives.backends.group_failure import Membership, make_error
 from rankless.collectives.backends.operation_queue import SharedMemoryWork
@@ -63,9 +64,9 @@ class _Synchronous:
 class SharedMemoryProcessGroup(_ProcessGroup):  # type: ignore[misc]  # its base is Any, see above
     """A process group of ranks of one host. `make_shared_memory_group` makes it.
 
-    It takes dense tensors on the CPU of every dtype, shape and stride; empty ones too. A collective combines values in
-    the order of ranks, so all ranks get the same bits. If a rank ends, aborts, is late or makes another call, all
-    ranks raise `CollectiveError`, and the group cannot be used any more.
+    It takes dense tensors on the CPU of every dtype, shape and stride, empty ones too, and sums sparse ones. A
+    collective combines values in the order of ranks, so all ranks get the same bits. If a rank ends, aborts, is late
+    or makes another call, all ranks raise `CollectiveError`, and the group cannot be used any more.
 
     Args:
         store: The store through which the ranks met.
@@ -188,6 +189,10 @@ class SharedMemoryProcessGroup(_ProcessGroup):  # type: ignore[misc]  # its base
     def allreduce(self, tensors: Any, opts: Any = dist.ReduceOp.SUM, timeout: Any = None) -> SharedMemoryWork:
         """Reduce the tensor over all ranks, in place."""
         (tensor,) = as_list(tensors)
+        if tensor.layout is torch.sparse_coo:
+            names = self._member.global_ranks
+            call = prepare_sparse_all_reduce(self._open.movement, tensor, get_operation(opts), names)
+            return self._execute(call, opts, timeout)
         return self.allreduce_coalesced([tensor], opts, timeout)
 
     def allreduce_coalesced(

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.distributed import ReduceOp
 
-from rankless.errors import ConfigError
+from rankless.errors import CallError
 
 BLOCK_BYTES = 256 << 10
 """So much is combined at a time, because intermediate results then stay in the processor's cache."""
@@ -38,7 +38,7 @@ class Reduction:
         dtype: The dtype of the values: float16, bfloat16, float32, float64, a signed integer, uint8 or bool.
 
     Raises:
-        ConfigError: The reduction does not take the dtype: AVG takes floats, the bitwise ones integers and bool.
+        CallError: The reduction does not take the dtype: AVG takes floats, the bitwise ones integers and bool.
     """
 
     def __init__(self, operation: Any, dtype: torch.dtype) -> None:
@@ -95,7 +95,7 @@ def view_as_reducible(tensor: torch.Tensor, operation: Any) -> torch.Tensor:
     """Return the tensor, or complex values as pairs of real ones for SUM and AVG.
 
     Raises:
-        ConfigError: Another reduction of complex values.
+        CallError: Another reduction of complex values.
     """
     if tensor.dtype not in _COMPLEX:
         return tensor
@@ -110,8 +110,8 @@ def describe_reduction(number: int) -> str:
     return str(_REDUCTIONS[number].name) if number < len(_REDUCTIONS) else "unknown"
 
 
-def _refuse(kind: Any, dtype: torch.dtype) -> ConfigError:
-    return ConfigError(
+def _refuse(kind: Any, dtype: torch.dtype) -> CallError:
+    return CallError(
         expected="a reduction that takes the dtype of the tensor: AVG floats, BAND, BOR and BXOR integers and bool, "
         "complex values only SUM and AVG",
         found=f"{getattr(kind, 'name', kind)} of {dtype}",

@@ -67,6 +67,8 @@ _LOST_SERVER = re.compile(
 )
 """The errors of a worker whose parameter server has ended."""
 _WHILE = " while workers ran"
+_IN_CALLBACK = "Got the following error when running the callback: "
+"""How PyTorch's futures begin an error's text, such as that of a collective in DistributedDataParallel's backward."""
 
 MAX_SHOWN_CHARS = 400
 """Limit for the names that a rank has not submitted. Its error has all of them."""
@@ -362,6 +364,10 @@ def _find_timeout(records: Sequence[AnyRecord], secondary: Sequence[Raised]) -> 
 
 
 def first_line(record: Raised | GroupTeardown) -> str:
-    """Return an exception's type and the first line of its message."""
-    line = (record.message.strip().splitlines() or [""])[0]
-    return f"{record.error_type}: {line[:200]}" if line else record.error_type
+    """Return an exception's type and the first line of its message; of a future's callback the error that it raised."""
+    kind, message = record.error_type, record.message
+    _, found, inner = message.rpartition(_IN_CALLBACK)
+    if found:
+        kind, _, message = inner.partition(":")
+    line = (message.strip().splitlines() or [""])[0]
+    return f"{kind}: {line[:200]}" if line else kind

@@ -9,32 +9,33 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rankless.collectives.backends.group_failure import Membership
-from rankless.errors import ConfigError
+from rankless.errors import CallError
 
 
 def require_dense(tensors: Iterable[torch.Tensor]) -> None:
-    """Raise a `ConfigError` unless all tensors are dense and in the memory of the CPU."""
+    """Raise a `CallError` unless all tensors are dense and in the memory of the CPU."""
     for tensor in tensors:
         if not tensor.is_cpu or tensor.layout is not torch.strided:
-            raise ConfigError(
+            raise CallError(
                 expected="dense tensors on the CPU, because the group is in shared memory",
                 found=f"a tensor with layout {tensor.layout} on {tensor.device}",
                 fix="move it to the CPU and make it dense, or use another process group",
             )
+        if tensor.is_neg():
+            # Some dtypes have no negative. To find that out within the collective would end the group.
+            tensor.detach().resolve_neg()
 
 
 def require_count(tensors: Sequence[object], count: int, what: str) -> None:
-    """Raise a `ConfigError` unless there are `count` of something that belongs to ranks."""
+    """Raise a `CallError` unless there are `count` of something that belongs to ranks."""
     if len(tensors) != count:
-        raise ConfigError(
-            expected=f"{count} {what}", found=f"{len(tensors)}", fix="pass one for each rank of the group"
-        )
+        raise CallError(expected=f"{count} {what}", found=f"{len(tensors)}", fix="pass one for each rank of the group")
 
 
 def require_values(tensor: torch.Tensor, count: int, what: str) -> None:
-    """Raise a `ConfigError` unless a tensor has `count` values."""
+    """Raise a `CallError` unless a tensor has `count` values."""
     if tensor.numel() != count:
-        raise ConfigError(
+        raise CallError(
             expected=f"{count} values in {what}",
             found=f"{tensor.numel()}, of shape {tuple(tensor.shape)}",
             fix="pass tensors whose sizes match",
@@ -42,18 +43,18 @@ def require_values(tensor: torch.Tensor, count: int, what: str) -> None:
 
 
 def require_one_dtype(tensors: Sequence[torch.Tensor]) -> None:
-    """Raise a `ConfigError` unless all tensors have one dtype."""
+    """Raise a `CallError` unless all tensors have one dtype."""
     dtypes = {tensor.dtype for tensor in tensors}
     if len(dtypes) > 1:
-        raise ConfigError(
+        raise CallError(
             expected="tensors of one dtype", found=sorted(map(str, dtypes)), fix="convert them to one dtype"
         )
 
 
 def require_other_rank(rank: int, member: Membership) -> None:
-    """Raise a `ConfigError` unless a rank is another one of the group."""
+    """Raise a `CallError` unless a rank is another one of the group."""
     if rank == member.rank or not 0 <= rank < member.size:
-        raise ConfigError(
+        raise CallError(
             expected=f"another rank of the group of {member.size} to send to or receive from",
             found=f"rank {rank} of the group, called on rank {member.rank}",
             fix="pass another rank of the group",
@@ -89,13 +90,13 @@ def get_timeout_seconds(opts: Any, timeout: Any = None) -> float | None:
 
 
 def split_bytes(tensor: Tensor, sizes: Sequence[int] | None, size: int) -> list[int]:
-    """Return how many bytes of a tensor's rows are for each rank. Raises `ConfigError` for other split sizes."""
+    """Return how many bytes of a tensor's rows are for each rank. Raises `CallError` for other split sizes."""
     rows = tensor.shape[0] if tensor.dim() else 1
     row_bytes = tensor.nbytes // max(1, rows)
     splits = list(sizes) if sizes else [rows // size] * size
     require_count(splits, size, "split sizes")
     if sum(splits) != rows or min(splits) < 0:
-        raise ConfigError(
+        raise CallError(
             expected=f"split sizes whose sum is the {rows} rows of the tensor",
             found=splits,
             fix="pass one size for each rank, or none for a tensor whose rows the ranks divide evenly",

@@ -18,7 +18,7 @@ from rankless.collectives.backends.shared_movement import SharedMovement
 
 
 def prepare_broadcast(movement: SharedMovement, tensor: Tensor, root: int) -> PreparedCall:
-    """Copy the tensor of the root to all ranks. Raises `ConfigError` for a tensor that is not dense and on the CPU."""
+    """Copy the tensor of the root to all ranks. Raises `CallError` for a tensor that is not dense and on the CPU."""
     require_dense([tensor])
 
     def run() -> None:
@@ -33,7 +33,7 @@ def prepare_all_gather(movement: SharedMovement, calls: Sequence[tuple[Sequence[
     """Copy the tensor of each rank into the list of all ranks, for each pair of a list and a tensor.
 
     Raises:
-        ConfigError: A tensor is not dense and on the CPU, or lists, dtypes or sizes do not match.
+        CallError: A tensor is not dense and on the CPU, or lists, dtypes or sizes do not match.
     """
     written = [output for outputs, _ in calls for output in outputs]
     for outputs, value in calls:
@@ -58,7 +58,7 @@ def prepare_all_gather_single(
     """Copy the tensors of all ranks, one after the other, into the output; for each output and input.
 
     Raises:
-        ConfigError: As `prepare_all_gather`.
+        CallError: As `prepare_all_gather`.
     """
     require_count(outputs, len(inputs), "outputs")
     require_dense([*outputs, *inputs])
@@ -138,7 +138,7 @@ def prepare_all_to_all_single(
     """Copy rows of the input to all ranks, and theirs to rows of the output.
 
     Raises:
-        ConfigError: As `prepare_all_gather`, or the split sizes do not fit the rows.
+        CallError: As `prepare_all_gather`, or the split sizes do not fit the rows.
     """
     require_dense([output, input])
     require_one_dtype([output, input])

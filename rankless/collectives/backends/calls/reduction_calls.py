@@ -23,7 +23,7 @@ def prepare_all_reduce(reductions: SharedReductions, tensors: Sequence[Tensor], 
     """Reduce tensors of one dtype over all ranks, each in place.
 
     Raises:
-        ConfigError: A tensor is not dense and on the CPU, or the reduction does not take its dtype.
+        CallError: A tensor is not dense and on the CPU, or the reduction does not take its dtype.
     """
     if len(tensors) == 1 and is_plain(tensors[0]) and not tensors[0].dtype.is_complex:
         (tensor,) = tensors
@@ -67,7 +67,7 @@ def prepare_fused_all_reduce(
     """Reduce tensors over all ranks into others, as if they were one. `before` and `after` are as in `FusedCall`.
 
     Raises:
-        ConfigError: As `prepare_all_reduce`, or an output has another length than its input.
+        CallError: As `prepare_all_reduce`, or an output has another length than its input.
     """
     inputs, outputs = tensors
     require_count(outputs, len(inputs), "outputs")
@@ -107,7 +107,7 @@ def prepare_reduce_scatter(
     """Make calls of reduce_scatter. The inputs of each are a tensor for each rank, or one for all.
 
     Raises:
-        ConfigError: As `prepare_all_reduce`, or an output has another length than what is reduced into it.
+        CallError: As `prepare_all_reduce`, or an output has another length than what is reduced into it.
     """
     size = reductions.size
     require_dense([*outputs, *(value for values in inputs for value in values)])

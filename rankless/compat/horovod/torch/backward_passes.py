@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
@@ -27,11 +28,19 @@ class BackwardPasses:
         """Whether backward has computed a gradient since the last `restart`."""
         self._passes = passes
         self._on_complete = on_complete
-        self._remaining = dict.fromkeys(parameters, passes)
-        reference = weakref.ref(self)
+        self._remaining: dict[torch.Tensor, int] = {}
+        hooks: list[Any] = []
+        self._hooks = hooks
         # A parameter outlives the optimizers made for it. Their hooks must not keep them alive.
-        hooks = [parameter.register_post_accumulate_grad_hook(_make_hook(reference)) for parameter in self._remaining]
         self._finalizer = weakref.finalize(self, lambda: [hook.remove() for hook in hooks])
+        self.watch(parameters)
+
+    def watch(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Count the passes of further parameters, from the next pass on."""
+        reference = weakref.ref(self)
+        for parameter in parameters:
+            self._remaining[parameter] = self._passes
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(_make_hook(reference)))
 
     @property
     def remaining(self) -> dict[torch.Tensor, int]:

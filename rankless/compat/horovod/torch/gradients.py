@@ -67,7 +67,7 @@ class GradientReduction:
         self.passes = BackwardPasses(names, passes, self._complete)
         self._lock = threading.RLock()
         """Backward runs one thread per device of the model."""
-        self._names = names
+        self._names = dict(names)
         self._rule = rule
         self._groups = groups
         self._sizes = {parameter: parameter.numel() * parameter.element_size() for parameter in names}
@@ -96,6 +96,25 @@ class GradientReduction:
         for group in self._groups.values():
             group.restart()
         self._forget()
+
+    @property
+    def groups(self) -> list[list[torch.Tensor]]:
+        """The parameters of each group of gradients that are reduced together."""
+        return [list(group.parameters) for group in dict.fromkeys(self._groups.values())]
+
+    def add(self, names: Mapping[torch.Tensor, str]) -> None:
+        """Reduce the gradients of further parameters, from the next backward pass on."""
+        self._names.update(names)
+        self._sizes.update((parameter, parameter.numel() * parameter.element_size()) for parameter in names)
+        self._is_small = sum(self._sizes.values()) <= SMALL_BYTES
+        self.passes.watch(names)
+
+    def send(self, parameter: torch.Tensor) -> tuple[Any, Any]:
+        """Submit a parameter's gradient now, and return its handle and the compressor's context."""
+        with self._lock:
+            self._batch.append(parameter)
+            self._send_batch()
+            return self.get_handles()[parameter]
 
     def get_handles(self) -> dict[torch.Tensor, tuple[Any, Any]]:
         """Return the handle and the compressor's context of each complete gradient. The handle may be None yet."""

@@ -80,6 +80,16 @@ class DistributedOptimizerMixin(torch.optim.Optimizer):
         """
         return self._reduction.get_handles()  # type: ignore[no-any-return]  # both reductions have it
 
+    @property
+    def _grad_accs(self) -> list[Any]:
+        """The node of autograd that accumulates the gradient of each reduced parameter."""
+        with torch.enable_grad():
+            return [parameter.expand_as(parameter).grad_fn.next_functions[0][0] for parameter in self._requires_update]  # type: ignore[union-attr]  # a parameter's expansion has a node
+
+    def _make_hook(self, p: torch.Tensor) -> Callable[..., None]:
+        """Return a function that counts a backward pass of a parameter, whatever its arguments."""
+        return lambda *_: self._reduction.passes.count(p)
+
     @staticmethod
     def find_duplicates(lst: Iterable[Any]) -> set[Any]:
         """Return the items that occur more than once."""
@@ -117,6 +127,29 @@ class AllreduceOptimizer(DistributedOptimizerMixin):
 
     _synchronized = False
     _should_synchronize = True
+
+    @property
+    def _groups(self) -> list[list[torch.Tensor]] | None:
+        """The parameters whose gradients are reduced together; None without groups."""
+        return self._reduction.groups or None
+
+    def _register_hooks(self) -> None:
+        """Reduce the parameters that `add_param_group` has added, too. All ranks call this, or none."""
+        if not self._requires_update:
+            return  # no gradients are reduced
+        added = {
+            parameter: f"allreduce.noname.{group_number}.{number}"
+            for group_number, group in enumerate(self.param_groups)
+            for number, parameter in enumerate(group["params"])
+            if parameter.requires_grad and parameter not in self._parameter_names
+        }
+        self._parameter_names.update(added)
+        self._reduction.add(added)
+
+    def _allreduce_grad_async(self, p: torch.Tensor) -> tuple[Any, Any]:
+        """Submit a parameter's gradient now. Returns its handle and the compressor's context, as Horovod does."""
+        handle: tuple[Any, Any] = self._reduction.send(p)
+        return handle
 
     def synchronize(self) -> None:
         """Wait until every gradient is reduced: for example to clip gradients before `step` in `skip_synchronize`."""

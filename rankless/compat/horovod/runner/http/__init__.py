@@ -1,0 +1,1 @@
+"""The package of `horovod.runner.http.http_server`."""
