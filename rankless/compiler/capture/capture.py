@@ -36,6 +36,7 @@ from rankless.compiler.ir.counter_operators import mark_counter_draws
 from rankless.compiler.ir.logical_program import LogicalProgram
 from rankless.compiler.ir.memory_order import make_empty
 from rankless.compiler.tracing.activation_checkpoints import CheckpointNumbers, trace_checkpoints
+from rankless.compiler.tracing.fast_paths import take_paths_of_plain_run
 from rankless.compiler.tracing.module_names import name_modules
 from rankless.compiler.tracing.operator_lines import TracedFunction, record_origins
 from rankless.compiler.tracing.refused_functions import ModuleTensors
@@ -249,7 +250,7 @@ def capture(
             run_compiled_functions_eagerly(),
             autograd_kernels(CORRECTED),
             contextlib.nullcontext() if reads is None else reads.observe(),
-            set_compiling_flag(),
+            take_paths_of_plain_run(),
             leave_recurrent_weights(),
             restore_module_tensors(source.modules),
             as_plain_parameters(list_parameters(source.modules)),
@@ -363,14 +364,3 @@ def run_compiled_functions_eagerly() -> Iterator[None]:
         return
     with torch.compiler.set_stance("force_eager"):
         yield
-
-
-@contextlib.contextmanager
-def set_compiling_flag() -> Iterator[None]:
-    """Within the context, `torch.compiler.is_compiling()` is true: models then skip checks that read values."""
-    before = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = True
-    try:
-        yield
-    finally:
-        torch.compiler._is_compiling_flag = before
