@@ -27,6 +27,7 @@ from rankless.compiler.capture.forbidden_training_calls import RETURN_LOSS
 from rankless.compiler.capture.global_modes_key import require_grad_enabled
 from rankless.compiler.capture.graph_cleanup import clean_up, name_checks, name_inputs_and_outputs
 from rankless.compiler.capture.half_precision_layouts import trace_half_precision_layouts
+from rankless.compiler.capture.kept_tensors import find_kept, restore_after_failure
 from rankless.compiler.capture.side_effects import SideEffects, require_traceable_modules
 from rankless.compiler.capture.trace_errors import convert_trace_errors, offer_whole_batch
 from rankless.compiler.capture.untraced_changes import leave_recurrent_weights
@@ -130,6 +131,7 @@ class TraceableJobModule(nn.Module):
         self.generators = ScriptGenerators()
         self.checkpoints = CheckpointNumbers()
         self.reads = reads
+        self.kept = find_kept(source.function, source.modules)
         self.traced = TracedFunction(TraceableJobModule.forward.__code__, source.line)
 
     def describe_tensors(self) -> dict[str, Tensor]:
@@ -154,7 +156,7 @@ class TraceableJobModule(nn.Module):
             specialize_on_repr(),
         ):
             args, kwargs = self.arguments(tensors)
-            with apply_autocast_state(self.autocast):
+            with self.kept.observe_pass(), apply_autocast_state(self.autocast):
                 try:
                     result = self.source.function(*args, **kwargs)
                     if self.reads is not None:
@@ -163,6 +165,7 @@ class TraceableJobModule(nn.Module):
                     if self.reads is None or not self.reads.ends_at_unknown:
                         raise
                     result = UNKNOWN
+        self.kept.compute()
         if result is UNKNOWN and self.reads is not None:
             self.result_spec, self.result_leaves = pytree.tree_structure(None), (TENSOR_LEAF,)
             return tuple(item.clone() for item in (self.reads.tensors[-1], *self.reads.tensors[:-1]))
@@ -245,6 +248,7 @@ def capture(
         with fake:
             inputs = tuple(make_empty(item.shape, item.order, dtype=item.dtype, device=device) for item in shapes)
         with (
+            restore_after_failure(job.kept, source.modules),
             offer_whole_batch(),
             convert_trace_errors(source.name, source.line),
             run_compiled_functions_eagerly(),
@@ -298,10 +302,11 @@ def trace_until_stable(
     """
     joint = trace_once(stack, job, inputs)
     job.effects.raise_if_found()
-    if not job.effects.is_stable():
+    if job.kept.apply() or not job.effects.is_stable():
         joint = trace_once(stack, job, inputs)
         job.effects.raise_if_found()
         job.effects.require_stable()
+        job.kept.require_stable()
     graph_module: fx.GraphModule = joint.graph_module
     return graph_module
 

@@ -61,7 +61,7 @@ def make_changeable(result: Any) -> Any:
     """
     if isinstance(result, tuple | list) and type(result) in (tuple, list):
         return type(result)(map(make_changeable, result))
-    if type(result) is FakeTensor and not result._is_view():
+    if type(result) is FakeTensor and not result._is_view() and not result.requires_grad:
         return FunctionalTensor.to_functional(result)
     return result
 
