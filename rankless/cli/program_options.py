@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rankless.config.backends import BACKENDS
 from rankless.config.run_config import Program, ProgramKind
 from rankless.errors import ConfigError
 
@@ -29,6 +30,17 @@ class _TakeRemainder(argparse.Action):
         if not values:
             parser.error(f"argument {option_string}: expected the {kind} to run")
         namespace.program = (kind, *values)
+
+
+def add_backend_option(parser: argparse.ArgumentParser) -> None:
+    """Add the option that chooses the backend of a run's process group."""
+    parser.add_argument(
+        "--backend",
+        choices=BACKENDS,
+        help="Backend of the default process group. Default: RANKLESS_BACKEND, else shared_memory for workers on the "
+        "CPU of one host, hierarchical for workers on the CPU of several, nccl for workers with a GPU each, and gloo "
+        "for others.",
+    )
 
 
 def add_program_options(parser: argparse.ArgumentParser) -> None:

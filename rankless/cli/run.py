@@ -5,9 +5,14 @@ import sys
 
 from rankless.cli.host_options import LOG_FOLDER_HELP, add_host_options, make_cluster
 from rankless.cli.json_output import add_json_option, make_json_header, read_json_destination
-from rankless.cli.program_options import PLAN_HELP, add_program_options, find_misplaced_count, read_program
+from rankless.cli.program_options import (
+    PLAN_HELP,
+    add_backend_option,
+    add_program_options,
+    find_misplaced_count,
+    read_program,
+)
 from rankless.cli.server_options import add_server_options, read_servers, read_workers
-from rankless.config.backends import BACKENDS
 from rankless.config.environment import default_log_folder
 from rankless.config.mesh_option import MESH_HELP, parse_mesh
 from rankless.config.plan_file import count_default_workers, find_plan
@@ -38,13 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--devices", metavar="0,1|cpu", help="GPUs to use, or cpu. Default: GPUs if the host has any, else cpu."
     )
-    parser.add_argument(
-        "--backend",
-        choices=BACKENDS,
-        help="Backend of the default process group. Default: RANKLESS_BACKEND, else shared_memory for workers on the "
-        "CPU of one host, hierarchical for workers on the CPU of several, nccl for workers with a GPU each, and gloo "
-        "for others.",
-    )
+    add_backend_option(parser)
     parser.add_argument("--threads", type=int, metavar="K", help="CPU threads per worker. Default: cores / workers.")
     parser.add_argument(
         "--seed", type=int, metavar="S", help="Seed of the random numbers of all workers. Default: random."

@@ -12,7 +12,7 @@ import msgspec
 
 from rankless.cli.host_options import LOG_FOLDER_HELP, add_host_options, make_cluster
 from rankless.cli.json_output import add_json_option, make_json_header, read_json_destination
-from rankless.cli.program_options import PLAN_HELP, add_program_options, read_program
+from rankless.cli.program_options import PLAN_HELP, add_backend_option, add_program_options, read_program
 from rankless.cli.server_options import RequestedWorkers, add_server_options, read_sync_servers, read_workers
 from rankless.config.environment import default_log_folder
 from rankless.config.mesh_option import MESH_HELP, parse_mesh
@@ -50,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--devices", metavar="0,1|cpu", help="GPUs to use, or cpu. Default: GPUs if the host has any, else cpu."
     )
+    add_backend_option(parser)
     parser.add_argument(
         "--seed", type=int, metavar="S", help="Seed of the random numbers of all runs. Default: random."
     )
@@ -108,6 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
             folder=folder,
             seed=seed,
             devices=arguments.devices,
+            backend=arguments.backend,
             cluster=cluster,
             servers=servers,
             heterogeneous_workers=requested.heterogeneous,

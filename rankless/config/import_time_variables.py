@@ -23,6 +23,9 @@ _READ_LATER = (
     "TORCH_NCCL_",
     "TORCH_FR_",
     "TORCH_GLOO_",
+    # Torch's compiler, which a worker imports when it first compiles, sets these two itself.
+    "TORCHINDUCTOR_CACHE_DIR",
+    "KMP_DUPLICATE_LIB_OK",
 )
 
 

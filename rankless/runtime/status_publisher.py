@@ -4,8 +4,11 @@ Note [stacks of running threads]: the interpreter's fault handler reads stacks i
 Where another thread runs, its frames end meanwhile, and the process is killed for reading memory that is gone. So a
 thread takes the lock to write the stacks of all threads. It waits for requests in a pipe, which costs nothing. A
 library that keeps the lock and never returns keeps it from answering. Then the agent sends a signal, on which the fault
-handler writes the stack of the thread that the signal has interrupted only: the main thread's. The signal cuts short a
-sleep in C that ignores EINTR, so the agent sends it only to a process that does not answer otherwise.
+handler writes the stack of the thread that the signal has interrupted only: the main thread's. Even that one may not
+run: where it returns from a function, it gives the memory of the frame back to the kernel before it forgets the frame,
+and the kernel delivers signals at the end of that very call. So the agent sends the signal only while the main thread
+sleeps, and to a process that does not answer otherwise: the signal cuts short a sleep in C that ignores EINTR. Of a
+library that keeps the lock and computes there is no stack.
 """
 
 import _thread

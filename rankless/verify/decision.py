@@ -6,6 +6,7 @@ ever called the same training, and a difference is called one only if rounding c
 undecided, with its reason: a run that failed, a script that does not repeat itself, noise that hides faults.
 """
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -23,6 +24,9 @@ from rankless.verify.runs import INTERRUPTED, RunFailed, VerifyRuns
 Outcome = Literal["same", "different", "undecided"]
 
 EXTRA_NOISE_RUNS = 2
+LONG_RUN_SECONDS = 60.0
+"""A run on one worker that takes longer is worth a word about `--steps`."""
+SUGGESTED_STEPS = 20
 NEAR_LIMIT = 1e3
 """A difference beyond its limit by less than this factor is measured against more noise runs before it counts."""
 
@@ -88,14 +92,14 @@ def decide(runs: VerifyRuns, options: ComparisonOptions, tell: Tell) -> Decision
         RunFailed: The user has interrupted a run. Any other failed run makes the outcome "undecided".
     """
     try:
-        own = run_and_compare(runs, options)
+        own = run_and_compare(runs, options, tell)
     except RunFailed as end:
         return _decide_failure(end)
     if runs.dtype is not None or not own.comparison.needs_float64 or _is_certain(own):
         return _finish(own, options, tell)
     tell(f"{describe_doubt(own.comparison)}; repeating in float64:")
     try:
-        exact = run_and_compare(replace(runs, dtype="float64"), options)
+        exact = run_and_compare(replace(own.runs, dtype="float64"), options, tell)
     except RunFailed as end:
         return replace(_decide_without_float64(own, end), not_covered=own.not_covered)
     return replace(_finish(exact, options, tell), own_comparison=own.comparison)
@@ -110,9 +114,16 @@ def _is_certain(own: Compared) -> bool:
     return cause is not None and cause.name in CERTAIN
 
 
-def run_and_compare(runs: VerifyRuns, options: ComparisonOptions) -> Compared:
+def run_and_compare(runs: VerifyRuns, options: ComparisonOptions, tell: Tell) -> Compared:
     """Make all runs in one precision and compare them; add noise runs if a difference is near its limit."""
+    started = time.monotonic()
     runs, one = _run_one(runs)
+    seconds = time.monotonic() - started
+    if seconds > LONG_RUN_SECONDS and runs.steps is None and one.steps > SUGGESTED_STEPS:
+        tell(
+            f"  verify repeats the {one.steps} steps at least {1 + options.noise_runs} times; --steps "
+            f"{SUGGESTED_STEPS} ends each run after {SUGGESTED_STEPS} steps"
+        )
     many = runs.run_many(options.workers)
     noise = runs.run_perturbed(options.noise_runs)
     reference = runs.run_reference()

@@ -56,6 +56,8 @@ class VerifyRuns:
     seed: int
     run_job: RunJob
     devices: str | None = None
+    backend: str | None = None
+    """The backend of the process group of the runs on several workers; None leaves it to the devices."""
     cluster: Cluster | None = None
     """The hosts of the runs on several workers; None for this host alone."""
     servers: RequestedServers | None = None
@@ -157,6 +159,7 @@ class VerifyRuns:
             RunRequest(
                 worker_count=workers,
                 devices=self.devices,
+                backend=self.backend if workers > 1 else None,
                 seed=self.seed,
                 log_folder=self.log_folder,
                 progress=False,

@@ -111,6 +111,11 @@ class DatabaseCase:
         return Scales(self.tensors, self.differentiable)
 
     @property
+    def computing_dtypes(self) -> set[torch.dtype]:
+        """The types in which values are rounded."""
+        return {item.dtype for item in self.tensors}
+
+    @property
     def is_thorough(self) -> bool:
         """Whether every division is tried: the others take turns, because dtype and layout do not change the shapes."""
         is_plain = self.dtype == torch.float64 and self.layout == "contiguous"

@@ -267,7 +267,7 @@ def compare(case: DatabaseCase, expected: Expected, outcome: Outcome) -> Result:
     """
     found, wanted = (outcome.results[2:], expected.results[1:]) if case.trains else (outcome.results, expected.results)
     pairs = [(f"result {place}", *pair) for place, pair in enumerate(zip(found, wanted, strict=True))]
-    bounds = [BOUNDS[item.dtype] for item in case.tensors if item.dtype in BOUNDS]
+    bounds = [BOUNDS[dtype] for dtype in case.computing_dtypes if dtype in BOUNDS]
     bound = max(bounds, default=0.0) * (CANCELLATION if case.mode == "double backward" else 1.0)
     natural = max(map(magnitude, wanted), default=0.0) / max(1e-30, *map(magnitude, case.tensors), 1e-30)
     largest = max([natural, *map(magnitude, expected.gradients.values())])

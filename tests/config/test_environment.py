@@ -63,4 +63,6 @@ def test_only_variables_that_torch_reads_at_import_change_too_late(monkeypatch: 
     monkeypatch.setenv("OMP_NUM_THREADS", "63")
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "INFO")
     monkeypatch.setenv("MY_OWN", "1")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "set by torch's compiler")
+    monkeypatch.setenv("KMP_DUPLICATE_LIB_OK", "TRUE")
     assert changes_too_late(before, environment.snapshot()) == ["KMP_BLOCKTIME", "TORCH_LOGS"]

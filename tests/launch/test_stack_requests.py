@@ -92,13 +92,16 @@ def test_threads_that_run_survive_requests(start, main):
     assert process.poll() is None
 
 
-def test_the_signal_disturbs_no_thread_that_runs(start, monkeypatch):
+@pytest.mark.parametrize("main", ["work()", "while True: mmap.mmap(-1, 1 << 16).close()"], ids=["Python", "kernel"])
+def test_a_main_thread_that_runs_never_gets_the_signal(start, monkeypatch, main):
+    monkeypatch.setattr(stacks, "RESPONSE_TIMEOUT_SECONDS", 0.05)
     monkeypatch.setattr(StackRequest, "_ask_thread", lambda *_: False)
-    page, process, _ = start("run_threads(1); print(1, flush=True); work()")
-    for _ in range(100):
-        text = ask(process.pid, page)[process.pid]
-        assert "Thread 0x" not in text
-        assert parse_main_stack(text, read_page(page).main_thread)
+    monkeypatch.setattr(stacks.os, "kill", lambda *_: pytest.fail("the signal might kill it"))
+    page, process, _ = start(f"import mmap\nprint(1, flush=True)\n{main}")
+    request = StackRequest(process.pid, page, time.monotonic())
+    request.add([process.pid], time.monotonic())
+    wait_until(lambda: request.is_complete(time.monotonic()))
+    assert request.stacks == {}
     assert process.poll() is None
 
 
@@ -144,7 +147,7 @@ def test_a_forked_child_answers_by_the_signal(start):
 
 
 def test_a_late_answer_is_not_that_of_a_child(start, monkeypatch):
-    monkeypatch.setattr(StackRequest, "_send_signal", lambda *_: True)
+    monkeypatch.setattr(StackRequest, "_prepare_signal", lambda *_: True)
     page, process, _ = start("wait()")
     request = StackRequest(process.pid, page, 0.0)
     request._current = process.pid + 1
@@ -185,7 +188,7 @@ def read_place(page):
 
 
 def test_places_and_stacks_are_read_at_once_and_do_not_mix(start, monkeypatch):
-    monkeypatch.setattr(StackRequest, "_send_signal", lambda *_: pytest.fail("it needs no signal"))
+    monkeypatch.setattr(StackRequest, "_prepare_signal", lambda *_: pytest.fail("it needs no signal"))
     page, process, _ = start("run_threads(1)\nwait()")
     for _ in range(100):
         request = StackRequest(process.pid, page, time.monotonic())

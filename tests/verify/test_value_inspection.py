@@ -42,7 +42,7 @@ def train_job(world: World, fault: str) -> Job[..., Tensor]:
 
     def train(images: Tensor, words: Tensor, labels: Tensor, keep: Tensor) -> Tensor:
         scores = model(images, words)
-        if fault == "capture" and torch.compiler.is_compiling():
+        if fault == "capture" and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL):
             scores = scores * 1.5
         return F.cross_entropy(scores, labels) + 0 * keep.sum()
 

@@ -27,6 +27,7 @@ from rankless.compiler.capture.forbidden_training_calls import RETURN_LOSS
 from rankless.compiler.capture.global_modes_key import require_grad_enabled
 from rankless.compiler.capture.graph_cleanup import clean_up, name_checks, name_inputs_and_outputs
 from rankless.compiler.capture.half_precision_layouts import trace_half_precision_layouts
+from rankless.compiler.capture.kept_tensors import find_kept, restore_after_failure
 from rankless.compiler.capture.side_effects import SideEffects, require_traceable_modules
 from rankless.compiler.capture.trace_errors import convert_trace_errors, offer_whole_batch
 from rankless.compiler.capture.untraced_changes import leave_recurrent_weights
@@ -36,6 +37,7 @@ from rankless.compiler.ir.counter_operators import mark_counter_draws
 from rankless.compiler.ir.logical_program import LogicalProgram
 from rankless.compiler.ir.memory_order import make_empty
 from rankless.compiler.tracing.activation_checkpoints import CheckpointNumbers, trace_checkpoints
+from rankless.compiler.tracing.fast_paths import take_paths_of_plain_run
 from rankless.compiler.tracing.module_names import name_modules
 from rankless.compiler.tracing.operator_lines import TracedFunction, record_origins
 from rankless.compiler.tracing.refused_functions import ModuleTensors
@@ -129,6 +131,7 @@ class TraceableJobModule(nn.Module):
         self.generators = ScriptGenerators()
         self.checkpoints = CheckpointNumbers()
         self.reads = reads
+        self.kept = find_kept(source.function, source.modules)
         self.traced = TracedFunction(TraceableJobModule.forward.__code__, source.line)
 
     def describe_tensors(self) -> dict[str, Tensor]:
@@ -153,7 +156,7 @@ class TraceableJobModule(nn.Module):
             specialize_on_repr(),
         ):
             args, kwargs = self.arguments(tensors)
-            with apply_autocast_state(self.autocast):
+            with self.kept.observe_pass(), apply_autocast_state(self.autocast):
                 try:
                     result = self.source.function(*args, **kwargs)
                     if self.reads is not None:
@@ -162,6 +165,7 @@ class TraceableJobModule(nn.Module):
                     if self.reads is None or not self.reads.ends_at_unknown:
                         raise
                     result = UNKNOWN
+        self.kept.compute()
         if result is UNKNOWN and self.reads is not None:
             self.result_spec, self.result_leaves = pytree.tree_structure(None), (TENSOR_LEAF,)
             return tuple(item.clone() for item in (self.reads.tensors[-1], *self.reads.tensors[:-1]))
@@ -244,12 +248,13 @@ def capture(
         with fake:
             inputs = tuple(make_empty(item.shape, item.order, dtype=item.dtype, device=device) for item in shapes)
         with (
+            restore_after_failure(job.kept, source.modules),
             offer_whole_batch(),
             convert_trace_errors(source.name, source.line),
             run_compiled_functions_eagerly(),
             autograd_kernels(CORRECTED),
             contextlib.nullcontext() if reads is None else reads.observe(),
-            set_compiling_flag(),
+            take_paths_of_plain_run(),
             leave_recurrent_weights(),
             restore_module_tensors(source.modules),
             as_plain_parameters(list_parameters(source.modules)),
@@ -297,10 +302,11 @@ def trace_until_stable(
     """
     joint = trace_once(stack, job, inputs)
     job.effects.raise_if_found()
-    if not job.effects.is_stable():
+    if job.kept.apply() or not job.effects.is_stable():
         joint = trace_once(stack, job, inputs)
         job.effects.raise_if_found()
         job.effects.require_stable()
+        job.kept.require_stable()
     graph_module: fx.GraphModule = joint.graph_module
     return graph_module
 
@@ -363,14 +369,3 @@ def run_compiled_functions_eagerly() -> Iterator[None]:
         return
     with torch.compiler.set_stance("force_eager"):
         yield
-
-
-@contextlib.contextmanager
-def set_compiling_flag() -> Iterator[None]:
-    """Within the context, `torch.compiler.is_compiling()` is true: models then skip checks that read values."""
-    before = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = True
-    try:
-        yield
-    finally:
-        torch.compiler._is_compiling_flag = before

@@ -21,6 +21,8 @@ def get_torch_modes(device_type: str) -> Hashable:
         torch.backends.cuda.math_sdp_enabled(),
         torch.backends.cuda.flash_sdp_enabled(),
         torch.backends.cuda.mem_efficient_sdp_enabled(),
+        torch.backends.cuda.cudnn_sdp_enabled(),
+        torch.backends.mha.get_fastpath_enabled(),
         *(id(mode) for mode in _get_current_function_mode_stack()),
         *(id(mode) for mode in _get_current_dispatch_mode_stack()),
     )

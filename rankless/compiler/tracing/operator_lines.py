@@ -8,6 +8,8 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch.fx.traceback as fx_traceback
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.overrides import TorchFunctionMode
 
 from rankless.compiler.ir.operator_origin import OperatorOrigin
@@ -50,6 +52,18 @@ class TracedFunction:
                 return self.line
             frame = frame.f_back
         return user_line(innermost)
+
+
+def make_changeable(result: Any) -> Any:
+    """Return the new tensors that a function of constants has made as tensors of the trace, which may be changed.
+
+    A view of a constant stays one: a change of it would change a tensor of the script.
+    """
+    if isinstance(result, tuple | list) and type(result) in (tuple, list):
+        return type(result)(map(make_changeable, result))
+    if type(result) is FakeTensor and not result._is_view() and not result.requires_grad:
+        return FunctionalTensor.to_functional(result)
+    return result
 
 
 class SourceLineMode(TorchFunctionMode):
@@ -112,7 +126,7 @@ class SourceLineMode(TorchFunctionMode):
         result = call_untraced(func, args, drawn, profile)
         if func == GET_DATA:
             self._module_tensors.add_data(args[0], result)
-        return result
+        return make_changeable(result)
 
 
 @contextlib.contextmanager

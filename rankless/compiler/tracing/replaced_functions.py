@@ -12,6 +12,7 @@ from rankless.compiler.ir.ctc_operators import capture_ctc_loss
 from rankless.compiler.ir.custom_ops import RECURRENT_FUNCTIONS, capture_attention, capture_linear, capture_recurrent
 from rankless.compiler.ir.embedding_functions import embed, embed_bags
 from rankless.compiler.ir.memory_order import find_memory_order
+from rankless.compiler.tracing.fast_paths import FAST_PATHS
 from rankless.compiler.tracing.row_counts import has_count
 
 NUMBER_NEEDED = (
@@ -30,6 +31,8 @@ def find_replacement(function: Callable[..., Any], args: tuple[Any, ...]) -> Cal
     """
     if function is torch.Tensor.bernoulli_:
         return draw_bernoulli
+    if function in FAST_PATHS:
+        return FAST_PATHS[function]
     if function in NUMBER_NEEDED and has_count(args[0].shape):
         return lambda tensor, *rest, **named: function(read_numbers_of_rows(tensor), *rest, **named)
     if forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None:

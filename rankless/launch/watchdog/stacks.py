@@ -1,13 +1,15 @@
 """Collect Python stacks of workers and their child processes. Shared memory returns them.
 
-A thread of the worker writes them. A worker whose thread does not answer gets a signal, and so does a child process.
-See Note [stacks of running threads] in `runtime.status_publisher`.
+A thread of the worker writes them. A worker whose thread does not answer gets a signal, and so does a child process:
+only while its main thread sleeps, because the signal could kill one that runs. See Note [stacks of running threads] in
+`runtime.status_publisher`.
 """
 
 import os
 import re
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from rankless.launch.watchdog.process_stats import read_process_stats
@@ -55,6 +57,8 @@ class StackRequest:
         self._descriptor = descriptor
         self._queue: deque[tuple[int, Callable[[int], bool]]] = deque()
         self._current: int | None = None
+        self._sleep: int | None = None
+        """Which sleep of the main thread the process is in that waits for the signal; -1 if it has run last."""
         self._requested_at = now
         self._length = 0
         self.stacks: dict[int, str] = {}
@@ -64,7 +68,7 @@ class StackRequest:
 
     def add(self, process_ids: Sequence[int], now: float) -> None:
         """Request the stacks of further processes, by the signal."""
-        self._queue.extend((process_id, self._send_signal) for process_id in process_ids)
+        self._queue.extend((process_id, self._prepare_signal) for process_id in process_ids)
         if self._current is None:
             self._request_next(now)
 
@@ -72,6 +76,8 @@ class StackRequest:
         """Return True once every process has responded or timed out."""
         if self._current is None:
             return True
+        if self._sleep is not None:
+            self._send_signal_in_sleep(self._current)
         text = self._read_stacks(self._current)
         # faulthandler writes many small pieces: the stack is complete once it has not grown since the last check.
         if text and len(text) == self._length and text.endswith("\n"):
@@ -89,7 +95,7 @@ class StackRequest:
         return text if writer is None or int(writer[1]) == process_id else ""
 
     def _request_next(self, now: float) -> None:
-        self._current, self._length = None, 0
+        self._current, self._sleep, self._length = None, None, 0
         while self._queue and self._current is None:
             process_id, ask = self._queue.popleft()
             if process_id in self.stacks:
@@ -103,15 +109,24 @@ class StackRequest:
         """Ask the thread of a worker that writes stacks. Return whether that was possible."""
         return ask_thread(process_id, read_page(self._descriptor), STACKS_REQUEST)
 
-    def _send_signal(self, process_id: int) -> bool:
-        """Send a process the signal for its stack. Return whether that was possible."""
+    def _prepare_signal(self, process_id: int) -> bool:
+        """Note that a process gets the signal once its main thread sleeps. Return whether it has the handler."""
         if not _can_respond(process_id, read_page(self._descriptor).descriptor):
             return False
-        try:
-            os.kill(process_id, stack_dump_signal() or 0)
-        except (ProcessLookupError, PermissionError):
-            return False
+        self._sleep = -1
         return True
+
+    def _send_signal_in_sleep(self, process_id: int) -> None:
+        """Send a process the signal for its stack if its main thread is in the same sleep as at the last look."""
+        stats, before = read_process_stats(process_id), self._sleep
+        # Not "D": the kernel returns memory for a thread in that state too, and the signal would arrive thereafter.
+        self._sleep = stats.context_switches if stats is not None and stats.state == "S" else -1
+        if before != self._sleep or before == -1:
+            return
+        self._sleep = None
+        if _can_respond(process_id, read_page(self._descriptor).descriptor):
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(process_id, stack_dump_signal() or 0)
 
 
 def ask_thread(process_id: int, page: WorkerStatus, request: bytes) -> bool:

@@ -4,13 +4,19 @@ Note [float64 runs]: `rankless verify` repeats runs in float64 when rounding cou
 dtype alone does not suffice: a script that writes `.float()`, `dtype=torch.bfloat16` or `torch.from_numpy(images)`
 mixes types as soon as anything else is in float64, and fails. This mode replaces the types that a call asks for, and
 widens tensors where they enter from outside of PyTorch. Autocast leaves float64 tensors as they are.
+
+Some of PyTorch's kernels take no float64. The scale of `GradScaler`, a power of two, stays in float32: the product with
+a loss in float64 is exact. The products of groups of rows (`grouped_mm`) are computed by one product per group.
 """
 
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # PyTorch's customary alias
 from torch import Tensor
+from torch.amp import grad_scaler
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -22,6 +28,10 @@ _SOURCES: frozenset[Callable[..., Any]] = frozenset(
 )
 """Functions whose result has the dtype of data outside of PyTorch."""
 _UNTOUCHED: frozenset[Callable[..., Any]] = frozenset({Tensor.view, Tensor.copy_, Tensor.set_})
+_GROUPED: frozenset[Callable[..., Any]] = frozenset(
+    getattr(module, name) for module, name in ((torch, "_grouped_mm"), (F, "grouped_mm")) if hasattr(module, name)
+)
+"""Functions without a kernel for float64, by the names that versions of PyTorch give them."""
 
 
 class Float64Mode(TorchFunctionMode):
@@ -35,6 +45,10 @@ class Float64Mode(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Call the function with float64 in place of lower types."""
+        if sys._getframe(1).f_code.co_filename == grad_scaler.__file__:
+            return func(*args, **kwargs or {})
+        if func in _GROUPED and args[0].dtype == torch.float64:
+            return multiply_groups(*args, **kwargs or {})
         if func in _CASTS:
             return args[0].to(torch.float64)
         kwargs = dict(kwargs or {})
@@ -93,3 +107,23 @@ def widen_mixed(args: tuple[Any, ...]) -> tuple[Any, ...]:
 def _replace(module: Any, set_default_dtype: Callable[..., None], load: Callable[..., Any]) -> None:
     module.set_default_dtype = set_default_dtype
     module.load = load
+
+
+def multiply_groups(
+    rows: Tensor, weights: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, **_: Any
+) -> Tensor:
+    """Compute `torch.nn.functional.grouped_mm` of rows, each with the matrix of its group, in float64.
+
+    Args:
+        rows: Of shape (rows, inputs); all other shapes are left to PyTorch, which refuses float64.
+        weights: A matrix per group, of shape (groups, inputs, outputs).
+        offs: The end of each group among the rows.
+        bias: Unused by PyTorch so far.
+    """
+    if rows.dim() != 2 or weights.dim() != 3 or offs is None or bias is not None:
+        return F.grouped_mm(rows, weights, offs=offs, bias=bias)
+    group = (torch.arange(rows.shape[0], device=rows.device).unsqueeze(1) >= offs).sum(1, keepdim=True)
+    total = rows.new_zeros(rows.shape[0], weights.shape[-1])
+    for number in range(weights.shape[0]):
+        total = torch.where(group == number, rows @ weights[number], total)
+    return total
