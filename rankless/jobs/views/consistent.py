@@ -92,6 +92,7 @@ class ConsistentView:
         shardings = get_shardings(arguments, self._world.mesh)
         call = self._programs.look_up(arguments, shardings)
         self._sync_call(call)
+        self._programs.begin_call(self._sync.calls)
         self._world.owner.begin_call()
         self.tables.begin_call()
         self._decide_division(call)
