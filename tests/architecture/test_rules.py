@@ -45,7 +45,7 @@ BROAD_EXCEPTS = {
     "rankless/compat/horovod/runner/run_task.py": "the function's error travels to the process that called horovod.run",
     "rankless/compiler/codegen/codegen.py": "operators are foreign code; the error gets the line of the script",
     "rankless/compiler/pipeline/measured_work.py": "operators are foreign code; one that fails is estimated",
-    "rankless/compiler/probing/row_checks.py": "operators are foreign code; one that fails on the whole is not compared",
+    "rankless/compiler/probing/row_checks.py": "operators are foreign code; one that fails is not compared",
     "rankless/compiler/probing/row_independence.py": "operators are foreign code; one that fails is not split",
     "rankless/context/once.py": "the other ranks learn that rank 0 failed, and the error is raised again",
     "rankless/data/batch_source.py": "a data set is foreign code; the other ranks learn of its error",
