@@ -377,8 +377,9 @@ def job(
     """Make a function on whole batches a job: written for one device, run on all devices.
 
     Calls return the results of the whole batch, the same on every rank. With an `optimizer` the function returns its
-    loss: alone, first in a tuple, or as "loss" in a dict. A call then runs `zero_grad`, `backward` and `step`. A loss
-    of one value per sample means its mean. Without an `optimizer` the job predicts, without gradients.
+    loss: alone, first in a tuple, as "loss" in a dict, or as an attribute `loss`. A call then runs `zero_grad`,
+    `backward` and `step`. A loss of one value per sample means its mean. Without an `optimizer` the job predicts,
+    without gradients.
 
     Args:
         function: Not accepted: `@rankless.job` without parentheses passes it, and raises.

@@ -5,6 +5,7 @@ from types import TracebackType
 import msgspec
 
 from rankless.collectives.byte_messages import all_gather_bytes
+from rankless.collectives.sync_point import CHECKPOINTS
 from rankless.errors import CheckpointError
 from rankless.parallel.mesh import Mesh
 
@@ -39,7 +40,7 @@ class Agreement:
         self.notes: list[bytes] = []
 
     def __enter__(self) -> "Agreement":
-        self._mesh.check_sync_point(f"rankless.save or load: to {self._doing}")
+        self._mesh.check_sync_point(f"{CHECKPOINTS}to {self._doing}")
         return self
 
     def __exit__(

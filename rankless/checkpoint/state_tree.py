@@ -22,7 +22,7 @@ from rankless.checkpoint.manifest import (
     SpecialFloat,
     TensorReference,
 )
-from rankless.checkpoint.tensor_file_writer import ELEMENT_CODES
+from rankless.checkpoint.tensor_file_writer import ELEMENT_CODES, STORED_AS
 from rankless.errors import CheckpointError
 from rankless.ownership.partitioned_tensor import find_partition, make_partitioned_tensor
 
@@ -102,7 +102,7 @@ class TreeWriter:
         if not is_writable or tensor.layout != torch.strided or tensor.is_meta:
             found = f"a {type(tensor).__name__} on {tensor.device} with layout {tensor.layout}"
             raise _unwritable_error(path, found)
-        if tensor.dtype not in ELEMENT_CODES:
+        if tensor.dtype not in ELEMENT_CODES and tensor.dtype not in STORED_AS:
             raise _unwritable_error(path, f"a tensor of dtype {tensor.dtype}")
         identity = _identity(tensor) if partition is None else (id(partition),)
         known = self._references.get(identity)

@@ -14,7 +14,7 @@ from torch import Tensor
 from rankless.checkpoint.file_io import check_file, damaged_file_error
 from rankless.checkpoint.incremental.stored_rows import RowsColumn, StoredRows
 from rankless.checkpoint.manifest import MANIFEST_NAME, Manifest, TensorFile, TensorPiece, TensorReference
-from rankless.checkpoint.tensor_file_writer import ELEMENT_CODES
+from rankless.checkpoint.tensor_file_writer import ELEMENT_CODES, STORED_AS, describe_stored, restore_dtype
 from rankless.ownership.stored_value import StoredValue
 from rankless.ownership.unread_tensor import UnreadTensor, settle
 
@@ -33,28 +33,30 @@ class StoredPart:
     opened: Any
     """The open file of safetensors."""
     piece: TensorPiece | None
+    dtype: torch.dtype
+    """That of the tensor, which the file may hold as another one."""
 
     def check(self, reference: TensorReference) -> None:
         """Raise `CheckpointError` unless the file has what the manifest says."""
         shape = reference.shape if self.piece is None else self.piece.piece_shape
         stored = self.opened.get_slice(self.name)
         found = f"{DTYPE_NAMES.get(stored.get_dtype())} {tuple(stored.get_shape())}"
+        code, stored_shape = describe_stored(self.dtype, shape)
         is_of_whole = self.piece is None or self.piece.shape == reference.shape
-        if found != f"{reference.dtype} {shape}" or not is_of_whole:
+        if found != f"{DTYPE_NAMES[code]} {tuple(stored_shape)}" or not is_of_whole:
             wanted = f"{reference.dtype} {reference.shape}"
             raise damaged_file_error(self.file, f"{self.name}, {found}, for {wanted} in the manifest")
 
     def view(self) -> Tensor:
         """Return the tensor in the memory of the mapped file, which follows the file."""
         with self._read_errors():
-            found: Tensor = self.opened.get_tensor(self.name)
-            return found
+            return restore_dtype(self.opened.get_tensor(self.name), self.dtype)
 
     def view_rows(self, dim: int, start: int, stop: int) -> Tensor:
         """Return some rows in the memory of the mapped file."""
         with self._read_errors():
             found: Tensor = self.opened.get_slice(self.name)[(*[slice(None)] * dim, slice(start, stop))]
-            return found
+            return restore_dtype(found, self.dtype)
 
     @contextlib.contextmanager
     def _read_errors(self) -> Iterator[None]:
@@ -145,6 +147,7 @@ class StoredTensors:
     def open(self) -> None:
         """Open the files. Raises `CheckpointError` unless they are intact and have what is needed."""
         parts: dict[str, list[StoredPart]] = {}
+        dtypes = {each.name: self._find_dtype(each) for each in self._references}
         layers = {name for table in self._tables for name in table.layers}
         held = [(entry, self._find_needed(entry)) for entry in self._files if entry.name not in layers]
         for entry, needed in held:
@@ -154,8 +157,11 @@ class StoredTensors:
             opened = self._open_file(entry) if needed else None
             for name in needed:
                 piece = entry.pieces.get(name)
-                part = StoredPart(file=self._folder / entry.name, name=name, opened=opened, piece=piece)
-                parts.setdefault(name if piece is None else piece.tensor, []).append(part)
+                whole = name if piece is None else piece.tensor
+                part = StoredPart(
+                    file=self._folder / entry.name, name=name, opened=opened, piece=piece, dtype=dtypes[whole]
+                )
+                parts.setdefault(whole, []).append(part)
         self._open_tables()
         for reference in self._references:
             if reference.name in self._sources:
@@ -195,6 +201,12 @@ class StoredTensors:
     def settle(self) -> None:
         """Give all tensors that are still in use their values, one after the other."""
         settle(list(self._readers.values()))
+
+    def _find_dtype(self, reference: TensorReference) -> torch.dtype:
+        dtype = getattr(torch, reference.dtype, None)
+        if isinstance(dtype, torch.dtype) and (dtype in ELEMENT_CODES or dtype in STORED_AS):
+            return dtype
+        raise damaged_file_error(self._folder / MANIFEST_NAME, f"{reference.name} of dtype {reference.dtype!r:.40}")
 
     def _find_needed(self, entry: TensorFile) -> list[str]:
         names = ((name, entry.pieces.get(name)) for name in entry.tensors)

@@ -4,10 +4,14 @@
 # dtype, shape and place of each tensor. The elements follow without gaps. All of the header is known before the first
 # element, so tensors can be written one at a time, in any order. safetensors itself writes only tensors that are all in
 # memory. Tensors with larger elements come first: readers map the file, and need each at a multiple of its element.
+#
+# Note [views of other dtypes]: safetensors has no complex128, for example. Such a tensor is in the file as
+# `torch.view_as_real` shows it, with a last dim of 2 for the real and the imaginary part, and small floats are there as
+# bytes. The file's metadata names each such tensor and its dtype, for other programs: {"complex128": "model.weight"}.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -38,6 +42,13 @@ ELEMENT_CODES = {
     torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
 }
 """The dtypes that a safetensors file can hold, and its names for them."""
+STORED_AS = {
+    torch.complex128: torch.float64,
+    torch.complex32: torch.float16,
+    torch.float8_e8m0fnu: torch.uint8,
+    torch.float4_e2m1fn_x2: torch.uint8,
+}
+"""The dtypes that it cannot hold, and those of their bytes there; see Note [views of other dtypes]."""
 ALIGNMENT_BYTES = 8
 
 
@@ -55,13 +66,13 @@ class TensorFileWriter:
         self._pieces = dict(pieces)
         self._descriptor: int | None = None
         self._offsets: dict[str, int] = {}
-        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        header: dict[str, object] = {"__metadata__": {"format": "pt", **list_views(tensors)}}
         end = 0
         for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):
             start, end = end, end + tensor.nbytes
             self._offsets[name] = start
-            shape = list(tensor.shape)
-            header[name] = {"dtype": ELEMENT_CODES[tensor.dtype], "shape": shape, "data_offsets": [start, end]}
+            code, shape = describe_stored(tensor.dtype, tensor.shape)
+            header[name] = {"dtype": code, "shape": shape, "data_offsets": [start, end]}
         encoded = msgspec.json.encode(header)
         encoded += b" " * (-len(encoded) % ALIGNMENT_BYTES)
         self._header = len(encoded).to_bytes(8, "little") + encoded
@@ -94,6 +105,35 @@ class TensorFileWriter:
             self._descriptor = os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             write_all(self._descriptor, memoryview(self._header), 0)
         return self._descriptor
+
+
+def describe_stored(dtype: torch.dtype, shape: Sequence[int]) -> tuple[str, list[int]]:
+    """Return the name of the dtype that a tensor has in a file, and its shape there.
+
+    Args:
+        dtype: The dtype of the tensor.
+        shape: Its shape.
+    """
+    return ELEMENT_CODES[STORED_AS.get(dtype, dtype)], [
+        *shape,
+        *([2] if dtype.is_complex and dtype in STORED_AS else []),
+    ]
+
+
+def restore_dtype(stored: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a tensor of a file in its own dtype, in the same memory."""
+    if dtype not in STORED_AS:
+        return stored
+    return torch.view_as_complex(stored) if dtype.is_complex else stored.view(dtype)
+
+
+def list_views(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return the names of the tensors of each dtype that a file cannot hold, by dtype, separated by spaces."""
+    found: dict[str, list[str]] = {}
+    for name, tensor in sorted(tensors.items()):
+        if tensor.dtype in STORED_AS:
+            found.setdefault(str(tensor.dtype).removeprefix("torch."), []).append(name)
+    return {dtype: " ".join(names) for dtype, names in found.items()}
 
 
 def write_all(descriptor: int, data: memoryview, offset: int) -> None:

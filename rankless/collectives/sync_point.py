@@ -28,7 +28,14 @@ FIX = (
 )
 FIX_OF_VALUES = (
     "give every rank the same values: read them with rankless.loader, draw them from the generators that all ranks "
-    "share, or compute them on one rank with rankless.once"
+    "share, or compute them on one rank with rankless.once. A script that takes a share of its data by RANK or "
+    "rankless.rank() must take all of it: the loader and the job divide batches"
+)
+CHECKPOINTS = "rankless.save or load: "
+"""The text of sync points of checkpoints begins with it, and a path follows."""
+FIX_OF_PATHS = (
+    "use one path on all ranks: one with the time, the process or a random name is another on each; make it once, as "
+    'folder = rankless.once(time.strftime, "runs/%H-%M-%S")'
 )
 
 
@@ -106,7 +113,7 @@ def make_divergence_error(points: Mapping[int, PostedSyncPoint], *, rank: int, k
         return RanksDiverged(
             expected=f"all ranks to reach the same call: {format_ranks(same)} reached {own.text}",
             found=f"{format_ranks(others)} reached {first.text}{f' ({first.line})' if first.line else ''}",
-            fix=FIX,
+            fix=FIX_OF_PATHS if own.text.startswith(CHECKPOINTS) and first.text.startswith(CHECKPOINTS) else FIX,
             where=known.line or None,
         )
     pairs = zip(shorten_names(known.names()), own.digests, first.digests, strict=False)

@@ -236,13 +236,15 @@ class World:
             return attempt()
         return self.recovery.run(lambda _: attempt(), is_in_step=is_in_step)
 
-    def require_not_in_once(self, operation: str) -> None:
+    def require_not_in_once(
+        self, operation: str, *, fix: str = "do it before, outside of once, and pass the result"
+    ) -> None:
         """Raise RanklessError if rank 0 is alone inside `rankless.once`, where it must not wait for other ranks."""
         if self.once.call is not None and self.workers.size > 1:
             raise RanklessError(
                 expected=f"inside {self.once.call} only operations of rank 0 alone",
                 found=f"{operation}, in which all ranks must take part",
-                fix="do it before, outside of once, and pass the result",
+                fix=fix,
             )
 
     def _require_all_workers(self, operation: str) -> None:

@@ -20,6 +20,10 @@ from rankless.parallel.batch_division import BatchDivision
 from rankless.parallel.mesh import Mesh
 from rankless.parallel.tensor_placement import Shard
 
+ALL_SAMPLES = (
+    "give the loader all samples on every rank, not a share by RANK, rankless.rank() or a DistributedSampler: it gives "
+    "each rank its rows"
+)
 _WHOLE = 'pass reading="replicated": every rank then reads and collates the whole batch'
 
 
@@ -142,14 +146,14 @@ def require_same_batch(read: BatchRead | Exception | None, *, mesh: Mesh) -> Pro
             raise DataError(
                 expected="the same number of batches on every rank",
                 found=f"rank {rank} {_describe_progress(signature)}, rank 0 {_describe_progress(signatures[0])}",
-                fix='use the same data set and sampler on every rank, or pass reading="first"',
+                fix=f'{ALL_SAMPLES}; or pass reading="first"',
             )
         if signature.digest != signatures[0].digest:
             raise DataError(
                 expected="the same samples in the same order on every rank",
                 found=f"rank {rank} has other samples, or another seed, than rank 0",
-                fix="draw the same random numbers on every rank, before the loader and in it, or pass seed=; for a "
-                'source that can be read only once, as a queue, pass reading="first"',
+                fix=f"{ALL_SAMPLES}; draw the same random numbers on every rank, before the loader and in it, or pass "
+                'seed=; for a source that can be read only once, as a queue, pass reading="first"',
             )
         if signature.is_split != signatures[0].is_split:
             raise DataError(

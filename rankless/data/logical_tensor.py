@@ -127,7 +127,11 @@ class GatherMonitor:
             yield
             return
         rank, record = self._world.mesh.rank, self._world.send_record
-        self._world.require_not_in_once(f"an operation on a whole batch at {where}")
+        self._world.require_not_in_once(
+            f"an operation on a whole batch at {where}",
+            fix="before, outside of once, take the whole of it, as batch[:], and pass that: casts, .to(), .cpu(), "
+            ".clone() and .contiguous() keep a batch divided",
+        )
 
         def warn() -> None:
             text = (
@@ -199,6 +203,8 @@ class LogicalTensor(Tensor):
         super().__init__()
         self._local = local.detach()
         self._whole = whole
+        self._find_whole: Callable[[], Tensor] | None = None
+        """Computes the whole tensor from that of another one, which every rank has."""
         self._monitor = monitor
         self.placement = placement
         self.mesh = mesh
@@ -212,6 +218,9 @@ class LogicalTensor(Tensor):
 
     def whole(self) -> Tensor:
         """Return the whole tensor as a plain tensor. The first call gathers it from all ranks. Collective."""
+        if self._whole is None and self._find_whole is not None:
+            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+                self._whole, self._find_whole = self._find_whole(), None
         if self._whole is None:
             where = caller_line()
             with self._monitor.watch_wait(where), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
@@ -322,6 +331,9 @@ def _apply_to_rows(
         return result
     converted = LogicalTensor(result, placement=tensor.placement, mesh=tensor.mesh, monitor=tensor._monitor)
     converted.fingerprint = tensor.fingerprint
+    whole = tensor._whole
+    if whole is not None and not any(isinstance(item, LogicalTensor) for item in tree_leaves(given)):
+        converted._find_whole = lambda: func(whole, *given[0], **given[1])
     if tensor.read_again is not None:
         converted.read_again = functools.partial(_apply_to_read, func, tensor, given)
     return converted

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from rankless.compiler.capture.autocast import disable_autocast
-from rankless.compiler.capture.trace_errors import keep_user_frames
 from rankless.context.missing_optimizer import MissingOptimizerCheck
 from rankless.context.redundant_step_calls import StepHook
 from rankless.context.world import World, WorldSource
-from rankless.errors import ConfigError, RanklessError, RanksDiverged, TableError
+from rankless.errors import ConfigError, RanklessError, TableError
 from rankless.jobs.argument_annotations import PerDevice, Placeholder, PlaceholderCheck, read_placeholders
 from rankless.jobs.arguments import FlattenedArguments, flatten_arguments
 from rankless.jobs.batch_dims_option import BatchDims
+from rankless.jobs.call_failures import explain_failure
 from rankless.jobs.call_seed import seed_call
 from rankless.jobs.definition import (
     CallResult,
@@ -40,6 +40,7 @@ from rankless.jobs.definition import (
 )
 from rankless.jobs.dtype_override import cast_arguments, require_floating, use_default_dtype
 from rankless.jobs.optimizer_step import OptimizerStepper, count_group_parameters, require_known_parameters
+from rankless.jobs.other_gradients import OtherGradients
 from rankless.jobs.views.consistent import ConsistentView
 from rankless.jobs.views.operation import WorldView
 from rankless.jobs.views.view_start import divides_states
@@ -78,6 +79,7 @@ class Job(Generic[Parameters, Result]):
         for hook, optimizer in zip(self._step_hooks, definition.optimizers, strict=True):
             optimizer.register_step_pre_hook(hook)
         self._stepped = False
+        self._others = OtherGradients()
         self._group_sizes = count_group_parameters(definition)
         self._batch_dims: BatchDims | None = None
         placeholders = read_placeholders(definition.function, definition.name, definition.line)
@@ -186,20 +188,22 @@ class Job(Generic[Parameters, Result]):
         world.leftovers.begin_call(job.label)
         try:
             device = job.device(world.mesh.device)
-            with use_default_dtype(world.dtype or self._dtype), world.leftovers.inside_job(), seed_call(job, device):
-                finish = self._views.run(world, arguments)
-                world = world.current  # without workers that were lost meanwhile
+            with self._others.add_up(job, is_first=self._stepper is None or not self._stepper.unfinished_calls()):
+                dtype = world.dtype or self._dtype
+                with use_default_dtype(dtype), world.leftovers.inside_job(), seed_call(job, device):
+                    finish = self._views.run(world, arguments)
+                    world = world.current  # without workers that were lost meanwhile
+                    with world.operations.change(world.mesh):
+                        outcome = finish()
                 with world.operations.change(world.mesh):
-                    outcome = finish()
-            with world.operations.change(world.mesh):
-                self._step(world, outcome)
+                    self._step(world, outcome)
         except RanklessError as error:
             # The message names the script's line. The frames below this one belong to Rankless and PyTorch.
             known = error.add_location(job.line) if isinstance(error, TableError) else error
             raise known.with_traceback(None) from error.__cause__
         except Exception as error:  # the script's own code raised it, perhaps under a hundred frames of capture
-            raise_if_diverged(world, error)
-            raise keep_user_frames(error) from error.__cause__
+            failure = explain_failure(job, world, error)
+            raise failure from failure.__cause__
         world.present_owner.end_call()
         if world.recorder is not None:
             world.recorder.record_call(job=job.name, line=job.line, results=outcome.result)
@@ -332,6 +336,7 @@ class Job(Generic[Parameters, Result]):
             "_views": WorldView(self.definition),
             "_was_called": False,
             "_stepper": None,
+            "_others": OtherGradients(),
             "_stepped": False,
         }
 
@@ -407,11 +412,3 @@ def resolve_view(view: str | None, placeholders: Mapping[str, Placeholder], line
     if view == "whole":
         return "whole"
     return "mirrored" if view == "mirrored" or is_list else "consistent"
-
-
-def raise_if_diverged(world: World, error: Exception) -> None:
-    """Raise `RanksDiverged` if a collective has failed because another rank is at a different sync point."""
-    try:
-        world.mesh.check_sync_point_again()
-    except RanksDiverged as divergence:
-        raise divergence.with_traceback(None) from error

@@ -86,7 +86,8 @@ class OptimizerStepper:
         holders = self._owner.get_holders(self._parameters)
         self._follow_division(holders)
         if self._world.leftovers.train_calls != self._train_calls:
-            self._accumulator.restore(holders)  # `.grad` is of another job
+            optimized = self._job.optimized_parameters(self._parameters)
+            self._accumulator.restore(self._owner.get_holders(optimized))  # `.grad` is of another job
         else:
             self._accumulator.restore(self._owner.get_holders([parameter for parameter, _ in self._hidden]))
         self._step()

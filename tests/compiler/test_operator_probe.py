@@ -17,6 +17,8 @@ from rankless.compiler.probing import operator_probe
 from rankless.compiler.probing.answer_cache import AnswerCache, ProbeAnswer, default_folder
 from rankless.compiler.probing.child_process import run_in_child
 from rankless.compiler.probing.operator_probe import OperatorProbe
+from rankless.compiler.probing.row_checks import CallNumber, RowCheck, find_coupled_row
+from rankless.errors import StepError
 from rankless.parallel.mesh import Mesh
 
 CPU = torch.device("cpu")
@@ -61,9 +63,19 @@ def hang(x: Tensor) -> Tensor:
     return x
 
 
+RARE = 12345.0
+"""A number that no sample data has."""
+
+
+def count_rare(x: Tensor) -> Tensor:
+    """Return what depends on other rows if one of them holds a number that no sample data has."""
+    return x * (1.0 + (x == RARE).sum())
+
+
 HOME = os.getpid()
 BENT = define("bent", lambda x: x.sin() * x, lambda x: x.cos() * x + x.sin())
 CENTRED = define("centred", lambda x: x - x.mean(0), lambda x: torch.ones_like(x))
+RARELY_COUPLED = define("rarely_coupled", count_rare, torch.ones_like)
 CRASHING = define("crashing", lambda x: x * 2 if os.getpid() == HOME else crash(x), lambda x: torch.full_like(x, 2.0))
 HANGING = define("hanging", lambda x: x * 2 if os.getpid() == HOME else hang(x), lambda x: torch.full_like(x, 2.0))
 
@@ -103,6 +115,49 @@ def test_an_operator_of_the_script_is_split_forward_and_backward(tmp_path: Path)
     assert names(outcome.sharded.nodes_without_rule) == []
     assert not any(move.gathered and move.purpose == "operator" for move in outcome.local.collectives)
     assert list(tmp_path.iterdir()) == [], "the code of a script may change, so its answers are not kept"
+
+
+@pytest.mark.parametrize("place", [0, 6])
+def test_an_operator_that_was_split_is_compared_on_real_rows(place: int, tmp_path: Path):
+    rows = torch.randn(7, 4)
+    features = nn.Identity()
+
+    def job(x: Tensor) -> tuple[Tensor, Tensor]:
+        found = RARELY_COUPLED(features(x))
+        return found.sum(), found
+
+    def run_job() -> Outcome:
+        probe = OperatorProbe(Mesh(rank=0, size=3, device=CPU), AnswerCache(tmp_path))
+        source = JobSource(name="job", function=job, modules={"features": features}, trains=False)
+        return run_source_on_simulated_ranks(source, [rows], 3, probe=probe)
+
+    assert names(run_job().sharded.probed_nodes) == ["probe_tests.rarely_coupled.default"]
+    rows[place, 1] = RARE
+    with pytest.raises(StepError, match=r"each row of probe_tests.rarely_coupled.default to depend on no other row"):
+        run_job()
+
+
+def test_rows_are_compared_each_time_that_the_calls_have_doubled():
+    calls = CallNumber()
+    calls.value = 5
+    check = RowCheck(operator=torch.exp, line="", lengths=(1, 1), inputs=(0,), outputs=(0,), calls=calls)
+    due = []
+    for number in range(5, 40):
+        calls.value = number
+        due += [number] if check.is_due() else []
+    assert due == [5, 6, 7, 9, 13, 21, 37]
+
+
+def test_an_integer_that_rounding_tips_over_is_no_coupling():
+    rows = torch.randn(6, 4)
+
+    def tipping(tensors: Any) -> Tensor:
+        return (tensors[0].sum(1) + (0.5 if len(tensors[0]) == 6 else 0.0)).round()  # other kernels for other sizes
+
+    own = tipping([rows[2:4]])
+    assert find_coupled_row(tipping, [rows], (0, 0), (2, 2), [own]) is None
+    largest = find_coupled_row(lambda given: given[0] == given[0].amax(0), [rows], (0, 0), (2, 2), [rows[2:4] == 0])
+    assert (largest is None) == bool((rows.amax(0) > rows[2:4].amax(0)).all())
 
 
 def test_an_operator_over_the_batch_stays_whole(tmp_path: Path):

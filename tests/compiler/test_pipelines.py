@@ -175,12 +175,29 @@ def test_every_worker_compares_values_that_python_reads(job: Job) -> None:
         run_on_simulated_pipeline(program, {"model": case[0]}, case[2], **ALL[0])
 
 
+class Contrastive(nn.Module):
+    """A model that compares each sample with all others in its own forward, as CLIP does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.scale = chain(6, 8, 8, 4), chain(6, 8, 4), nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        similarity = F.normalize(self.first(x)) @ F.normalize(self.second(x)).T * self.scale.exp()
+        return F.cross_entropy(similarity, torch.arange(len(x)))
+
+
 @pytest.mark.parametrize(
     ("model", "job", "found"),
     [
         (lambda: chain(6, 8, 8, 4), sample_by_value, "random='counter'"),
         (lambda: nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 4)), classify, "BatchNorm1d"),
         (lambda: chain(6, 8, 8, 4), lambda m, x, y: F.cross_entropy(m(x), y).sqrt(), "sqrt"),
+        (
+            lambda: Contrastive(),
+            lambda m, x, _: m(x),
+            r"the loss: mm of model \(Contrastive\), which needs the whole batch",
+        ),
     ],
 )
 def test_what_would_stop_the_pipeline_is_refused(model: Callable[[], nn.Module], job: Job, found: str) -> None:

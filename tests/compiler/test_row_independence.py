@@ -75,6 +75,10 @@ def change_argument(x: Tensor) -> Tensor:
     return x.mul_(2)
 
 
+def in_order(x: Tensor) -> bool:
+    return len(x) > 3 and bool((x[1:] >= x[:-1]).all()) and not bool((x[1:] == x[:-1]).any())
+
+
 REFUSED = {
     "sum of all": (lambda x: x.sum(), [ROWS], (0,)),
     "sum over the rows": (lambda x: x.sum(0), [ROWS], (0,)),
@@ -111,6 +115,16 @@ REFUSED = {
     "a result absent for a part": (lambda x: (x, x if len(x) > 3 else None), [ROWS], (0,)),
     "one of two results": (lambda x: (x * 2, x.sum(0)), [ROWS], (0,)),
     "one row": (lambda x: x.exp(), [value(1, 4)], (0,)),
+    "how many rows are equal": (lambda x: x * (x[:, None] == x[None]).all(-1).sum(1)[:, None], [ROWS], (0,)),
+    "whether a row is a copy": (lambda x: x * 1.0 if len(x.unique(dim=0)) == len(x) else x * 2.0, [ROWS], (0,)),
+    "whether the rows are in order": (lambda x: x * 2.0 if in_order(x) else x * 1.0, [ROWS], (0,)),
+    "whether the rows fall": (lambda x: x * 2.0 if in_order(-x) else x * 1.0, [ROWS], (0,)),
+    "how many rows are zero": (lambda x: x + (x == 0).all(1).sum(), [ROWS], (0,)),
+    "a row beyond a bound": (lambda x: x * 2.0 if bool((x > 1000).any()) else x * 1.0, [ROWS], (0,)),
+    "how many rows share the largest": (lambda x: x * (x[:, :1] == x[:, :1].max()).sum(), [ROWS], (0,)),
+    "how many classes there are": (lambda x: x * 1.0 + (len(x.unique()) < 2), [ROWS], (0,)),
+    "how many classes of integers": (lambda x: x + (len(x.unique()) < 3), [INTEGERS], (0,)),
+    "whether the number of rows is even": (lambda x: x * (len(x) % 2), [ROWS], (0,)),
 }
 
 

@@ -18,7 +18,6 @@ from torch._decomp.decompositions_for_rng import PhiloxStateTracker
 from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
 
 from rankless.compiler.capture.autocast import apply_autocast_state, disable_autocast, get_autocast_state
 from rankless.compiler.capture.decompositions import CORRECTED, DECOMPOSITIONS, autograd_kernels
@@ -28,6 +27,7 @@ from rankless.compiler.capture.global_modes_key import require_grad_enabled
 from rankless.compiler.capture.graph_cleanup import clean_up, name_checks, name_inputs_and_outputs
 from rankless.compiler.capture.half_precision_layouts import trace_half_precision_layouts
 from rankless.compiler.capture.kept_tensors import find_kept, restore_after_failure
+from rankless.compiler.capture.results import ResultStructure, find_live, flatten_result, get_memory
 from rankless.compiler.capture.side_effects import SideEffects, require_traceable_modules
 from rankless.compiler.capture.trace_errors import convert_trace_errors, offer_whole_batch
 from rankless.compiler.capture.untraced_changes import leave_recurrent_weights
@@ -41,6 +41,7 @@ from rankless.compiler.tracing.fast_paths import take_paths_of_plain_run
 from rankless.compiler.tracing.module_names import name_modules
 from rankless.compiler.tracing.operator_lines import TracedFunction, record_origins
 from rankless.compiler.tracing.refused_functions import ModuleTensors
+from rankless.compiler.tracing.replaced_functions import average_with_tensors
 from rankless.compiler.tracing.script_generators import ScriptGenerators
 from rankless.compiler.tracing.symbolic_sizes import LineTrackingShapeEnv, SymbolicSizes, specialize_on_repr
 from rankless.errors import CaptureError
@@ -92,9 +93,10 @@ class CapturedJob:
     """A logical program, and how to rebuild the job's result from its outputs."""
 
     program: LogicalProgram
-    result_spec: pytree.TreeSpec
+    result_structure: ResultStructure
     result_leaves: tuple[Any, ...]
-    """One entry per leaf of the job's result: `TENSOR_LEAF` for the next tensor result, otherwise the plain value."""
+    """One entry per leaf of the job's result: `TENSOR_LEAF` for the next tensor result, a `LiveResult` in its place for
+    one that shares memory with a parameter or buffer, otherwise the plain value."""
     guards: GuardSet
     """The Python values that the job read. The program is stale once they change."""
     changed_modes: Sequence[tuple[nn.Module, bool]]
@@ -124,7 +126,7 @@ class TraceableJobModule(nn.Module):
         self.arguments = arguments
         self.autocast = get_autocast_state(device.type)
         self.effects = SideEffects(source.function, source.modules)
-        self.result_spec: pytree.TreeSpec | None = None
+        self.result_structure: ResultStructure | None = None
         self.result_leaves: tuple[Any, ...] = ()
         self.originals = self.describe_tensors()
         self.module_tensors = ModuleTensors({})
@@ -167,10 +169,14 @@ class TraceableJobModule(nn.Module):
                     result = UNKNOWN
         self.kept.compute()
         if result is UNKNOWN and self.reads is not None:
-            self.result_spec, self.result_leaves = pytree.tree_structure(None), (TENSOR_LEAF,)
+            self.result_structure, self.result_leaves = flatten_result(None)[1], (TENSOR_LEAF,)
             return tuple(item.clone() for item in (self.reads.tensors[-1], *self.reads.tensors[:-1]))
-        leaves, self.result_spec = pytree.tree_flatten(result)
-        self.result_leaves = tuple(TENSOR_LEAF if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        leaves, self.result_structure = flatten_result(result)
+        named = (*self.named_parameters(), *self.named_buffers())
+        states = {memory: (name, item) for name, item in named if (memory := get_memory(item)) is not None}
+        self.result_leaves = tuple(
+            (find_live(leaf, states) or TENSOR_LEAF) if isinstance(leaf, Tensor) else leaf for leaf in leaves
+        )
         # A result may be an argument, or a view of one. A clone makes it a value of the program.
         values = tuple(leaf.detach().clone() for leaf in leaves if isinstance(leaf, Tensor))
         checks = () if self.reads is None else tuple(item.clone() for item in self.reads.tensors)
@@ -185,7 +191,7 @@ class TraceableJobModule(nn.Module):
 
 def extract_loss(result: Any, job: str) -> Tensor:
     """Return the scalar that a train job minimizes: its loss, or the mean of its losses per sample."""
-    loss = result
+    loss = getattr(result, "loss", result)
     if isinstance(result, Mapping):
         loss = result.get("loss")
     elif isinstance(result, tuple | list):
@@ -193,7 +199,7 @@ def extract_loss(result: Any, job: str) -> Tensor:
     if not isinstance(loss, Tensor) or not loss.is_floating_point() or not loss.requires_grad:
         raise CaptureError(
             expected=f"train job {job!r} to return its loss: a tensor that depends on the model's parameters, "
-            'alone, first in a tuple, or as "loss" in a dict',
+            'alone, first in a tuple, as "loss" in a dict, or as an attribute "loss"',
             found=describe_result(loss),
             fix=RETURN_LOSS,
         )
@@ -256,6 +262,7 @@ def capture(
             contextlib.nullcontext() if reads is None else reads.observe(),
             take_paths_of_plain_run(),
             leave_recurrent_weights(),
+            average_with_tensors(),
             restore_module_tensors(source.modules),
             as_plain_parameters(list_parameters(source.modules)),
         ):
@@ -274,10 +281,10 @@ def capture(
             program = replace(program, recompute=source.recompute, sequence_parallel=source.sequence_parallel)
             if source.draws_by_counter:
                 mark_counter_draws(program.graph)
-    assert job.result_spec is not None
+    assert job.result_structure is not None
     return CapturedJob(
         program=program,
-        result_spec=job.result_spec,
+        result_structure=job.result_structure,
         result_leaves=job.result_leaves,
         guards=job.effects.collect_guards(),
         changed_modes=job.effects.changed_modes(),

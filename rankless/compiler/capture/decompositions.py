@@ -53,6 +53,15 @@ TORCH_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = get_decompositions(
 )
 
 
+def make_gradient_of_nothing(decomposition: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the decomposition of a loss's gradient, which for no elements has none: in Python 2 / 0 is an error."""
+
+    def decompose(gradient: Tensor, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return x.clone() if 0 in x.shape else decomposition(gradient, x, *args, **kwargs)
+
+    return decompose
+
+
 def decompose_variance_and_mean(
     x: Tensor, dim: Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -289,6 +298,16 @@ def _get_autograd_key(operator: Any) -> DispatchKey:
     return composite if is_composite else DispatchKey.Autograd
 
 
+LOSS_GRADIENTS = (
+    aten.mse_loss_backward.default,
+    aten.smooth_l1_loss_backward.default,
+    aten.huber_loss_backward.default,
+)
+"""Those whose decompositions divide a number by the number of elements."""
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = (
-    TORCH_DECOMPOSITIONS | STATISTICS_DECOMPOSITIONS | LAYOUT_DECOMPOSITIONS | dict(list_view_copies())
+    TORCH_DECOMPOSITIONS
+    | {item: make_gradient_of_nothing(TORCH_DECOMPOSITIONS[item]) for item in LOSS_GRADIENTS}
+    | STATISTICS_DECOMPOSITIONS
+    | LAYOUT_DECOMPOSITIONS
+    | dict(list_view_copies())
 )

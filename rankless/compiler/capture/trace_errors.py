@@ -166,7 +166,7 @@ def convert_error(job: str, error: RuntimeError | AssertionError, line: str) -> 
     message = str(error)
     first_line = message.partition("\n")[0]
     for pattern, expected, fix in TRACE_ERRORS:
-        if pattern in message:
+        if pattern in message and not (pattern == "requires_grad" and isinstance(error, NotImplementedError)):
             return CaptureError(
                 expected=f"job {job!r} to be one program: {expected}",
                 found="a tensor from outside the job changed in place" if pattern in CHANGED_OUTSIDE else first_line,
@@ -178,8 +178,7 @@ def convert_error(job: str, error: RuntimeError | AssertionError, line: str) -> 
 
 def find_user_line(error: BaseException) -> str | None:
     """Return the innermost user line that led to an error, as "file.py:12"; None if there is none."""
-    frames = traceback.extract_tb(error.__traceback__)
-    for frame in reversed(frames):
-        if is_user_code(frame.filename):
-            return f"{display_name(frame.filename)}:{frame.lineno}"
-    return None
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_user_code(frame.filename)]
+    # PyTorch generates code without a file, and a script may have none either.
+    found = next((frame for frame in reversed(frames) if frame.filename != "<string>"), frames[-1] if frames else None)
+    return None if found is None else f"{display_name(found.filename)}:{found.lineno}"

@@ -29,7 +29,7 @@ from rankless.compiler.sharding.redistribute import (
 )
 from rankless.compiler.sharding.redistribution_steps import replace_placement
 from rankless.compiler.sharding.sharding_propagation import ShardedProgram
-from rankless.parallel.mesh import Mesh
+from rankless.parallel.mesh import Mesh, MeshAxis
 from rankless.parallel.tensor_placement import (
     Partial,
     Replicate,
@@ -86,8 +86,13 @@ class LocalGraphBuilder:
     @property
     def rank(self) -> int:
         """This process's rank along the axis whose strategy is being lowered."""
+        return self.axis.rank
+
+    @property
+    def axis(self) -> MeshAxis:
+        """The axis whose strategy is being lowered."""
         (number,) = self.current_axes
-        return self.ranks[number]
+        return self.axes[number]
 
     def input_sharding(self, index: int) -> Sharding:
         """Return the sharding in which that operator takes an input."""

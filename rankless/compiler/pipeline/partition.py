@@ -266,9 +266,25 @@ class ProgramPartition:
         place = "" if module is None else f" of {module.path} ({module.kind})"
         operator = format_operator(source.target) if source.op == "call_function" else "a result"
         fix = "set random='counter' on the job" if draws_numbers(source) else ""
-        if module is None and not fix:
+        is_loss = module is None or self._is_after_layers(source)
+        if is_loss and not fix:
             fix = f"compute a loss that is a sum or a mean over samples, or {WITHOUT}"
-        refuse(node, f"{operator}{place}, which needs the whole batch", fix=fix)
+        text = f"{operator}{place}, which needs the whole batch"
+        refuse(node, f"the loss: {text}" if module is not None and is_loss else text, fix=fix)
+
+    def _is_after_layers(self, source: fx.Node) -> bool:
+        """Return whether no layer follows an operator of the forward pass; the scale of a loss is one number."""
+        pending, found = [source], set[fx.Node]()
+        while pending:
+            node = pending.pop()
+            if node in found or node not in self._forward:
+                continue
+            found.add(node)
+            pending += node.users
+            inputs = [item for item in node.all_input_nodes if item in self.program.inputs]
+            if any(self.program.inputs[item].kind == "parameter" and item.meta["val"].numel() > 1 for item in inputs):
+                return False
+        return source in self._forward
 
     def _comes_before(self, value: str, user: str) -> bool:
         """Return whether a microbatch's value is there when its user runs in the order of stages."""

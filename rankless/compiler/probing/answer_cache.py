@@ -10,7 +10,7 @@ import torch
 
 from rankless.config.environment import user_cache_folder
 
-VERSION = 1
+VERSION = 2
 """Of the experiment. Answers of others are not read."""
 
 

@@ -12,17 +12,19 @@ from typing import Any
 import msgspec
 import torch
 from torch import Tensor, fx
+from torch.utils import _pytree as pytree
 
 from rankless.collectives.byte_messages import broadcast_bytes
 from rankless.compiler.ir.logical_program import LogicalValue
 from rankless.compiler.probing.answer_cache import AnswerCache, ProbeAnswer, default_folder
 from rankless.compiler.probing.child_process import run_in_child
+from rankless.compiler.probing.row_checks import CallNumber, CheckedOperator, RowCheck
 from rankless.compiler.probing.row_independence import Dims, find_output_dims
-from rankless.compiler.rules.strategy import OperatorCall, Strategy
+from rankless.compiler.rules.strategy import GraphBuilder, LocalValue, LoweringRule, OperatorCall, Strategy
 from rankless.parallel.mesh import Mesh
 from rankless.parallel.tensor_placement import Placement, Replicate, Shard
 
-SECONDS = 10.0
+SECONDS = 15.0
 """Time limit for an experiment."""
 MAX_BYTES = 1 << 28
 """Of all arguments and results. The experiment with larger ones would take too long."""
@@ -50,6 +52,8 @@ class OperatorProbe:
         self._mesh = mesh
         self._cache = AnswerCache(default_folder()) if cache is None else cache
         self._answers: dict[str, ProbeAnswer] = {}
+        self.calls = CallNumber()
+        """Numbers the calls of the job; see Note [checks of probed operators]."""
 
     def strategies(self, call: OperatorCall) -> Iterator[Strategy]:
         """Yield the strategy that an experiment shows to be right, if there is one. Collective."""
@@ -68,7 +72,26 @@ class OperatorProbe:
         yield Strategy(
             tuple(make_placement(dim, chosen.lengths) for dim in chosen.dims),
             tuple(make_placement(dim, chosen.lengths) for dim in answer.outputs),
+            lower=self._check_rows(call, chosen, answer),
         )
+
+    def _check_rows(self, call: OperatorCall, chosen: Candidate, answer: ProbeAnswer) -> LoweringRule:
+        """Return what adds a call that is compared with the whole batch now and then."""
+        by_node = dict(zip(call.inputs, chosen.dims, strict=True))
+        leaves = pytree.tree_leaves((call.node.args, call.node.kwargs))
+        check = RowCheck(
+            operator=call.operator,
+            line=str(call.node.meta.get("line", "")),
+            lengths=chosen.lengths,
+            inputs=tuple(by_node[item] if isinstance(item, fx.Node) else None for item in leaves),
+            outputs=answer.outputs,
+            calls=self.calls,
+        )
+
+        def add_checked(builder: GraphBuilder, _call: OperatorCall, args: Any, kwargs: Any) -> LocalValue:
+            return builder.call(CheckedOperator(check, builder.axis), *args, **kwargs)
+
+        return add_checked
 
     def _answer(self, question: str, call: OperatorCall, candidates: Sequence[Candidate]) -> ProbeAnswer:
         lasts = call.operator.namespace in LASTING_NAMESPACES
@@ -102,7 +125,7 @@ def is_probed(call: OperatorCall) -> bool:
         return False
     leaves: list[Any] = []
     fx.map_arg((call.node.args, call.node.kwargs), leaves.append)
-    plain = torch.utils._pytree.tree_leaves((call.node.args, call.node.kwargs))
+    plain = pytree.tree_leaves((call.node.args, call.node.kwargs))
     return all(isinstance(item, (fx.Node, *PLAIN)) for item in plain) and set(leaves) == set(call.inputs)
 
 

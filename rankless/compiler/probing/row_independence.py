@@ -2,6 +2,9 @@
 
 An operator is called on whole arguments, on parts of them, and on arguments in which one row has been replaced. Its
 rows are independent if the results of the parts are parts of the whole result, and if no other row has changed.
+
+Random rows are all different and in no order, and real ones are not: so there are data sets of equal, sorted and
+constant rows too. While the program runs, `row_checks` compares on real rows.
 """
 
 import math
@@ -15,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from rankless.compiler.ir.logical_program import LogicalValue
 from rankless.compiler.ir.memory_order import find_memory_order, order_memory
+from rankless.compiler.probing.sample_rows import ARRANGEMENTS, FLOATS, draw
 
 Function = Callable[[Sequence[Tensor]], Any]
 Dims = tuple[int | None, ...]
@@ -49,7 +53,21 @@ def find_output_dims(
         others = [draw(value, number + 1, limit, generator) for value in values]
         if not search.narrow_down(inputs, others):
             return None
+    if search.result() is None:
+        return None
+    for number, arrange in enumerate(ARRANGEMENTS):
+        given = zip([draw(value, number % 2, limit, generator) for value in values], dims, strict=True)
+        inputs = [item if dim is None else copy_in_order(arrange(item, dim)) for item, dim in given]
+        others = [draw(value, number + 1, limit, generator) for value in values]
+        if not search.narrow_down(inputs, others):
+            return None
     return search.result()
+
+
+def list_results(result: Any) -> list[Any]:
+    """Return the results of an operator, with None for absent ones."""
+    leaves: list[Any] = pytree.tree_leaves(result, is_leaf=lambda item: item is None)
+    return leaves
 
 
 class _Search:
@@ -160,63 +178,12 @@ class _Search:
         given = [copy_in_order(item) for item in inputs]
         state = torch.get_rng_state()
         try:
-            found = pytree.tree_leaves(self._function(given), is_leaf=lambda item: item is None)
+            found = list_results(self._function(given))
         except Exception:
             return None
         is_pure = torch.equal(torch.get_rng_state(), state) and all(map(same_bits, given, inputs))
         is_plain = all(item is None or (isinstance(item, Tensor) and item.layout == torch.strided) for item in found)
         return found if is_pure and is_plain else None
-
-
-def draw(value: LogicalValue, number: int, limit: int, generator: torch.Generator) -> Tensor:
-    """Return a tensor of this shape, layout and dtype with the numbers of a data set.
-
-    Args:
-        value: The tensor.
-        number: Which data set; they repeat.
-        limit: Integers are below this, so that they may be indices.
-        generator: Draws the numbers.
-    """
-    if value.dtype == torch.bool:
-        plain = torch.randint(0, 2, value.shape, generator=generator, device="cpu").bool()
-        plain = (plain, torch.ones_like(plain), torch.zeros_like(plain), ~plain, plain)[number % len(FLOATS)]
-    elif value.dtype.is_floating_point or value.dtype.is_complex:
-        plain = FLOATS[number % len(FLOATS)](value.shape, generator)
-        if value.dtype.is_complex:
-            plain = torch.complex(plain, FLOATS[number % len(FLOATS)](value.shape, generator))
-    else:
-        plain = torch.randint(0, limit, value.shape, generator=generator, device="cpu")
-    order = find_memory_order(value.shape, value.strides)
-    plain = plain.to(value.dtype)
-    return plain if order is None else order_memory(plain, order)
-
-
-def draw_normal(shape: Sequence[int], generator: torch.Generator) -> Tensor:
-    """Return normal numbers."""
-    return torch.randn(tuple(shape), dtype=torch.float64, generator=generator, device="cpu")
-
-
-def draw_positive(shape: Sequence[int], generator: torch.Generator) -> Tensor:
-    """Return numbers between 0.1 and 0.9."""
-    return torch.rand(tuple(shape), dtype=torch.float64, generator=generator, device="cpu") * 0.8 + 0.1
-
-
-def draw_wide(shape: Sequence[int], generator: torch.Generator) -> Tensor:
-    """Return large numbers, a third of them zero."""
-    numbers = draw_normal(shape, generator) * 100
-    return torch.where(torch.rand(tuple(shape), generator=generator, device="cpu") < 1 / 3, 0.0, numbers)
-
-
-def draw_definite(shape: Sequence[int], generator: torch.Generator) -> Tensor:
-    """Return symmetric positive definite matrices, if the last dims have equal sizes; else positive numbers."""
-    numbers = draw_positive(shape, generator)
-    if len(shape) < 2 or shape[-1] != shape[-2]:
-        return numbers
-    return (numbers + numbers.mT) / 2 + shape[-1] * torch.eye(shape[-1], dtype=torch.float64, device="cpu")
-
-
-FLOATS = (draw_normal, draw_positive, draw_wide, draw_definite, draw_definite)
-"""How the data sets draw their numbers."""
 
 
 def copy_in_order(value: Tensor) -> Tensor:
@@ -236,8 +203,8 @@ def is_divided(pieces: Sequence[Tensor | None], whole: Tensor, lengths: Sequence
     return is_close(torch.cat(found, dim), whole)
 
 
-def is_close(found: Tensor, expected: Tensor) -> bool:
-    """Return whether two tensors are equal up to the rounding of their dtype. Integers must be equal."""
+def is_close(found: Tensor, expected: Tensor, roundings: float = 1.0) -> bool:
+    """Return whether two tensors are equal up to the rounding of their dtype, or several. Integers must be equal."""
     if not (expected.is_floating_point() or expected.is_complex()):
         return torch.equal(found, expected)
     wide, wanted = (
@@ -247,7 +214,7 @@ def is_close(found: Tensor, expected: Tensor) -> bool:
     if not same_bits(torch.where(finite, 0, wide), torch.where(finite, 0, wanted)):
         return False
     wide, wanted = wide[finite].double(), wanted[finite].double()
-    bound = BOUNDS.get(expected.dtype, 0.0) or torch.finfo(expected.dtype).eps
+    bound = roundings * (BOUNDS.get(expected.dtype, 0.0) or torch.finfo(expected.dtype).eps)
     return not wanted.numel() or bool((wide - wanted).abs().max() <= bound * wanted.abs().max())
 
 

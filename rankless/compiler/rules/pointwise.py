@@ -48,6 +48,13 @@ UNTAGGED_POINTWISE = {
 }
 """Pointwise operators that PyTorch does not tag as such."""
 
+FLOAT8 = {
+    dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize == 1
+}
+"""Types that PyTorch does not promote. A sum of their roundings is not the rounding of a sum."""
+
 LINEAR_IN_BOTH = {aten.add.Tensor, aten.sub.Tensor}
 LINEAR_IN_EACH = {aten.mul.Tensor}
 LINEAR_IN_FIRST = {
@@ -101,7 +108,7 @@ def is_widening(call: OperatorCall) -> bool:
     if call.operator is not aten._to_copy.default:
         return False
     before, after = call.inputs[0].meta["val"].dtype, call.node.meta["val"].dtype
-    if not after.is_floating_point:
+    if not after.is_floating_point or FLOAT8 & {before, after}:
         return bool(before == after)
     return not before.is_floating_point or torch.promote_types(before, after) == after
 

@@ -9,6 +9,7 @@ from torch import fx
 
 from rankless.compiler.ir.logical_program import LogicalValue
 from rankless.compiler.ir.tensor_parts import Part
+from rankless.parallel.mesh import MeshAxis
 from rankless.parallel.tensor_placement import Placement, Replicate, Sharding, is_divided_along
 
 AtenOperator = torch._ops.OpOverload
@@ -26,6 +27,11 @@ class GraphBuilder(Protocol):
     @property
     def rank(self) -> int:
         """This process's rank along the axis whose strategy is being lowered."""
+        ...
+
+    @property
+    def axis(self) -> MeshAxis:
+        """That axis."""
         ...
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:

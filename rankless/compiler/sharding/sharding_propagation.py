@@ -291,6 +291,8 @@ def choose_strategy(
         possible = [item for item in list_for_counts(call, rule) if combines(item, call, outer)]
         kept = [item for item in (*possible, replicated_strategy) if not gathers_weights(item, call, weights)]
         return find_cheapest(kept or [replicated_strategy], call, available), is_whole or rule is not None
+    if call.slots and not call.inputs:
+        return replicated_strategy, True  # numbers in place of its tensors, such as the conjugate of 1j
     if has_sparse_value(call) or (is_whole and rule is None):
         return replicated_strategy, is_whole or rule is not None
     has_rule = rule is not None

@@ -1,12 +1,14 @@
 """Functions that run in place of PyTorch's during capture: composite operators stay one node, others trace rightly."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # PyTorch's customary alias
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from rankless.compiler.ir.ctc_operators import capture_ctc_loss
 from rankless.compiler.ir.custom_ops import RECURRENT_FUNCTIONS, capture_attention, capture_linear, capture_recurrent
@@ -65,5 +67,40 @@ def read_numbers_of_rows(tensor: Tensor) -> Tensor:
 def draw_bernoulli(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Replace `Tensor.bernoulli_`: PyTorch's traced operator would draw in the order of the dims, not of memory."""
     order = find_memory_order(tensor.shape, tensor.stride())
-    (tensor if order is None else tensor.permute(order)).bernoulli_(*args, **kwargs)
+    if order is None:
+        return tensor.bernoulli_(*args, **kwargs)
+    if args and isinstance(args[0], Tensor):
+        args = (args[0].expand(tensor.shape).permute(order), *args[1:])
+    if isinstance(kwargs.get("p"), Tensor):
+        kwargs = {**kwargs, "p": kwargs["p"].expand(tensor.shape).permute(order)}
+    tensor.permute(order).bernoulli_(*args, **kwargs)
     return tensor
+
+
+@contextlib.contextmanager
+def average_with_tensors() -> Iterator[None]:
+    """Within the context, batch norms with `momentum=None` compute the weight of a batch from a tensor.
+
+    PyTorch reads the count in Python, so that each call would need a program of its own.
+    """
+    before = _BatchNorm.forward
+
+    def forward(self: _BatchNorm, input: Tensor) -> Tensor:
+        count, mean, variance = self.num_batches_tracked, self.running_mean, self.running_var
+        if self.momentum is not None or not self.training or count is None or mean is None or variance is None:
+            return before(self, input)
+        self._check_input_dim(input)
+        own_mean, own_variance = torch.zeros_like(mean), torch.ones_like(variance)
+        found = F.batch_norm(input, own_mean, own_variance, self.weight, self.bias, True, 1.0, self.eps)
+        with torch.no_grad():
+            count.add_(1)
+            share = 1.0 / count.to(mean.dtype)
+            for running, own in ((mean, own_mean), (variance, own_variance)):
+                running.mul_(1.0 - share).add_(own * share)
+        return found
+
+    _BatchNorm.forward = forward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        _BatchNorm.forward = before  # type: ignore[method-assign]

@@ -101,6 +101,10 @@ class ProgramCache:
         self._recaptures: dict[str, int] = {}
         self._captures = 0
 
+    def begin_call(self, number: int) -> None:
+        """Note the number of the present call of the job, which all ranks have agreed on."""
+        self._probe.calls.value = number
+
     def look_up(self, arguments: FlattenedArguments, shardings: tuple[Sharding, ...]) -> CacheLookup:
         """Return a call with its valid program, if the cache has one."""
         shapes = tuple([tensor.shape for tensor in arguments.tensors])

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from rankless.compiler.capture.autocast import clear_autocast_cache
 from rankless.compiler.capture.capture import TENSOR_LEAF, CapturedJob
+from rankless.compiler.capture.results import LiveResult
 from rankless.compiler.tracing.symbolic_sizes import evaluate_size
 from rankless.context.world import World
 from rankless.data.shared_reading.reader_tensor import ReaderTensor
@@ -28,7 +28,7 @@ from rankless.jobs.definition import CallResult, JobDefinition
 from rankless.jobs.job_tables import JobTables
 from rankless.jobs.model_sync import require_usable_models, sync_models, sync_tensors
 from rankless.jobs.planned_division import PlannedDivision, apply_plan
-from rankless.jobs.programs.bound_program import BoundProgram, collect_inputs
+from rankless.jobs.programs.bound_program import BoundProgram, ModuleTensorReferences, collect_inputs, find_slot
 from rankless.jobs.programs.cache_entries import CacheLookup
 from rankless.jobs.programs.early_rows import EarlyRows
 from rankless.jobs.programs.layer_divisions import find_layer_divisions
@@ -100,6 +100,7 @@ class ConsistentView:
         shardings = get_shardings(arguments, self._world.mesh)
         call = self._programs.look_up(arguments, shardings)
         self._sync_call(call)
+        self._programs.begin_call(self._sync.calls)
         self._world.owner.begin_call()
         self.tables.begin_call()
         self._decide_division(call)
@@ -140,13 +141,13 @@ class ConsistentView:
             weight.refresh()
         self._sync.record_states(states, changed)
         if not self._job.trains:
-            return CallResult(unflatten_result(bound.captured, results, sizes))
+            return CallResult(build_result(self._job, bound.captured, results, sizes))
         self.tables.end_call()
         # Order of the outputs: the minimized loss, the script's own results, the loss weights.
         loss, *results = results
         weights = () if self._loss_weights is None else self._loss_weights.read(bound, results)
         return CallResult(
-            unflatten_result(bound.captured, results, sizes),
+            build_result(self._job, bound.captured, results, sizes),
             loss=loss,
             weights=weights,
             parameters=bound.parameters,
@@ -193,8 +194,14 @@ class ConsistentView:
         )
 
 
-def unflatten_result(captured: CapturedJob, results: Sequence[Tensor], sizes: Mapping[str, int]) -> Any:
+def build_result(job: JobDefinition, captured: CapturedJob, results: Sequence[Tensor], sizes: Mapping[str, int]) -> Any:
     """Return the job's result as the script returns it, with whole tensors and with sizes as numbers."""
     remaining = iter(results)
-    leaves = [next(remaining) if leaf is TENSOR_LEAF else evaluate_size(leaf, sizes) for leaf in captured.result_leaves]
-    return pytree.tree_unflatten(leaves, captured.result_spec)
+    leaves: list[Any] = []
+    for leaf in captured.result_leaves:
+        if isinstance(leaf, LiveResult):
+            (state,) = ModuleTensorReferences([find_slot(job, leaf.name)]).read()
+            leaves.append(leaf.read(state, next(remaining), functools.partial(evaluate_size, symbols=sizes)))
+        else:
+            leaves.append(next(remaining) if leaf is TENSOR_LEAF else evaluate_size(leaf, sizes))
+    return captured.result_structure.build(leaves)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from rankless.compiler.capture.results import map_result
 from rankless.context.independent_workers import IndependentWorkers
 from rankless.context.world import World
 from rankless.errors import ConfigError, TableError
@@ -56,7 +57,7 @@ class IndependentView:
         self._count_step()
         if self._latest is None:
             return CallResult(self._evaluate(number, arguments), is_elsewhere=True)
-        result = pytree.tree_map(lambda leaf: self._estimate(leaf, worker), self._latest.result)
+        result = map_result(lambda leaf: self._estimate(leaf, worker), self._latest.result)
         return CallResult(result, is_elsewhere=True)
 
     def _share_parameters(self, *, is_own: bool) -> None:
@@ -97,7 +98,7 @@ class IndependentView:
             result = self._job.function(*args, **kwargs)
             for buffer, value in zip(buffers, before, strict=True):
                 buffer.copy_(value)
-        return pytree.tree_map(detach_leaf, result)
+        return map_result(detach_leaf, result)
 
     def _estimate(self, leaf: Any, worker: int) -> Any:
         is_number = not isinstance(leaf, Tensor) or leaf.dim() == 0

@@ -26,6 +26,7 @@ from rankless.collectives.mesh_collectives import all_reduce, broadcast, flatten
 from rankless.collectives.typed_values import decode_value, encode_value
 from rankless.compiler.capture.autocast import clear_autocast_cache, disable_autocast
 from rankless.compiler.capture.capture import extract_loss
+from rankless.compiler.capture.results import map_result
 from rankless.context.world import World
 from rankless.errors import ConfigError
 from rankless.jobs.arguments import FlattenedArguments
@@ -98,7 +99,7 @@ class MirroredView:
                 # Weight all elements as if they had as many samples as the first; corrected below if not.
                 first = results[0] if results else result
                 self._backward(loss.sum() / (get_loss(first).numel() * elements))
-            results.append(pytree.tree_map(detach_leaf, result))
+            results.append(map_result(detach_leaf, result))
             if elements > 1:
                 first_buffers = first_buffers or [buffer.clone() for buffer in self._list_buffers()]
                 self._restore(before if index < elements - 1 else first_buffers)
@@ -118,7 +119,7 @@ class MirroredView:
             self._parallel = self._parallel or wrap_in_ddp(self._job, mesh.group)
             function = self._parallel
         result = self._compute(function, args, kwargs, mesh.rank, seed)
-        detached = pytree.tree_map(detach_leaf, result)
+        detached = map_result(detach_leaf, result)
         if self._job.trains:
             loss = get_loss(result)
             scaled_loss = loss

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from rankless.compiler.capture.autocast import clear_autocast_cache, disable_autocast
 from rankless.compiler.capture.capture import extract_loss, run_compiled_functions_eagerly
 from rankless.compiler.capture.compressed_layouts import find_compressed_tensor
 from rankless.compiler.capture.forbidden_training_calls import refuse_training_calls
+from rankless.compiler.capture.results import map_result
 from rankless.compiler.capture.untraced_changes import warn_of_refused_changes
 from rankless.compiler.ir.counter_operators import CounterRandomMode
 from rankless.compiler.tracing.refused_functions import ModuleTensors
@@ -60,7 +60,7 @@ class PlainView:
                 result: Any = self._job.function(*args, **kwargs)
             if inspector is not None:
                 inspector.record_plain(self._job, result)
-            return CallResult(pytree.tree_map(detach_leaf, result))
+            return CallResult(map_result(detach_leaf, result))
         # Before the job, because the job may change buffers that its loss weights depend on.
         weights = () if self._loss_weights is None else self._loss_weights.read_call(arguments)
         parameters = self._job.parameters()
@@ -81,9 +81,7 @@ class PlainView:
             inspector.record_plain(self._job, result)
         if self._noise is not None:
             perturb_gradients([item.grad for item in parameters if item.grad is not None], self._noise)
-        return CallResult(
-            pytree.tree_map(detach_leaf, result), loss=loss.detach(), weights=weights, parameters=parameters
-        )
+        return CallResult(map_result(detach_leaf, result), loss=loss.detach(), weights=weights, parameters=parameters)
 
     @contextlib.contextmanager
     def _observe_first_call(self) -> Iterator[None]:

@@ -8,8 +8,9 @@ from rankless.context.generator_states import restore_generators, save_generator
 from rankless.context.table_sharing import list_tables
 from rankless.context.world import World
 from rankless.data.logical_tensor import LogicalTensor, divide_again
-from rankless.errors import LostWorkerError
+from rankless.errors import LostWorkerError, RanklessError
 from rankless.jobs.arguments import FlattenedArguments
+from rankless.jobs.call_failures import explain_failure
 from rankless.jobs.definition import CallResult, JobDefinition
 from rankless.jobs.views.consistent import ConsistentView
 from rankless.jobs.views.view_start import JobView, start_view
@@ -47,7 +48,9 @@ class WorldView:
             world.operations.begin(world.mesh)
             return functools.partial(view.run, divide_arguments(arguments, world))
         if world.recovery is None:
-            return world.run_for_all(lambda _: view.compute(arguments), generators=lambda: view.generators)
+            return world.run_for_all(
+                lambda _: self._compute(view, arguments, world), generators=lambda: view.generators
+            )
         view.tables.share()  # operations of their own
         states, is_first = save_generators(view.generators), True
 
@@ -58,11 +61,21 @@ class WorldView:
             is_first = False
             divided, view = divide_arguments(arguments, current), self.find(current)
             if isinstance(view, ConsistentView):
-                return view.compute(divided)
+                return self._compute(view, divided, current)
             return functools.partial(view.run, divided)  # this worker is alone
 
         has_tables = world.tables.tables is not None
         return world.run_for_all(attempt, commits=lambda: self._job.trains and has_tables)
+
+    def _compute(self, view: ConsistentView, arguments: FlattenedArguments, world: World) -> Callable[[], CallResult]:
+        """Run a call's program. What this rank raises is what all ranks raise."""
+        try:
+            return view.compute(arguments)
+        except RanklessError:
+            raise
+        except Exception as error:  # an operator, or PyTorch's tracer
+            failure = explain_failure(self._job, world, error)
+            raise failure from failure.__cause__
 
     def request_rows(self, world: World) -> None:
         """After a step, ask servers for the rows that the next call is expected to look up."""

@@ -17,11 +17,11 @@ import msgspec
 import numpy
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from rankless.collectives.byte_messages import all_gather_bytes, broadcast_bytes
 from rankless.collectives.typed_values import decode_value, encode_value
 from rankless.compiler.capture.graph_cleanup import named_tensors
+from rankless.compiler.capture.results import flatten_result
 from rankless.compiler.tracing.value_snapshots import PLAIN_TYPES
 from rankless.context.world import World
 from rankless.data.logical_tensor import LogicalTensor
@@ -84,7 +84,7 @@ class WholeBatchView:
         Of the parameters and buffers in `states`, only those that the call has changed are compared.
         """
         mesh = self._world.mesh
-        leaves, spec = pytree.tree_flatten(outcome.result)
+        leaves, spec = flatten_result(outcome.result)
         gradients = [parameter.grad for parameter in outcome.parameters]
         values = [*leaves, outcome.loss, *gradients]
         kinds = [*map(describe_kind, values), str(spec)]
@@ -103,7 +103,7 @@ class WholeBatchView:
 
     def _take(self, outcome: CallResult, values: Sequence[Any], first: Sequence[Any]) -> CallResult:
         """Put rank 0's values in the place of this rank's."""
-        leaves, spec = pytree.tree_flatten(outcome.result)
+        leaves, spec = flatten_result(outcome.result)
         results: list[Any] = []
         for index, (own, value) in enumerate(zip(values, first, strict=True)):
             if isinstance(own, Tensor) and is_sent(own):
@@ -111,7 +111,7 @@ class WholeBatchView:
                     own.copy_(value)
             if index < len(leaves):
                 results.append(value if is_sent(own) and not isinstance(own, Tensor) else own)
-        return replace(outcome, result=pytree.tree_unflatten(results, spec))
+        return replace(outcome, result=spec.build(results))
 
     def _require_same_structure(self, everyone: Sequence[bytes]) -> None:
         """Raise `RanksDiverged` if results or gradients of ranks are of other kinds or shapes."""

@@ -9,8 +9,8 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
+from rankless.compiler.capture.results import list_named_leaves
 from rankless.context.table_sharing import find_tables
 from rankless.records.recorded_calls import (
     TEXT,
@@ -74,7 +74,7 @@ class RunRecorder:
     def record_call(self, *, job: str, line: str, results: Any) -> None:
         """Record a job call and its whole results; `line` is the job's line, as "train.py:14"."""
         call = self._calls[job] = self._calls.get(job, 0) + 1
-        leaves = [_make_leaf(pytree.keystr(path), value) for path, value in pytree.tree_flatten_with_path(results)[0]]
+        leaves = [_make_leaf(path, value) for path, value in list_named_leaves(results)]
         self._write(JobCalled(job, call, self._steps, line, leaves))
 
     def record_step(self, *, job: str, model: Mapping[str, nn.Module]) -> None:

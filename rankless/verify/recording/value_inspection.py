@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
 from rankless.collectives.mesh_collectives import all_gather
+from rankless.compiler.capture.results import flatten_result
 from rankless.compiler.codegen.codegen import LocalProgram, generate_function
 from rankless.compiler.ir.logical_program import LogicalProgram, LogicalValue, ProgramInput, ProgramOutput
 from rankless.compiler.lowering.local_graph import LocalGraph
@@ -210,7 +210,7 @@ def run_alongside(
 def record_plain(job: JobDefinition, result: Any, recorder: InspectedCallRecorder) -> None:
     """Record the results of the plain call under the names of the program's outputs."""
     found: dict[str, Tensor] = {}
-    leaves = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+    leaves = [leaf for leaf in flatten_result(result)[0] if isinstance(leaf, Tensor)]
     for index, leaf in enumerate(leaves, start=int(job.trains)):
         found[format_output_name("result", f"result {index}")] = leaf
     if job.trains:
