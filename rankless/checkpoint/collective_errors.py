@@ -7,6 +7,7 @@ import msgspec
 from rankless.collectives.byte_messages import all_gather_bytes
 from rankless.errors import CheckpointError
 from rankless.parallel.mesh import Mesh
+from rankless.records.encoding import encode_msgpack
 
 
 class OtherRankFailed(CheckpointError):
@@ -50,7 +51,7 @@ class Agreement:
             return
         text = None if error is None else f"{type(error).__name__}: {str(error).strip()}"
         is_secondary = isinstance(error, OtherRankFailed)
-        own_outcome = msgspec.msgpack.encode(
+        own_outcome = encode_msgpack(
             _RankOutcome(error=text, is_secondary=is_secondary, summary=self.summary, note=self.note)
         )
         outcomes = [

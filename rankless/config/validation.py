@@ -29,6 +29,11 @@ def make_run_config(program: Program, request: RunRequest) -> RunConfig:
     if count < has_workers:
         raise ConfigError(expected="at least 1 worker", found=count, fix="give -n a number from 1 up")
     check_numbers(request)
+    require_utf8(
+        request.log_folder,
+        expected="a log folder whose name is text in UTF-8",
+        fix="choose another with --log-dir (RANKLESS_LOG_DIR)",
+    )
     check_servers(request, cluster)
     if has_workers:  # a host of servers alone does not run the program
         check_program(program)
@@ -252,16 +257,21 @@ def hang_timeout(request: RunRequest) -> float | None:
     return seconds
 
 
+def require_utf8(text: str, *, expected: str, fix: str) -> None:
+    """Raise `ConfigError` for a text of the command line that is not UTF-8: messages between processes are."""
+    if not text.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise ConfigError(expected=expected, found=ascii(text), fix=fix)
+
+
 def check_program(program: Program) -> None:
     """Raise `ConfigError` unless the program exists and can be run."""
     target = program.target
     for text in (target, *program.arguments):
-        if not text.isprintable() and any("\udc80" <= letter <= "\udcff" for letter in text):
-            raise ConfigError(
-                expected="a program and arguments that are text in UTF-8",
-                found=ascii(text),
-                fix="rename the file, or pass the bytes in another way, such as in a file",
-            )
+        require_utf8(
+            text,
+            expected="a program and arguments that are text in UTF-8",
+            fix="rename the file, or pass the bytes in another way, such as in a file",
+        )
     if program.kind == "script" and not os.path.isfile(target):
         raise ConfigError(
             expected="a Python script",

@@ -200,7 +200,10 @@ class RunReport:
 
     def save(self, text: str) -> None:
         """Write the closing text of this host, which is not host 0, to its file."""
-        with suppress(OSError), open(self.report_file(self.job.host_index), "w", encoding="utf-8") as file:
+        with (
+            suppress(OSError),
+            open(self.report_file(self.job.host_index), "w", encoding="utf-8", errors="backslashreplace") as file,
+        ):
             file.write(text)
 
     def read_parent_log(self) -> str:

@@ -245,9 +245,15 @@ class WorkerProcess:
 def _error_fields(error: BaseException) -> dict[str, str]:
     return {
         "error_type": type(error).__name__,
-        "message": str(error)[:_MAX_TEXT_CHARACTERS],
+        "message": _message_of(error)[:_MAX_TEXT_CHARACTERS],
         "traceback": "".join(traceback.format_exception(error))[-_MAX_TEXT_CHARACTERS:],
     }
+
+
+def _message_of(error: BaseException) -> str:
+    with contextlib.suppress(Exception):  # the method is the script's, and its failure must not hide the error
+        return str(error)
+    return "<its text cannot be made>"
 
 
 def _flush_output() -> None:

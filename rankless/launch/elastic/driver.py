@@ -245,7 +245,7 @@ class ElasticDriver:
         self._context.notify(f"the job was ended: {failure.headline}; worker {failure.worker} failed last")
         text = format_failure(verdict, log_file=os.path.relpath(files.error or files.output))
         text += profile.failure_note(verdict.root_cause_rank, verdict.exit_code)
-        self._context.writes["err"](text.encode())
+        self._context.writes["err"](text.encode(errors="backslashreplace"))
         return verdict.exit_code
 
     def _end_workers(self, number: int) -> None:
