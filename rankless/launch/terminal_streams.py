@@ -1,11 +1,13 @@
 """The two streams of the agent's terminal, which it shares with the script's output and a progress display."""
 
+import os
 import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TextIO
 
+from rankless.config.run_config import AgreedJobConfig, RunConfig
 from rankless.launch.worker_output import Source, Write, make_writer
 from rankless.terminal.cursor_tracker import CursorTracker
 
@@ -60,6 +62,19 @@ class TerminalStreams:
         """Write a table, which may be long."""
         with self.hide_progress():
             self.write_error(text)
+
+
+def duplicate_terminal(config: RunConfig, start: AgreedJobConfig) -> list[int]:
+    """Return descriptors for one worker: of the whole terminal with `--debug-rank`, of the input for a single worker.
+
+    Empty for other runs, and where this process has no such descriptor.
+    """
+    numbers = (0, 1, 2) if config.debug_rank is not None else (0,)
+    is_for_one = config.debug_rank is not None or (start.world_size == 1 and config.agent_output != "table")
+    try:
+        return [os.dup(number) for number in numbers] if is_for_one else []
+    except OSError:  # a daemon may have closed them
+        return []
 
 
 def _escape(text: str, stream: TextIO) -> str:

@@ -286,6 +286,7 @@ class ForkServer:
             config.rounds_descriptor,
             config.recovery_descriptor,
             None if config.servers is None else config.servers.lost_descriptor,
+            *config.terminal,
         ]
         process = subprocess.Popen(
             python_command("rankless.runtime.unforked_worker"),

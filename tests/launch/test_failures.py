@@ -81,6 +81,7 @@ def test_the_root_cause_is_named_whatever_text_it_holds(tmp_path: Path) -> None:
     assert job.returncode == 1
     summary = decode_run_summary((folder / "log" / "latest" / "run.json").read_bytes())
     assert summary.failure is not None
+    assert "ValueError: no such file" in (folder / "log" / "latest" / "rank1.log").read_text()
     assert summary.failure.error == "raised ValueError: no such file: caf\\udce9.png\0\x1b[2J"
 
 
