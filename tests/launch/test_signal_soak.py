@@ -32,11 +32,11 @@ def on_signals(action):
     for number in SIGNALS:
         signal.signal(number, action)
 def leave(*_):
-    sys.exit(3)
+    sys.exit(0)
 """
 TORCH = "import torch, torch.distributed as dist\ndist.init_process_group('gloo')\n"
 FORMS = {
-    "a handler saves": "def handle(*_):\n    save()\n    sys.exit(3)\non_signals(handle)\nmark('ready')\n"
+    "a handler saves": "def handle(*_):\n    save()\n    sys.exit(0)\non_signals(handle)\nmark('ready')\n"
     "while True:\n    time.sleep(0.01)\n",
     "a handler sets a flag": "on_signals(set_flag)\nmark('ready')\nwhile not flag:\n    time.sleep(0.01)\nsave()\n",
     "finally saves": "on_signals(leave)\ntry:\n    mark('ready')\n    while True:\n        time.sleep(0.01)\n"

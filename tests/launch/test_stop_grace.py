@@ -139,6 +139,34 @@ def test_a_script_without_a_handler_ends_by_the_signal(tmp_path: Path):
     assert "was killed by signal 10 (SIGUSR1)" in err
 
 
+LEAVES = """
+import os, signal, sys, time
+rank = os.environ["RANK"]
+def save(*_):
+    if rank == "0":
+        time.sleep(3)
+        open("saved0.txt", "w").close()
+    sys.exit(85)
+signal.signal(signal.SIGUSR1, save)
+with open(f"worker{rank}.pid", "w") as file:
+    print(os.getpid(), file=file)
+while True:
+    time.sleep(0.01)
+"""
+
+
+def test_a_rank_that_leaves_after_a_signal_for_the_script_does_not_cut_a_save(tmp_path: Path):
+    job = start_script(LEAVES, "-n", "2", folder=tmp_path)
+    try:
+        wait_until(lambda: len(read_process_ids(tmp_path)) == 2)
+        job.send_signal(signal.SIGUSR1)
+        _, err = job.communicate(timeout=60)
+    finally:
+        kill_job(job)
+    assert job.returncode == 85
+    assert names(tmp_path) == {"saved0"}, err
+
+
 @pytest.mark.exhaustive
 def test_horovods_workers_have_five_seconds(tmp_path: Path):
     (tmp_path / "script.py").write_text(SAVES.replace('"RANK"', '"HOROVOD_RANK"'))

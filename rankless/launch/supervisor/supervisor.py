@@ -142,6 +142,7 @@ class Supervisor:
         self._phase = Phase.RUNNING
         self._deadline = float("inf")
         self._may_save = False
+        self._has_passed = False
         self._stopped_at = self._notice_at = float("inf")
         self._cut: list[WorkerCut] = []
         self._last_tick_at = time.monotonic()
@@ -168,6 +169,7 @@ class Supervisor:
                     return self._make_outcome(exit_code)
                 signals: list[int | None] = [*self._interrupts.read()]
                 for number in self._interrupts.take_passed():
+                    self._has_passed = True
                     self._fork_server.send(encode_signal(number))
                 for ending in signals or [None]:
                     if not self._advance_phase(ending, now):
@@ -249,7 +251,12 @@ class Supervisor:
     def _update_verdict(self) -> None:
         before, self._verdict = self._verdict, attribute_failure(self._records, self._peers.host_of)
         if self._verdict is not None and self._verdict != before:
-            self._deadline = min(self._deadline, time.monotonic() + self._verdict.settling_seconds)
+            seconds = self._verdict.settling_seconds
+            if self._has_passed and self._verdict.cause == "left":
+                # A script that saves after such a signal may leave with a code: first the ranks that have nothing to
+                # save. SIGTERM would end the others within their save.
+                seconds = max(seconds, self._times.grace_seconds)
+            self._deadline = min(self._deadline, time.monotonic() + seconds)
 
     def _advance_phase(self, number: int | None, now: float) -> bool:
         """Enter the next phase at its deadline or on a signal. Returns False when there is no further phase."""
