@@ -8,6 +8,7 @@ from rankless.collectives.byte_messages import all_gather_bytes
 from rankless.collectives.sync_point import CHECKPOINTS
 from rankless.errors import CheckpointError
 from rankless.parallel.mesh import Mesh
+from rankless.records.encoding import encode_msgpack
 
 
 class OtherRankFailed(CheckpointError):
@@ -51,7 +52,7 @@ class Agreement:
             return
         text = None if error is None else f"{type(error).__name__}: {str(error).strip()}"
         is_secondary = isinstance(error, OtherRankFailed)
-        own_outcome = msgspec.msgpack.encode(
+        own_outcome = encode_msgpack(
             _RankOutcome(error=text, is_secondary=is_secondary, summary=self.summary, note=self.note)
         )
         outcomes = [

@@ -35,6 +35,7 @@ from rankless.errors import CheckpointError
 from rankless.ownership.partitioned_tensor import find_partition
 from rankless.ownership.state_owner import StateOwner, WholeOwner
 from rankless.parallel.mesh import Mesh
+from rankless.records.encoding import encode_msgpack
 from rankless.version import VERSION as RANKLESS_VERSION
 
 Layout = Literal["whole", "sharded"]
@@ -150,7 +151,7 @@ class Saver:
                 uncommitted.open(token)
             description = content.describe(all_tensors=is_sharded)
             agreement.summary = f"{doing}, {options.layout}{' in the background' * options.background}, {description}"
-            agreement.note = msgspec.msgpack.encode((_digest_random_state(mesh), own.size))
+            agreement.note = encode_msgpack((_digest_random_state(mesh), own.size))
         notes = [msgspec.msgpack.decode(note, type=tuple[bytes, int]) for note in agreement.notes]
         with Agreement(mesh=mesh, doing=doing):
             share = self._share(content, options, own, [size for _, size in notes])

@@ -16,6 +16,7 @@ import msgspec
 from rankless.cli.output_files import require_writable_file
 from rankless.config.run_config import Program
 from rankless.errors import ConfigError
+from rankless.records import encoding
 from rankless.version import VERSION
 
 STANDARD_OUTPUT = "-"
@@ -132,14 +133,14 @@ def encode_json_line(header: JsonHeader, content: msgspec.Struct) -> bytes:
     fields: dict[str, Any] = msgspec.to_builtins(header)
     own: dict[str, Any] = msgspec.to_builtins(content)
     assert not fields.keys() & own.keys(), f"{type(content).__name__} repeats fields of the header"
-    return msgspec.json.encode(fields | own) + b"\n"
+    return encoding.encode_json(fields | own) + b"\n"
 
 
 def make_json_schema(command: str, content: type[msgspec.Struct]) -> dict[str, Any]:
     """Return the JSON Schema of a command's result, whose own fields are those of `content`."""
     _, definitions = msgspec.json.schema_components([JsonHeader, content], ref_template="#/$defs/{name}")
     header, fields = definitions.pop("JsonHeader"), definitions.pop(content.__name__)
-    if f'"#/$defs/{content.__name__}"' in msgspec.json.encode([fields, definitions]).decode():
+    if f'"#/$defs/{content.__name__}"' in encoding.encode_json([fields, definitions]).decode():
         definitions[content.__name__] = fields  # a result may contain results of its own kind
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",

@@ -13,6 +13,7 @@ from rankless.cli.program_options import (
     read_program,
 )
 from rankless.cli.server_options import add_server_options, read_servers, read_workers
+from rankless.cli.slurm_tasks import make_slurm_cluster
 from rankless.config.environment import default_log_folder
 from rankless.config.mesh_option import MESH_HELP, parse_mesh
 from rankless.config.plan_file import count_default_workers, find_plan
@@ -26,7 +27,7 @@ NAME = "run"
 JSON_CONTENT = RunSummary
 HELP = (
     "Run a script on one or more workers, one per device, on this host or on several. "
-    "Workers have no standard input, so input() raises EOFError."
+    "Several workers have no standard input, so input() raises EOFError; see --debug-rank."
 )
 
 
@@ -69,6 +70,20 @@ def _add_start_options(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="S",
         help="Seconds without progress after which a hung job ends; 0 for never. Default: from the time of its steps.",
+    )
+    parser.add_argument(
+        "--debug-rank",
+        type=int,
+        metavar="R",
+        help="Give rank R the terminal, for pdb, breakpoint() and torch.distributed.breakpoint. No rank times out "
+        "then.",
+    )
+    parser.add_argument(
+        "--grace-seconds",
+        type=float,
+        metavar="S",
+        help="Seconds that the workers have to end, and to save, after SIGTERM or Ctrl-C to rankless; a second signal "
+        "ends them at once. Default: 30; in Slurm and Kubernetes 5 less than they give.",
     )
     parser.add_argument(
         "--no-warm",
@@ -129,6 +144,7 @@ def _make_config(arguments: argparse.Namespace) -> RunConfig:
     if hint is not None:
         print(f"rankless: {hint}", file=sys.stderr)
     cluster, mesh = make_cluster(arguments, requested.hosts, heterogeneous=requested.heterogeneous), arguments.mesh
+    cluster = cluster or make_slurm_cluster(arguments)
     workers = arguments.workers
     if workers is None:
         workers = 1 if cluster is not None else count_default_workers(mesh, arguments.plan, otherwise=1)
@@ -148,11 +164,13 @@ def _make_config(arguments: argparse.Namespace) -> RunConfig:
             show=arguments.show,
             warm=not arguments.no_warm,
             preload=tuple(arguments.preload),
-            progress=not (arguments.no_progress or arguments.quiet),
+            progress=not (arguments.no_progress or arguments.quiet or arguments.debug_rank is not None),
             agent_output="quiet" if arguments.quiet else "summary",
             command=("rankless", NAME, *arguments.command_line),
             cluster=cluster,
             hang_timeout_seconds=arguments.hang_timeout,
+            grace_seconds=arguments.grace_seconds,
+            debug_rank=arguments.debug_rank,
             servers=servers,
             heterogeneous_workers=requested.heterogeneous,
         ),

@@ -24,6 +24,7 @@ import msgspec
 from rankless.collectives.call_signature import Call, PostedCall, format_ranks, require_matching
 from rankless.collectives.shared_memory_file import create_shared_file, host_identity
 from rankless.errors import CollectiveError
+from rankless.records.encoding import encode_msgpack
 from rankless.user_code import caller_line
 
 SLOTS = 2
@@ -81,10 +82,10 @@ class CollectiveCheck:
         self._write(PostedCall(call, line[-MAX_LINE_CHARACTERS:]))
 
     def _write(self, posted: PostedCall) -> None:
-        data = msgspec.msgpack.encode(posted)
+        data = encode_msgpack(posted)
         if len(data) > self._slot_bytes - 8 * HEADER_WORDS:
             short = Call(operation=posted.call.operation, settings=posted.call.settings[:200])
-            data = msgspec.msgpack.encode(PostedCall(short, posted.line))
+            data = encode_msgpack(PostedCall(short, posted.line))
         offset = self._slot_offset(self._index, self._number)
         start = offset + 8 * HEADER_WORDS
         self._memory[start : start + len(data)] = data

@@ -35,6 +35,7 @@ from rankless.collectives.sync_point import (
 )
 from rankless.errors import RanksDiverged
 from rankless.parallel.mesh import DescribeDifference, Mesh, describe_nothing
+from rankless.records.encoding import encode_msgpack
 from rankless.user_code import caller_line
 
 SLOTS = 64
@@ -215,7 +216,7 @@ class DesyncDetector:
         assert memory is not None
         at = len(memory) - ERROR_BYTES
         if difference is not None:
-            data = msgspec.msgpack.encode(difference)[: ERROR_BYTES - LENGTH.size]
+            data = encode_msgpack(difference)[: ERROR_BYTES - LENGTH.size]
             memory[at + LENGTH.size : at + LENGTH.size + len(data)] = data
             memory[at : at + LENGTH.size] = LENGTH.pack(len(data))
             raise difference.to_error()

@@ -7,6 +7,7 @@ import msgspec
 
 from rankless.collectives.host_connections import NUMBER, ErrorMessage, HostConnection
 from rankless.collectives.sync_point import PostedSyncPoint, SyncPointNames, decode_sync_point, make_divergence_error
+from rankless.records.encoding import encode_msgpack
 
 MAX_UNCOMPARED = 256
 """Own sync points that rank 0 keeps for a host that lags. A host that lags more is not compared at older ones."""
@@ -82,7 +83,7 @@ class HostComparison:
         return ErrorMessage(expected=expected, found=found, fix=error.fix, where=error.where)
 
     def _broadcast(self, difference: ErrorMessage) -> None:
-        data = msgspec.msgpack.encode(difference)
+        data = encode_msgpack(difference)
         for each in self._connections:
             each.send(data)
 

@@ -24,6 +24,7 @@ from torch.distributed import distributed_c10d
 from rankless.collectives.byte_messages import all_gather_bytes
 from rankless.errors import RanksDiverged
 from rankless.parallel.mesh import Mesh
+from rankless.records.encoding import encode_msgpack
 from rankless.records.framing import FrameDecoder, FrameFormat, FrameTooLongError, receive_exactly
 
 NUMBER = struct.Struct("<Q")
@@ -115,7 +116,7 @@ def connect_hosts(mesh: Mesh, hosts: Sequence[Sequence[int]]) -> tuple[list[Host
     listening = _listen() if mesh.rank == 0 else None
     token = secrets.token_bytes(TOKEN_BYTES) if mesh.rank == 0 else b""
     own = (token, listening.getsockname()[1], socket.gethostname()) if listening is not None else (b"", 0, "")
-    data = all_gather_bytes(msgspec.msgpack.encode(own), mesh=mesh)[0]
+    data = all_gather_bytes(encode_msgpack(own), mesh=mesh)[0]
     token, port, name = msgspec.msgpack.decode(data, type=tuple[bytes, int, str])
     connections: list[HostConnection] = []
     failure = ""

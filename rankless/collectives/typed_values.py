@@ -41,8 +41,10 @@ def decode_value(data: bytes) -> Any:
 
 def _pack(value: Any) -> Any:
     kind = type(value)
-    if value is None or kind in (bool, float, str, bytes):
+    if value is None or kind in (bool, float, bytes):
         return value
+    if kind is str:
+        return value if value.isascii() or _is_utf8(value) else ["text", value.encode(errors="surrogatepass")]
     if kind is int:
         return value if _SMALLEST <= value <= _LARGEST else ["int", hex(value)]
     if kind in _SEQUENCES:
@@ -59,13 +61,22 @@ def _pack(value: Any) -> Any:
     if kind is datetime.timedelta:
         return ["timedelta", value.days, value.seconds, value.microseconds]
     if isinstance(value, pathlib.PurePath):
-        return ["path", str(value)]
+        return ["path", _pack(str(value))]
     if kind in (complex, range, slice):
         parts = (value.real, value.imag) if kind is complex else (value.start, value.stop, value.step)
         return [kind.__name__, *map(_pack, parts)]
     if kind in (torch.dtype, torch.device):
         return [kind.__name__, str(value).removeprefix("torch.")]
     return _pack_object(value)
+
+
+def _is_utf8(text: str) -> bool:
+    """Whether a text has a form in UTF-8. The names of files that are not UTF-8 have none."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _pack_tensor(tensor: Tensor) -> list[Any]:
@@ -146,6 +157,7 @@ def _pairs(parts: list[Any]) -> list[tuple[Any, Any]]:
 
 _READERS: dict[str, Callable[[list[Any]], Any]] = {
     "int": lambda parts: int(parts[0], 16),
+    "text": lambda parts: parts[0].decode(errors="surrogatepass"),
     "list": _items,
     "tuple": lambda parts: tuple(_items(parts)),
     "set": lambda parts: set(_items(parts)),
@@ -161,7 +173,7 @@ _READERS: dict[str, Callable[[list[Any]], Any]] = {
     "date": lambda parts: datetime.date.fromisoformat(parts[0]),
     "time": lambda parts: datetime.time.fromisoformat(parts[0]),
     "timedelta": lambda parts: datetime.timedelta(*parts),
-    "path": lambda parts: pathlib.Path(parts[0]),
+    "path": lambda parts: pathlib.Path(_unpack(parts[0])),
     "complex": lambda parts: complex(*parts),
     "range": lambda parts: range(*parts),
     "slice": lambda parts: slice(*_items(parts)),

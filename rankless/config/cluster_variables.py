@@ -1,14 +1,17 @@
 """The environment variables of MPI's launchers, of Slurm's `srun`, and of Kubernetes' indexed jobs.
 
 They give a process its rank. Slurm's also lead to the address of rank 0. The others need `MASTER_ADDR` and
-`MASTER_PORT`, and Kubernetes does not say how many processes there are.
+`MASTER_PORT`, and Kubernetes does not say how many processes there are. They also tell how long a job has to end.
 """
 
 import re
+import subprocess
 from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
+
+from rankless.errors import ConfigError
 
 Launcher = Literal["mpirun", "srun", "Kubernetes"]
 
@@ -16,6 +19,12 @@ UNKNOWN_SIZE = 0
 FIRST_PORT = 10_000
 PORTS = 20_000
 """Ports of jobs under `srun` without `MASTER_PORT`, below those that Linux gives to outgoing connections."""
+DEFAULT_GRACE_SECONDS = 30.0
+"""As torchrun's. Kubernetes and Slurm give a job as much, unless they are told otherwise."""
+RESERVE_SECONDS = 5.0
+"""What the agents of all hosts need of the time of Kubernetes or Slurm after the workers have ended."""
+_KILL_WAIT = re.compile(r"^KillWait\s*=\s*(\d+)", re.MULTILINE)
+_CONFIG_TIMEOUT_SECONDS = 2.0
 
 
 class ClusterWorker(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,6 +108,36 @@ def expand_first_host(nodes: str) -> str | None:
     return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", name) or None
 
 
+def expand_hosts(nodes: str) -> list[str]:
+    """Return the names in Slurm's list of hosts, as "node[08-10,12],login1" has five.
+
+    `scontrol show hostnames` does the same, but a container may lack it.
+    """
+    items = re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", nodes.strip())
+    return [name for item in items for name in _expand_item(item)]
+
+
+def _expand_item(item: str) -> list[str]:
+    found = re.match(r"([^\[]*)\[([^\]]*)\](.*)", item)
+    if found is None:
+        return [item]
+    head, numbers, tail = found.groups()
+    expanded = []
+    for part in numbers.split(","):
+        first, _, last = part.partition("-")
+        if first.isdecimal() and last.isdecimal():
+            expanded += [f"{number:0{len(first)}}" for number in range(int(first), int(last) + 1)]
+        else:
+            expanded.append(part)
+    return [head + number + rest for number in expanded for rest in _expand_item(tail)]
+
+
+def read_node_count(variables: Mapping[str, str]) -> int | None:
+    """Return the number of nodes of a step of `srun`; None if Slurm does not tell."""
+    count = variables.get("SLURM_STEP_NUM_NODES") or variables.get("SLURM_NNODES") or ""
+    return int(count) if count.isdecimal() else None
+
+
 def _choose_port(variables: Mapping[str, str]) -> int:
     """Return a port that differs between the jobs and steps of a host as far as possible; 0 without a job's number."""
     job, step = variables.get("SLURM_JOB_ID", ""), variables.get("SLURM_STEP_ID", variables.get("SLURM_STEPID", "0"))
@@ -114,3 +153,50 @@ def _read_kubernetes(variables: Mapping[str, str]) -> ClusterWorker | None:
         return None
     known = int(size) if size.isdecimal() and int(index) < int(size) else UNKNOWN_SIZE
     return ClusterWorker(launcher="Kubernetes", rank=int(index), world_size=known)
+
+
+def choose_grace(seconds: float | None, variables: Mapping[str, str]) -> float:
+    """Return how long workers may take to end after a signal from outside the run.
+
+    It is the user's number, or a little less than what the cluster manager gives, or 30 s.
+
+    Raises `ConfigError` for a value that is no number of seconds.
+    """
+    if seconds is None:
+        return _default_grace(variables)
+    if not 0 <= seconds < float("inf"):
+        raise ConfigError(
+            expected="--grace-seconds as a number of seconds from 0 up",
+            found=seconds,
+            fix="give the time that workers need to save after SIGTERM, or omit the option",
+        )
+    return seconds
+
+
+def _default_grace(variables: Mapping[str, str]) -> float:
+    if "SLURM_JOB_ID" in variables:
+        return _shorten(read_kill_wait())
+    if "KUBERNETES_SERVICE_HOST" in variables:
+        return _shorten(DEFAULT_GRACE_SECONDS)  # a pod cannot see its terminationGracePeriodSeconds
+    return DEFAULT_GRACE_SECONDS
+
+
+def _shorten(seconds: float) -> float:
+    return max(seconds - RESERVE_SECONDS, seconds / 2)
+
+
+def read_kill_wait() -> float:
+    """Return how long Slurm waits between SIGTERM and SIGKILL; its default where `scontrol` does not tell."""
+    try:
+        done = subprocess.run(
+            ["scontrol", "show", "config"],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_CONFIG_TIMEOUT_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return DEFAULT_GRACE_SECONDS
+    found = _KILL_WAIT.search(done.stdout)
+    return DEFAULT_GRACE_SECONDS if found is None else float(found[1])

@@ -15,6 +15,7 @@ import msgspec
 from rankless.config.distributed_variables import TorchrunWorker
 from rankless.config.run_config import RunConfig
 from rankless.config.worker_config import WorkerConfig
+from rankless.records.encoding import encode_json
 
 if TYPE_CHECKING:
     from rankless.config.cluster_variables import ClusterWorker
@@ -268,7 +269,7 @@ def apply(changes: Mapping[str, str | None]) -> None:
 
 def write_worker_config(config: WorkerConfig) -> None:
     """Store `config` where `read_worker_config` finds it."""
-    os.environ[WORKER_PLAN] = msgspec.json.encode(config).decode()
+    os.environ[WORKER_PLAN] = encode_json(config).decode()
 
 
 def read_worker_config() -> WorkerConfig | None:

@@ -4,6 +4,8 @@ from typing import TypeVar
 
 import msgspec
 
+from rankless.records.encoding import encode_json
+
 Settings = TypeVar("Settings", bound=msgspec.Struct)
 
 
@@ -18,7 +20,7 @@ class LauncherSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 def make_launcher_spec(name: str, settings: msgspec.Struct) -> LauncherSpec:
     """Return the spec of the launcher `name` with `settings`."""
-    return LauncherSpec(name=name, settings=msgspec.json.encode(settings))
+    return LauncherSpec(name=name, settings=encode_json(settings))
 
 
 def decode_settings(settings: bytes, kind: type[Settings]) -> Settings:

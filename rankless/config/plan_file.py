@@ -10,6 +10,7 @@ from rankless.config.mesh_option import AXES, count_workers
 from rankless.config.run_config import PlanFile, Program
 from rankless.config.script_source import digest_source
 from rankless.errors import ConfigError
+from rankless.records.encoding import encode_json
 from rankless.records.job_programs import DefinedJob, ProgramRecord
 from rankless.records.parallel_plan import (
     PLAN_FORMAT,
@@ -70,7 +71,7 @@ def name_axes(mesh: tuple[PlannedAxis, ...], workers: int) -> tuple[PlannedAxis,
 def write_plan(path: str, plan: ParallelPlan) -> None:
     """Write a plan to a file as JSON. Raises `ConfigError` if that fails."""
     try:
-        Path(path).write_bytes(msgspec.json.format(msgspec.json.encode(plan), indent=1) + b"\n")
+        Path(path).write_bytes(msgspec.json.format(encode_json(plan), indent=1) + b"\n")
     except OSError as error:
         raise ConfigError(
             expected=f"to write the plan to {path}",

@@ -19,7 +19,7 @@ Precision = Literal["float64"]
 Backend = Literal["gloo", "nccl", "shared_memory", "hierarchical"]
 """A backend of `torch.distributed`."""
 UNKNOWN_HOST = -1
-AgentStart = Literal["ssh", "manual", "script"]
+AgentStart = Literal["ssh", "manual", "script", "slurm"]
 
 
 class Program(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,7 +81,8 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     """The port on which host 0's agent listens."""
     agent_start: AgentStart = "ssh"
     """How the agents of other hosts start: host 0 starts them by ssh ("ssh"), or the user starts each. Then each host
-    has the token in a file ("manual"), or host 0 sends it by ssh ("script").
+    has the token in a file ("manual"), or host 0 sends it by ssh ("script"), or leaves it in the user's home folder for
+    the other tasks of Slurm's `srun` ("slurm").
     """
     is_listed: bool = True
     """Whether every host knows all addresses; if not, it knows host 0's and the number of hosts."""
@@ -200,6 +201,10 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Workers and hosts may join and leave; None fixes them, and the first failure ends the job."""
     hang_timeout_seconds: float | None = None
     """Seconds without progress after which the job ends; None learns them, 0 never ends it."""
+    debug_rank: int | None = None
+    """The rank that gets the terminal, for a debugger; None for none."""
+    grace_seconds: float | None = None
+    """Seconds that workers have to end after a signal to an agent; None takes what the cluster manager gives, or 30."""
     servers: RequestedServers | None = None
     """The parameter servers of the run; None for a run without."""
     heterogeneous_workers: int = 0
@@ -251,6 +256,10 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Workers and hosts may join and leave; None fixes them, and the first failure ends the job."""
     hang_timeout_seconds: float | None = None
     """Seconds without progress after which the job ends; None learns them, 0 never ends it."""
+    debug_rank: int | None = None
+    """The rank that gets the terminal. The watchdog is off then, and collectives wait for days."""
+    grace_seconds: float
+    """Seconds that workers have to end after a signal to an agent."""
     servers: RequestedServers | None = None
     """The parameter servers of the run; None for a run without."""
     request: RunRequest

@@ -13,6 +13,7 @@ from typing import Literal, get_args
 import msgspec
 
 from rankless.errors import ConfigError
+from rankless.records.encoding import encode_json
 
 SERVER = "RANKLESS_SERVER"
 DEFAULT_STALENESS = 4
@@ -167,7 +168,7 @@ def parse_server_address(address: str) -> tuple[str, int]:
 
 def server_environment(config: ServerConfig) -> dict[str, str]:
     """Return the environment of a server process, whose functions use one thread."""
-    return os.environ | dict.fromkeys(_THREADS, "1") | {SERVER: msgspec.json.encode(config).decode()}
+    return os.environ | dict.fromkeys(_THREADS, "1") | {SERVER: encode_json(config).decode()}
 
 
 def read_server_config() -> ServerConfig:

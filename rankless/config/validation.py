@@ -9,8 +9,9 @@ import shutil
 import msgspec
 
 from rankless.config.backends import read_requested_backend, require_usable_backend
+from rankless.config.cluster_variables import choose_grace
 from rankless.config.elastic import check_elastic
-from rankless.config.environment import user_hang_timeout, user_preload, user_threads, user_visible_devices
+from rankless.config.environment import snapshot, user_hang_timeout, user_preload, user_threads, user_visible_devices
 from rankless.config.mesh_option import format_mesh, make_heterogeneous_mesh, require_workers
 from rankless.config.resource_limits import core_count
 from rankless.config.run_config import Cluster, PlanFile, Program, RunConfig, RunRequest
@@ -30,6 +31,7 @@ def make_run_config(program: Program, request: RunRequest) -> RunConfig:
     if count < has_workers:
         raise ConfigError(expected="at least 1 worker", found=count, fix="give -n a number from 1 up")
     check_numbers(request)
+    check_log_folder(request.log_folder)
     check_servers(request, cluster)
     if has_workers:  # a host of servers alone does not run the program
         check_program(program)
@@ -64,6 +66,8 @@ def make_run_config(program: Program, request: RunRequest) -> RunConfig:
         cluster=cluster,
         elastic=request.elastic,
         hang_timeout_seconds=hang_timeout(request),
+        debug_rank=choose_debug_rank(request, cluster),
+        grace_seconds=choose_grace(request.grace_seconds, snapshot()),
         servers=request.servers,
         request=request,
     )
@@ -239,6 +243,8 @@ def hang_timeout(request: RunRequest) -> float | None:
     Raises `ConfigError` for a value that is no such number.
     """
     seconds, given = request.hang_timeout_seconds, user_hang_timeout()
+    if request.debug_rank is not None:
+        return 0.0  # a rank at a breakpoint makes no progress, and the others wait for it
     if seconds is None and given is not None:
         try:
             seconds = float(given)
@@ -253,16 +259,43 @@ def hang_timeout(request: RunRequest) -> float | None:
     return seconds
 
 
+def require_utf8(text: str, *, expected: str, fix: str) -> None:
+    """Raise `ConfigError` for a text of the command line that is not UTF-8: messages between processes are."""
+    if not text.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise ConfigError(expected=expected, found=ascii(text), fix=fix)
+
+
+def check_log_folder(folder: str) -> None:
+    """Raise `ConfigError` for a log folder of which messages could not hold the name."""
+    require_utf8(
+        folder,
+        expected="a log folder whose name is text in UTF-8",
+        fix="choose another with --log-dir (RANKLESS_LOG_DIR)",
+    )
+
+
+def choose_debug_rank(request: RunRequest, cluster: Cluster | None) -> int | None:
+    """Return the rank that gets the terminal. Raises `ConfigError` for a rank that this host does not have."""
+    rank = request.debug_rank
+    first = 0 if cluster is None else cluster.host_index
+    if rank is not None and (first or not 0 <= rank < request.worker_count):
+        raise ConfigError(
+            expected=f"--debug-rank with a rank of host 0, which has the terminal: 0 to {request.worker_count - 1}",
+            found=rank,
+            fix="give the number of one of these ranks",
+        )
+    return rank
+
+
 def check_program(program: Program) -> None:
     """Raise `ConfigError` unless the program exists and can be run."""
     target = program.target
     for text in (target, *program.arguments):
-        if not text.isprintable() and any("\udc80" <= letter <= "\udcff" for letter in text):
-            raise ConfigError(
-                expected="a program and arguments that are text in UTF-8",
-                found=ascii(text),
-                fix="rename the file, or pass the bytes in another way, such as in a file",
-            )
+        require_utf8(
+            text,
+            expected="a program and arguments that are text in UTF-8",
+            fix="rename the file, or pass the bytes in another way, such as in a file",
+        )
     if program.kind == "script" and not os.path.isfile(target):
         raise ConfigError(
             expected="a Python script",

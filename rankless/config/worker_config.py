@@ -52,6 +52,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The inherited socket to the agent, which tells survivors how to go on; None: a lost worker ends the run."""
     servers: ServersConfig | None = None
     """The parameter servers of the run; None for a run without."""
+    terminal: tuple[int, ...] = ()
+    """Inherited descriptors of the agent's standard input, output and error; of the input alone; or none."""
+    is_debugged: bool = False
+    """Whether some rank of the run has the terminal for a debugger, so that this rank waits for it."""
     process_id: int | None = None
     """The worker's process id. A child inherits the environment but is not the worker."""
 
@@ -86,7 +90,8 @@ class HostConfig(msgspec.Struct, frozen=True, kw_only=True):
         pages = [each for config in configs for each in (config.status_descriptor, config.recovery_descriptor)]
         sockets = (self.control_descriptor, self.records_descriptor, self.store_descriptor, self.launches_descriptor)
         shared = {config.servers.lost_descriptor for config in configs if config.servers is not None}
-        return [descriptor for descriptor in (*sockets, *pages, *shared) if descriptor is not None]
+        terminal = [each for config in configs for each in config.terminal]
+        return [descriptor for descriptor in (*sockets, *pages, *shared, *terminal) if descriptor is not None]
 
 
 class ForkServerPoolConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,6 +11,7 @@ from rankless.collectives.byte_messages import broadcast_bytes
 from rankless.collectives.typed_values import decode_value, encode_value
 from rankless.context.world import World
 from rankless.errors import CaptureError, RanklessError
+from rankless.records.encoding import encode_msgpack
 
 Result = TypeVar("Result")
 
@@ -55,7 +56,7 @@ def _call_and_share(function: Callable[[], Result], returned: list[bytes], name:
         raise
     finally:
         world.once.call = None
-        data = msgspec.msgpack.encode(outcome)
+        data = encode_msgpack(outcome)
         broadcast_bytes(data, mesh=world.workers)
     # A copy, as on the other ranks, also with one worker: a script that runs there runs on many.
     own: Result = _decode_outcome(data, name)

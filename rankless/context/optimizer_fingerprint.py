@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from rankless.collectives.call_signature import format_ranks
 from rankless.collectives.sync_point import MAX_DETAILS_BYTES
 from rankless.context.optimizer_changes import OptimizerChanges, StateEntry
+from rankless.records.encoding import encode_msgpack
 
 MAX_ELEMENTS = 16
 """Tensors on the CPU with at most this many elements are compared by value, such as a learning rate."""
@@ -144,7 +145,8 @@ class OptimizerComparison:
         states = [self._list_state_changes(number) for number in range(len(after))]
         digests: list[int] = []
         for data, changes in zip(after, states, strict=True):
-            digests += [zlib.crc32(data), 0 if changes is None else 1 << 32 | zlib.crc32(ENCODER.encode(changes))]
+            changed = 0 if changes is None else 1 << 32 | zlib.crc32(encode_msgpack(changes, encoder=ENCODER))
+            digests += [zlib.crc32(data), changed]
         details = b""
         if after != before or any(changes is not None for changes in states):
             details = encode_changes([find_changes(*pair) for pair in zip(before, after, strict=True)], states)
@@ -175,9 +177,9 @@ def encode_hyperparameters(optimizer: Optimizer) -> bytes:
         items.append(("params", len(group["params"])))
         items += [item for item in group.items() if item[0] != "params"]
     try:
-        return ENCODER.encode(items)
+        return encode_msgpack(items, encoder=ENCODER)
     except (TypeError, ValueError, OverflowError, RecursionError):  # the script may put anything into a group
-        return ENCODER.encode([(str(name), describe_type(value)) for name, value in items])
+        return encode_msgpack([(str(name), describe_type(value)) for name, value in items], encoder=ENCODER)
 
 
 def describe_value(value: Any) -> Any:
@@ -224,8 +226,8 @@ def find_changes(before: bytes, after: bytes) -> list[Any]:
 def encode_changes(settings: Sequence[list[Any]], states: Sequence[list[StateChange] | None]) -> bytes:
     """Return the changes of all optimizers as bytes, or an encoded None if they are too long to be posted."""
     shortened = [None if changes is None else changes[:MAX_STATE_ENTRIES] for changes in states]
-    data = ENCODER.encode(list(zip(settings, shortened, strict=True)))
-    return data if len(data) <= MAX_DETAILS_BYTES else ENCODER.encode(None)
+    data = encode_msgpack(list(zip(settings, shortened, strict=True)), encoder=ENCODER)
+    return data if len(data) <= MAX_DETAILS_BYTES else encode_msgpack(None, encoder=ENCODER)
 
 
 def describe_hyperparameters(before: bytes, changes: Mapping[int, Sequence[Any]]) -> list[str]:

@@ -19,6 +19,7 @@ from rankless.errors import DataError
 from rankless.parallel.batch_division import BatchDivision
 from rankless.parallel.mesh import Mesh
 from rankless.parallel.tensor_placement import Shard
+from rankless.records.encoding import encode_msgpack
 
 ALL_SAMPLES = (
     "give the loader all samples on every rank, not a share by RANK, rankless.rank() or a DistributedSampler: it gives "
@@ -130,7 +131,7 @@ def require_same_batch(read: BatchRead | Exception | None, *, mesh: Mesh) -> Pro
     """
     if mesh.size == 1:
         return ProbeResult()
-    gathered = all_gather_bytes(msgspec.msgpack.encode(_make_signature(read)), mesh=mesh)
+    gathered = all_gather_bytes(encode_msgpack(_make_signature(read)), mesh=mesh)
     if isinstance(read, Exception):
         return ProbeResult()
     signatures = [msgspec.msgpack.decode(data, type=_BatchSignature) for data in gathered]

@@ -17,6 +17,7 @@ from rankless.context.optimizer_changes import list_state_entries
 from rankless.context.world import World
 from rankless.errors import ConfigError, RanksDiverged
 from rankless.jobs.definition import JobDefinition
+from rankless.records.encoding import encode_msgpack
 
 SHOWN = 3
 
@@ -105,10 +106,10 @@ def find_differing_tensors(
             own.update(part.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
         own_digests.append(own.digest())
         first_ranks[names[-1]] = replica.find_first_ranks(world.mesh)
-    whole = hashlib.blake2b(msgspec.msgpack.encode([names, own_digests]), digest_size=16).digest()
+    whole = hashlib.blake2b(encode_msgpack([names, own_digests]), digest_size=16).digest()
     if len(set(all_gather_bytes(whole, mesh=world.mesh))) == 1:
         return {}
-    gathered = all_gather_bytes(msgspec.msgpack.encode([names, own_digests]), mesh=world.mesh)
+    gathered = all_gather_bytes(encode_msgpack([names, own_digests]), mesh=world.mesh)
     states = [msgspec.msgpack.decode(data, type=tuple[list[str], list[bytes]]) for data in gathered]
     digests = [dict(zip(*state, strict=True)) for state in states]
     different: dict[str, list[int]] = {}

@@ -31,18 +31,15 @@ from rankless.launch.supervisor.failure_attribution import Verdict
 from rankless.launch.supervisor.fork_server_client import ForkServerClient, InheritedSockets
 from rankless.launch.supervisor.fork_server_pool_client import ForkServerPoolClient
 from rankless.launch.supervisor.shared_files import SharedFiles
-from rankless.launch.supervisor.supervisor import RunOutcome, Supervisor
+from rankless.launch.supervisor.stopping_workers import StoppingWorkers
+from rankless.launch.supervisor.supervisor import RunOutcome, Supervisor, choose_stop_times
 from rankless.launch.supervisor.terminal_text import format_count
 from rankless.launch.supervisor.worker_parent import NoWorkers, WorkerParent
 from rankless.launch.terminal_report import RunReport, conclude
-from rankless.launch.terminal_streams import TerminalStreams
+from rankless.launch.terminal_streams import TerminalStreams, duplicate_terminal
 from rankless.launch.watchdog.watchdog import Watchdog, WatchdogConfig, open_status_pages
 from rankless.launch.worker_configs import WorkerDescriptors, make_worker_configs
-from rankless.launch.worker_output import (
-    SOURCES,
-    WorkerOutputFollower,
-    count_common_bytes,
-)
+from rankless.launch.worker_output import SOURCES, WorkerOutputFollower, count_common_bytes
 from rankless.records.events import AnyRecord, FileOpened, Notice, Raised, ScriptFinished, ServerRestarted
 from rankless.records.run_summary import RunSummary
 from rankless.terminal import process_title
@@ -160,13 +157,16 @@ class HostRun:
         self._streams = streams
         self._folder = folder = make_run_folder(config, job.start, job.host_index)
         self._pages = pages = open_status_pages(config.worker_count)
+        self._terminal_ends = duplicate_terminal(config, job.start)
         self._survivors = make_survivors(job)
         self._lost_servers = LostServers(job.servers, job.start, names=job.names, peers=job.peers)
         self._workers = make_worker_configs(
             config,
             job,
             folder=folder,
-            descriptors=WorkerDescriptors(pages, self._survivors.channels.descriptors, self._lost_servers.descriptor),
+            descriptors=WorkerDescriptors(
+                pages, self._survivors.channels.descriptors, self._lost_servers.descriptor, self._terminal_ends
+            ),
         )
         self._servers = ServerProcesses(
             make_server_launches(config, job.start, job.servers, folder=folder, host_index=job.host_index),
@@ -178,8 +178,7 @@ class HostRun:
         self.live.begin(make_live_run(config, job, folder=folder, pages=pages, log_file=self.report.log_file))
         self._watchdog = self._make_watchdog(folder)
         lead, is_quiet = self._workers[0] if self._workers else None, config.agent_output == "quiet"
-        if not is_quiet:
-            streams.write_error(self.report.format_opening(lead))
+        streams.write_error("" if is_quiet else self.report.format_opening(lead))
         self._server_rows: Sequence[ServerRow] = ()
         """On host 0 those of all hosts, once they serve."""
         self._table = WorkerTable(
@@ -228,7 +227,7 @@ class HostRun:
             The outcome, and whether the output of the workers had the traceback of the rank that failed first.
         """
         with contextlib.ExitStack() as stack:
-            for page in self._pages:
+            for page in (*self._pages, *self._terminal_ends):
                 stack.callback(os.close, page)
             stack.callback(self._survivors.channels.close)
             stack.callback(self._lost_servers.close)
@@ -262,7 +261,8 @@ class HostRun:
                 peers=job.peers,
                 interrupts=self._interrupts,
                 observer=self,
-                forwarding=self._profile.signal_forwarding,
+                times=choose_stop_times(self._config),
+                stopping=StoppingWorkers([worker.config.rank for worker in self._workers], self._pages),
             )
             outcome = supervisor.run_to_end()
             return outcome, self._show_root_cause(outcome.verdict)

@@ -23,6 +23,7 @@ from rankless.launch.rendezvous.control_server import ControlServer
 from rankless.launch.rendezvous.follower import join_leader
 from rankless.launch.rendezvous.host_facts import HostFacts, collect_host_facts
 from rankless.launch.rendezvous.job_token import (
+    DeliveredToken,
     FixedToken,
     derive_server_token,
     make_follower_token_source,
@@ -104,6 +105,8 @@ def _set_up_as_leader(config: RunConfig, request: _SetupRequest) -> Iterator[Rea
     interface, address = own_address(cluster)
     own = _collect_facts(config, cluster, address)
     with contextlib.ExitStack() as stack:
+        if cluster.agent_start == "slurm":
+            stack.callback(DeliveredToken(cluster).discard)
         server = ControlServer(_listen(address, cluster), token=token, host_count=len(cluster.hosts))
         stack.callback(server.close)
         starters = _start_agents(config, cluster, token, notify)

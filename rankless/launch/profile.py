@@ -64,6 +64,11 @@ class LauncherProfile(Protocol):
         return None
 
     @property
+    def stop_grace_seconds(self) -> float | None:
+        """How long workers have to end after a signal to an agent; None takes the run's own grace."""
+        return None
+
+    @property
     def output_hosts(self) -> OutputHosts:
         """Where the terminal shows workers: of host 0 on host 0, of each host on itself, or of all hosts on host 0."""
         return "first"

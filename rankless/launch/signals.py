@@ -7,13 +7,21 @@ from collections.abc import Collection
 from types import FrameType, TracebackType
 
 DEFAULT_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+PASSED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that mean something to the script alone. Cluster managers send them to warn a job, and only to the agent."""
 
 
 class Interrupts:
-    """Collects signals while it is entered in the main thread: `fileno` becomes readable when one arrives."""
+    """Collects signals while it is entered in the main thread: `fileno` becomes readable when one arrives.
+
+    Args:
+        more_signals: Signals that end the run besides SIGINT, SIGTERM and SIGHUP.
+    """
 
     def __init__(self, more_signals: Collection[int] = ()) -> None:
-        self._numbers = {*DEFAULT_SIGNALS, *more_signals}
+        self._ending = {*DEFAULT_SIGNALS, *more_signals}
+        self._numbers = {*self._ending, *PASSED_SIGNALS}
+        self._passed: list[int] = []
         self._reader, self._writer = socket.socketpair()
         self._reader.setblocking(False)
         self._writer.setblocking(False)
@@ -44,11 +52,18 @@ class Interrupts:
         return self._reader.fileno()
 
     def read(self) -> list[int]:
-        """Return the numbers of the signals that arrived since the last call."""
+        """Return the numbers of the signals that arrived since the last call, and end the run."""
         try:
-            return [number for number in self._reader.recv(64) if number in self._before]
+            arrived = [number for number in self._reader.recv(64) if number in self._before]
         except BlockingIOError:
             return []
+        self._passed += [number for number in arrived if number not in self._ending]
+        return [number for number in arrived if number in self._ending]
+
+    def take_passed(self) -> list[int]:
+        """Return the numbers of the signals for the script that `read` has found since the last call."""
+        taken, self._passed = self._passed, []
+        return taken
 
 
 def name_signal(number: int) -> str:

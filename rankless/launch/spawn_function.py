@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 import cloudpickle  # type: ignore[import-untyped]  # it has no types
-import msgspec
 
 from rankless.config.environment import spawned_environment
 from rankless.errors import ConfigError, LaunchError
@@ -26,6 +25,7 @@ from rankless.launch.ports import reserve_master_port
 from rankless.launch.signals import name_signal
 from rankless.launch.spawn_output import Show, SpawnOutput
 from rankless.launch.spawn_server_client import ForkedProcess, SpawnServerClient
+from rankless.records.encoding import encode_json
 from rankless.runtime.fork_server_protocol import SpawnedProcess, receive_call, send_call
 from rankless.runtime.subprocess_command import python_command
 
@@ -140,7 +140,7 @@ class Spawned:
             forked = _SERVER.start_process(theirs, output=output, errors=errors)
             self._processes.append(forked or _start_interpreter(theirs, environment, output=output, errors=errors))
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            send_call(ours, msgspec.json.encode(settings))
+            send_call(ours, encode_json(settings))
             send_call(ours, payload)
 
     def _result_of(self, rank: int) -> Any:

@@ -16,7 +16,17 @@ from rankless.config.run_config import RunConfig
 from rankless.launch.job_setup import ReadyJob
 from rankless.launch.supervisor.failure_attribution import Verdict
 from rankless.launch.supervisor.secondary_failure_lines import find_script_line
-from rankless.records.events import NO_RANK, AnyRecord, Exited, HostLost, ScriptFinished, ServerExited, ServerLost
+from rankless.records.encoding import encode_json
+from rankless.records.events import (
+    NO_RANK,
+    AnyRecord,
+    Exited,
+    HostLost,
+    ScriptFinished,
+    ServerExited,
+    ServerLost,
+    WorkerCut,
+)
 from rankless.records.run_summary import AgentProcess, Outcome, RankSummary, RunFailure, RunSummary
 from rankless.records.worker_status import read_page
 from rankless.version import VERSION
@@ -92,6 +102,8 @@ class SummaryFile:
             rank = msgspec.structs.replace(rank, exit_code=record.exit_code, peak_memory_bytes=record.peak_memory_bytes)
         elif isinstance(record, ScriptFinished):
             rank = msgspec.structs.replace(rank, peak_gpu_memory_bytes=record.peak_gpu_memory_bytes)
+        elif isinstance(record, WorkerCut):
+            rank = msgspec.structs.replace(rank, cut=record.doing)
         self._ranks[record.rank] = rank
 
     def measure(self, pages: Sequence[int], first: int = 0) -> None:
@@ -133,7 +145,7 @@ class SummaryFile:
         new = f"{self._path}.new"
         with suppress(OSError):  # a full disk costs the file and never the training
             with open(new, "wb") as file:
-                file.write(msgspec.json.format(msgspec.json.encode(self._header | msgspec.to_builtins(self.summary))))
+                file.write(msgspec.json.format(encode_json(self._header | msgspec.to_builtins(self.summary))))
                 file.write(b"\n")
             os.replace(new, self._path)
 

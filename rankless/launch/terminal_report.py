@@ -21,6 +21,7 @@ from rankless.launch.supervisor.supervisor import RunOutcome
 from rankless.launch.supervisor.terminal_text import (
     WorkerRow,
     format_count,
+    format_cuts,
     format_failure,
     format_hosts_line,
     format_secondary_failures,
@@ -200,7 +201,10 @@ class RunReport:
 
     def save(self, text: str) -> None:
         """Write the closing text of this host, which is not host 0, to its file."""
-        with suppress(OSError), open(self.report_file(self.job.host_index), "w", encoding="utf-8") as file:
+        with (
+            suppress(OSError),
+            open(self.report_file(self.job.host_index), "w", encoding="utf-8", errors="backslashreplace") as file,
+        ):
             file.write(text)
 
     def read_parent_log(self) -> str:
@@ -246,7 +250,7 @@ def conclude(
         text = report.format_failure(outcome.verdict, with_traceback=with_traceback)
         text += report.format_secondary_failures(outcome.secondary_failures)
     summary = "" if parent_failed else report.format_summary()
-    write(summary if summary and outcome.interrupted_by is not None else text + summary)
+    write(format_cuts(outcome.cut) + (summary if summary and outcome.interrupted_by is not None else text + summary))
     if parent_failed:
         raise LaunchError(
             expected="the process that starts the workers to run until they have ended",

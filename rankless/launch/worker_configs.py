@@ -33,11 +33,13 @@ class WorkerDescriptors(NamedTuple):
         pages: That of each worker's status page; empty for none.
         channels: That of each worker's end of the channel for rounds; empty for none.
         lost_servers: That of the memory of `records.live.lost_servers`; None without copies of servers.
+        terminal: Those that one worker gets of the agent's standard input, output and error; empty for none.
     """
 
     pages: Sequence[int] = ()
     channels: Sequence[int] = ()
     lost_servers: int | None = None
+    terminal: Sequence[int] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +57,7 @@ class _Position:
     status_descriptor: int | None = None
     recovery_descriptor: int | None = None
     servers: ServersConfig | None = None
+    terminal: Sequence[int] = ()
 
 
 _NO_DESCRIPTORS = WorkerDescriptors()
@@ -85,6 +88,7 @@ def make_worker_configs(
                 status_descriptor=pages[local_rank] if pages else None,
                 recovery_descriptor=channels[local_rank] if channels else None,
                 servers=servers,
+                terminal=descriptors.terminal if first + local_rank == (config.debug_rank or 0) else (),
             ),
             folder=folder,
             cuda_devices="" if device == "cpu" and visible.cuda_variable else visible.cuda_variable,
@@ -112,6 +116,12 @@ def make_elastic_worker(
     return _make_launch(config, start, position, folder=folder, elastic_host=worker.host)
 
 
+def _absolute(path: str) -> str:
+    """Return an absolute path, or the relative one if the current folder's name is not UTF-8, as messages are."""
+    absolute = os.path.abspath(path)
+    return absolute if os.fsencode(absolute) == absolute.encode(errors="replace") else path
+
+
 def _make_launch(
     config: RunConfig,
     start: AgreedJobConfig,
@@ -135,8 +145,8 @@ def _make_launch(
         master_port=start.master_port,
         run_id=start.run_id,
         seed=start.seed,
-        log_file=os.path.abspath(files.output),
-        error_log_file=files.error and os.path.abspath(files.error),
+        log_file=_absolute(files.output),
+        error_log_file=files.error and _absolute(files.error),
         recording=start.recording,
         perturbation_seed=start.perturbation_seed,
         dtype=start.dtype,
@@ -153,6 +163,8 @@ def _make_launch(
         store_address=start.store_address,
         store_port=start.store_port or None,
         servers=position.servers,
+        terminal=tuple(position.terminal),
+        is_debugged=config.debug_rank is not None,
     )
     environment = worker_environment(worker, cuda_devices=cuda_devices)
     environment |= start.launcher_variables

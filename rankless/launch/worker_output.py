@@ -18,8 +18,8 @@ _UNFINISHED_SECONDS = 0.5
 A script may write a line in several pieces, and on a busy machine a long time may pass between two of them. A line of
 another rank would stand within it then.
 """
-_LINE_ENDS = re.compile(rb"\r\n|\n|\r(?!\n|$)")
-"""Progress bars end lines with a lone carriage return. One at the very end of the data may be half of a line end."""
+_LINE_ENDS = re.compile(rb"\r\n|\n|\r")
+"""Progress bars end lines with a lone carriage return."""
 
 Source = Literal["out", "err"]
 SOURCES: tuple[Source, ...] = ("out", "err")
@@ -135,34 +135,56 @@ class PassThrough:
         """Do nothing: no data is held back."""
 
 
+class _UnfinishedLine:
+    """The start of a line whose end has not arrived yet.
+
+    A line may be of any length, and it arrives in blocks. Each block is searched for line ends once and joined once, so
+    that the cost of a line is proportional to its length.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: list[bytes] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._blocks)
+
+    def add(self, data: bytes) -> None:
+        """Append data that ends no line."""
+        if data:
+            self._blocks.append(data)
+
+    def take(self, end: bytes = b"") -> bytes:
+        """Return the line up to `end`, and begin the next one."""
+        blocks, self._blocks = self._blocks, []
+        return b"".join((*blocks, end)) if blocks else end
+
+
 class WholeLines:
     """Writes whole lines unchanged, and an unfinished line if no data follows it for half a second."""
 
     def __init__(self, write: Write, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._write = write
         self._clock = clock
-        self._rest = b""
+        self._unfinished = _UnfinishedLine()
         self._written_at = 0.0
 
     def write(self, data: bytes) -> None:
         """Write the lines that `data` completes."""
         self._written_at = self._clock()
-        data = self._rest + data
         end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
-        self._rest = data[end:]
         if end:
-            self._write(data[:end])
+            self._write(self._unfinished.take(data[:end]))
+        self._unfinished.add(data[end:])
 
     def idle(self) -> None:
         """Write an unfinished line that has waited long enough."""
-        if self._rest and self._clock() - self._written_at >= _UNFINISHED_SECONDS:
+        if self._unfinished and self._clock() - self._written_at >= _UNFINISHED_SECONDS:
             self.close()
 
     def close(self) -> None:
         """Write an unfinished line."""
-        if self._rest:
-            self._write(self._rest)
-            self._rest = b""
+        if self._unfinished:
+            self._write(self._unfinished.take())
 
 
 class PrefixedLines:
@@ -176,21 +198,30 @@ class PrefixedLines:
         self._has_timestamps = has_timestamps
         self._write = write
         self._filters = [text.encode() for text in filters]
-        self._rest = b""
+        self._unfinished = _UnfinishedLine()
+        self._half_end = b""
+        """A carriage return at the end of all data, which may be the first half of a line end."""
 
     def write(self, data: bytes) -> None:
         """Write the lines that `data` completes."""
-        *lines, self._rest = _LINE_ENDS.split(self._rest + data)
-        self._write_lines(lines)
+        data = self._half_end + data
+        self._half_end = data[-1:] if data.endswith(b"\r") else b""
+        first, *others = _LINE_ENDS.split(data.removesuffix(self._half_end))
+        if not others:
+            self._unfinished.add(first)
+            return
+        *lines, rest = others
+        self._write_lines([self._unfinished.take(first), *lines])
+        self._unfinished.add(rest)
 
     def idle(self) -> None:
         """Do nothing: another rank's line could interrupt an unfinished one."""
 
     def close(self) -> None:
         """Write an unfinished last line."""
-        if self._rest:
-            self._write_lines([self._rest.removesuffix(b"\r")])
-            self._rest = b""
+        if self._unfinished or self._half_end:
+            self._half_end = b""
+            self._write_lines([self._unfinished.take()])
 
     def _write_lines(self, lines: Sequence[bytes]) -> None:
         wanted = [line for line in lines if not self._filters or any(text in line for text in self._filters)]

@@ -14,6 +14,7 @@ from rankless.ownership.optimizer_pieces import list_parameters
 from rankless.ownership.partitioned_tensor import Partition, WholeValues, find_partition, make_partitioned_tensor
 from rankless.ownership.piece_layout import order_dims
 from rankless.parallel.mesh import Mesh
+from rankless.records.encoding import encode_msgpack
 
 
 class SharedEntry(msgspec.Struct, frozen=True, array_like=True):
@@ -47,7 +48,7 @@ def share_state(optimizer: Optimizer, divided: Mapping[int, DividedParameter], v
     ]
     everyone = [
         msgspec.msgpack.decode(data, type=list[list[SharedEntry]])
-        for data in all_gather_bytes(msgspec.msgpack.encode(own), mesh=mesh)
+        for data in all_gather_bytes(encode_msgpack(own), mesh=mesh)
     ]
     for number, member in enumerate(owned):
         if not member.has_rows(group.rank):

@@ -27,6 +27,7 @@ from rankless.ownership.owned_state import SharedEntry, describe_state
 from rankless.ownership.partitioned_tensor import Partition, find_partition
 from rankless.ownership.piece_layout import make_dense_strides
 from rankless.parallel.mesh import Mesh
+from rankless.records.encoding import encode_msgpack
 
 
 class _Report(msgspec.Struct, frozen=True):
@@ -78,7 +79,7 @@ class DividedStates:
         """
         reports = [
             msgspec.msgpack.decode(data, type=_Report)
-            for data in all_gather_bytes(msgspec.msgpack.encode(self._report(with_gradients)), mesh=mesh)
+            for data in all_gather_bytes(encode_msgpack(self._report(with_gradients)), mesh=mesh)
         ]
         known = min(len(report.is_whole) for report in reports)
         self._are_pieces_newer = any(report.are_pieces_newer for report in reports)

@@ -9,11 +9,13 @@ import socket
 
 import msgspec
 
+from rankless.records.encoding import encode_bounded_msgpack
 from rankless.records.events import AnyRecord
 
 # With sequenced packets the reader also sees when the last writer is gone. macOS has datagrams only.
 _KIND = getattr(socket, "SOCK_SEQPACKET", None) if hasattr(socket, "SO_PASSCRED") else None
 _MAX_RECORD_BYTES = 128 * 1024
+"""Neither end has room for a message of any length. The texts of a longer record lose their middles."""
 
 
 def open_channel() -> tuple[socket.socket, socket.socket]:
@@ -27,7 +29,7 @@ def open_channel() -> tuple[socket.socket, socket.socket]:
 
 def send_record(record: AnyRecord, *, descriptor: int, blocking: bool = True) -> None:
     """Send one record. Drops it if the reader is gone, and without `blocking` also if the reader lags."""
-    data = msgspec.msgpack.encode(record)
+    data = encode_bounded_msgpack(record, max_bytes=_MAX_RECORD_BYTES)
     flags = 0 if blocking else socket.MSG_DONTWAIT
     with contextlib.suppress(OSError), socket.socket(fileno=descriptor) as writer:
         try:

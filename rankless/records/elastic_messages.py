@@ -11,6 +11,8 @@ import socket
 
 import msgspec
 
+from rankless.records.encoding import encode_msgpack
+
 
 class RankAssignment(msgspec.Struct, frozen=True, kw_only=True):
     """The position of a rank in its job, or in a round of it: among all ranks, on its host, and across hosts."""
@@ -94,7 +96,7 @@ def open_message_channel() -> tuple[socket.socket, socket.socket]:
 
 def send_message(end: socket.socket, message: WorkerMessage | DriverMessage) -> None:
     """Send one message. Raises `OSError` if the other end is closed."""
-    end.send(msgspec.msgpack.encode(message))
+    end.send(encode_msgpack(message))
 
 
 def receive_driver_message(end: socket.socket) -> DriverMessage | None:

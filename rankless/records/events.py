@@ -164,6 +164,15 @@ breakpoint, or stopped by a debugger. "moves": its previous state has ended.
 """
 
 
+class WorkerCut(Record, frozen=True, tag="worker_cut"):
+    """A worker is killed, because it has not ended in the time that it had after a signal from outside the run."""
+
+    after_seconds: float
+    """How long after the signal."""
+    doing: str = ""
+    """The line of the script in which it was a second before at most, like "save() at train.py:12"; "" if unknown."""
+
+
 class RankStatus(Record, frozen=True, tag="rank_status"):
     """What a rank does and where. Its host's agent sends it if a rank there is idle for long, or if host 0 asks."""
 
@@ -213,6 +222,7 @@ AnyRecord = (
     | FileOpened
     | HostLost
     | HostInterrupted
+    | WorkerCut
     | RankStatus
     | HangDetected
 )

@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from rankless.records.encoding import encode_json
 from rankless.records.parallel_plan import JobPlan
 
 
@@ -194,7 +195,7 @@ def programs_file(folder: str) -> Path:
 
 def encode_program_record(record: ProgramRecord) -> bytes:
     """Encode a record as a line of the file."""
-    return msgspec.json.encode(record) + b"\n"
+    return encode_json(record) + b"\n"
 
 
 def read_program_records(folder: str) -> Iterator[ProgramRecord]:

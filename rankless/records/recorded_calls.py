@@ -9,6 +9,7 @@ from typing import Literal
 
 import msgspec
 
+from rankless.records.encoding import encode_msgpack
 from rankless.records.framing import FrameFormat, read_messages
 from rankless.records.job_programs import DefinedJob
 
@@ -132,7 +133,7 @@ ResultRecord = ModelRegistered | JobCalled | StepRecorded | RecordingFinished
 
 def encode_result(result: msgspec.Struct) -> bytes:
     """Return the frame of a result."""
-    return FRAME_FORMAT.encode(msgspec.msgpack.encode(result))
+    return FRAME_FORMAT.encode(encode_msgpack(result))
 
 
 def read_results(path: Path) -> Iterator[ResultRecord]:

@@ -35,6 +35,8 @@ class RankSummary(msgspec.Struct, frozen=True, kw_only=True):
     """The largest resident set of its process, or of one of its child processes if that is larger."""
     peak_gpu_memory_bytes: int | None = None
     """The most that PyTorch has allocated on its GPU; None without a GPU, or after a signal."""
+    cut: str | None = None
+    """Where it was when it was killed, because it had not ended in time after a signal to the run; else None."""
 
 
 class AgentProcess(msgspec.Struct, frozen=True, kw_only=True):

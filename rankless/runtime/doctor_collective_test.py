@@ -24,6 +24,7 @@ from rankless.records.collective_test_messages import (
     StoreServedMessage,
     TorchImported,
 )
+from rankless.records.encoding import encode_json
 from rankless.runtime.fast_exit import FastExit
 
 SIZES_AND_TIMES = ((4 << 10, 20), (16 << 20, 3))
@@ -85,5 +86,5 @@ def _sum_once(tensor: torch.Tensor, size: int) -> float:
 
 
 def _send_result(result: CollectiveTestResult) -> None:
-    sys.stdout.buffer.write(MARK + msgspec.json.encode(result) + b"\n")
+    sys.stdout.buffer.write(MARK + encode_json(result) + b"\n")
     sys.stdout.buffer.flush()

@@ -28,6 +28,7 @@ from rankless.config.run_config import Program
 from rankless.config.script_source import names_rankless, names_word
 from rankless.config.worker_config import HostConfig, WorkerLaunch
 from rankless.records.channel import send_record
+from rankless.records.encoding import encode_json
 from rankless.records.events import Exited, Notice, Started
 from rankless.runtime.fast_exit import FastExit
 from rankless.runtime.fork_server_protocol import CUT, KILL, decode_signals, receive_worker_launch
@@ -285,6 +286,7 @@ class ForkServer:
             config.rounds_descriptor,
             config.recovery_descriptor,
             None if config.servers is None else config.servers.lost_descriptor,
+            *config.terminal,
         ]
         process = subprocess.Popen(
             python_command("rankless.runtime.unforked_worker"),
@@ -293,7 +295,7 @@ class ForkServer:
         )
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError), process.stdin as pipe:
-            pipe.write(msgspec.json.encode(msgspec.structs.replace(self._config, workers=(launch,))))
+            pipe.write(encode_json(msgspec.structs.replace(self._config, workers=(launch,))))
         # The fork server reaps its children itself, by process id. Popen must not wait for this one.
         process.returncode = 0
         return process.pid

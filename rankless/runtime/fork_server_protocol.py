@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import msgspec
 
 from rankless.config.worker_config import HostConfig, WorkerLaunch
+from rankless.records.encoding import encode_json
 from rankless.records.framing import FrameFormat, receive_message
 
 READY = b"R"
@@ -39,7 +40,7 @@ MAX_LAUNCH_BYTES = 1 << 18
 
 def send_host_config(pool: socket.socket, config: HostConfig, descriptors: list[int]) -> None:
     """Ask the pool for a fork server with this config and these descriptors."""
-    text = msgspec.json.encode(config)
+    text = encode_json(config)
     socket.send_fds(pool, [_CONFIG_FRAME.pack_header(len(text))], descriptors)
     pool.sendall(text)
 
@@ -90,7 +91,7 @@ def send_worker_launch(
         page: The descriptor of the page in which the worker publishes its status.
     """
     descriptors = [rounds.fileno()] if page is None else [rounds.fileno(), page]
-    socket.send_fds(launches, [msgspec.json.encode(launch)], descriptors)
+    socket.send_fds(launches, [encode_json(launch)], descriptors)
 
 
 def receive_worker_launch(launches: socket.socket) -> WorkerLaunch | None:

@@ -4,7 +4,7 @@ import errno
 import io
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
@@ -48,6 +48,29 @@ def redirect_output(log_file: str, error_log_file: str | None, *, on_loss: Calla
     unbuffered = error_log_file is not None
     sys.stdout = sys.__stdout__ = _open_stream(1, name="<stdout>", unbuffered=unbuffered, on_loss=on_loss)  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = _open_stream(2, name="<stderr>", unbuffered=unbuffered, on_loss=on_loss)  # type: ignore[misc]
+
+
+def take_terminal(descriptors: Sequence[int]) -> None:
+    """Read from the agent's terminal from now on, and with three descriptors write to it too.
+
+    Args:
+        descriptors: Of the agent's standard input, output and error, or of the input alone.
+    """
+    if len(descriptors) > 1:
+        print("rankless: this rank has the terminal (--debug-rank), and writes there", flush=True)
+    for number, descriptor in enumerate(descriptors):
+        os.dup2(descriptor, number)
+        os.set_inheritable(number, True)
+        os.close(descriptor)
+    sys.stdin = sys.__stdin__ = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)))  # type: ignore[misc]  # as above
+    if len(descriptors) > 1:
+        sys.stdout = sys.__stdout__ = _open_terminal_stream(1, "strict")  # type: ignore[misc]
+        sys.stderr = sys.__stderr__ = _open_terminal_stream(2, "backslashreplace")  # type: ignore[misc]
+
+
+def _open_terminal_stream(descriptor: int, errors: str) -> io.TextIOWrapper:
+    file = io.BufferedWriter(io.FileIO(descriptor, "wb", closefd=False))
+    return io.TextIOWrapper(file, errors=errors, line_buffering=True)
 
 
 def measure_error_log(path: str) -> int | None:

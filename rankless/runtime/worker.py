@@ -23,11 +23,17 @@ from rankless.records.channel import send_record
 from rankless.records.events import AnyRecord, GroupTeardown, Notice, Raised, ScriptFinished
 from rankless.runtime.fast_exit import FastExit
 from rankless.runtime.hooks import import_aliases, tensorboard_writers
+from rankless.runtime.hooks.debugging import (
+    extend_timeouts,
+    refuse_breakpoints,
+    refuse_distributed_breakpoints,
+    refuse_pdb,
+)
 from rankless.runtime.hooks.file_writes import FileWriteMonitor
 from rankless.runtime.hooks.import_hook import FirstImportHook
 from rankless.runtime.hooks.nested_spawn_warning import warn_on_nested_spawn
 from rankless.runtime.process_tree import allow_interrupts, set_parent_death_signal
-from rankless.runtime.redirect_output import measure_error_log, redirect_output
+from rankless.runtime.redirect_output import measure_error_log, redirect_output, take_terminal
 from rankless.runtime.status_publisher import publish_status
 from rankless.runtime.user_program import exec_command, expand_local_rank, prepare_main
 from rankless.terminal import process_title
@@ -40,7 +46,8 @@ def start_forked_worker(launch: WorkerLaunch, host: HostConfig, fast_exit: FastE
     if host.store_descriptor is not None and launch.config.store_descriptor is None:
         os.close(host.store_descriptor)
     for other in host.workers:
-        for descriptor in (other.config.status_descriptor, other.config.recovery_descriptor):
+        inherited = (other.config.status_descriptor, other.config.recovery_descriptor, *other.config.terminal)
+        for descriptor in inherited:
             if other is not launch and descriptor is not None:
                 os.close(descriptor)
     worker = make_worker(launch, host, fast_exit, hide_torch=True)
@@ -66,6 +73,10 @@ def make_worker(launch: WorkerLaunch, host: HostConfig, fast_exit: FastExit, *, 
     )
     worker = WorkerProcess(config, expand_local_rank(host.program, config.local_rank), fast_exit)
     redirect_output(config.log_file, config.error_log_file, on_loss=worker.warn_of_lost_output)
+    if config.terminal:
+        take_terminal(config.terminal)
+    else:
+        refuse_breakpoints(config.rank)
     random.seed(config.seed)
     if hide_torch and host.preload:
         worker.set_up_at_once()
@@ -93,6 +104,10 @@ class WorkerProcess:
         actions = {"torch": lambda: self._set_up_torch(late=hide_torch), "numpy": self._set_up_numpy}
         if self._config.rank > 0:
             actions[tensorboard_writers.MODULE] = self._silence_tensorboard
+        if not self._config.terminal:
+            actions["pdb"] = lambda: refuse_pdb(self._config.rank)
+        if "pdb" in sys.modules and "pdb" in actions:
+            actions.pop("pdb")()
         hook = FirstImportHook(actions)
         if hide_torch:
             hook.hide("torch")
@@ -190,6 +205,11 @@ class WorkerProcess:
                 self._notify,
                 has_several_hosts=self._config.backend == "hierarchical",
             )
+        distributed = sys.modules["torch.distributed"]
+        if not self._config.terminal and distributed.is_available():
+            refuse_distributed_breakpoints(distributed, self._config.rank)
+        if self._config.is_debugged:
+            extend_timeouts(importlib.import_module("torch.distributed.distributed_c10d"), distributed)
         if self._file_writes is not None:
             self._file_writes.patch_torch_save(importlib.import_module("torch.serialization"))
         if self._config.rank == 0:
@@ -245,9 +265,15 @@ class WorkerProcess:
 def _error_fields(error: BaseException) -> dict[str, str]:
     return {
         "error_type": type(error).__name__,
-        "message": str(error)[:_MAX_TEXT_CHARACTERS],
+        "message": _message_of(error)[:_MAX_TEXT_CHARACTERS],
         "traceback": "".join(traceback.format_exception(error))[-_MAX_TEXT_CHARACTERS:],
     }
+
+
+def _message_of(error: BaseException) -> str:
+    with contextlib.suppress(Exception):  # the method is the script's, and its failure must not hide the error
+        return str(error)
+    return "<its text cannot be made>"
 
 
 def _flush_output() -> None:

@@ -1,6 +1,9 @@
 """The titles of Rankless's processes in `ps`, `top`, `nvidia-smi` and the like: job, part in the job, and rank.
 
 The titles need the package `setproctitle` and Linux. Without either, processes keep their command lines.
+
+The short title, which the kernel keeps and `top` shows, has no space: Slurm finds the processes of a task in
+/proc/PID/stat, where that title stands, and takes its words for other fields. A task with a space in it gets no signal.
 """
 
 import contextlib
@@ -122,4 +125,4 @@ def _set(text: str, *, short: str) -> None:
         return
     with kept_in_place():
         setproctitle.setproctitle(PREFIX + text)
-    setproctitle.setthreadtitle(short)
+    setproctitle.setthreadtitle("-".join(short.split()))

@@ -80,6 +80,24 @@ ENVIRONMENT_READERS = {
     "rankless/compiler/guards/python_tracer.py": "recognizes reads of os.environ in the code of a job",
 }
 
+# Where msgspec's encoders are used directly, beside parameter servers, which know tables by names that must come back
+# as they were. They raise for text that UTF-8 does not have (rankless.records.encoding).
+DIRECT_ENCODERS = {
+    "rankless/records/encoding.py": "is the one place",
+    "rankless/checkpoint/content.py": "a name in a checkpoint must come back as it was, so saving refuses others",
+    "rankless/checkpoint/export/safetensors_files.py": "likewise",
+    "rankless/checkpoint/folder.py": "likewise",
+    "rankless/checkpoint/manifest.py": "likewise",
+    "rankless/checkpoint/tensor_file_writer.py": "likewise",
+    "rankless/collectives/typed_values.py": "values of the script arrive as they were: such text is packed as bytes",
+    "rankless/compat/horovod/engine/messages.py": "names of tensors come back in answers; Horovod refuses others too",
+    "rankless/context/optimizer_fingerprint.py": "its encoder is given to encode_msgpack",
+    "rankless/parameter_server/served_weights.py": "encodes digests",
+    "rankless/runtime/rendezvous/file.py": "encodes addresses",
+    "rankless/runtime/rendezvous/horovod.py": "likewise",
+    "rankless/runtime/rendezvous/tcp.py": "likewise",
+}
+
 # Class names that exist more than once.
 SAME_CLASS_NAMES = {
     "FixedHosts": "Horovod's, beside that of elastic jobs",
@@ -193,6 +211,20 @@ def test_the_environment_is_read_and_written_in_one_file():
         if isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv", "os.putenv")
     }
     assert readers == {"rankless/config/environment.py", *ENVIRONMENT_READERS}
+
+
+def test_text_of_any_kind_is_encoded_in_one_file():
+    encoders = {
+        short(file)
+        for file in python_files("rankless")
+        if not file.is_relative_to(ROOT / "rankless" / "parameter_server" / "servers")
+        and not file.is_relative_to(ROOT / "rankless" / "parameter_server" / "tables")
+        for node in ast.walk(parsed(file))
+        if isinstance(node, ast.Attribute)
+        and ast.unparse(node).startswith(("msgspec.json.", "msgspec.msgpack."))
+        and node.attr in ("encode", "Encoder", "encode_into")
+    }
+    assert encoders == set(DIRECT_ENCODERS)
 
 
 def test_a_class_name_exists_once():

@@ -166,3 +166,9 @@ def test_a_failure_on_rank_zero_raises_on_all_and_the_ranks_stay_in_step(size):
     assert first[0] == "KeyError: 'x'"
     assert first[2].startswith(f"RanklessError: an operation on a whole batch at {display_name(__file__)}")
     assert first[3:] == others[0][3:]
+
+
+def test_the_names_of_files_that_are_not_utf8_arrive_as_they_were():
+    name = "caf\udce9.png"
+    value = {name: [name, Path(name)], "é\0": ("\ud800",)}
+    assert decode_value(encode_value(value)) == value

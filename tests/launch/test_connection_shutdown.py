@@ -30,7 +30,8 @@ import sys
 from rankless.cli import main
 from rankless.launch.supervisor import supervisor
 
-supervisor.INTERRUPT_GRACE_SECONDS = supervisor.STOP_GRACE_SECONDS = {GRACE_SECONDS}
+supervisor.STOP_GRACE_SECONDS = {GRACE_SECONDS}
+sys.argv[2:2] = ["--grace-seconds", "{GRACE_SECONDS}"]
 sys.exit(main())
 """
 PATIENT_RANKLESS = (sys.executable, "-c", PATIENT)

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from support.warm_runs import run_script
 
+from rankless.records.run_summary import decode_run_summary
+
 pytestmark = pytest.mark.slow
 
 GROUP = """
@@ -66,6 +68,38 @@ def test_the_root_cause_is_named_although_other_ranks_fail_too(kind: str, option
     assert f"rank 1 {words}" in job.stderr
     assert job.returncode == code
     assert "rank1.log" in job.stderr.partition("rank 1 ")[2]
+
+
+def test_the_root_cause_is_named_whatever_text_it_holds(tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"caf\xe9")  # paths in records and run.json hold the surrogate too
+    folder.mkdir()
+    message = r"no such file: caf\udce9.png\0\x1b[2J"
+    script = GROUP + f"if rank == 1:\n    raise ValueError('{message}')\ntrain()\n"
+    job = run_script(script, "-n", "2", folder=folder)
+    assert r"rank 1 raised ValueError: no such file: caf\udce9.png\x00\x1b[2J" in job.stderr
+    assert "\0" not in job.stderr + job.stdout
+    assert job.returncode == 1
+    summary = decode_run_summary((folder / "log" / "latest" / "run.json").read_bytes())
+    assert summary.failure is not None
+    assert "ValueError: no such file" in (folder / "log" / "latest" / "rank1.log").read_text()
+    assert summary.failure.error == "raised ValueError: no such file: caf\\udce9.png\0\x1b[2J"
+
+
+def test_an_error_whose_text_cannot_be_made_is_named(tmp_path: Path) -> None:
+    script = (
+        GROUP
+        + """
+class Broken(Exception):
+    def __str__(self):
+        raise RuntimeError
+if rank == 1:
+    raise Broken
+train()
+"""
+    )
+    job = run_script(script, "-n", "2", folder=tmp_path)
+    assert "rank 1 raised Broken: " in job.stderr
+    assert job.returncode == 1
 
 
 def test_the_failure_report_is_short_and_ends_with_the_traceback(tmp_path: Path) -> None:

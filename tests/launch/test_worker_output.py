@@ -1,7 +1,14 @@
 """What the terminal makes of the bytes that workers write."""
 
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from rankless.launch import worker_output
 from rankless.launch.supervisor.shared_files import SharedFiles
-from rankless.launch.worker_output import PrefixedLines, WholeLines
+from rankless.launch.worker_output import LineWriter, PrefixedLines, WholeLines, Write
 from rankless.records.events import FileOpened
 
 
@@ -57,3 +64,55 @@ def test_the_warning_for_a_file_of_two_ranks_suits_programs_without_rankless():
     assert "ranks 0 and 1 both write" in text
     assert "RANK is 0" in text
     assert "rankless" not in text
+
+
+class CountedWork:
+    """Counts the bytes that a line writer copies or searches: those of blocks, and of what it makes from them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        work, line_ends = self, re.compile(worker_output._LINE_ENDS.pattern)
+
+        class LineEnds:
+            def split(self, text: bytes) -> list[bytes]:
+                work.count += len(text)
+                return [block(part) for part in line_ends.split(text)]
+
+        class Block(bytes):
+            def __add__(self, other: Any) -> bytes:
+                return work.counted(bytes.__add__(self, other))
+
+            def __radd__(self, other: Any) -> bytes:
+                return work.counted(other + bytes(self))
+
+            def __getitem__(self, key: Any) -> Any:
+                return work.counted(bytes.__getitem__(self, key))
+
+            def rfind(self, *arguments: Any) -> int:
+                work.count += len(self)
+                return bytes.rfind(self, *arguments)
+
+        block = Block
+        self._block = block
+        monkeypatch.setattr(worker_output, "_LINE_ENDS", LineEnds())
+
+    def counted(self, result: Any) -> Any:
+        self.count += len(result) if isinstance(result, bytes) else 0
+        return self._block(result) if isinstance(result, bytes) else result
+
+    def write(self, lines: LineWriter, text: bytes) -> None:
+        for start in range(0, len(text), 1 << 16):
+            lines.write(self._block(text[start : start + (1 << 16)]))
+        lines.close()
+
+
+@pytest.mark.parametrize("make", [lambda write: PrefixedLines("[1] ", write), WholeLines])
+@pytest.mark.parametrize("unit", [b"w", b"50% " * 250 + b"\r", b"word " * 13_000 + b"\n"])
+def test_the_work_for_output_is_proportional_to_its_length_whatever_its_lines(
+    make: Callable[[Write], LineWriter], unit: bytes, monkeypatch: pytest.MonkeyPatch
+):
+    work, shown = CountedWork(monkeypatch), list[bytes]()
+    text = (unit * (20_000_000 // len(unit) + 1))[:20_000_000]
+    work.write(make(shown.append), text)
+    assert sum(map(len, shown)) >= len(text)
+    assert work.count <= 6 * len(text)

@@ -55,10 +55,10 @@ def run_script(text: str, *options: str, folder: Path, **environment: str) -> su
     return rankless("run", *options, "script.py", folder=folder, **environment)
 
 
-def start_script(text: str, *options: str, folder: Path) -> subprocess.Popen[str]:
+def start_script(text: str, *options: str, folder: Path, **environment: str) -> subprocess.Popen[str]:
     """Start `rankless run OPTIONS script.py` with a script of this text."""
     (folder / "script.py").write_text(text)
-    return start_rankless("run", *options, "script.py", folder=folder)
+    return start_rankless("run", *options, "script.py", folder=folder, **environment)
 
 
 def wait_until(condition: Callable[[], bool], *, seconds: float = DEADLINE_SECONDS) -> float:

@@ -56,10 +56,12 @@ def test_every_process_of_a_job_has_a_title_with_the_job_and_its_rank(options: t
     reports = run_and_report(tmp_path, *options, RANKLESS_MARK="1")
     for rank, report in enumerate(reports):
         worker, fork_server, agent = report["titles"]
-        assert worker == [f"rankless: script.py rank {rank} of 2", f"rank{rank} script.py"[:15] + "\n"]
+        assert worker == [f"rankless: script.py rank {rank} of 2", f"rank{rank}-script.py"[:15] + "\n"]
         assert report["child"] == [f"rankless: script.py rank {rank} of 2, child process", worker[1]]
-        assert fork_server == ["rankless: script.py fork server", "fork server\n"]
-        assert agent[1] == "agent script.py\n"
+        assert fork_server == ["rankless: script.py fork server", "fork-server\n"]
+        assert agent[1] == "agent-script.py\n"
+        # Slurm takes the words of a short title for the fields of /proc/PID/stat that follow it.
+        assert not any(" " in short for _, short in (*report["titles"], report["child"]))
         # The agent's command line is only as long as the user typed it.
         assert agent[0].startswith("rankless: script.py agent of 2 ranks"[:30])
         assert (report["argv"], report["flag"], report["seen"]) == (["script.py"], False, 1)

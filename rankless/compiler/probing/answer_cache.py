@@ -9,6 +9,7 @@ import msgspec
 import torch
 
 from rankless.config.environment import user_cache_folder
+from rankless.records.encoding import encode_json
 
 VERSION = 2
 """Of the experiment. Answers of others are not read."""
@@ -41,7 +42,7 @@ class AnswerCache:
         own = file.with_suffix(f".{os.getpid()}")
         with contextlib.suppress(OSError):
             file.parent.mkdir(parents=True, exist_ok=True)
-            own.write_bytes(msgspec.json.encode(answer))
+            own.write_bytes(encode_json(answer))
             own.replace(file)
 
     def _file(self, question: str) -> Path:

@@ -23,6 +23,7 @@ from rankless.compiler.probing.row_independence import Dims, find_output_dims
 from rankless.compiler.rules.strategy import GraphBuilder, LocalValue, LoweringRule, OperatorCall, Strategy
 from rankless.parallel.mesh import Mesh
 from rankless.parallel.tensor_placement import Placement, Replicate, Shard
+from rankless.records.encoding import encode_json
 
 SECONDS = 15.0
 """Time limit for an experiment."""
@@ -63,7 +64,7 @@ class OperatorProbe:
         question = describe_question(call, candidates)
         if question not in self._answers:
             own = self._answer(question, call, candidates) if self._mesh.rank == 0 else ProbeAnswer()
-            data = broadcast_bytes(msgspec.json.encode(own), mesh=self._mesh)
+            data = broadcast_bytes(encode_json(own), mesh=self._mesh)
             self._answers[question] = msgspec.json.decode(data, type=ProbeAnswer)
         answer = self._answers[question]
         if answer.candidate is None:
@@ -188,8 +189,8 @@ def experiment(call: OperatorCall, candidates: Sequence[Candidate]) -> bytes:
             dims = tuple(next(iter(by_node[node])) for node in nodes)
             outputs = find_output_dims(run, values, dims, candidate.lengths)
             if outputs is not None:
-                return msgspec.json.encode(ProbeAnswer(place, outputs))
-    return msgspec.json.encode(ProbeAnswer())
+                return encode_json(ProbeAnswer(place, outputs))
+    return encode_json(ProbeAnswer())
 
 
 def is_fitting(answer: ProbeAnswer, candidates: Sequence[Candidate], call: OperatorCall) -> bool:

@@ -39,6 +39,7 @@ from rankless.data.shared_reading.reader_tensor import (
 )
 from rankless.errors import DataError
 from rankless.parallel.mesh import Mesh, MeshAxis
+from rankless.records.encoding import encode_msgpack
 
 
 class _SharedBatch(msgspec.Struct, frozen=True):
@@ -161,7 +162,7 @@ def _make_message(read: BatchRead, before: ProcessStates) -> _SharedBatch:
 def _send(message: _SharedBatch, axis: MeshAxis) -> None:
     """Send a message to all heterogeneous workers."""
     assert axis.group is not None
-    data = torch.frombuffer(bytearray(msgspec.msgpack.encode(message)), dtype=torch.uint8)
+    data = torch.frombuffer(bytearray(encode_msgpack(message)), dtype=torch.uint8)
     size = torch.tensor([data.numel()], dtype=torch.int64, device="cpu")
     pending = [
         start_send(part, group=axis.group, target=worker) for worker in axis.stage_workers[1] for part in (size, data)

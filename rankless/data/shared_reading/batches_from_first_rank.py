@@ -28,6 +28,7 @@ from rankless.data.sample_reader import BatchRead, BatchRequest, ReadFailure
 from rankless.errors import DataError
 from rankless.parallel.batch_division import BatchDivision
 from rankless.parallel.mesh import Mesh
+from rankless.records.encoding import encode_msgpack
 
 
 class _TensorHeader(msgspec.Struct, frozen=True):
@@ -148,7 +149,7 @@ def _scatter_rows(whole: Tensor | None, row: _TensorHeader, rows: int, mesh: Mes
 
 def _broadcast_message(message: _BatchMessage | None, mesh: Mesh) -> _BatchMessage:
     """Broadcast rank 0's message. Other ranks raise its error and take over its generators' states."""
-    data = b"" if message is None else msgspec.msgpack.encode(message)
+    data = b"" if message is None else encode_msgpack(message)
     received = msgspec.msgpack.decode(broadcast_bytes(data, mesh=mesh), type=_BatchMessage)
     if mesh.rank != 0 and received.error:
         raise DataError(

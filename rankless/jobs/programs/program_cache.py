@@ -56,6 +56,7 @@ from rankless.jobs.programs.varying_sizes import (
 )
 from rankless.parallel.mesh import Mesh
 from rankless.parallel.tensor_placement import Shard, Sharding
+from rankless.records.encoding import encode_msgpack
 
 MAX_FAILURES = 3
 """Failed captures for varying sizes after which an entry captures for every shape."""
@@ -337,7 +338,7 @@ class ProgramCache:
                 f"{find_fixing_line(sizes) or self._job.line}: it needs the number itself, as len() and range() do"
             )
         own_guards = SizeGuards([] if failure else sizes.guard_expressions(), failure)
-        everyone = all_gather_bytes(msgspec.msgpack.encode(own_guards), mesh=self._world.mesh)
+        everyone = all_gather_bytes(encode_msgpack(own_guards), mesh=self._world.mesh)
         answers = [msgspec.msgpack.decode(data, type=SizeGuards) for data in everyone]
         failed = next((answer.failure for answer in answers if answer.failure), None)
         if failed is None:

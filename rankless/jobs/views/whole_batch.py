@@ -32,6 +32,7 @@ from rankless.jobs.call_sync import CallSync
 from rankless.jobs.definition import CallResult, JobDefinition
 from rankless.jobs.model_sync import require_usable_models
 from rankless.jobs.views.one_device import PlainView
+from rankless.records.encoding import encode_msgpack
 
 SENT_TYPES = (bool, int, float, str, numpy.generic)
 """Types of plain results that rank 0 sends, if ranks computed other values."""
@@ -90,7 +91,7 @@ class WholeBatchView:
         kinds = [*map(describe_kind, values), str(spec)]
         digests = [*map(digest, values)]
         digests += [digest(tensor) if is_new else 0 for tensor, is_new in zip(states, changed, strict=True)]
-        own = msgspec.msgpack.encode((kinds, digests))
+        own = encode_msgpack((kinds, digests))
         everyone = all_gather_bytes(own, mesh=mesh)
         if len(set(everyone)) == 1:
             return outcome

@@ -2,8 +2,6 @@
 
 from collections.abc import Mapping
 
-import msgspec
-
 from rankless.launch.doctor.probe_protocol import ProbeFailed, ProbeResponse, RelayTask, StartCollectiveProcess
 from rankless.launch.doctor.remote_probes import HostProbes
 from rankless.records.check_results import CheckResult, make_failure, make_pass, with_place
@@ -16,6 +14,7 @@ from rankless.records.collective_test_messages import (
     StoreServedMessage,
     TorchImported,
 )
+from rankless.records.encoding import encode_json
 from rankless.records.quantities import format_bytes, format_seconds
 
 JOIN_TIMEOUT_SECONDS = 10.0
@@ -71,7 +70,7 @@ def run_collective_test(
 
 
 def _make_relay_task(task: CollectiveTestTask) -> RelayTask:
-    return RelayTask(line=msgspec.json.encode(task), timeout_seconds=IMPORT_TIMEOUT_SECONDS - 1)
+    return RelayTask(line=encode_json(task), timeout_seconds=IMPORT_TIMEOUT_SECONDS - 1)
 
 
 def _results(failures: Mapping[int, ProbeResponse], names: list[str]) -> list[CheckResult]:

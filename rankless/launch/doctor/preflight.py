@@ -22,6 +22,8 @@ def run_preflight(config: RunConfig, warn: Callable[[str], None]) -> None:
     assert cluster is not None
     # If the hosts are only counted, the address of host 0 is known, and only to the other hosts.
     known = cluster.hosts if cluster.is_listed else cluster.hosts[:1]
+    if cluster.agent_start == "slurm":
+        known = ()  # several tasks may share host 0, so that its name leads here
     results = check_host_quickly(
         CheckHost(
             name=cluster.hosts[cluster.host_index].address,

@@ -40,6 +40,7 @@ from rankless.launch.doctor.server_checks import check_parameter_servers
 from rankless.launch.doctor.single_host_checks import check_host, read_host_identity
 from rankless.launch.rendezvous import link_test
 from rankless.records.collective_test_messages import MARK, AllReduceFailed, CollectiveTestResult
+from rankless.records.encoding import encode_json
 from rankless.runtime.fast_exit import FastExit
 from rankless.runtime.subprocess_command import python_command
 
@@ -145,5 +146,5 @@ def _serve() -> None:
 
 
 def _send(response: ProbeResponse) -> None:
-    sys.stdout.buffer.write(MARK + msgspec.json.encode(response) + b"\n")
+    sys.stdout.buffer.write(MARK + encode_json(response) + b"\n")
     sys.stdout.buffer.flush()

@@ -28,6 +28,7 @@ from rankless.launch.rendezvous.ssh import SSH_OPTIONS
 from rankless.launch.rendezvous.ssh_failures import SshCause, find_ssh_cause
 from rankless.records.check_results import CheckResult, make_failure
 from rankless.records.collective_test_messages import MARK
+from rankless.records.encoding import encode_json
 from rankless.runtime.subprocess_command import python_command
 
 CONNECT_TIMEOUT_SECONDS = 5
@@ -91,7 +92,7 @@ class HostProbe:
         assert self._process is not None
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(msgspec.json.encode(request) + b"\n")
+            self._process.stdin.write(encode_json(request) + b"\n")
             self._process.stdin.flush()
         response = self._read_response(timeout_seconds)
         # A late response would be mistaken for the next request's.

@@ -20,10 +20,10 @@ from rankless.launch.profile import load_profile
 from rankless.launch.signals import Interrupts, name_signal
 from rankless.launch.supervisor.failure_attribution import Verdict, attribute_failure, is_secondary_failure
 from rankless.launch.supervisor.supervisor import (
-    INTERRUPT_GRACE_SECONDS,
     KILL_GRACE_SECONDS,
     POLL_SECONDS,
     STOP_GRACE_SECONDS,
+    choose_stop_times,
 )
 from rankless.launch.supervisor.terminal_text import format_count, format_failure
 from rankless.launch.worker_output import Source, Write
@@ -102,7 +102,7 @@ class ElasticDriver:
             is_broken = self._workers.is_broken()  # before reading: its last records have arrived by then
             self._process_events(now)
             for number in self._context.interrupts.read():
-                self._end_workers(number)
+                self._end_workers(number, choose_stop_times(self._config).grace_seconds)
                 self._context.notify(f"ended by {name_signal(number)}")
                 return 128 + number
             if self._membership.is_finishing and not self._membership.workers and self._membership.failure is None:
@@ -245,12 +245,11 @@ class ElasticDriver:
         self._context.notify(f"the job was ended: {failure.headline}; worker {failure.worker} failed last")
         text = format_failure(verdict, log_file=os.path.relpath(files.error or files.output))
         text += profile.failure_note(verdict.root_cause_rank, verdict.exit_code)
-        self._context.writes["err"](text.encode())
+        self._context.writes["err"](text.encode(errors="backslashreplace"))
         return verdict.exit_code
 
-    def _end_workers(self, number: int) -> None:
+    def _end_workers(self, number: int, grace_seconds: float = STOP_GRACE_SECONDS) -> None:
         """End the workers with a signal, and kill them after the grace period."""
-        grace_seconds = INTERRUPT_GRACE_SECONDS if number == signal.SIGINT else STOP_GRACE_SECONDS
         self._workers.signal(number)
         if not self._wait_for_end(grace_seconds):
             self._workers.kill()

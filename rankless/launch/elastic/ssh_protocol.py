@@ -19,6 +19,7 @@ from rankless.launch.rendezvous.messages import (
     WorkerOutput,
     WorkerRecords,
 )
+from rankless.records.encoding import encode_msgpack
 from rankless.records.framing import FrameDecoder, FrameFormat, FrameTooLongError
 
 HEARTBEAT_SECONDS = 1.0
@@ -110,7 +111,7 @@ class PipeConnection:
 
     def send(self, message: AgentCommand | AgentEvent) -> None:
         """Send a message as soon as the other side takes it."""
-        self._outgoing += _FRAME_FORMAT.encode(msgspec.msgpack.encode(message))
+        self._outgoing += _FRAME_FORMAT.encode(encode_msgpack(message))
         self.flush()
 
     def flush(self) -> None:

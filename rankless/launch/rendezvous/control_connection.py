@@ -18,6 +18,7 @@ from typing import Literal
 import msgspec
 
 from rankless.launch.rendezvous.messages import PROTOCOL, ClientHello, ControlMessage, ServerHello
+from rankless.records.encoding import encode_msgpack
 from rankless.records.framing import FrameDecoder, FrameFormat, FrameTooLongError
 
 NONCE_BYTES = 32
@@ -56,7 +57,7 @@ class ControlConnection:
         self._queued_until_key: list[ControlMessage] = []
         self._is_write_closed = False
         if side == "client":
-            self._put(msgspec.msgpack.encode(ClientHello(nonce=self._nonce)))
+            self._put(encode_msgpack(ClientHello(nonce=self._nonce)))
 
     def fileno(self) -> int:
         """Return the descriptor for a selector."""
@@ -77,7 +78,7 @@ class ControlConnection:
         if self._session_key is None:
             self._queued_until_key.append(message)
             return
-        content = msgspec.msgpack.encode(message)
+        content = encode_msgpack(message)
         self._put(self._compute_tag(self._side, self._sent_count, content) + content)
         self._sent_count += 1
 
@@ -161,7 +162,7 @@ class ControlConnection:
                 f"an agent of another version of Rankless (protocol {hello.protocol}, expected {PROTOCOL})"
             )
         if self._side == "server":
-            self._put(msgspec.msgpack.encode(ServerHello(nonce=self._nonce)))
+            self._put(encode_msgpack(ServerHello(nonce=self._nonce)))
             nonces = hello.nonce + self._nonce
         else:
             nonces = self._nonce + hello.nonce

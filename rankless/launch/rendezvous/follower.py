@@ -17,7 +17,7 @@ from rankless.launch.rendezvous.control_client import (
 )
 from rankless.launch.rendezvous.control_connection import ConnectionBrokenError
 from rankless.launch.rendezvous.host_facts import HostFacts
-from rankless.launch.rendezvous.job_token import TokenSource
+from rankless.launch.rendezvous.job_token import TOKEN_FOLDER, TokenSource
 from rankless.launch.rendezvous.leader import PROGRESS_SECONDS, RendezvousInterrupted
 from rankless.launch.rendezvous.messages import (
     ControlMessage,
@@ -33,6 +33,10 @@ Answer = Callable[[str, ControlMessage], ControlMessage | None]
 
 CONNECT_TIMEOUT_SECONDS = 2.0
 RETRY_SECONDS = 0.1
+_NO_TOKEN = {
+    "script": "it has not delivered the job's token here by ssh yet",
+    "slurm": f"its token is not in ~/{TOKEN_FOLDER} here yet (RANKLESS_TOKEN_FILE names one elsewhere)",
+}
 POLL_SECONDS = 0.05
 
 
@@ -68,7 +72,7 @@ def join_leader(
         try:
             token = token_source.read()
             if token is None:
-                raise LeaderUnreachableError("it has not delivered the job's token here by ssh yet")
+                raise LeaderUnreachableError(_NO_TOKEN[cluster.agent_start])
             leader, started = _join(cluster, token, collect_facts, answer, interrupts=interrupts, notify=notify)
             token_source.discard()
             return JoinedJob(leader=leader, started=started, token=token)

@@ -60,10 +60,22 @@ class FixedToken:
 
 
 class DeliveredToken:
-    """A token that host 0 delivers by ssh into a file of this user. The file may still hold an earlier job's token."""
+    """A token that host 0 delivers by ssh into a file of this user. The file may still hold an earlier job's token.
+
+    In a step of Slurm host 0 writes the file itself, since the hosts of a cluster share the home folders.
+    """
 
     def __init__(self, cluster: Cluster) -> None:
         self._path = Path.home() / TOKEN_FOLDER / token_file_name(cluster)
+        self._is_shared = cluster.agent_start == "slurm"
+
+    def write(self, token: bytes) -> None:
+        """Write the token, for this user alone."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        new = self._path.with_name(f"{self._path.name}.{os.getpid()}")
+        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            file.write(token)
+        new.replace(self._path)
 
     def read(self) -> bytes | None:
         """Return the content of the file, if this user owns it."""
@@ -73,8 +85,9 @@ class DeliveredToken:
         return None
 
     def discard_rejected(self) -> bool:
-        """Delete the file. Host 0 delivers its own token again."""
-        self.discard()
+        """Delete the file, unless host 0 has replaced it by now. Host 0 delivers its own token again."""
+        if not self._is_shared:
+            self.discard()
         return True
 
     def discard(self) -> None:
@@ -89,7 +102,7 @@ def token_file_name(cluster: Cluster) -> str:
 
 
 def make_leader_token(cluster: Cluster) -> bytes:
-    """Return host 0's token: from the file RANKLESS_TOKEN_FILE, or a new one that ssh delivers to the other hosts.
+    """Return host 0's token: from the file RANKLESS_TOKEN_FILE, or a new one that the other hosts get.
 
     Raises `ConfigError` if neither is possible and the job is not insecure.
     """
@@ -100,7 +113,10 @@ def make_leader_token(cluster: Cluster) -> bytes:
         return NO_TOKEN
     if cluster.agent_start == "manual":
         raise make_missing_token_error()
-    return secrets.token_hex(32).encode()
+    token = secrets.token_hex(32).encode()
+    if cluster.agent_start == "slurm":
+        DeliveredToken(cluster).write(token)
+    return token
 
 
 def make_follower_token_source(cluster: Cluster) -> TokenSource:
@@ -110,7 +126,7 @@ def make_follower_token_source(cluster: Cluster) -> TokenSource:
         return FixedToken(read_token(path))
     if cluster.insecure:
         return FixedToken(NO_TOKEN)
-    if cluster.agent_start == "script":
+    if cluster.agent_start in ("script", "slurm"):
         return DeliveredToken(cluster)
     raise make_missing_token_error()
 

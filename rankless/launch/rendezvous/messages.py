@@ -16,8 +16,8 @@ HEARTBEAT_SECONDS = 1.0
 HEARTBEAT_TIMEOUT_SECONDS = 4.0
 """An agent that sends nothing for so long counts as lost."""
 
-StopMode = Literal["stop", "interrupt", "lost", "kill"]
-"""Why workers end: the job failed, Ctrl-C, a host was lost, or the grace period is over."""
+StopMode = Literal["stop", "terminate", "interrupt", "lost", "kill"]
+"""Why workers end: the job failed, SIGTERM or Ctrl-C to an agent, a host was lost, or the grace period is over."""
 
 
 class ClientHello(msgspec.Struct, frozen=True, kw_only=True, tag="greeting"):

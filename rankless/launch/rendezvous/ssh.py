@@ -18,6 +18,7 @@ import msgspec
 from rankless.config.run_config import Cluster, Program, RunRequest
 from rankless.launch.rendezvous.job_token import TOKEN_FOLDER, token_file_name
 from rankless.launch.rendezvous.ssh_failures import find_ssh_cause
+from rankless.records.encoding import encode_json
 from rankless.runtime.subprocess_command import python_command
 
 SSH_OPTIONS = ("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=15")
@@ -49,7 +50,7 @@ class SshAgent:
         self._notify = notify
         self._has_joined = False
         self._session = SshSession(cluster, cluster.host_index, make_agent_command(), on_line=self._show)
-        self._session.write(msgspec.json.encode(task) + b"\n")
+        self._session.write(encode_json(task) + b"\n")
 
     def mark_joined(self) -> None:
         """Note that the agent has joined: its messages now arrive over the control channel."""

@@ -131,7 +131,7 @@ class ServerProcess:
         text = f"server {self.index} {how}; started again in {seconds}"
         text += f", at attempt {attempt}" if attempt > 1 else ""
         with contextlib.suppress(OSError), open(self.launch.log_file, "ab") as log:  # a full disk ends no run
-            log.write(f"rankless: {text}\n".encode())
+            log.write(f"rankless: {text}\n".encode(errors="backslashreplace"))
         return text
 
     def kill(self) -> None:

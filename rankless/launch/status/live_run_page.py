@@ -12,6 +12,7 @@ import msgspec
 from rankless.config.run_config import RunConfig
 from rankless.launch.job_setup import ReadyJob
 from rankless.launch.servers.processes import ServerRow
+from rankless.records.encoding import encode_json
 from rankless.records.events import AnyRecord, Exited, HostLost, ScriptFinished, Started
 from rankless.records.live.live_run import LAYOUT, LIVE_RUN_NAME, LiveRun, LiveServer, LiveWorker
 from rankless.records.live.shared_record import RecordWriter, open_shared_file
@@ -83,7 +84,7 @@ class LiveRunPage:
         """Write the record, if it has changed since the last call."""
         if self._has_changed and self._writer is not None and self._run is not None:
             with suppress(UnicodeEncodeError):  # an argument or a path is no text: the run goes on without a record
-                data = msgspec.json.encode(self._run)
+                data = encode_json(self._run)
                 if len(data) <= self._writer.capacity:
                     self._writer.write(data)
         self._has_changed = False

@@ -10,13 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import BinaryIO
 
-import msgspec
-
 from rankless.config.environment import parent_environment
 from rankless.config.run_config import RunConfig
 from rankless.config.worker_config import HostConfig, WorkerLaunch
 from rankless.launch.supervisor.fork_server_pool_client import ForkServerPoolClient
 from rankless.records.channel import open_channel
+from rankless.records.encoding import encode_json
 from rankless.runtime.process_tree import adopt_orphans, delayed_interrupts, descendants, end_descendants
 from rankless.runtime.subprocess_command import python_command
 
@@ -119,5 +118,5 @@ def _start_process(config: RunConfig, host_config: HostConfig, log: BinaryIO) ->
         )
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError), process.stdin as pipe:
-        pipe.write(msgspec.json.encode(host_config))
+        pipe.write(encode_json(host_config))
     return process

@@ -8,12 +8,11 @@ import socket
 import subprocess
 from typing import BinaryIO, Protocol
 
-import msgspec
-
 from rankless.config.environment import parent_environment
 from rankless.config.run_config import RunConfig
 from rankless.config.script_source import names_rankless
 from rankless.config.worker_config import ForkServerPoolConfig, HostConfig
+from rankless.records.encoding import encode_json
 from rankless.runtime.fork_server_protocol import (
     MAX_DESCRIPTORS,
     open_current_folder,
@@ -168,4 +167,4 @@ class ForkServerPoolClient:
             )
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError), self._process.stdin as pipe:
-            pipe.write(msgspec.json.encode(config))
+            pipe.write(encode_json(config))

@@ -1,8 +1,9 @@
 """Supervises a run: it reads records, moves through the phases of the run's end, and returns the outcome.
 
 Note [signal and shutdown]: the supervisor asks workers to end with a signal. A rank that waits in a collective for
-another rank cannot react to it. After half of the grace period the supervisor therefore shuts down the connections
-between ranks (`runtime.shutdown`), and signal handlers and `finally` blocks have the other half. If a host
+another rank cannot react to it. Before the end of the grace period the supervisor therefore shuts down the connections
+between ranks (`runtime.shutdown`), and signal handlers and `finally` blocks have the rest: half of the period, and at
+most LAST_SECONDS. Until then the collectives work, because the save of a checkpoint may need them. If a host
 is lost, the order is reversed: connections to its ranks would be silent for minutes. The supervisor shuts them down
 first, and scripts raise `RuntimeError`, as if a rank on their own host had died. The signal follows after half of the
 grace period, because it ends a script without a handler at once.
@@ -15,25 +16,34 @@ import signal
 import time
 from collections.abc import Sequence
 from enum import Enum
-from typing import Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 
-from rankless.launch.profile import SignalForwarding
+from rankless.config.run_config import RunConfig
+from rankless.launch.profile import SignalForwarding, load_profile
 from rankless.launch.rendezvous.messages import HostEnded, StopMode
 from rankless.launch.rendezvous.peers import Peers
 from rankless.launch.signals import Interrupts
 from rankless.launch.supervisor.failure_attribution import ATTRIBUTED_RECORDS, Verdict, attribute_failure
 from rankless.launch.supervisor.secondary_failure_lines import SecondaryFailure, describe_secondary_failure
+from rankless.launch.supervisor.stopping_workers import StoppingWorkers
 from rankless.launch.supervisor.worker_parent import WorkerParent
 from rankless.records.channel import receive_records
-from rankless.records.events import AnyRecord, Raised
+from rankless.records.events import NO_RANK, AnyRecord, Notice, Raised, WorkerCut
 from rankless.runtime.fork_server_protocol import CUT, KILL, encode_signal
 
 POLL_SECONDS = 0.05
 STOP_GRACE_SECONDS = 1.0
-INTERRUPT_GRACE_SECONDS = 3.0
+"""After a failure of the run itself. After a signal from outside workers have the run's own grace."""
 KILL_GRACE_SECONDS = 1.0
+START_GRACE_SECONDS = 3.0
+"""After a signal from outside before the first worker of this host has started: there is nothing to save."""
+LAST_SECONDS = 5.0
+NOTICE_AFTER_SECONDS = 5.0
+"""When the terminal says that workers have not ended yet, and for how long they may."""
+SAME_STOP_SECONDS = 0.25
+"""A second signal within this time belongs to the first: some launchers send a signal to a process in two ways."""
 
 
 class Phase(Enum):
@@ -44,8 +54,29 @@ class Phase(Enum):
     KILLING = "workers are being killed"
 
 
-_STOP_MODES: dict[int, StopMode] = {signal.SIGINT: "interrupt"}
-_STOP_SIGNALS: dict[StopMode, int] = {"interrupt": signal.SIGINT, "stop": signal.SIGTERM, "lost": signal.SIGTERM}
+Origin = Literal["outside", "failure", "lost"]
+"""What ends a run: a signal to an agent, a failure of a process of the run, or the loss of a host."""
+_STOP_SIGNALS: dict[StopMode, int] = {
+    "interrupt": signal.SIGINT,
+    "terminate": signal.SIGTERM,
+    "stop": signal.SIGTERM,
+    "lost": signal.SIGTERM,
+}
+_ORIGINS: dict[StopMode, Origin] = {"interrupt": "outside", "terminate": "outside", "stop": "failure", "lost": "lost"}
+
+
+class StopTimes(NamedTuple):
+    """How long workers have to end after a signal to an agent, and which signals reach them unchanged."""
+
+    grace_seconds: float
+    forwarding: SignalForwarding | None
+
+
+def choose_stop_times(config: RunConfig) -> StopTimes:
+    """Return the times of a run: those of its launcher, if that has some of its own."""
+    profile = load_profile(config.launcher)
+    own = profile.stop_grace_seconds
+    return StopTimes(config.grace_seconds if own is None else own, profile.signal_forwarding)
 
 
 class RunObserver(Protocol):
@@ -82,6 +113,8 @@ class RunOutcome(msgspec.Struct, frozen=True, kw_only=True):
     secondary_failures: tuple[SecondaryFailure, ...] = ()
     """The exceptions of the other ranks, in the order of their ranks."""
     interrupted_by: int | None = None
+    cut: tuple[WorkerCut, ...] = ()
+    """The workers of all hosts that had not ended when their time was over, if a signal has ended the run."""
     fork_server_exit_code: int | None = None
 
 
@@ -95,17 +128,23 @@ class Supervisor:
         peers: Peers,
         interrupts: Interrupts,
         observer: RunObserver,
-        forwarding: SignalForwarding | None = None,
+        times: StopTimes,
+        stopping: StoppingWorkers,
     ) -> None:
         self._fork_server = fork_server
         self._peers = peers
         self._interrupts = interrupts
         self._observer = observer
-        self._forwarding = forwarding
+        self._times = times
+        self._stopping = stopping
         self._records: list[AnyRecord] = []
         self._secondary_failures: dict[int, SecondaryFailure] = {}
         self._phase = Phase.RUNNING
         self._deadline = float("inf")
+        self._may_save = False
+        self._has_passed = False
+        self._stopped_at = self._notice_at = float("inf")
+        self._cut: list[WorkerCut] = []
         self._last_tick_at = time.monotonic()
         self._second_command = b""
         self._second_command_at = float("inf")
@@ -125,11 +164,15 @@ class Supervisor:
                 now = time.monotonic()
                 self._extend_deadlines(now)
                 self._process_peers(now)
+                self._watch_stop(now)
                 if exit_code is not None and self._has_everything_ended(exit_code, selector):
                     return self._make_outcome(exit_code)
                 signals: list[int | None] = [*self._interrupts.read()]
-                for number in signals or [None]:
-                    if not self._advance_phase(number, now):
+                for number in self._interrupts.take_passed():
+                    self._has_passed = True
+                    self._fork_server.send(encode_signal(number))
+                for ending in signals or [None]:
+                    if not self._advance_phase(ending, now):
                         return self._make_outcome(None)
                 left = self._deadline - now
                 selector.select(min(POLL_SECONDS, left) if left > 0 else POLL_SECONDS)
@@ -187,7 +230,7 @@ class Supervisor:
         if update.stop == "kill" and self._phase is not Phase.KILLING:
             self._kill_workers(now)
         elif update.stop is not None and self._phase is Phase.RUNNING:
-            self._stop_workers(_STOP_SIGNALS[update.stop], now, is_lost=update.stop == "lost")
+            self._stop_workers(_STOP_SIGNALS[update.stop], now, _ORIGINS[update.stop])
 
     def _process_records(self, records: Sequence[AnyRecord]) -> None:
         if self._phase is Phase.RUNNING:
@@ -195,8 +238,11 @@ class Supervisor:
         relevant = [record for record in records if isinstance(record, ATTRIBUTED_RECORDS)]
         for record in records:
             self._observer.receive(record)
+            self._stopping.receive(record)
             if isinstance(record, Raised):
                 self._secondary_failures[record.rank] = describe_secondary_failure(record)
+            elif isinstance(record, WorkerCut):
+                self._cut.append(record)
         if relevant and self._phase is Phase.RUNNING:
             self._records += relevant
             if self._peers.attributes_failures:
@@ -205,17 +251,25 @@ class Supervisor:
     def _update_verdict(self) -> None:
         before, self._verdict = self._verdict, attribute_failure(self._records, self._peers.host_of)
         if self._verdict is not None and self._verdict != before:
-            self._deadline = min(self._deadline, time.monotonic() + self._verdict.settling_seconds)
+            seconds = self._verdict.settling_seconds
+            if self._has_passed and self._verdict.cause == "left":
+                # A script that saves after such a signal may leave with a code: first the ranks that have nothing to
+                # save. SIGTERM would end the others within their save.
+                seconds = max(seconds, self._times.grace_seconds)
+            self._deadline = min(self._deadline, time.monotonic() + seconds)
 
     def _advance_phase(self, number: int | None, now: float) -> bool:
         """Enter the next phase at its deadline or on a signal. Returns False when there is no further phase."""
+        if self._phase is Phase.STOPPING and now < self._stopped_at + SAME_STOP_SECONDS:
+            number = None
         if self._phase is Phase.RUNNING and number is not None:
             self._interrupted_by = number
             self._peers.send_interrupt(number)
-            self._stop_workers(number, now)
+            self._stop_workers(number, now, "outside")
         elif self._phase is Phase.RUNNING and now >= self._deadline:
-            is_lost = self._verdict is not None and self._verdict.cause == "host"
-            self._stop_workers(signal.SIGTERM, now, is_lost=is_lost)
+            cause = None if self._verdict is None else self._verdict.cause
+            origins: dict[str | None, Origin] = {"host": "lost", "interrupted": "outside"}
+            self._stop_workers(signal.SIGTERM, now, origins.get(cause, "failure"))
         elif self._phase is Phase.STOPPING and number is None and now >= self._second_command_at:
             self._second_command_at = float("inf")
             self._fork_server.send(self._second_command)
@@ -228,25 +282,49 @@ class Supervisor:
         return True
 
     def _kill_workers(self, now: float) -> None:
+        if self._may_save and self._phase is Phase.STOPPING:
+            self._take_records(self._stopping.cut(seconds=now - self._stopped_at))
         self._fork_server.wake()
         self._peers.stop_workers("kill")
         self._enter_phase(Phase.KILLING, KILL, now + KILL_GRACE_SECONDS)
 
-    def _stop_workers(self, number: int, now: float, *, is_lost: bool = False) -> None:
+    def _stop_workers(self, number: int, now: float, origin: Origin) -> None:
         """Signal the workers and shut down their connections. See Note [signal and shutdown]."""
-        self._peers.stop_workers("lost" if is_lost else _STOP_MODES.get(number, "stop"))
-        grace_seconds = INTERRUPT_GRACE_SECONDS if number == signal.SIGINT else STOP_GRACE_SECONDS
-        if self._forwarding is not None:
-            grace_seconds = self._forwarding.grace_seconds
+        is_interrupt, forwarding = number == signal.SIGINT and origin == "outside", self._times.forwarding
+        mode: dict[Origin, StopMode] = {"outside": "interrupt" if is_interrupt else "terminate", "lost": "lost"}
+        self._peers.stop_workers(mode.get(origin, "stop"))
+        grace_seconds = self._times.grace_seconds if origin == "outside" else STOP_GRACE_SECONDS
+        if forwarding is not None:
+            grace_seconds = forwarding.grace_seconds
         elif number != signal.SIGINT:
             number = signal.SIGTERM
+        self._stopped_at = now
+        self._may_save = origin == "outside" and self._stopping.have_started
+        if origin == "outside" and not self._may_save:
+            grace_seconds = min(grace_seconds, START_GRACE_SECONDS)
+        if self._may_save and grace_seconds > NOTICE_AFTER_SECONDS:
+            self._notice_at = now + NOTICE_AFTER_SECONDS
         commands = (encode_signal(number), CUT)
-        self._second_command_at = now + grace_seconds / 2
-        if is_lost:
+        last_seconds = min(grace_seconds / 2, LAST_SECONDS) if origin == "outside" else grace_seconds / 2
+        self._second_command_at = now + grace_seconds - last_seconds
+        if origin == "lost":
             commands = (CUT, encode_signal(number))
             self._second_command_at = now + min(grace_seconds, STOP_GRACE_SECONDS) / 2
         self._second_command = commands[1]
         self._enter_phase(Phase.STOPPING, commands[0], now + grace_seconds)
+
+    def _watch_stop(self, now: float) -> None:
+        """While workers have time to end: see where they are, and say for how long they may."""
+        if self._phase is not Phase.STOPPING or not self._may_save:
+            return
+        self._stopping.look(now)
+        if now >= self._notice_at:
+            self._notice_at = float("inf")
+            text = (
+                f"the workers have {self._deadline - now:.0f} s more to end; a second signal to this process ends them "
+                "at once"
+            )
+            self._observer.receive(Notice(rank=NO_RANK, time_ns=time.monotonic_ns(), text=text))
 
     def _enter_phase(self, phase: Phase, command: bytes, deadline: float) -> None:
         self._phase, self._deadline = phase, deadline
@@ -260,5 +338,6 @@ class Supervisor:
             verdict=verdict,
             secondary_failures=tuple(failure for _, failure in sorted(self._secondary_failures.items())),
             interrupted_by=self._interrupted_by,
+            cut=tuple(sorted(self._cut, key=lambda record: record.rank)),
             fork_server_exit_code=fork_server_exit_code,
         )

@@ -9,6 +9,7 @@ from rankless.launch.servers.processes import ServerRow
 from rankless.launch.supervisor.failure_attribution import Verdict
 from rankless.launch.supervisor.secondary_failure_lines import SecondaryFailure
 from rankless.launch.watchdog.report import format_ranks
+from rankless.records.events import WorkerCut
 from rankless.records.quantities import format_bytes, format_seconds
 from rankless.records.run_summary import RunSummary
 
@@ -160,6 +161,18 @@ def format_secondary_failures(failures: Sequence[tuple[str, SecondaryFailure]]) 
     ]
     if len(failures) > len(lines):
         lines.append(f"rankless: after that, {format_count(len(failures) - len(lines), 'more rank')} failed too")
+    return "".join(f"{line}\n" for line in lines)
+
+
+def format_cuts(cut: Sequence[WorkerCut]) -> str:
+    """Return a line for each worker that was killed before it had ended, because its time was over."""
+    lines = [
+        f"rankless: rank {record.rank} had not ended {format_seconds(record.after_seconds)} after the signal, and was "
+        f"killed{f' in {record.doing[:_MAX_LINE_CHARS]}' if record.doing else ''}"
+        for record in cut[:MAX_SECONDARY_LINES]
+    ]
+    if len(cut) > len(lines):
+        lines.append(f"rankless: so {'was' if len(cut) == len(lines) + 1 else 'were'} {len(cut) - len(lines)} more")
     return "".join(f"{line}\n" for line in lines)
 
 

@@ -29,6 +29,7 @@ FIRST_PORT = 6070
 """Paddle's first port of a host's endpoints. Several hosts use it because they do not tell each other of free ones."""
 ENDPOINTS = "PADDLE_TRAINER_ENDPOINTS"
 HTTP_ENDPOINT = "PADDLE_GLOO_HTTP_ENDPOINT"
+STOP_GRACE_SECONDS = 30.0
 SERVER_ENDPOINTS = "PADDLE_PSERVERS_IP_PORT_LIST"
 
 
@@ -42,6 +43,11 @@ class FleetrunProfile(LauncherProfile):
     """How fleetrun runs a program."""
 
     settings: FleetrunSettings
+
+    @property
+    def stop_grace_seconds(self) -> float:
+        """As long as Paddle's launcher waits for its processes."""
+        return STOP_GRACE_SECONDS
 
     @property
     def run_name(self) -> str | None:

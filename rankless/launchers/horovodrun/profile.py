@@ -17,6 +17,9 @@ from rankless.launchers.horovodrun.installed_horovod import may_be_imported
 from rankless.launchers.horovodrun.profile_settings import HorovodrunSettings
 from rankless.records.elastic_messages import RankAssignment
 
+STOP_GRACE_SECONDS = 5.0
+"""How long Horovod's workers have to end after SIGTERM."""
+
 
 def make_profile(settings: bytes) -> LauncherProfile:
     """Return the profile for the settings of a `LauncherSpec`."""
@@ -28,6 +31,11 @@ class HorovodrunProfile(LauncherProfile):
     """How horovodrun runs a program."""
 
     settings: HorovodrunSettings
+
+    @property
+    def stop_grace_seconds(self) -> float:
+        """Horovod's GRACEFUL_TERMINATION_TIME_S."""
+        return STOP_GRACE_SECONDS
 
     @property
     def output_hosts(self) -> OutputHosts:

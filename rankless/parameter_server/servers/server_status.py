@@ -24,6 +24,7 @@ from rankless.parameter_server.servers.wire.joint_slices import split_slices
 from rankless.parameter_server.servers.wire.messages import PREPARED, Kind, MessageHeader, array_of
 from rankless.parameter_server.tables.compiled_functions import compiled
 from rankless.parameter_server.tables.id_map import mix, shard_of
+from rankless.records.encoding import encode_json
 from rankless.records.live.server_activity import SERVER_PAGE_BYTES, ServerActivity, ShardActivity, TableActivity
 from rankless.records.live.shared_record import RecordWriter
 
@@ -187,10 +188,10 @@ class ServerStatusPage:
 
 def encode_activity(activity: ServerActivity, *, most_bytes: int) -> bytes:
     """Return the record as JSON, with as many tables as fit."""
-    data = msgspec.json.encode(activity)
+    data = encode_json(activity)
     while len(data) > most_bytes and activity.tables:
         activity = msgspec.structs.replace(activity, tables=activity.tables[: len(activity.tables) // 2])
-        data = msgspec.json.encode(activity)
+        data = encode_json(activity)
     return data if len(data) <= most_bytes else b""
 
 

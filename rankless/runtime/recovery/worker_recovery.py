@@ -20,6 +20,7 @@ from rankless.context.table_sharing import TableSharing
 from rankless.context.world import World
 from rankless.errors import CollectiveError
 from rankless.ownership.state_owner import StateOwner
+from rankless.records.encoding import encode_msgpack
 from rankless.runtime.elastic_round import ElasticMember, Round
 from rankless.runtime.recovery.round_world import arrange_kinds
 
@@ -199,7 +200,7 @@ class WorkerRecovery:
         world = self._context.join_round(joined)
         started = world.numbering
         own = _Progress(started.own, self._passed, max(self._counted, self._committed))
-        gathered = all_gather_bytes(msgspec.msgpack.encode(own), mesh=world.mesh)
+        gathered = all_gather_bytes(encode_msgpack(own), mesh=world.mesh)
         everyone = [msgspec.msgpack.decode(data, type=_Progress) for data in gathered]
         lost = tuple(sorted(set(range(started.count)) - {each.worker for each in everyone}))
         numbering = replace(started, lost=lost, round=joined.number)

@@ -7,13 +7,13 @@ No other module makes process groups, except for a process that is alone.
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import default_pg_timeout
+from torch.distributed import distributed_c10d as groups
 
 from rankless.collectives.backends import register_backend
 from rankless.collectives.backends.group_failure import Membership
@@ -51,7 +51,7 @@ class GroupRequest:
     store: Any
     rank: int
     size: int
-    timeout: timedelta = default_pg_timeout
+    timeout: timedelta = field(default_factory=lambda: groups.default_pg_timeout)
     has_several_hosts: bool = False
     must_be_abortable: bool = False
 

@@ -4,6 +4,7 @@ import msgspec
 
 from rankless.errors import RanklessError, ServerError, TableError
 from rankless.parameter_server.servers.wire.messages import MessageRefusedError, decode_json
+from rankless.records.encoding import encode_json
 
 
 class CarriedError(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,7 +24,7 @@ def encode_error(error: RanklessError) -> bytes:
         found=str(error.found),
         fix=error.fix,
     )
-    return msgspec.json.encode(carried)
+    return encode_json(carried)
 
 
 def decode_error(payload: memoryview, server: str) -> RanklessError:
