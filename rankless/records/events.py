@@ -185,6 +185,8 @@ class RankStatus(Record, frozen=True, tag="rank_status"):
     """The address and port to which a rank that waits tries to connect without an answer."""
     is_rendezvous: bool = False
     """Whether it waits for the other ranks to join a group or a store."""
+    phase: str = "script"
+    """Its phase: a name in `launch.watchdog.phases`."""
     requested: bool = False
     """Whether it only answers a request of host 0."""
 
