@@ -8,6 +8,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
 from rankless.config.run_config import AgreedJobConfig
 from rankless.launch.rendezvous.control_client import LeaderConnection
 from rankless.launch.rendezvous.control_connection import ConnectionBrokenError
@@ -18,6 +20,7 @@ from rankless.launch.rendezvous.control_server import (
     HostReported,
 )
 from rankless.launch.rendezvous.messages import (
+    HEARTBEAT_SECONDS,
     ControlMessage,
     HostEnded,
     JobEnded,
@@ -39,6 +42,7 @@ from rankless.launch.rendezvous.recording_transfer import CHUNK_BYTES, read_reco
 from rankless.launch.worker_output import Source
 from rankless.records.elastic_messages import DriverMessage, WorkerMessage
 from rankless.records.events import NO_RANK, AnyRecord, HostInterrupted, HostLost, Notice
+from rankless.records.quantities import format_seconds
 
 
 @dataclass(frozen=True)
@@ -160,6 +164,11 @@ class FollowerPeers:
         self.started_servers: dict[int, ServersStarted | ServersRefused] = {}
         """What each other host has sent of the start of its servers, by host index."""
         self._worker_messages: list[tuple[int, WorkerMessage]] = []
+        self._polled_at: float | None = None
+        self._longest_pause = 0.0
+        """The longest time between two polls: a signal had stopped this agent, or the machine was overloaded."""
+        self._has_lost_itself = False
+        """Whether a follower has ended because it had lost this host."""
 
     def set_output_sink(self, show: Callable[[Source, bytes], None]) -> None:
         """Pass the output of other hosts' workers to `show` from now on."""
@@ -175,6 +184,9 @@ class FollowerPeers:
 
     def poll(self, now: float) -> PeerPollResult:
         """Return the records of all followers; a lost follower gives a `HostLost` record."""
+        if self._polled_at is not None:
+            self._longest_pause = max(self._longest_pause, now - self._polled_at)
+        self._polled_at = now
         records: list[AnyRecord] = []
         for event in self._server.poll(now):
             if isinstance(event, HostReported) and isinstance(event.message, WorkerRecords):
@@ -186,7 +198,7 @@ class FollowerPeers:
             elif isinstance(event, HostReported) and isinstance(event.message, WorkerOutput):
                 self._show(event.message.source, event.message.data)
             elif isinstance(event, HostReported) and isinstance(event.message, HostEnded):
-                records += self._make_end_records(event.host, event.message)
+                self._take_end(event.host, event.message, records)
             elif isinstance(event, HostReported) and isinstance(event.message, ServersStarted | ServersRefused):
                 self.started_servers[event.host] = event.message
             elif isinstance(event, HostDisconnected) and (not event.has_ended or self._has_servers(event.host)):
@@ -251,12 +263,24 @@ class FollowerPeers:
     def _has_servers(self, host: int) -> bool:
         return self._start.servers is not None and host in self._start.servers.hosts
 
-    def _make_end_records(self, host: int, end: HostEnded) -> list[AnyRecord]:
-        if end.interrupted_by is not None or not end.fork_server_exit_code:
-            return []
+    def _take_end(self, host: int, end: HostEnded, records: list[AnyRecord]) -> None:
+        """Add what the end of a host says to `records`."""
+        if end.lost_leader and not self._has_lost_itself:
+            # Its workers were ended because of that: their records before this one say how, and not why.
+            self._has_lost_itself = True
+            reason = f"was lost: {self._names[host]} had {end.lost_leader} from its agent, and ended its workers"
+            records.insert(0, self._make_lost_record(0, reason + self._describe_pause()))
+        elif end.interrupted_by is None and end.fork_server_exit_code:
+            records.append(self._make_failed_record(host, end))
+
+    def _make_failed_record(self, host: int, end: HostEnded) -> HostLost:
         output = f":\n{end.fork_server_output}" if end.fork_server_output else ""
         reason = f"lost the process that starts its workers (exit code {end.fork_server_exit_code}){output}"
-        return [self._make_lost_record(host, reason)]
+        return self._make_lost_record(host, reason)
+
+    def _describe_pause(self) -> str:
+        pause = self._longest_pause
+        return "" if pause < HEARTBEAT_SECONDS else f". This agent did not run for {format_seconds(pause)}"
 
     def _make_lost_record(self, host: int, reason: str) -> HostLost:
         rank = _first_rank(self._start, host)
@@ -372,7 +396,11 @@ class LeaderPeer:
         self.send_records([record])
 
     def send_end(self, end: HostEnded) -> None:
-        """Send this host's recordings to host 0, then report that nothing is alive here."""
+        """Send this host's recordings to host 0, then report that nothing is alive here.
+
+        Host 0 receives it even if this host has lost host 0, once host 0's agent runs again.
+        """
+        end = msgspec.structs.replace(end, lost_leader=self.lost_reason or "")
         for chunk in read_recording(self._start, self._host_index):
             self._connection.send(chunk)
         self._connection.send(end)
