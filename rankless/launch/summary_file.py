@@ -14,8 +14,8 @@ import msgspec
 
 from rankless.config.run_config import RunConfig
 from rankless.launch.job_setup import ReadyJob
+from rankless.launch.supervisor.error_lines import find_script_line
 from rankless.launch.supervisor.failure_attribution import Verdict
-from rankless.launch.supervisor.secondary_failure_lines import find_script_line
 from rankless.records.events import NO_RANK, AnyRecord, Exited, HostLost, ScriptFinished, ServerExited, ServerLost
 from rankless.records.run_summary import AgentProcess, Outcome, RankSummary, RunFailure, RunSummary
 from rankless.records.worker_status import read_page

@@ -31,6 +31,10 @@ class Raised(Record, frozen=True, tag="raised"):
     error_type: str
     message: str
     traceback: str
+    cause: str = ""
+    """The type and the first line of the exception that is the cause, which may be wrapped in this one."""
+    line: str = ""
+    """The innermost line of the script, like "/home/me/train.py:33"."""
     output_start: int | None = None
     """The size of the worker's log file before it gets the traceback; None if the traceback goes elsewhere."""
 
@@ -44,6 +48,8 @@ class GroupTeardown(Record, frozen=True, tag="group_teardown"):
     error_type: str = ""
     message: str = ""
     traceback: str = ""
+    cause: str = ""
+    line: str = ""
 
 
 class ScriptFinished(Record, frozen=True, tag="script_finished"):

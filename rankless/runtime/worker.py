@@ -21,6 +21,7 @@ from rankless.config.script_source import names_rankless
 from rankless.config.worker_config import HostConfig, WorkerConfig, WorkerLaunch
 from rankless.records.channel import send_record
 from rankless.records.events import AnyRecord, GroupTeardown, Notice, Raised, ScriptFinished
+from rankless.runtime.error_cause import find_cause
 from rankless.runtime.fast_exit import FastExit
 from rankless.runtime.hooks import import_aliases, tensorboard_writers
 from rankless.runtime.hooks.file_writes import FileWriteMonitor
@@ -243,7 +244,10 @@ class WorkerProcess:
 
 
 def _error_fields(error: BaseException) -> dict[str, str]:
+    cause = find_cause(error)
     return {
+        "cause": cause.text,
+        "line": cause.line,
         "error_type": type(error).__name__,
         "message": str(error)[:_MAX_TEXT_CHARACTERS],
         "traceback": "".join(traceback.format_exception(error))[-_MAX_TEXT_CHARACTERS:],

@@ -16,6 +16,7 @@ import msgspec
 
 from rankless.errors import LostWorkerError
 from rankless.launch.signals import name_signal
+from rankless.launch.supervisor.error_lines import describe_error, first_line
 from rankless.launch.watchdog.timed_out_collectives import parse_timeout
 from rankless.records.events import (
     AnyRecord,
@@ -157,7 +158,7 @@ def _find_own_failure(records: Sequence[AnyRecord], index: int) -> Verdict | Non
             root_cause_rank=record.rank,
             cause="raised",
             exit_code=code,
-            headline=f"raised {first_line(record)}",
+            headline=f"raised {describe_error(record)}",
             traceback=record.traceback,
             settling_seconds=EXPLAINED_SETTLING_SECONDS if has_printed else PRINTING_SECONDS,
         )
@@ -283,7 +284,7 @@ def _find_early_exit(records: Sequence[AnyRecord], secondary: Raised, host_of: C
                 root_cause_rank=record.rank,
                 cause="raised",
                 exit_code=1,
-                headline=f"raised {first_line(record)}",
+                headline=f"raised {describe_error(record)}",
                 traceback=record.traceback,
                 settling_seconds=SETTLING_SECONDS,
             )
@@ -359,9 +360,3 @@ def _find_timeout(records: Sequence[AnyRecord], secondary: Sequence[Raised]) -> 
         traceback=next(record.traceback for record in secondary if record.rank == first.rank),
         settling_seconds=TIMEOUT_SETTLING_SECONDS,
     )
-
-
-def first_line(record: Raised | GroupTeardown) -> str:
-    """Return an exception's type and the first line of its message."""
-    line = (record.message.strip().splitlines() or [""])[0]
-    return f"{record.error_type}: {line[:200]}" if line else record.error_type
