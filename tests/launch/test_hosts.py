@@ -68,23 +68,6 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_an_agent_of_host_0_that_was_stopped_is_named_on_both_hosts(hosts: Hosts, folder: Path):
-    line = command("run", "--hosts", listed(hosts, 1), "--no-ssh", "--insecure", "--no-progress", "faulty.py", "9", "")
-    agents = [hosts.start(name, line, cwd=folder) for name in ("a", "b")]
-    wait_until(lambda: len(read_process_ids(folder)) == 2)
-    os.kill(agents[0].pid, signal.SIGSTOP)
-    reports = ["", agents[1].communicate(timeout=60)[1]]
-    os.kill(agents[0].pid, signal.SIGCONT)
-    reports[0] = agents[0].communicate(timeout=60)[1]
-    assert [agent.returncode for agent in agents] == [1, 1], reports
-    addresses = hosts.addresses
-    assert f"host 0, {addresses[0]}, was lost: no heartbeat for" in reports[1]
-    why = f"{addresses[1]} had no heartbeat for . s from its agent, and ended its workers. This agent did not run for"
-    assert re.search(f"host {addresses[0]} was lost: {why}", reports[0]), reports[0]
-    first = next(text for text in reports[0].splitlines() if "Traceback" in text or "was lost" in text)
-    assert "was lost" in first, reports[0]
-
-
 def command(*words: str) -> list[str]:
     return [sys.executable, "-m", "rankless", *words]
 
