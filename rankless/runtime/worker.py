@@ -21,7 +21,6 @@ from rankless.config.script_source import names_rankless
 from rankless.config.worker_config import HostConfig, WorkerConfig, WorkerLaunch
 from rankless.records.channel import send_record
 from rankless.records.events import AnyRecord, GroupTeardown, Notice, Raised, ScriptFinished
-from rankless.runtime.error_cause import find_cause
 from rankless.runtime.fast_exit import FastExit
 from rankless.runtime.hooks import import_aliases, tensorboard_writers
 from rankless.runtime.hooks.file_writes import FileWriteMonitor
@@ -29,6 +28,7 @@ from rankless.runtime.hooks.import_hook import FirstImportHook
 from rankless.runtime.hooks.nested_spawn_warning import warn_on_nested_spawn
 from rankless.runtime.process_tree import allow_interrupts, set_parent_death_signal
 from rankless.runtime.redirect_output import measure_error_log, redirect_output
+from rankless.runtime.shutdown.error_cause import find_cause
 from rankless.runtime.status_publisher import publish_status
 from rankless.runtime.user_program import exec_command, expand_local_rank, prepare_main
 from rankless.terminal import process_title

@@ -22,20 +22,20 @@ def hold(phase):
     if phase != sys.argv[1] or os.environ.get("RANK", "1") not in sys.argv[3].split(","):
         return
     if sys.argv[2] == "killed":
-        os.kill(os.getpid(), signal.SIGKILL)
+        signal.raise_signal(signal.SIGKILL)
     if sys.argv[2] == "stopped":
-        os.kill(os.getpid(), signal.SIGSTOP)
+        signal.raise_signal(signal.SIGSTOP)
     time.sleep(600)
 """
-PRELOADED = """
+FORK_SERVER = """
 import os, signal, socket, sys, time
 # The fork server of the last host: it has no arguments and no rank.
 fault, host = open("start").read().split()
 if host in ("any", socket.gethostname()):
     if fault == "killed":
-        os.kill(os.getpid(), signal.SIGKILL)
+        signal.raise_signal(signal.SIGKILL)
     if fault == "stopped":
-        os.kill(os.getpid(), signal.SIGSTOP)
+        signal.raise_signal(signal.SIGSTOP)
     time.sleep(600)
 """
 IMPORTED = "from held import hold\nhold('import')\n"
@@ -98,7 +98,7 @@ main()
 STUCK = {
     "start": r"its process has not started: process \d+, which starts the workers, sleeps",
     "import": r"it is in hold\(\) at \S*held.py:\d+, called from \S*imported.py:2 while it imports a module \(sleeps",
-    "joining": r"it waits in TCPStore\(\) at script.py:\d+",
+    "joining": r"waits in TCPStore\(\) at script.py:\d+",
     "data": r"while it reads data; its DataLoader worker, process \d+, is in hold\(\) at .*\(sleeps",
     "capture": r"it is in hold\(\) at .* while it captures a job \(sleeps",
     "save": r"it is in hold\(\) at .* while it saves or loads \(sleeps",
@@ -157,7 +157,7 @@ def expected(phase: str, fault: str) -> str:
 def test_a_process_is_named_in_every_phase(
     phase: str, fault: str, who: str, host_count: int, tmp_path: Path, request: pytest.FixtureRequest
 ):
-    files = {"held": HOLD, "imported": IMPORTED, "script": SCRIPT, "preloaded": PRELOADED}
+    files = {"held": HOLD, "imported": IMPORTED, "script": SCRIPT, "preloaded": FORK_SERVER}
     for name, text in files.items():
         (tmp_path / f"{name}.py").write_text(text)
     (tmp_path / "start").write_text(f"{fault} {'any' if who == 'all' or host_count == 1 else 'b'}")

@@ -164,11 +164,6 @@ class FollowerPeers:
         self.started_servers: dict[int, ServersStarted | ServersRefused] = {}
         """What each other host has sent of the start of its servers, by host index."""
         self._worker_messages: list[tuple[int, WorkerMessage]] = []
-        self._polled_at: float | None = None
-        self._longest_pause = 0.0
-        """The longest time between two polls: a signal had stopped this agent, or the machine was overloaded."""
-        self._has_lost_itself = False
-        """Whether a follower has ended because it had lost this host."""
 
     def set_output_sink(self, show: Callable[[Source, bytes], None]) -> None:
         """Pass the output of other hosts' workers to `show` from now on."""
@@ -184,9 +179,6 @@ class FollowerPeers:
 
     def poll(self, now: float) -> PeerPollResult:
         """Return the records of all followers; a lost follower gives a `HostLost` record."""
-        if self._polled_at is not None:
-            self._longest_pause = max(self._longest_pause, now - self._polled_at)
-        self._polled_at = now
         records: list[AnyRecord] = []
         for event in self._server.poll(now):
             if isinstance(event, HostReported) and isinstance(event.message, WorkerRecords):
@@ -265,22 +257,15 @@ class FollowerPeers:
 
     def _take_end(self, host: int, end: HostEnded, records: list[AnyRecord]) -> None:
         """Add what the end of a host says to `records`."""
-        if end.lost_leader and not self._has_lost_itself:
-            # Its workers were ended because of that: their records before this one say how, and not why.
-            self._has_lost_itself = True
-            reason = f"was lost: {self._names[host]} had {end.lost_leader} from its agent, and ended its workers"
-            records.insert(0, self._make_lost_record(0, reason + self._describe_pause()))
+        if end.lost_leader:  # the records before this one say how its workers ended, and not why
+            pause = self._server.longest_pause_seconds
+            more = "" if pause < HEARTBEAT_SECONDS else f". This agent did not run for {format_seconds(pause)}"
+            reason = f"was lost: {self._names[host]} had {end.lost_leader} from its agent, and ended its workers{more}"
+            records.insert(0, self._make_lost_record(0, reason))
         elif end.interrupted_by is None and end.fork_server_exit_code:
-            records.append(self._make_failed_record(host, end))
-
-    def _make_failed_record(self, host: int, end: HostEnded) -> HostLost:
-        output = f":\n{end.fork_server_output}" if end.fork_server_output else ""
-        reason = f"lost the process that starts its workers (exit code {end.fork_server_exit_code}){output}"
-        return self._make_lost_record(host, reason)
-
-    def _describe_pause(self) -> str:
-        pause = self._longest_pause
-        return "" if pause < HEARTBEAT_SECONDS else f". This agent did not run for {format_seconds(pause)}"
+            output = f":\n{end.fork_server_output}" if end.fork_server_output else ""
+            reason = f"lost the process that starts its workers (exit code {end.fork_server_exit_code}){output}"
+            records.append(self._make_lost_record(host, reason))
 
     def _make_lost_record(self, host: int, reason: str) -> HostLost:
         rank = _first_rank(self._start, host)
@@ -396,10 +381,8 @@ class LeaderPeer:
         self.send_records([record])
 
     def send_end(self, end: HostEnded) -> None:
-        """Send this host's recordings to host 0, then report that nothing is alive here.
-
-        Host 0 receives it even if this host has lost host 0, once host 0's agent runs again.
-        """
+        """Send this host's recordings to host 0, then report that nothing is alive here."""
+        # A lost host 0 receives it once its agent runs again.
         end = msgspec.structs.replace(end, lost_leader=self.lost_reason or "")
         for chunk in read_recording(self._start, self._host_index):
             self._connection.send(chunk)
