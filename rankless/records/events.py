@@ -111,6 +111,8 @@ class ServerObserved(Record, frozen=True, tag="server_observed"):
     doing: str
     """To follow "server 1", like "is idle (0 % CPU)"."""
     state: ServerState = "runs"
+    is_busy: bool = False
+    """Whether it computes, and so makes progress."""
 
 
 class Progress(Record, frozen=True, tag="progress"):

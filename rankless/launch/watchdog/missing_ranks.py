@@ -21,6 +21,8 @@ DEADLOCK_SECONDS = 60.0
 DEADLOCK_MULTIPLE = 3.0
 BLOCKED_SECONDS = 600.0
 BLOCKED_MULTIPLE = 10.0
+SERVER_CALLS = ("a lookup in a table", "a request to the servers")
+"""What the stack classifier calls the waits for parameter servers."""
 WAITS_FOR_DISK = "waits for a disk"
 
 
@@ -36,6 +38,13 @@ class HangDiagnosis:
     """How long the job has made no progress."""
     servers: tuple[ServerStatus, ...] = ()
     """The parameter servers that do not answer. If there is one, all ranks that are idle wait for it."""
+    busy_servers: tuple[ServerStatus, ...] = ()
+    """The servers that compute."""
+
+    @property
+    def waits_for_servers(self) -> bool:
+        """Whether no rank or server holds up the job, and a rank waits for an answer of the servers."""
+        return not self.missing and not self.servers and any(where.doing in SERVER_CALLS for where in self.waiting)
 
     @property
     def least_seconds(self) -> float:
@@ -55,7 +64,7 @@ class HangDiagnosis:
             stall_limit: The pause in seconds that is unusual for this job.
         """
         states = [missing_rank.state for missing_rank in self.missing] + [server.state for server in self.servers]
-        if timeout == 0 or "debugged" in states:
+        if timeout == 0 or "debugged" in states or (self.waits_for_servers and self.busy_servers):
             return float("inf")
         if timeout is not None:
             return timeout

@@ -28,7 +28,7 @@ def format_report(
     if step_rate.step_seconds is not None:
         steps += f", a step took {format_seconds(step_rate.step_seconds)}"
     lines = [f"no progress for {format_seconds(diagnosis.seconds)} ({steps}): {describe_waiting(diagnosis)}"]
-    for server in (diagnosis.servers or servers)[:MAX_LISTED]:
+    for server in (diagnosis.servers or servers)[: len(servers) if diagnosis.waits_for_servers else MAX_LISTED]:
         lines.append(f"  {server.name} {server.doing}")
     for missing_rank in diagnosis.missing[:MAX_LISTED]:
         name = format_rank(missing_rank, host_name) + ("" if diagnosis.waiting else ":")
@@ -86,6 +86,10 @@ def describe_full_wait(diagnosis: HangDiagnosis) -> str:
             "the ranks do not find each other: MASTER_ADDR, MASTER_PORT, world size or store may differ between them, "
             "or a firewall rejects their connections"
         )
+    if diagnosis.waits_for_servers:
+        names = ", ".join(server.name for server in diagnosis.busy_servers)
+        verb = "computes" if len(diagnosis.busy_servers) == 1 else "compute"
+        return f"{names} {verb}" if names else "no server computes: a request or an answer may be lost"
     return "sizes, dtypes or groups may differ between ranks, or the network is at fault"
 
 

@@ -3,7 +3,7 @@
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -189,7 +189,7 @@ class Watchdog:
         return [worker for rank, worker in self._workers.items() if rank not in self._finished]
 
     def _stalled_seconds(self, now: float) -> float:
-        """How long some rank has been idle while no rank made a step, and while all servers served."""
+        """How long some rank has been idle while no rank made a step, and while all servers served and were idle."""
         stalled = [now - worker.idle_since() for worker in self._live_workers() if not self._is_busy_waiting(worker)]
         busy_waiting = [
             self._step_rate.seconds_since_step(now) for worker in self._live_workers() if self._is_busy_waiting(worker)
@@ -203,6 +203,7 @@ class Watchdog:
         return min(
             self._step_rate.seconds_since_step(now),
             self._servers.seconds_since_restart(now),
+            self._servers.seconds_since_activity(now),
             max([*stalled, *busy_waiting, *remote], default=0.0),
         )
 
@@ -248,6 +249,7 @@ class Watchdog:
                 ranks, seconds=stalled, stall_limit=stall_limit
             )
             if diagnosis is not None:
+                diagnosis = replace(diagnosis, busy_servers=tuple(each for each in servers if each.is_busy))
                 yield from self._report_diagnosis(diagnosis, stalled - diagnosis.seconds, servers)
 
     def _report_missing_ranks(self, statuses: Mapping[int, RankStatus]) -> Iterator[HangDetected]:
