@@ -122,7 +122,7 @@ class SummaryFile:
     def _describe(self, failure: Verdict) -> RunFailure:
         rank, server = failure.root_cause_rank, failure.root_cause_server
         host = failure.root_cause_host or self._host_name.get(rank, "")
-        line = find_script_line(failure.traceback)
+        line = failure.line or find_script_line(failure.traceback)
         if server is not None:
             host = self._server_host_names[server]
         return RunFailure(

@@ -10,12 +10,6 @@ from rankless.user_code import is_library
 _FRAME = re.compile(r'^ *File "(.*)", line (\d+), in (.*)$', re.MULTILINE)
 
 
-def describe_error(record: Raised | GroupTeardown) -> str:
-    """Return the cause of an exception and the script's line, like "ValueError: no rows at train.py:33"."""
-    line = find_line(record)
-    return first_line(record) + (f" at {line}" if line else "")
-
-
 def first_line(record: Raised | GroupTeardown) -> str:
     """Return the type of the exception that is the cause, and the first line of its message."""
     if record.cause:

@@ -16,7 +16,7 @@ import msgspec
 
 from rankless.errors import LostWorkerError
 from rankless.launch.signals import name_signal
-from rankless.launch.supervisor.error_lines import describe_error, first_line
+from rankless.launch.supervisor.error_lines import find_line, first_line
 from rankless.launch.watchdog.timed_out_collectives import parse_timeout
 from rankless.records.events import (
     AnyRecord,
@@ -89,6 +89,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     cause: Cause
     exit_code: int
     headline: str
+    line: str = ""
+    """The script's line of an exception, like "train.py:33"."""
     traceback: str = ""
     settling_seconds: float = EXPLAINED_SETTLING_SECONDS
     """How long to wait for a record that changes the verdict."""
@@ -158,7 +160,8 @@ def _find_own_failure(records: Sequence[AnyRecord], index: int) -> Verdict | Non
             root_cause_rank=record.rank,
             cause="raised",
             exit_code=code,
-            headline=f"raised {describe_error(record)}",
+            headline=f"raised {first_line(record)}",
+            line=find_line(record),
             traceback=record.traceback,
             settling_seconds=EXPLAINED_SETTLING_SECONDS if has_printed else PRINTING_SECONDS,
         )
@@ -284,7 +287,8 @@ def _find_early_exit(records: Sequence[AnyRecord], secondary: Raised, host_of: C
                 root_cause_rank=record.rank,
                 cause="raised",
                 exit_code=1,
-                headline=f"raised {describe_error(record)}",
+                headline=f"raised {first_line(record)}",
+                line=find_line(record),
                 traceback=record.traceback,
                 settling_seconds=SETTLING_SECONDS,
             )

@@ -139,7 +139,8 @@ def format_failure(
     if verdict.cause in ("host", "interrupted"):
         return f"rankless: {verdict.headline}\nrankless: the job was ended, exit code {verdict.exit_code}\n"
     on_host = f" on {host}" if host else ""
-    lines = [f"rankless: {verdict.root_cause}{on_host} {verdict.headline}"]
+    at = f" at {verdict.line}" if verdict.line else ""
+    lines = [f"rankless: {verdict.root_cause}{on_host} {verdict.headline}{at}"]
     trace = shorten_traceback(verdict.traceback, limit=_TRACEBACK_LINES) if with_traceback else []
     lines += [f"    {line[:_MAX_LINE_CHARS]}" for line in trace]
     lines.append(
