@@ -74,6 +74,11 @@ CASES = {
         "    raise RuntimeError('unable to write to file </torch_1_2_3>: No space left on device (28)')  # here",
         "No space left on device (28); /dev/shm, through which DataLoader workers send batches, has",
     ),
+    "with a bus error": (
+        "def fail(index):\n    os.kill(os.getpid(), signal.SIGBUS)\n"
+        "def run():\n    for _ in DataLoader(Data(), batch_size=2, num_workers=1):  # here\n        pass",
+        "is killed by signal: Bus error.",
+    ),
     "with a full disk": (
         "def run():\n    raise OSError(errno.ENOSPC, 'No space left on device')  # here",
         "OSError: [Errno 28] No space left on device at",

@@ -169,7 +169,7 @@ class WorkerMonitor:
         doing, text = "", self._location().text
         stats = read_process_stats(self.activity.process_id)
         if stats is None or stats.state in "ZX":
-            doing = "has ended, and the process that starts the workers does not report it" + _describe_stop(parent)
+            doing = f"stays a zombie: the process that starts the workers {_describe_parent(parent)}"
         elif stats.state == "T":
             doing = f"is stopped by a signal (kill -CONT {self.activity.process_id} resumes it)"
         else:
@@ -256,11 +256,10 @@ def status_before_start(rank: int, parent: ActivityTracker, now: float) -> RankS
     )
 
 
-def _describe_stop(parent: ActivityTracker | None) -> str:
-    if parent is None:
-        return ""
-    is_stopped = parent.stats is not None and parent.stats.state == "T"
-    return f": it is stopped by a signal (kill -CONT {parent.process_id} resumes it)" if is_stopped else ""
+def _describe_parent(parent: ActivityTracker | None) -> str:
+    if parent is not None and parent.stats is not None and parent.stats.state == "T":
+        return f"is stopped by a signal (kill -CONT {parent.process_id} resumes it)"
+    return "does not reap it"
 
 
 def write_stacks(path: str, workers: Sequence[WorkerMonitor], remote_statuses: Collection[RankStatus] = ()) -> str:

@@ -22,6 +22,8 @@ _EXHAUSTED = re.compile(
     r"|killed by signal: Bus error|out of shared memory|insufficient shared memory"
 )
 """The errors of PyTorch's shared memory and of its DataLoader when /dev/shm is full."""
+_LOST_READER = re.compile(r"DataLoader worker \(pid\(s\) [\d, ]+\) exited unexpectedly")
+"""PyTorch's error from another one, which says by which signal."""
 MAX_CAUSE_CHARACTERS = 200
 
 
@@ -56,6 +58,9 @@ def _unwrap(error: BaseException) -> tuple[BaseException, str]:
         cause = error.__cause__
         if cause is None or type(cause).__name__ in _REMOTE or isinstance(error, RanklessError):
             return error, more
+        if _LOST_READER.search(str(error)):
+            error = cause
+            continue
         if not _is_raised_in_library(error) or _is_raised_in_library(cause):
             return error, more
         more = more or f" ({type(error).__name__})"
