@@ -132,11 +132,13 @@ def own_host_index(hosts: Sequence[Host]) -> int:
         return found[0]
     listed = ", ".join(map(str, hosts))
     if not found:
-        outward = sorted(address for address in own if not is_loopback(address) and not address.startswith("fe80"))
+        unknown = [host.address for host in hosts if not addresses_of(host.address)]
+        names = f"; {', '.join(unknown)} {'does' if len(unknown) == 1 else 'do'} not resolve here" if unknown else ""
+        correct = f"correct {' and '.join(unknown)}, or add {'it' if len(unknown) == 1 else 'them'} to /etc/hosts; "
         raise ConfigError(
             expected=f"this host among {listed}",
-            found=f"{socket.gethostname()}, with {', '.join(outward) or 'no address but loopback'}",
-            fix="list it by an address of its own, or start the job on a host of the list",
+            found=f"{socket.gethostname()}, with {', '.join(outward_addresses()) or 'no address but loopback'}{names}",
+            fix=f"{correct if unknown else ''}list it by an address of its own, or start the job on a host of the list",
         )
     raise ConfigError(
         expected="hosts that are different machines",
@@ -151,6 +153,17 @@ def own_addresses() -> frozenset[str]:
     cards = psutil.net_if_addrs().values()
     found = {item.address.partition("%")[0] for items in cards for item in items if item.family in families}
     return frozenset(found | {"127.0.1.1"})
+
+
+def outward_addresses() -> list[str]:
+    """Return this host's addresses that other hosts may reach, in order."""
+    return sorted(each for each in own_addresses() if not is_loopback(each) and not each.startswith("fe80"))
+
+
+def is_own_loopback_name(name: str) -> bool:
+    """Whether a name that others know this host by means a loopback address here, as Debian's /etc/hosts has it."""
+    found = addresses_of(name)
+    return bool(found) and name not in found and name != "localhost" and all(map(is_loopback, found))
 
 
 def addresses_of(name: str) -> frozenset[str]:

@@ -7,6 +7,11 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]  # it has no stubs
 
+from rankless.records.quantities import format_bytes
+
+SHARED_MEMORY = "/dev/shm"
+LITTLE_SHARED_BYTES, FREE_SHARED_BYTES = 64 << 20, 16 << 20
+"""A file system of at most so much shared memory, or with less than so much free, is too small for batches."""
 _ROOT = Path("/sys/fs/cgroup")
 
 
@@ -37,6 +42,32 @@ def measure_memory() -> Memory:
             free = limit - used + _count_unused_file_bytes(group)
             found = Memory(max(0, min(found.free, free)), limit, is_limited=True)
     return found
+
+
+def describe_little_shared_memory(root: str = "") -> str:
+    """Return the size of the shared memory as a clause if it is small or nearly full; "" if not.
+
+    Args:
+        root: The root folder as another process sees it, such as "/proc/123/root".
+    """
+    whole, free = _measure_shared_memory(root)
+    return describe_shared_memory(root) if whole <= LITTLE_SHARED_BYTES or free < FREE_SHARED_BYTES else ""
+
+
+def describe_shared_memory(root: str = "") -> str:
+    """Return the size of the shared memory as a clause; "" if this system has none at that place."""
+    whole, free = _measure_shared_memory(root)
+    size = f"{format_bytes(whole)}, {format_bytes(free)} of them free"
+    return f"{SHARED_MEMORY}, through which DataLoader workers send batches, has {size}" if whole else ""
+
+
+def _measure_shared_memory(root: str) -> tuple[int, int]:
+    """Return the size of the shared memory and how much of it is free, in bytes; 0 without any."""
+    try:
+        found = os.statvfs(root + SHARED_MEMORY)
+    except OSError:
+        return 0, 0
+    return found.f_frsize * found.f_blocks, found.f_frsize * found.f_bavail
 
 
 def _count_unused_file_bytes(group: Path) -> int:

@@ -176,6 +176,7 @@ class HostRun:
         descriptor = self.live.descriptor
         self.report = RunReport(config, job, folder, agent=None if descriptor is None else identify_agent(descriptor))
         self.live.begin(make_live_run(config, job, folder=folder, pages=pages, log_file=self.report.log_file))
+        self._parent: WorkerParent | None = None
         self._watchdog = self._make_watchdog(folder)
         lead, is_quiet = self._workers[0] if self._workers else None, config.agent_output == "quiet"
         streams.write_error("" if is_quiet else self.report.format_opening(lead))
@@ -208,6 +209,7 @@ class HostRun:
                 pages=self._pages if config.hang_timeout_seconds != 0 else (),
                 timeout_seconds=config.hang_timeout_seconds,
                 peers=job.peers,
+                parent_process=lambda: None if self._parent is None else self._parent.process_id,
                 stacks_file=os.path.join(folder, f"stacks{job.host_index or ''}.txt"),
                 host_name=self.report.host_name,
                 list_servers=self._servers.list_rows,
@@ -277,7 +279,7 @@ class HostRun:
 
     def before_records(self) -> Sequence[AnyRecord]:
         """See `RunObserver`."""
-        self._has_parent_ended = self._parent.poll() is not None
+        self._has_parent_ended = self._parent is not None and self._parent.poll() is not None
         self._terminal.measure()
         # The servers of this host serve the workers of others, too.
         return self._servers.poll() if not self._has_parent_ended or self._job.peers.are_running else []

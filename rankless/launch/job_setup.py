@@ -11,7 +11,15 @@ import msgspec
 
 from rankless.config import environment
 from rankless.config.backends import ABORTABLE, choose_abortable_backend, choose_backend, count_most_lost
-from rankless.config.hosts import addresses_of, interface_of, interface_towards, is_loopback, own_addresses
+from rankless.config.hosts import (
+    addresses_of,
+    interface_of,
+    interface_towards,
+    is_loopback,
+    is_own_loopback_name,
+    outward_addresses,
+    own_addresses,
+)
 from rankless.config.run_config import AgreedJobConfig, Cluster, RunConfig
 from rankless.config.servers import AgreedServers, ServersConfig, make_servers_config
 from rankless.errors import ConfigError, JoinError
@@ -56,6 +64,10 @@ class ReadyJob:
     """The socket on which rank 0 will serve the store; on host 0 only."""
     servers: ServersConfig | None = None
     """The parameter servers of the run. No host sends their token over the control channel."""
+
+
+_ANYWHERE = ("192.0.2.1", "2001:db8::1")
+"""Addresses of no host (RFC 5737, RFC 3849): the route to them is the default route. Nothing is sent there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +115,8 @@ def _set_up_as_leader(config: RunConfig, request: _SetupRequest) -> Iterator[Rea
     environment.apply(cluster.variables)
     token = make_leader_token(cluster) if request.token is None else request.token
     interface, address = own_address(cluster)
+    if is_own_loopback_name(cluster.hosts[0].address) and not is_loopback(address):
+        notify(f"the name {cluster.hosts[0].address} is a loopback address here: host 0 listens on {address}")
     own = _collect_facts(config, cluster, address)
     with contextlib.ExitStack() as stack:
         if cluster.agent_start == "slurm":
@@ -197,7 +211,9 @@ def require_own_name(cluster: Cluster) -> None:
     if not addresses_of(cluster.hosts[0].address) & own_addresses():
         raise ConfigError(
             expected=f"host 0, the master, on the host that is called {cluster.hosts[0]}",
-            found="this host, which has no such address",
+            found="this host, which has no such address"
+            if addresses_of(cluster.hosts[0].address)
+            else f"{cluster.hosts[0].address}, which does not resolve here",
             fix="give this host another number: --node-rank 0 (--host-rank 0, --rank 0) is the master's host; or name "
             "this host as the master",
         )
@@ -212,6 +228,8 @@ def own_address(cluster: Cluster) -> tuple[str, str]:
     # On Debian a host's own name is a loopback address. The route to another host then gives the address.
     target = cluster.hosts[1 if cluster.is_listed else 0].address
     try:
+        if not outward and not cluster.is_listed and is_own_loopback_name(target):
+            return _default_address(target)
         return (interface_of(outward[0]), outward[0]) if outward else interface_towards(target)
     except OSError as error:
         raise ConfigError(
@@ -219,6 +237,26 @@ def own_address(cluster: Cluster) -> tuple[str, str]:
             found=error.strerror or str(error),
             fix="check that the names resolve and the network is up: rankless doctor --hosts …",
         ) from None
+
+
+def _default_address(name: str) -> tuple[str, str]:
+    """Return interface and address of host 0 where its name is a loopback address, and no other host is known yet.
+
+    Raises `ConfigError` if it has several addresses, and none of them is on the default route.
+    """
+    outward = outward_addresses()
+    if len(outward) == 1:
+        return interface_of(outward[0]), outward[0]
+    for anywhere in _ANYWHERE:
+        with contextlib.suppress(OSError):
+            interface, address = interface_towards(anywhere)
+            if address in outward:
+                return interface, address
+    raise ConfigError(
+        expected=f"a name of host 0 under which the other hosts reach it: {name}",
+        found=f"{', '.join(sorted(addresses_of(name)))} here, and its addresses are {', '.join(outward) or 'none'}",
+        fix="give one of those addresses instead of the name, on every host; or correct the name in /etc/hosts",
+    )
 
 
 def _listen(address: str, cluster: Cluster) -> socket.socket:

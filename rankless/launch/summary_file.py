@@ -14,8 +14,8 @@ import msgspec
 
 from rankless.config.run_config import RunConfig
 from rankless.launch.job_setup import ReadyJob
+from rankless.launch.supervisor.error_lines import find_script_line
 from rankless.launch.supervisor.failure_attribution import Verdict
-from rankless.launch.supervisor.secondary_failure_lines import find_script_line
 from rankless.records.encoding import encode_json
 from rankless.records.events import (
     NO_RANK,
@@ -134,7 +134,7 @@ class SummaryFile:
     def _describe(self, failure: Verdict) -> RunFailure:
         rank, server = failure.root_cause_rank, failure.root_cause_server
         host = failure.root_cause_host or self._host_name.get(rank, "")
-        line = find_script_line(failure.traceback)
+        line = failure.line or find_script_line(failure.traceback)
         if server is not None:
             host = self._server_host_names[server]
         return RunFailure(

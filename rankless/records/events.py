@@ -31,6 +31,10 @@ class Raised(Record, frozen=True, tag="raised"):
     error_type: str
     message: str
     traceback: str
+    cause: str = ""
+    """The type and the first line of the exception that is the cause, which may be wrapped in this one."""
+    line: str = ""
+    """The innermost line of the script, like "/home/me/train.py:33"."""
     output_start: int | None = None
     """The size of the worker's log file before it gets the traceback; None if the traceback goes elsewhere."""
 
@@ -44,6 +48,8 @@ class GroupTeardown(Record, frozen=True, tag="group_teardown"):
     error_type: str = ""
     message: str = ""
     traceback: str = ""
+    cause: str = ""
+    line: str = ""
 
 
 class ScriptFinished(Record, frozen=True, tag="script_finished"):
@@ -105,6 +111,8 @@ class ServerObserved(Record, frozen=True, tag="server_observed"):
     doing: str
     """To follow "server 1", like "is idle (0 % CPU)"."""
     state: ServerState = "runs"
+    is_busy: bool = False
+    """Whether it computes, and so makes progress."""
 
 
 class Progress(Record, frozen=True, tag="progress"):
@@ -194,6 +202,8 @@ class RankStatus(Record, frozen=True, tag="rank_status"):
     """The address and port to which a rank that waits tries to connect without an answer."""
     is_rendezvous: bool = False
     """Whether it waits for the other ranks to join a group or a store."""
+    phase: str = "script"
+    """Its phase: a name in `launch.watchdog.phases`."""
     requested: bool = False
     """Whether it only answers a request of host 0."""
 

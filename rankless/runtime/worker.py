@@ -34,6 +34,7 @@ from rankless.runtime.hooks.import_hook import FirstImportHook
 from rankless.runtime.hooks.nested_spawn_warning import warn_on_nested_spawn
 from rankless.runtime.process_tree import allow_interrupts, set_parent_death_signal
 from rankless.runtime.redirect_output import measure_error_log, redirect_output, take_terminal
+from rankless.runtime.shutdown.error_cause import find_cause
 from rankless.runtime.status_publisher import publish_status
 from rankless.runtime.user_program import exec_command, expand_local_rank, prepare_main
 from rankless.terminal import process_title
@@ -263,7 +264,10 @@ class WorkerProcess:
 
 
 def _error_fields(error: BaseException) -> dict[str, str]:
+    cause = find_cause(error)
     return {
+        "cause": cause.text,
+        "line": cause.line,
         "error_type": type(error).__name__,
         "message": _message_of(error)[:_MAX_TEXT_CHARACTERS],
         "traceback": "".join(traceback.format_exception(error))[-_MAX_TEXT_CHARACTERS:],

@@ -63,7 +63,7 @@ def test_a_quiet_run_prints_nothing_of_its_own(tmp_path: Path) -> None:
 def test_the_summary_of_a_failure_names_rank_error_and_line(tmp_path: Path) -> None:
     script = "import os, time\nwhile os.environ['RANK'] != '1':\n    time.sleep(0.1)\nraise ValueError('no data')\n"
     job = run_script(script, "-n", "2", "-q", "--json", "out.json", folder=tmp_path)
-    assert job.stderr.startswith("rankless: rank 1 raised ValueError: no data\n")
+    assert job.stderr.startswith("rankless: rank 1 raised ValueError: no data at script.py:")
     summary = decode_run_summary((tmp_path / "out.json").read_bytes())
     assert (summary.outcome, summary.exit_code, summary.verdict) == ("failed", 1, "rank 1 raised ValueError: no data")
     assert summary.failure is not None

@@ -87,7 +87,7 @@ def test_an_error_of_the_script_ends_the_run_after_a_worker_was_lost(tmp_path):
     )
     assert done.returncode == 1
     assert "2 workers go on" in done.stderr
-    assert re.search(r"rankless: rank [02] raised ValueError: no\n", done.stderr)
+    assert re.search(r"rankless: rank [02] raised ValueError: no at script.py:\d+\n", done.stderr)
 
 
 @pytest.mark.parametrize(

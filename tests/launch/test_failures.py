@@ -166,7 +166,7 @@ def test_the_terminal_shows_the_whole_traceback_of_rank_0_once_if_it_failed_firs
     assert job.stdout.startswith("before[rank0]: Traceback")
     assert job.stdout.endswith("KeyError: 'deep'\nat exit\n")
     assert job.stdout.count("File") == 14
-    assert "rankless: rank 0 raised KeyError: 'deep'\n" in job.stderr
+    assert "rankless: rank 0 raised KeyError: 'deep' at script.py:" in job.stderr
 
 
 @pytest.mark.exhaustive

@@ -11,6 +11,7 @@ import tempfile
 import traceback
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import psutil
 import pytest
@@ -22,8 +23,10 @@ from rankless.launch.servers.processes import ServerProcesses, ServerRow
 from rankless.launch.servers.server_configs import ServerLaunch
 from rankless.launch.signals import Interrupts
 from rankless.launch.supervisor.failure_attribution import has_lost_server
-from rankless.launch.watchdog.missing_ranks import BLOCKED_SECONDS, blame_servers
+from rankless.launch.watchdog.missing_ranks import BLOCKED_SECONDS, blame_servers, diagnose
+from rankless.launch.watchdog.report import format_report
 from rankless.launch.watchdog.server_monitor import ServerMonitor, ServerStatus
+from rankless.launch.watchdog.step_rate import StepRate
 from rankless.records.events import (
     NO_RANK,
     Raised,
@@ -51,6 +54,46 @@ def test_a_running_server_holds_up_nothing():
     assert blame_servers({0: WAITING}, [RUNNING], seconds=30.0) is None
     computing = RankStatus(rank=0, time_ns=0, state="computes")
     assert blame_servers({0: computing}, [STOPPED], seconds=30.0) is None
+
+
+def test_ranks_that_wait_for_servers_that_compute_are_no_fault_of_the_network():
+    ranks = {rank: msgspec.structs.replace(WAITING, rank=rank, doing="a lookup in a table") for rank in (0, 1)}
+    found = diagnose(ranks, seconds=30.0, stall_limit=10.0)
+    busy = ServerStatus(index=1, doing="computes (90 % CPU)", is_busy=True)
+    diagnosis = dataclasses.replace(found, busy_servers=(busy,))
+    report = format_report(diagnosis, StepRate(), host_name=lambda _: "", stacks_file="", servers=[RUNNING, busy])
+    assert "server 1 computes (90 % CPU)\n  no rank is missing: server 1 computes" in report
+    assert diagnosis.abort_after(timeout=5.0, stall_limit=10.0) == float("inf")
+    assert found.abort_after(timeout=5.0, stall_limit=10.0) == 5.0
+    idle = format_report(found, StepRate(), host_name=lambda _: "", stacks_file="", servers=[RUNNING])
+    assert "no rank is missing: no server computes: a request or an answer may be lost" in idle
+    assert "sizes, dtypes" not in report + idle
+    elsewhere = {rank: msgspec.structs.replace(where, doing="all_reduce") for rank, where in ranks.items()}
+    found = diagnose(elsewhere, seconds=30.0, stall_limit=10.0)
+    assert "sizes, dtypes" in format_report(found, StepRate(), host_name=lambda _: "", stacks_file="", servers=[busy])
+
+
+def test_a_server_that_computes_makes_progress():
+    code = "print('up', flush=True)\nwhile True: pass"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    row = ServerRow(index=0, process_id=process.pid, address="ipc:///run/0", log_file="server0.log")
+    monitor = ServerMonitor(lambda: [row])
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"up\n"
+        for now in (0.0, 2.0, 4.0):
+            monitor.update(now)
+        assert monitor.seconds_since_activity(4.0) == 0.0
+        assert [each.is_busy for each in monitor.list_statuses(4.0)] == [True]
+        process.send_signal(signal.SIGSTOP)
+        wait_until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED)
+        for now in (6.0, 7.0, 9.0):
+            monitor.update(now)
+        assert monitor.seconds_since_activity(9.0) >= 2.0
+        assert ServerMonitor(list).seconds_since_activity(9.0) == float("inf")
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_a_server_in_a_debugger_never_ends_the_job():

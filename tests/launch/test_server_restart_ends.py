@@ -72,7 +72,7 @@ def test_a_worker_that_fails_during_a_restart_is_the_root_cause(tmp_path: Path):
     script = ASK + "kill(0)\nwait_for('restarting')\nraise ValueError('no data')\n"
     job = run(tmp_path, script, "--servers", "2", "--workers", "1", server=SERVER + STARTS_FOR_EVER)
     assert job.returncode == 1
-    assert "rankless: rank 0 raised ValueError: no data\n" in job.stderr
+    assert "rankless: rank 0 raised ValueError: no data at script.py:" in job.stderr
     require_nothing_left(tmp_path)
 
 

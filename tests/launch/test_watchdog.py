@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -217,8 +218,57 @@ def test_a_process_that_polls_is_quiet_but_not_idle():
 
 def test_ended_ranks_are_not_checked(sleeper, tmp_path):
     with watch_rank_0(sleeper, tmp_path) as watchdog:
-        watchdog.receive(ScriptFinished(rank=0, time_ns=0, exit_code=0))
+        watchdog.receive(Exited(rank=0, time_ns=0, exit_code=0))
         assert collect_records(watchdog, 100) == []
+
+
+def test_a_process_that_outlives_the_script_of_every_rank_is_reported(sleeper, tmp_path):
+    with watch_rank_0(sleeper, tmp_path) as watchdog:
+        watchdog.receive(Exited(rank=1, time_ns=0, exit_code=0))
+        watchdog.receive(ScriptFinished(rank=0, time_ns=0, exit_code=0))
+        records = collect_records(watchdog, int(STARTUP_STALL_SECONDS) + 10)
+    (text,) = [record.text for record in records if isinstance(record, Notice)]
+    assert "rank 0 on a: its script has ended, but its process still runs" in text
+
+
+@pytest.mark.parametrize(("number", "shown"), [(signal.SIGSTOP, "is stopped by a signal (kill -CONT"), (0, "sleeps")])
+def test_a_rank_that_does_not_start_is_reported_with_its_parent(number, shown, sleeper, tmp_path):
+    os.kill(sleeper, number)
+    wait_until(lambda: not number or read_process_stats(sleeper).state == "T")
+    scene = WatchdogConfig(
+        worker_configs=[make_worker_config(0, 1)],
+        pages=open_status_pages(1),
+        timeout_seconds=20.0,
+        peers=NoPeers(),
+        parent_process=lambda: sleeper,
+        stacks_file=str(tmp_path / "stacks.txt"),
+    )
+    records = collect_records(Watchdog(scene), 30)
+    (stuck,) = [record for record in records if isinstance(record, HangDetected)]
+    assert f"its process has not started: process {sleeper}, which starts the workers, {shown}" in stuck.headline
+
+
+def test_a_slow_download_is_progress(tmp_path):
+    """It takes hardly any CPU time, and sleeps in between."""
+    code = "import time\nfile = open('data', 'wb', buffering=0)\nwhile True: file.write(bytes(20000)); time.sleep(0.2)"
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path)
+    try:
+        wait_until(lambda: (tmp_path / "data").exists())
+        tracker = ActivityTracker(process.pid, time.monotonic())
+        start = tracker.idle_since
+        tracker.update(start + 0.5)
+        tracker.update(start + 1.0)
+        size = (tmp_path / "data").stat().st_size
+        wait_until(lambda: (tmp_path / "data").stat().st_size > size + 50_000)
+        tracker.update(start + 2.0)
+        assert (tracker.idle_since, tracker.tree_idle_since) == (start, start + 2.0)
+        size = (tmp_path / "data").stat().st_size
+        wait_until(lambda: (tmp_path / "data").stat().st_size > size + 50_000)
+        tracker.update(start + 3.0, with_bytes=False)
+        assert tracker.tree_idle_since == start + 2.0
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_a_process_without_our_handler_never_gets_the_signal(sleeper):

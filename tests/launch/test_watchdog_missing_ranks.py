@@ -3,11 +3,13 @@
 import os
 import sysconfig
 
+import msgspec
 import pytest
 import torch
 
 from rankless.launch.watchdog import stack_classifier
-from rankless.launch.watchdog.missing_ranks import BLOCKED_SECONDS, DEADLOCK_SECONDS, diagnose
+from rankless.launch.watchdog.missing_ranks import BLOCKED_SECONDS, DEADLOCK_SECONDS, WAITS_FOR_DISK, diagnose
+from rankless.launch.watchdog.phases import PHASES
 from rankless.launch.watchdog.report import format_headline, format_report
 from rankless.launch.watchdog.stack_classifier import classify_stack, locate_data_loader_worker
 from rankless.launch.watchdog.stacks import parse_main_stack
@@ -26,8 +28,8 @@ def where(rank, state, line="train.py:33", doing="all_reduce", still=100.0, **mo
     return RankStatus(rank=rank, time_ns=0, state=state, line=line, doing=doing, idle_seconds=still, text=text, **more)
 
 
-def diagnose_ranks(*ranks, seconds=100.0, steps=9, stall_limit=10.0):
-    return diagnose({each.rank: each for each in ranks}, seconds=seconds, steps=steps, stall_limit=stall_limit)
+def diagnose_ranks(*ranks, seconds=100.0, stall_limit=10.0):
+    return diagnose({each.rank: each for each in ranks}, seconds=seconds, stall_limit=stall_limit)
 
 
 def abort_after(*ranks, timeout=None, stall_limit=10.0):
@@ -78,6 +80,7 @@ def test_ranks_that_all_wait_in_a_rendezvous_do_not_find_each_other():
 
 def test_no_diagnosis_if_a_rank_has_just_arrived():
     assert diagnose_ranks(where(0, "waits"), where(1, "waits", still=0.1)) is None
+    assert diagnose_ranks(where(0, "waits"), where(1, "waits", still=6.0)).seconds == 6.0
 
 
 def test_an_ended_rank_is_missing_only_if_no_other_rank_is():
@@ -87,11 +90,39 @@ def test_an_ended_rank_is_missing_only_if_no_other_rank_is():
     assert [each.rank for each in diagnosis.missing] == [1]
 
 
-def test_blocked_ranks_are_reported_only_after_the_first_step():
-    assert diagnose_ranks(where(0, "blocked"), where(1, "blocked"), steps=0) is None
+def test_ranks_that_are_all_blocked_are_reported_in_every_phase():
+    for phase in PHASES:
+        diagnosis = diagnose_ranks(*(where(rank, "blocked", phase=phase.name, still=40.0 - rank) for rank in (0, 1)))
+        assert len(diagnosis.missing) == 2
+        assert diagnosis.seconds == 39.0  # since then nothing has moved
+        assert diagnosis.least_seconds == phase.least_seconds
+        assert phase.doing in format_headline(diagnosis, host_name=lambda _rank: "")
     assert diagnose_ranks(where(0, "blocked"), where(1, "computes")) is None
     assert diagnose_ranks(where(0, "ended"), where(1, "ended")) is None
-    assert len(diagnose_ranks(where(0, "blocked"), where(1, "blocked")).missing) == 2
+    assert diagnose_ranks(where(0, "blocked"), where(1, "debugged")) is None
+    disk = diagnose_ranks(where(0, "blocked"), where(1, "computes", doing=WAITS_FOR_DISK))
+    assert [each.rank for each in disk.missing] == [0, 1]
+
+
+def test_a_process_that_outlives_its_script_holds_up_the_run_only_if_no_rank_is_in_its_script():
+    lingers = where(0, "ended", doing="still runs", phase="teardown")
+    ended = where(1, "ended", doing="")
+    diagnosis = diagnose_ranks(lingers, ended)
+    assert [each.rank for each in diagnosis.missing] == [0]
+    assert diagnosis.abort_after(timeout=None, stall_limit=10.0) == NEVER
+    assert diagnosis.abort_after(timeout=20.0, stall_limit=10.0) == 20.0
+    assert "its script has ended, but its process still runs" in format_headline(diagnosis, host_name=lambda _: "")
+    assert diagnose_ranks(lingers, where(1, "computes")) is None
+    assert diagnose_ranks(ended) is None
+
+
+def test_a_rank_that_has_not_started_is_named_with_the_process_that_starts_it():
+    text = "its process has not started: process 7, which starts the workers,"
+    starts = where(0, "stopped", doing="kill -CONT 7 resumes it", phase="start")
+    diagnosis = diagnose_ranks(msgspec.structs.replace(starts, text=text))
+    assert f"{text} is stopped by a signal (kill -CONT 7 resumes it)" in format_headline(
+        diagnosis, host_name=lambda _: ""
+    )
 
 
 def test_without_a_timeout_a_job_ends_only_if_nothing_in_it_runs():

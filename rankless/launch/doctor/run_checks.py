@@ -178,7 +178,7 @@ class _Diagnosis:
 
     def _check_servers(self) -> None:
         requests: dict[int, ProbeRequest] = {index: CheckServers() for index in self._probes.ready}
-        for index, response in self._probes.request(requests, 2 * SERVER_TIMEOUT_SECONDS).items():
+        for index, response in self._probes.request(requests, SERVER_TIMEOUT_SECONDS + 30.0).items():
             if isinstance(response, ServersChecked):
                 result = response.result
             else:

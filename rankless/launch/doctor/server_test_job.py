@@ -23,7 +23,7 @@ from rankless.parameter_server.tables.optimizers import SgdSettings
 from rankless.parameter_server.tables.settings import Constant, TableSettings
 from rankless.records.quantities import format_seconds
 
-RESTART_SECONDS = 20.0
+RESTART_SECONDS = 120.0
 
 
 def main() -> int:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import msgspec
 
 from rankless.launch.watchdog.missing_ranks import HangDiagnosis, diagnose
+from rankless.launch.watchdog.phases import STARTUP_STALL_SECONDS
 from rankless.launch.watchdog.report import describe_status, describe_waiting, format_ranks
-from rankless.launch.watchdog.step_rate import STARTUP_STALL_SECONDS
 from rankless.records.elastic_messages import RankAssignment
 from rankless.records.events import RankStatus
 from rankless.records.quantities import format_seconds
@@ -88,7 +88,7 @@ class StalledRoundDetector:
         has_reached_timeout = self._reported_seconds < (timeout or 0.0) <= stalled
         if stalled < max(minimum, 2 * self._reported_seconds) and not has_reached_timeout:
             return None
-        return diagnose(statuses, seconds=stalled, steps=1, stall_limit=minimum)
+        return diagnose(statuses, seconds=stalled, stall_limit=minimum)
 
     def _choose_workers_to_kill(
         self,

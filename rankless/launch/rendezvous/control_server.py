@@ -111,6 +111,9 @@ class ControlServer:
         self._selector.register(listening, selectors.EVENT_READ, None)
         self._clients: list[_Client] = []
         self._last_heartbeat_at = 0.0
+        self._polled_at: float | None = None
+        self.longest_pause_seconds = 0.0
+        """The longest time between two polls: a signal had stopped this process, or the machine was overloaded."""
 
     def fileno(self) -> int:
         """Return the descriptor for a selector, where the system's selectors have descriptors."""
@@ -128,6 +131,9 @@ class ControlServer:
 
     def poll(self, now: float) -> list[ServerEvent]:
         """Return the events since the last call, and send heartbeats if they are due."""
+        if self._polled_at is not None:
+            self.longest_pause_seconds = max(self.longest_pause_seconds, now - self._polled_at)
+        self._polled_at = now
         events: list[ServerEvent] = []
         ready = {key.data for key, _ in self._selector.select(0)}
         if None in ready:

@@ -172,6 +172,8 @@ class HostEnded(msgspec.Struct, frozen=True, kw_only=True, tag="host_ended"):
     interrupted_by: int | None = None
     fork_server_output: str = ""
     """The last output of the workers' fork server, if it failed."""
+    lost_leader: str = ""
+    """Why the host had lost host 0 before its workers ended; "" if it had not."""
 
 
 class RecordingChunk(msgspec.Struct, frozen=True, kw_only=True, tag="recording_chunk"):

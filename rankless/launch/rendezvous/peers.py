@@ -8,6 +8,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
 from rankless.config.run_config import AgreedJobConfig
 from rankless.launch.rendezvous.control_client import LeaderConnection
 from rankless.launch.rendezvous.control_connection import ConnectionBrokenError
@@ -18,6 +20,7 @@ from rankless.launch.rendezvous.control_server import (
     HostReported,
 )
 from rankless.launch.rendezvous.messages import (
+    HEARTBEAT_SECONDS,
     ControlMessage,
     HostEnded,
     JobEnded,
@@ -39,6 +42,7 @@ from rankless.launch.rendezvous.recording_transfer import CHUNK_BYTES, read_reco
 from rankless.launch.worker_output import Source
 from rankless.records.elastic_messages import DriverMessage, WorkerMessage
 from rankless.records.events import NO_RANK, AnyRecord, HostInterrupted, HostLost, Notice
+from rankless.records.quantities import format_seconds
 
 
 @dataclass(frozen=True)
@@ -186,7 +190,7 @@ class FollowerPeers:
             elif isinstance(event, HostReported) and isinstance(event.message, WorkerOutput):
                 self._show(event.message.source, event.message.data)
             elif isinstance(event, HostReported) and isinstance(event.message, HostEnded):
-                records += self._make_end_records(event.host, event.message)
+                self._take_end(event.host, event.message, records)
             elif isinstance(event, HostReported) and isinstance(event.message, ServersStarted | ServersRefused):
                 self.started_servers[event.host] = event.message
             elif isinstance(event, HostDisconnected) and (not event.has_ended or self._has_servers(event.host)):
@@ -251,12 +255,17 @@ class FollowerPeers:
     def _has_servers(self, host: int) -> bool:
         return self._start.servers is not None and host in self._start.servers.hosts
 
-    def _make_end_records(self, host: int, end: HostEnded) -> list[AnyRecord]:
-        if end.interrupted_by is not None or not end.fork_server_exit_code:
-            return []
-        output = f":\n{end.fork_server_output}" if end.fork_server_output else ""
-        reason = f"lost the process that starts its workers (exit code {end.fork_server_exit_code}){output}"
-        return [self._make_lost_record(host, reason)]
+    def _take_end(self, host: int, end: HostEnded, records: list[AnyRecord]) -> None:
+        """Add what the end of a host says to `records`."""
+        if end.lost_leader:  # the records before this one say how its workers ended, and not why
+            pause = self._server.longest_pause_seconds
+            more = "" if pause < HEARTBEAT_SECONDS else f". This agent did not run for {format_seconds(pause)}"
+            reason = f"was lost: {self._names[host]} had {end.lost_leader} from its agent, and ended its workers{more}"
+            records.insert(0, self._make_lost_record(0, reason))
+        elif end.interrupted_by is None and end.fork_server_exit_code:
+            output = f":\n{end.fork_server_output}" if end.fork_server_output else ""
+            reason = f"lost the process that starts its workers (exit code {end.fork_server_exit_code}){output}"
+            records.append(self._make_lost_record(host, reason))
 
     def _make_lost_record(self, host: int, reason: str) -> HostLost:
         rank = _first_rank(self._start, host)
@@ -373,6 +382,8 @@ class LeaderPeer:
 
     def send_end(self, end: HostEnded) -> None:
         """Send this host's recordings to host 0, then report that nothing is alive here."""
+        # A lost host 0 receives it once its agent runs again.
+        end = msgspec.structs.replace(end, lost_leader=self.lost_reason or "")
         for chunk in read_recording(self._start, self._host_index):
             self._connection.send(chunk)
         self._connection.send(end)

@@ -16,6 +16,7 @@ import msgspec
 
 from rankless.errors import LostWorkerError
 from rankless.launch.signals import name_signal
+from rankless.launch.supervisor.error_lines import find_line, first_line
 from rankless.launch.watchdog.timed_out_collectives import parse_timeout
 from rankless.records.events import (
     AnyRecord,
@@ -67,8 +68,6 @@ _LOST_SERVER = re.compile(
 )
 """The errors of a worker whose parameter server has ended."""
 _WHILE = " while workers ran"
-_IN_CALLBACK = "Got the following error when running the callback: "
-"""How PyTorch's futures begin an error's text, such as that of a collective in DistributedDataParallel's backward."""
 
 MAX_SHOWN_CHARS = 400
 """Limit for the names that a rank has not submitted. Its error has all of them."""
@@ -90,6 +89,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     cause: Cause
     exit_code: int
     headline: str
+    line: str = ""
+    """The script's line of an exception, like "train.py:33"."""
     traceback: str = ""
     settling_seconds: float = EXPLAINED_SETTLING_SECONDS
     """How long to wait for a record that changes the verdict."""
@@ -160,6 +161,7 @@ def _find_own_failure(records: Sequence[AnyRecord], index: int) -> Verdict | Non
             cause="raised",
             exit_code=code,
             headline=f"raised {first_line(record)}",
+            line=find_line(record),
             traceback=record.traceback,
             settling_seconds=EXPLAINED_SETTLING_SECONDS if has_printed else PRINTING_SECONDS,
         )
@@ -286,6 +288,7 @@ def _find_early_exit(records: Sequence[AnyRecord], secondary: Raised, host_of: C
                 cause="raised",
                 exit_code=1,
                 headline=f"raised {first_line(record)}",
+                line=find_line(record),
                 traceback=record.traceback,
                 settling_seconds=SETTLING_SECONDS,
             )
@@ -361,13 +364,3 @@ def _find_timeout(records: Sequence[AnyRecord], secondary: Sequence[Raised]) -> 
         traceback=next(record.traceback for record in secondary if record.rank == first.rank),
         settling_seconds=TIMEOUT_SETTLING_SECONDS,
     )
-
-
-def first_line(record: Raised | GroupTeardown) -> str:
-    """Return an exception's type and the first line of its message; of a future's callback the error that it raised."""
-    kind, message = record.error_type, record.message
-    _, found, inner = message.rpartition(_IN_CALLBACK)
-    if found:
-        kind, _, message = inner.partition(":")
-    line = (message.strip().splitlines() or [""])[0]
-    return f"{kind}: {line[:200]}" if line else kind

@@ -1,17 +1,11 @@
 """Describes in a line what happened to a rank that failed after the root cause. Its log file has the whole text."""
 
-import re
-
 import msgspec
 
-from rankless.launch.supervisor.failure_attribution import first_line, has_lost_server, is_secondary_failure
-from rankless.launch.watchdog.stack_classifier import find_script_folder, format_line
-from rankless.launch.watchdog.stacks import Frame
+from rankless.launch.supervisor.error_lines import find_line, first_line
+from rankless.launch.supervisor.failure_attribution import has_lost_server, is_secondary_failure
 from rankless.launch.watchdog.timed_out_collectives import parse_timeout
 from rankless.records.events import Raised
-from rankless.user_code import is_library
-
-_FRAME = re.compile(r'^ *File "(.*)", line (\d+), in (.*)$', re.MULTILINE)
 
 
 class SecondaryFailure(msgspec.Struct, frozen=True):
@@ -23,7 +17,7 @@ class SecondaryFailure(msgspec.Struct, frozen=True):
 
 def describe_secondary_failure(record: Raised) -> SecondaryFailure:
     """Describe a rank's exception without the texts of the libraries that lost the connection."""
-    line = find_script_line(record.traceback)
+    line = find_line(record)
     at = f" at {line}" if line else ""
     timeout = parse_timeout(record)
     if timeout is not None:
@@ -35,10 +29,3 @@ def describe_secondary_failure(record: Raised) -> SecondaryFailure:
     else:
         text = f"raised {first_line(record)}{at}"
     return SecondaryFailure(record.rank, text)
-
-
-def find_script_line(traceback: str) -> str:
-    """Return the innermost line of the script in a traceback, like "train.py:33", or "" if there is none."""
-    frames = [Frame(file, int(line), function) for file, line, function in _FRAME.findall(traceback)]
-    own = [frame for frame in frames if not is_library(frame.file)]
-    return format_line(own[-1], find_script_folder(own)) if own else ""

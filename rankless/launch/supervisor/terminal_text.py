@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from rankless.config.run_config import RunConfig
 from rankless.launch.servers.processes import ServerRow
+from rankless.launch.supervisor.error_lines import shorten_traceback
 from rankless.launch.supervisor.failure_attribution import Verdict
 from rankless.launch.supervisor.secondary_failure_lines import SecondaryFailure
 from rankless.launch.watchdog.report import format_ranks
@@ -139,11 +140,10 @@ def format_failure(
     if verdict.cause in ("host", "interrupted"):
         return f"rankless: {verdict.headline}\nrankless: the job was ended, exit code {verdict.exit_code}\n"
     on_host = f" on {host}" if host else ""
-    lines = [f"rankless: {verdict.root_cause}{on_host} {verdict.headline}"]
-    trace = verdict.traceback.rstrip().splitlines() if with_traceback else []
-    if len(trace) > _TRACEBACK_LINES:
-        lines.append("    ...")
-    lines += [f"    {line[:_MAX_LINE_CHARS]}" for line in trace[-_TRACEBACK_LINES:]]
+    at = f" at {verdict.line}" if verdict.line else ""
+    lines = [f"rankless: {verdict.root_cause}{on_host} {verdict.headline}{at}"]
+    trace = shorten_traceback(verdict.traceback, limit=_TRACEBACK_LINES) if with_traceback else []
+    lines += [f"    {line[:_MAX_LINE_CHARS]}" for line in trace]
     lines.append(
         f"rankless: its log file is {log_file}{on_host}{there}; the job was ended, exit code {verdict.exit_code}"
     )

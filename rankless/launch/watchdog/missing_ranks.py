@@ -5,11 +5,15 @@ Without a timeout from the user, it ends a job only if nothing in it runs. No ra
 and some ranks wait for others. The other ranks and their child processes must have been idle for `BLOCKED_SECONDS`.
 `DEADLOCK_SECONDS` suffice if every rank waits for another or has ended. With a timeout from the user, the watchdog also
 ends a job whose missing rank computes.
+
+If no rank waits for another one, the ranks may wait for something outside the job, such as requests, a download or a
+person. The watchdog reports that in every phase, and ends the job only with a timeout from the user.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from rankless.launch.watchdog.phases import BY_NAME as PHASES
 from rankless.launch.watchdog.server_monitor import ServerStatus
 from rankless.records.events import RankStatus
 
@@ -17,6 +21,9 @@ DEADLOCK_SECONDS = 60.0
 DEADLOCK_MULTIPLE = 3.0
 BLOCKED_SECONDS = 600.0
 BLOCKED_MULTIPLE = 10.0
+SERVER_CALLS = ("a lookup in a table", "a request to the servers")
+"""What the stack classifier calls the waits for parameter servers."""
+WAITS_FOR_DISK = "waits for a disk"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +38,18 @@ class HangDiagnosis:
     """How long the job has made no progress."""
     servers: tuple[ServerStatus, ...] = ()
     """The parameter servers that do not answer. If there is one, all ranks that are idle wait for it."""
+    busy_servers: tuple[ServerStatus, ...] = ()
+    """The servers that compute."""
+
+    @property
+    def waits_for_servers(self) -> bool:
+        """Whether no rank or server holds up the job, and a rank waits for an answer of the servers."""
+        return not self.missing and not self.servers and any(where.doing in SERVER_CALLS for where in self.waiting)
+
+    @property
+    def least_seconds(self) -> float:
+        """The shortest pause that is reported in the phases of the ranks that hold up the job."""
+        return max(PHASES[where.phase].least_seconds for where in (self.missing or self.waiting))
 
     @property
     def has_unanswered(self) -> bool:
@@ -45,7 +64,7 @@ class HangDiagnosis:
             stall_limit: The pause in seconds that is unusual for this job.
         """
         states = [missing_rank.state for missing_rank in self.missing] + [server.state for server in self.servers]
-        if timeout == 0 or "debugged" in states:
+        if timeout == 0 or "debugged" in states or (self.waits_for_servers and self.busy_servers):
             return float("inf")
         if timeout is not None:
             return timeout
@@ -82,36 +101,45 @@ def blame_servers(
     return HangDiagnosis(waiting=tuple(idle), missing=tuple(others), seconds=seconds, servers=silent)
 
 
-def diagnose(
-    ranks: Mapping[int, RankStatus], *, seconds: float, steps: int, stall_limit: float
-) -> HangDiagnosis | None:
+def diagnose(ranks: Mapping[int, RankStatus], *, seconds: float, stall_limit: float) -> HangDiagnosis | None:
     """Find the ranks that hold up the job; None if none seems to.
 
     Args:
         ranks: The status of every rank of the job.
         seconds: How long the job has made no progress.
-        steps: Optimizer steps so far.
         stall_limit: The pause in seconds that is unusual for this job.
     """
     waiting = [where for where in ranks.values() if where.state == "waits"]
     others = [where for where in ranks.values() if where.state not in ("waits", "moves")]
     if not waiting:
-        # A server that waits for requests is idle too: only a job that has made a step is expected to continue.
-        living = [where for where in others if where.state != "ended"]
-        if not living or not steps or not all(where.state in ("blocked", "stopped") for where in living):
-            return None
-        return HangDiagnosis(waiting=(), missing=tuple(living), seconds=seconds)
+        return _diagnose_idle(others)
     if others:
         ended = [where for where in others if where.state == "ended"]
         # Some ranks may end earlier than others: a rank that has ended is missing only if no other rank is.
         missing = [where for where in others if where.state != "ended"] or ended
         return HangDiagnosis(waiting=tuple(waiting), missing=tuple(missing), seconds=seconds)
-    if min(where.idle_seconds for where in waiting) < min(seconds, stall_limit) / 2:
+    # On a busy machine the last rank may arrive long after the others: only since then do all wait for each other.
+    shortest = min(where.idle_seconds for where in waiting)
+    if shortest < min(seconds, stall_limit) / 2:
         return None  # a rank arrived only a moment ago
     minority = [where for where in waiting if where.connecting_to] or _find_minority(waiting)
     return HangDiagnosis(
-        waiting=tuple(where for where in waiting if where not in minority), missing=tuple(minority), seconds=seconds
+        waiting=tuple(where for where in waiting if where not in minority),
+        missing=tuple(minority),
+        seconds=min(seconds, shortest),
     )
+
+
+def _diagnose_idle(others: Sequence[RankStatus]) -> HangDiagnosis | None:
+    """Return the diagnosis if no rank waits for another one, and nothing in the job runs; None if something does."""
+    living = [where for where in others if where.state != "ended"]
+    # The process of a rank whose script has ended may wait for a thread that never ends.
+    idle = living or [where for where in others if where.phase == "teardown"]
+    if not idle or any(where.state == "debugged" for where in idle):
+        return None
+    if any(where.state == "computes" and where.doing != WAITS_FOR_DISK for where in idle):
+        return None
+    return HangDiagnosis(waiting=(), missing=tuple(idle), seconds=min(where.idle_seconds for where in idle))
 
 
 def _find_minority(waiting: Sequence[RankStatus]) -> list[RankStatus]:

@@ -2,7 +2,9 @@
 
 Note [idle processes]: the kernel does not schedule the main thread of a rank while the rank waits for others. So the
 main thread's context switches and the process's CPU time do not grow. A process that computes, moves data or polls a
-file often is not idle by this measure. The script need not cooperate.
+file often is not idle by this measure. The script need not cooperate. A process that does not wait for other ranks may
+still have work that takes little CPU time, such as a slow download: it is idle only if it and its child processes also
+move hardly any bytes.
 """
 
 import contextlib
@@ -19,6 +21,8 @@ MAX_IDLE_CPU_FRACTION = 0.03
 """CPU time of an idle process, as a fraction of one core."""
 MAX_QUIET_CPU_FRACTION = 0.1
 """CPU time of a process that polls, as a fraction of one core. See Note [rendezvous polls] in `worker_monitor`."""
+MAX_IDLE_BYTES_PER_SECOND = 4096.0
+"""Bytes that an idle process and its children read and write. Logs and polls of files stay below it."""
 MAX_UPDATE_GAP_SECONDS = 5.0
 """Between two updates. After a longer gap the idle time restarts at 0: this process itself was stopped or starved."""
 CPU_WINDOW_SECONDS = 2.0
@@ -64,6 +68,16 @@ def read_process_stats(process_id: int) -> ProcessStats | None:
         )
     except (OSError, KeyError, IndexError, ValueError):
         return None
+
+
+def read_io_bytes(process_id: int) -> int:
+    """Return how many bytes a process has read from files and pipes and written to them; 0 if that is unknown."""
+    try:
+        with open(f"/proc/{process_id}/io", "rb") as file:
+            counts = dict(line.split(b":", 1) for line in file)
+        return int(counts[b"rchar"]) + int(counts[b"wchar"])
+    except (OSError, KeyError, ValueError):
+        return 0
 
 
 def iterate_descendants(process_id: int) -> Iterator[int]:
@@ -178,15 +192,21 @@ class ActivityTracker:
         self.idle_since = now
         """The time since which the main thread and the process have been idle."""
         self.tree_idle_since = now
-        """The time since which the process and its child processes have been idle."""
+        """The time since which the process and its child processes have been idle, and have moved no data."""
         self.quiet_since = now
         """The time since which the process has used little CPU time, even if its main thread has run often."""
         self._updated_at = now
-        self._tree: dict[int, float] = {}
+        self._tree: dict[int, tuple[float, int]] = {}
+        """CPU seconds and bytes moved of each child process, and the bytes of the process itself."""
         self._cpu: deque[tuple[float, float]] = deque()
 
-    def update(self, now: float) -> None:
-        """Read the counters again."""
+    def update(self, now: float, *, with_bytes: bool = True) -> None:
+        """Read the counters again.
+
+        Args:
+            now: `time.monotonic()` in seconds.
+            with_bytes: Whether bytes that were moved since the last update count as activity.
+        """
         before, seconds = self.stats, now - self._updated_at
         self.stats, self._updated_at = read_process_stats(self.process_id), now
         if self.stats is None or before is None:
@@ -201,22 +221,26 @@ class ActivityTracker:
             self.quiet_since = now
         if moved or seconds > MAX_UPDATE_GAP_SECONDS or self.stats.state == "R":
             self.idle_since = now
-        self._update_tree(now, seconds)
+        self._update_tree(now, seconds, with_bytes=with_bytes)
 
-    def _update_tree(self, now: float, seconds: float) -> None:
+    def _update_tree(self, now: float, seconds: float, *, with_bytes: bool) -> None:
         if self.idle_since == now:  # the process itself is active: its children do not matter
-            self._tree, cpu = {}, 0.0
+            self._tree, cpu, moved, runs = {}, 0.0, 0, False
         else:
-            before, self._tree = self._tree, {}
+            before, self._tree, runs = self._tree, {self.process_id: (0.0, read_io_bytes(self.process_id))}, False
             for child in iterate_descendants(self.process_id):
                 stats = read_process_stats(child)
                 if stats is not None:
-                    self._tree[child] = stats.cpu_seconds
-            cpu = sum(cpu - before.get(child, cpu) for child, cpu in self._tree.items())
-        if self.idle_since == now or cpu > MAX_IDLE_CPU_FRACTION * seconds + 1.5 * _TICK:
+                    self._tree[child] = stats.cpu_seconds, read_io_bytes(child)
+                    runs = runs or stats.state == "R"
+            grown = [(after, before.get(child, after)) for child, after in self._tree.items()]
+            cpu = sum(after[0] - earlier[0] for after, earlier in grown)
+            moved = sum(after[1] - earlier[1] for after, earlier in grown) if with_bytes else 0
+        is_active = cpu > MAX_IDLE_CPU_FRACTION * seconds + 1.5 * _TICK or moved > MAX_IDLE_BYTES_PER_SECOND * seconds
+        if self.idle_since == now or is_active or runs:
             self.tree_idle_since = now
         own = self.stats.cpu_seconds if self.stats is not None else 0.0
-        self._cpu.append((now, own + sum(self._tree.values())))
+        self._cpu.append((now, own + sum(cpu for cpu, _ in self._tree.values())))
         while len(self._cpu) > 2 and self._cpu[1][0] < now - CPU_WINDOW_SECONDS:
             self._cpu.popleft()
 
@@ -229,4 +253,4 @@ class ActivityTracker:
     @property
     def children(self) -> list[int]:
         """Process IDs of the descendants at the last update at which the process was idle."""
-        return list(self._tree)
+        return [child for child in self._tree if child != self.process_id]

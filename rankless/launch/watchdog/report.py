@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from rankless.launch.watchdog.missing_ranks import HangDiagnosis
+from rankless.launch.watchdog.phases import BY_NAME as PHASES
 from rankless.launch.watchdog.server_monitor import ServerStatus
 from rankless.launch.watchdog.stack_classifier import truncate_stack
 from rankless.launch.watchdog.step_rate import StepRate
@@ -27,10 +28,11 @@ def format_report(
     if step_rate.step_seconds is not None:
         steps += f", a step took {format_seconds(step_rate.step_seconds)}"
     lines = [f"no progress for {format_seconds(diagnosis.seconds)} ({steps}): {describe_waiting(diagnosis)}"]
-    for server in (diagnosis.servers or servers)[:MAX_LISTED]:
+    for server in (diagnosis.servers or servers)[: len(servers) if diagnosis.waits_for_servers else MAX_LISTED]:
         lines.append(f"  {server.name} {server.doing}")
     for missing_rank in diagnosis.missing[:MAX_LISTED]:
-        lines.append(f"  {format_rank(missing_rank, host_name)} {describe_missing(diagnosis, missing_rank)}")
+        name = format_rank(missing_rank, host_name) + ("" if diagnosis.waiting else ":")
+        lines.append(f"  {name} {describe_missing(diagnosis, missing_rank)}")
         frames = truncate_stack(missing_rank.stack)
         lines += [f"      {frame}" for frame in (frames[-2:] if len(diagnosis.missing) > 1 else frames)]
     more = len(diagnosis.missing) - MAX_LISTED
@@ -52,7 +54,8 @@ def format_headline(diagnosis: HangDiagnosis, *, host_name: HostName) -> str:
     first = diagnosis.missing[0] if diagnosis.missing else diagnosis.waiting[0]
     rest = [missing_rank for missing_rank in diagnosis.missing if missing_rank is not first]
     seconds = format_seconds(diagnosis.seconds)
-    more = "; also missing: " + ", ".join(format_rank(missing_rank, host_name) for missing_rank in rest) if rest else ""
+    also = "also missing" if diagnosis.waiting else "also idle"
+    more = f"; {also}: " + ", ".join(format_rank(each, host_name) for each in rest) if rest else ""
     if not diagnosis.missing:
         return f"waits in {first.doing}{_format_location(first)}, like every other rank, for {seconds}"
     if not diagnosis.waiting:
@@ -83,6 +86,10 @@ def describe_full_wait(diagnosis: HangDiagnosis) -> str:
             "the ranks do not find each other: MASTER_ADDR, MASTER_PORT, world size or store may differ between them, "
             "or a firewall rejects their connections"
         )
+    if diagnosis.waits_for_servers:
+        names = ", ".join(server.name for server in diagnosis.busy_servers)
+        verb = "computes" if len(diagnosis.busy_servers) == 1 else "compute"
+        return f"{names} {verb}" if names else "no server computes: a request or an answer may be lost"
     return "sizes, dtypes or groups may differ between ranks, or the network is at fault"
 
 
@@ -102,7 +109,13 @@ def describe_status(where: RankStatus) -> str:
         return f"it waits in {where.doing}{_format_location(where)}"
     if where.state == "ended":
         return "its script has ended" + (f", but its process {where.doing}" if where.doing else "")
-    location = f"it is in {where.text}" if "()" in where.text else f"it is at {where.text}"
+    if where.phase == "start":
+        return _describe_start(where)
+    text, semicolon, more = where.text.partition(";")
+    location = f"it is {'in' if '()' in text else 'at'} {text}"
+    if doing := PHASES[where.phase].doing:
+        location += f" while it {doing}"
+    location += semicolon + more
     if not where.text:
         location = "its stack cannot be read"
     if where.state == "stopped":
@@ -112,6 +125,13 @@ def describe_status(where: RankStatus) -> str:
     cpu = f"{where.cpu_percent:.0f} % CPU"
     how = where.doing or ("computes" if where.state == "computes" else "is idle")
     return f"{location} ({how}, {cpu})"
+
+
+def _describe_start(where: RankStatus) -> str:
+    if where.state == "stopped":
+        return f"{where.text} is stopped by a signal ({where.doing})"
+    how = where.doing or ("computes" if where.state == "computes" else "is idle")
+    return f"{where.text} {how} ({where.cpu_percent:.0f} % CPU)"
 
 
 def format_rank(where: RankStatus, host_name: HostName) -> str:

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import msgspec
+
 from rankless.launch.servers.processes import ServerRow
 from rankless.launch.watchdog.process_stats import ActivityTracker
 from rankless.records.events import (
@@ -18,6 +20,8 @@ from rankless.records.events import (
     ServerRestarted,
     ServerState,
 )
+from rankless.records.live.server_activity import ServerActivity
+from rankless.records.live.shared_record import read_record
 
 _IDLE_SECONDS = 1.5
 _RESTARTING = "is being started again"
@@ -33,6 +37,8 @@ class ServerStatus:
     state: ServerState = "runs"
     host: str = ""
     """The name of its host, if there are several."""
+    is_busy: bool = False
+    """Whether it computes: then ranks that wait for it wait for an answer that is on its way."""
 
     @property
     def name(self) -> str:
@@ -61,6 +67,7 @@ class ServerMonitor:
         self._list_servers = list_servers
         self._host_name = host_name
         self._trackers: dict[int, ActivityTracker] = {}
+        self._pages: dict[int, int | None] = {}
         self._restarting: set[int] = set()
         self._remote: dict[int, ServerStatus] = {}
         self._remote_restarting: set[int] = set()
@@ -77,7 +84,9 @@ class ServerMonitor:
         if record.server in {row.index for row in self._list_servers()}:
             return
         if isinstance(record, ServerObserved):
-            self._remote[record.server] = ServerStatus(index=record.server, doing=record.doing, state=record.state)
+            self._remote[record.server] = ServerStatus(
+                index=record.server, doing=record.doing, state=record.state, is_busy=record.is_busy
+            )
         else:
             self._interrupted_at = now
             self._remote_restarting.discard(record.server)
@@ -88,6 +97,7 @@ class ServerMonitor:
         """Read the counters of each server's present process."""
         rows = self._list_servers()
         self._restarting = {row.index for row in rows if row.is_restarting}
+        self._pages = {row.index: row.status_descriptor for row in rows}
         for row in rows:
             tracker = self._trackers.get(row.index)
             if tracker is None or tracker.process_id != row.process_id:
@@ -107,6 +117,13 @@ class ServerMonitor:
         """Return for how long all servers have served: 0 while one is started again, infinity if none ever was."""
         return now - self._interrupted_at
 
+    def seconds_since_activity(self, now: float) -> float:
+        """Return for how long no server of this host has computed or moved data; infinity without servers.
+
+        A server may compile, or apply a large gradient on a loaded machine, while all ranks wait for it.
+        """
+        return min((now - tracker.tree_idle_since for tracker in self._trackers.values()), default=float("inf"))
+
     def list_statuses(self, now: float) -> list[ServerStatus]:
         """Return what each server does; those that hold up the job come first."""
         restarting = [ServerStatus(index=index, doing=_RESTARTING) for index in self._remote_restarting]
@@ -119,19 +136,24 @@ class ServerMonitor:
         """Yield for host 0 what each server of this host does."""
         for each in self._list_own(now):
             yield ServerObserved(
-                rank=NO_RANK, time_ns=time.monotonic_ns(), server=each.index, doing=each.doing, state=each.state
+                rank=NO_RANK,
+                time_ns=time.monotonic_ns(),
+                server=each.index,
+                doing=each.doing,
+                state=each.state,
+                is_busy=each.is_busy,
             )
 
     def _list_own(self, now: float) -> list[ServerStatus]:
         return [
             ServerStatus(index=index, doing=_RESTARTING)
             if index in self._restarting
-            else _describe(index, tracker, now)
+            else _describe(index, tracker, self._pages.get(index), now)
             for index, tracker in self._trackers.items()
         ]
 
 
-def _describe(index: int, tracker: ActivityTracker, now: float) -> ServerStatus:
+def _describe(index: int, tracker: ActivityTracker, page: int | None, now: float) -> ServerStatus:
     stats = tracker.stats
     if stats is None or stats.state in "ZX":
         return ServerStatus(index=index, doing="has ended")
@@ -143,4 +165,19 @@ def _describe(index: int, tracker: ActivityTracker, now: float) -> ServerStatus:
         return ServerStatus(index=index, doing=doing, state="stopped")
     how = "is idle" if now - tracker.tree_idle_since > _IDLE_SECONDS else "computes"
     how = "waits for a disk" if stats.state == "D" else how
-    return ServerStatus(index=index, doing=f"{how} ({tracker.cpu_percent:.0f} % CPU)")
+    doing = f"{how} ({tracker.cpu_percent:.0f} % CPU{_describe_work(page)})"
+    return ServerStatus(index=index, doing=doing, is_busy=how == "computes")
+
+
+def _describe_work(page: int | None) -> str:
+    """Say what a server has done, and which workers' steps it has not committed yet; "" if it publishes nothing."""
+    record = None if page is None else read_record(page)
+    if record is None:
+        return ""
+    try:
+        activity = msgspec.json.decode(record.data, type=ServerActivity)
+    except msgspec.DecodeError:
+        return ""
+    ahead = [f"{count} of worker {worker}" for worker, count in enumerate(activity.transactions_ahead) if count]
+    more = f", steps that wait: {', '.join(ahead)}" if ahead else ""
+    return f", requests done: {activity.requests}, steps committed: {activity.transactions}{more}"

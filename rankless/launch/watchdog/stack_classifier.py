@@ -6,8 +6,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rankless.launch.watchdog.phases import BY_NAME, PhaseName, find_phase
 from rankless.launch.watchdog.stacks import Frame
-from rankless.user_code import PACKAGE_FOLDER, is_library
+from rankless.user_code import PACKAGE_FOLDER, STANDARD_FOLDER, is_library
 
 _WORKER = os.path.join(PACKAGE_FOLDER, "runtime", "worker.py")
 _C10D = "torch/distributed/distributed_c10d.py"
@@ -22,15 +23,11 @@ _STORE_CALL = re.compile(
     r"\b(?:TCP|File|Prefix)Store\(|\w*store\w*\.(?:get|multi_get|wait|add|compare_set|barrier)\(", re.IGNORECASE
 )
 """In a line of the script that calls C code: a store that may wait for other ranks."""
-_RENDEZVOUS = (
-    "torch/distributed/rendezvous.py",
-    "torch/distributed/elastic/rendezvous/",
-    "torch/distributed/elastic/utils/store.py",
-)
-_OWN_RENDEZVOUS = ("runtime/rendezvous/", "runtime/hooks/default_group", "compat/horovod/engine/rendezvous")
 _BACKENDS = "collectives/backends/"
 """The process groups in shared memory. A call of torch.distributed, or of Rankless, lies around their frames."""
 _RENDEZVOUS_CALLS = ("init_process_group", "new_group")
+_OWN_WAITS = "checkpoint/"
+"""Where a rank waits for a disk or a thread of its own, and for other ranks only through `collectives`."""
 _GPU_CALLS = (".item(", ".tolist(", ".cpu(", ".numpy(", "synchronize(", ".to(")
 """In a line of the script: calls in which the CPU waits for the GPU, and so for the ranks that the GPU waits for."""
 _WAITING_MODULES = (
@@ -69,6 +66,7 @@ class StackLocation:
     """Whether it waits there for the others to join a group or a store."""
     waits_for_data: bool = False
     """Whether the process waits for the worker processes of its DataLoader."""
+    phase: PhaseName = "script"
     is_debugged: bool = False
     gpu_wait: str = ""
     """The call in which a process on a GPU may wait for that GPU."""
@@ -81,7 +79,11 @@ def classify_stack(stack: Sequence[Frame]) -> StackLocation:
     """Classify a stack, given innermost frame first."""
     frames = _without_bootstrap(stack)
     if not frames or (frames[-1].file == "<string>" and any(frame.file.startswith(_WORKER) for frame in frames)):
-        return StackLocation(collective=_find_collective(frames), text="the end of its script")
+        return StackLocation(
+            collective=_find_collective(frames),
+            phase=_find_phase(frames, is_joining=False, is_at_end=True),
+            text="the end of its script",
+        )
     script = [frame for frame in frames if not is_library(frame.file)]
     script = script or frames[-1:]
     inner = frames[: frames.index(script[0])]
@@ -94,10 +96,12 @@ def classify_stack(stack: Sequence[Frame]) -> StackLocation:
         collective = f"{store_call[0].rstrip('(')}()"
     elif not inner and any(call in source for call in _WAITING_CALLS):
         collective = "wait()"
+    is_rendezvous = store_call is not None or (collective != "" and _is_rendezvous(inner))
     gpu = collective or next((call.strip(".(") + "()" for call in _GPU_CALLS if call in source), "")
     return StackLocation(
         collective=collective,
-        is_rendezvous=store_call is not None or (collective != "" and _is_rendezvous(inner)),
+        is_rendezvous=is_rendezvous,
+        phase=_find_phase(frames, is_joining=is_rendezvous, is_at_end=False),
         waits_for_data=waits_for_data,
         is_debugged=any(part in frame.file for frame in frames for part in _DEBUGGERS),
         gpu_wait=gpu,
@@ -167,8 +171,16 @@ def _without_bootstrap(stack: Sequence[Frame]) -> list[Frame]:
     return list(stack[: outermost[-1]] if outermost else stack)
 
 
+def _find_phase(frames: Sequence[Frame], *, is_joining: bool, is_at_end: bool) -> PhaseName:
+    files = [frame.file.replace(os.sep, "/") for frame in frames if is_library(frame.file)]
+    return find_phase(files, is_joining=is_joining, is_at_end=is_at_end)
+
+
 def _find_collective(inner: Sequence[Frame]) -> str:
     """Return the collective that library frames, innermost first, are in; empty for none."""
+    innermost = next((frame.file for frame in inner if not frame.file.startswith(STANDARD_FOLDER)), "")
+    if innermost.startswith(PACKAGE_FOLDER) and _package_path(innermost).startswith(_OWN_WAITS):
+        return ""
     outside = [frame for frame in inner if not _is_in_backend(frame)]
     if inner and not outside:  # the script calls the group, or waits for its work
         return "wait()" if inner[-1].function == "wait" else inner[-1].function
@@ -200,9 +212,8 @@ def _is_rendezvous(inner: Sequence[Frame]) -> bool:
     """Whether library frames are in a rendezvous: PyTorch's, or Rankless's."""
     files = [frame.file.replace(os.sep, "/") for frame in inner]
     return any(
-        any(part in file for part in _RENDEZVOUS)
+        any(part in file for part in BY_NAME["joining"].files)
         or (file.endswith(_C10D) and frame.function in _RENDEZVOUS_CALLS)
-        or (file.startswith(PACKAGE_FOLDER) and _package_path(file).startswith(_OWN_RENDEZVOUS))
         for frame, file in zip(inner, files, strict=True)
     )
 

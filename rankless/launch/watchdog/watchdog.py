@@ -3,7 +3,7 @@
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -11,13 +11,14 @@ from rankless.config.worker_config import WorkerConfig
 from rankless.launch.rendezvous.peers import Peers
 from rankless.launch.servers.processes import ServerRow
 from rankless.launch.watchdog.missing_ranks import HangDiagnosis, blame_servers, diagnose
+from rankless.launch.watchdog.process_stats import ActivityTracker
 from rankless.launch.watchdog.remote_ranks import RemoteRanks
 from rankless.launch.watchdog.report import format_headline, format_report
 from rankless.launch.watchdog.server_monitor import ServerMonitor, ServerStatus
 from rankless.launch.watchdog.stack_classifier import truncate_stack
 from rankless.launch.watchdog.step_rate import StepRate
 from rankless.launch.watchdog.timed_out_collectives import find_missing, parse_timeout
-from rankless.launch.watchdog.worker_monitor import WorkerMonitor, write_stacks
+from rankless.launch.watchdog.worker_monitor import WorkerMonitor, status_before_start, write_stacks
 from rankless.records.events import (
     NO_RANK,
     AnyRecord,
@@ -55,6 +56,8 @@ class WatchdogConfig:
     """The user's `--hang-timeout`; None if the user gave none, 0 to never end the job."""
     peers: Peers
     """The other hosts. The host whose `peers.attributes_failures` is True reports hangs and ends the job."""
+    parent_process: Callable[[], int | None] = lambda: None
+    """Returns the process that starts this host's workers; None while there is none."""
     stacks_file: str
     """The file to which the watchdog appends the stacks of all threads."""
     host_name: Callable[[int], str] = lambda _rank: ""
@@ -74,7 +77,11 @@ class Watchdog:
         self._worker_configs = {each.rank: each for each in config.worker_configs}
         self._pages = {each.rank: page for each, page in zip(config.worker_configs, config.pages, strict=False)}
         self._workers: dict[int, WorkerMonitor] = {}
+        self._parent: ActivityTracker | None = None
+        self._finished: set[int] = set()
+        """The ranks whose script has ended, of all hosts. The process of some may still run."""
         self._ended: set[int] = set()
+        """The ranks whose process has ended, of all hosts."""
         size = config.worker_configs[0].world_size if config.worker_configs else 0
         self._remote_ranks = RemoteRanks(
             config.peers,
@@ -98,7 +105,10 @@ class Watchdog:
         if isinstance(record, Started) and record.rank in self._pages:
             config, page = self._worker_configs[record.rank], self._pages[record.rank]
             self._workers[record.rank] = WorkerMonitor(config, record.pid, page, time.monotonic())
-        elif isinstance(record, ScriptFinished | Exited):
+        elif isinstance(record, ScriptFinished):
+            self._finished.add(record.rank)
+        elif isinstance(record, Exited):
+            self._finished.add(record.rank)
             self._ended.add(record.rank)
         elif isinstance(record, Raised) and (where := parse_timeout(record)) is not None:
             self._timed_out[record.rank] = where
@@ -114,12 +124,12 @@ class Watchdog:
         """Check the workers if a check is due, and return the records to send."""
         if not self._worker_configs:
             return list(self._observe_lone_servers(now))
-        if not self._workers or self._is_finished:
+        if not self._pages or self._is_finished:
             return []
         self._is_requested = self._config.peers.take_rank_status_request() or self._is_requested
         if self._is_collecting:
             # Ask every worker, without a short circuit: each may have further processes to query.
-            completed = [worker.is_complete(now) for worker in self._live_workers()]
+            completed = [worker.is_complete(now) for worker in self._list_workers()]
             if not all(completed) or not self._remote_ranks.is_complete(now, ended=self._ended):
                 return []
             self._is_collecting = False
@@ -128,7 +138,8 @@ class Watchdog:
             return []
         stall_limit = self._stall_limit
         self._next_update_at = now + min(LONGEST_INTERVAL_SECONDS, max(SHORTEST_INTERVAL_SECONDS, stall_limit / 8))
-        for worker in self._live_workers():
+        self._update_parent(now)
+        for worker in self._list_workers():
             worker.update(now)
         self._servers.update(now)
         self._step_rate.update([worker.page for worker in self._workers.values()])
@@ -148,7 +159,7 @@ class Watchdog:
             yield from self._servers.make_records(now)
 
     def _start_collecting(self, now: float) -> None:
-        for worker in self._live_workers():
+        for worker in self._list_workers():
             worker.request_stacks(now)
         self._remote_ranks.request_statuses(now)
         self._is_collecting = True
@@ -159,19 +170,40 @@ class Watchdog:
         timeout, stall_limit = self._config.timeout_seconds, self._step_rate.stall_limit
         return stall_limit if timeout is None else min(stall_limit, timeout / 2)
 
-    def _live_workers(self) -> list[WorkerMonitor]:
+    def _update_parent(self, now: float) -> None:
+        """Watch the process that starts the workers while one has not started, or its end is not reported."""
+        if len(self._workers) == len(self._worker_configs) and not self._finished - self._ended:
+            return
+        process_id = self._config.parent_process()
+        if process_id is not None and (self._parent is None or self._parent.process_id != process_id):
+            self._parent = ActivityTracker(process_id, now)
+        if self._parent is not None:
+            self._parent.update(now)
+
+    def _list_workers(self) -> list[WorkerMonitor]:
+        """Return this host's workers whose process has not ended."""
         return [worker for rank, worker in self._workers.items() if rank not in self._ended]
 
+    def _live_workers(self) -> list[WorkerMonitor]:
+        """Return this host's workers whose script has not ended."""
+        return [worker for rank, worker in self._workers.items() if rank not in self._finished]
+
     def _stalled_seconds(self, now: float) -> float:
-        """How long some rank has been idle while no rank made a step, and while all servers served."""
+        """How long some rank has been idle while no rank made a step, and while all servers served and were idle."""
         stalled = [now - worker.idle_since() for worker in self._live_workers() if not self._is_busy_waiting(worker)]
         busy_waiting = [
             self._step_rate.seconds_since_step(now) for worker in self._live_workers() if self._is_busy_waiting(worker)
         ]
-        remote = [where.idle_seconds for where in self._remote_ranks.statuses.values() if where.state == "waits"]
+        if self._parent is not None and len(self._workers) < len(self._worker_configs):
+            stalled.append(now - self._parent.tree_idle_since)
+        finished = [worker for worker in self._list_workers() if worker.config.rank in self._finished]
+        stalled += [now - worker.activity.tree_idle_since for worker in finished]
+        statuses = self._remote_ranks.statuses.values()
+        remote = [where.idle_seconds for where in statuses if where.state not in ("moves", "computes", "debugged")]
         return min(
             self._step_rate.seconds_since_step(now),
             self._servers.seconds_since_restart(now),
+            self._servers.seconds_since_activity(now),
             max([*stalled, *busy_waiting, *remote], default=0.0),
         )
 
@@ -208,16 +240,17 @@ class Watchdog:
         self._is_requested = False
         if not self._config.peers.attributes_failures:
             self._reported_seconds = stalled
-            write_stacks(self._config.stacks_file, self._live_workers())
+            write_stacks(self._config.stacks_file, self._list_workers())
         elif self._timed_out:
             yield from self._report_missing_ranks(self._all_statuses(local))
         elif not self._servers.is_restarting:
             ranks, servers = self._all_statuses(local), self._servers.list_statuses(now)
             diagnosis = blame_servers(ranks, servers, seconds=stalled) or diagnose(
-                ranks, seconds=stalled, steps=self._step_rate.steps, stall_limit=stall_limit
+                ranks, seconds=stalled, stall_limit=stall_limit
             )
             if diagnosis is not None:
-                yield self._report_diagnosis(diagnosis, stall_limit, servers)
+                diagnosis = replace(diagnosis, busy_servers=tuple(each for each in servers if each.is_busy))
+                yield from self._report_diagnosis(diagnosis, stalled - diagnosis.seconds, servers)
 
     def _report_missing_ranks(self, statuses: Mapping[int, RankStatus]) -> Iterator[HangDetected]:
         diagnosis = find_missing(statuses, self._timed_out)
@@ -232,28 +265,45 @@ class Watchdog:
 
     def _local_statuses(self, now: float, *, gpu_waits: bool) -> dict[int, RankStatus]:
         local = {}
-        for rank, worker in self._workers.items():
+        for rank in self._worker_configs:
+            worker = self._workers.get(rank)
             if rank in self._ended:
-                doing = "still runs" if worker.is_alive else ""
-                local[rank] = RankStatus(rank=rank, time_ns=time.monotonic_ns(), state="ended", doing=doing)
-            else:
+                local[rank] = RankStatus(rank=rank, time_ns=time.monotonic_ns(), state="ended")
+            elif worker is None and self._parent is not None:
+                local[rank] = status_before_start(rank, self._parent, now)
+            elif worker is not None and rank in self._finished:
+                local[rank] = worker.status_after_script(now, self._parent)
+            elif worker is not None:
                 local[rank] = worker.status(now, stall_limit=self._stall_limit, gpu_waits=gpu_waits)
         return local
 
     def _report_diagnosis(
-        self, diagnosis: HangDiagnosis, stall_limit: float, servers: Sequence[ServerStatus]
-    ) -> AnyRecord:
-        abort_after = diagnosis.abort_after(timeout=self._config.timeout_seconds, stall_limit=stall_limit)
+        self, diagnosis: HangDiagnosis, later: float, servers: Sequence[ServerStatus]
+    ) -> Iterator[AnyRecord]:
+        """Report a hang if it has lasted long enough, or choose when to check again.
+
+        Args:
+            diagnosis: The hang.
+            later: How many seconds after the stall's start it began.
+            servers: The state of every server.
+        """
+        stall_limit, timeout = self._stall_limit, self._config.timeout_seconds
+        abort_after = diagnosis.abort_after(timeout=timeout, stall_limit=stall_limit)
+        least_seconds = max(stall_limit, min(diagnosis.least_seconds, float("inf") if timeout is None else timeout / 2))
+        if diagnosis.seconds < least_seconds:
+            self._next_check_at = min(self._next_check_at, later + least_seconds)
+            return
         # A rank that computes and writes output is alive.
         computing = [each.silent_seconds for each in diagnosis.missing if each.state == "computes"]
         delay = max((abort_after - quiet for quiet in computing), default=0.0)
-        stacks = write_stacks(self._config.stacks_file, self._live_workers(), self._remote_ranks.statuses.values())
+        stacks = write_stacks(self._config.stacks_file, self._list_workers(), self._remote_ranks.statuses.values())
         if diagnosis.seconds >= abort_after and delay <= 0:
             self._is_finished = True
-            return self._make_verdict(diagnosis)
+            yield self._make_verdict(diagnosis)
+            return
         self._reported_seconds = diagnosis.seconds
-        self._next_check_at = min(self._next_check_at, max(abort_after, diagnosis.seconds + delay))
-        return _make_notice(
+        self._next_check_at = min(self._next_check_at, later + max(abort_after, diagnosis.seconds + delay))
+        yield _make_notice(
             format_report(
                 diagnosis,
                 self._step_rate,

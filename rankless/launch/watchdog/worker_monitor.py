@@ -9,8 +9,11 @@ import os
 import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
+from rankless.config.resource_limits import describe_little_shared_memory
 from rankless.config.worker_config import WorkerConfig
+from rankless.launch.watchdog.missing_ranks import WAITS_FOR_DISK
 from rankless.launch.watchdog.process_stats import (
     ActivityTracker,
     ProcessStats,
@@ -41,6 +44,8 @@ class WorkerMonitor:
         self.stack_request: StackRequest | None = None
         self._descriptor = descriptor
         self._has_requested_data_loader_workers = False
+        self._has_requested_stacks = False
+        """Whether stacks were requested since the update before the last."""
         self._logs = [path for path in (config.log_file, config.error_log_file) if path is not None]
         self._written = 0
         self._written_at = now
@@ -61,7 +66,9 @@ class WorkerMonitor:
 
     def update(self, now: float) -> None:
         """Read the process's counters and the size of its log files."""
-        self.activity.update(now)
+        # Stacks that this process has requested are no activity of the worker.
+        self.activity.update(now, with_bytes=not self._has_requested_stacks)
+        self._has_requested_stacks = not self.is_complete(now)
         written = 0
         for path in self._logs:
             with suppress(OSError):
@@ -79,7 +86,7 @@ class WorkerMonitor:
     def _look(self, now: float) -> None:
         """Read the stack of a worker that is quiet but not idle. See Note [rendezvous polls]."""
         quiet_seconds, idle_seconds = now - self.activity.quiet_since, now - self.activity.idle_since
-        if self._is_looking and self.is_complete(now):
+        if self._is_looking and not self._has_requested_stacks:
             self._is_looking = False
             self._is_in_rendezvous = self._location().is_rendezvous
         elif quiet_seconds < FIRST_LOOK_SECONDS:
@@ -93,6 +100,7 @@ class WorkerMonitor:
         """Request the stacks of the worker."""
         self.stack_request = StackRequest(self.activity.process_id, self._descriptor, now)
         self._has_requested_data_loader_workers = False
+        self._has_requested_stacks = True
 
     def is_complete(self, now: float) -> bool:
         """Return True once the stacks are there, including its DataLoader workers' if it waits for them."""
@@ -123,23 +131,23 @@ class WorkerMonitor:
         elif state == "stopped":
             doing = f"kill -CONT {activity.process_id} resumes it"
         elif stats is not None and stats.state == "D":
-            doing = "waits for a disk"
+            doing = WAITS_FOR_DISK
         elif state == "blocked":
             doing = describe_wait(activity.process_id)
         elif state == "computes" and now - activity.idle_since > stall_limit / 2:
             doing = "waits for its child processes, which run"
         elif state == "computes" and now - activity.tree_idle_since > SHORT_IDLE_SECONDS:
             doing = describe_wait(activity.process_id)  # idle, but not yet for long enough to count as blocked
-        data_loader_worker = self._locate_data_loader_worker() if location.waits_for_data else None
-        if data_loader_worker is not None:
-            process_id, inside = data_loader_worker
-            doing, line = (describe_wait(process_id) if state == "blocked" else doing), inside.line
-            text += f"; its DataLoader worker, process {process_id}, is in {inside.text}"
+        if location.waits_for_data:
+            found = self._describe_data_loader_workers(location)
+            text, line = text + found.text, found.line
+            doing = found.wait if found.wait and state == "blocked" else doing
         return RankStatus(
             rank=self.config.rank,
             time_ns=time.monotonic_ns(),
             state=state,
-            idle_seconds=now - self.idle_since(),
+            idle_seconds=now
+            - (activity.tree_idle_since if state == "blocked" or doing == WAITS_FOR_DISK else self.idle_since()),
             silent_seconds=now - self._written_at,
             cpu_percent=activity.cpu_percent,
             doing=doing,
@@ -148,6 +156,32 @@ class WorkerMonitor:
             stack=location.stack,
             connecting_to=self.connection_attempts.unanswered if state == "waits" else "",
             is_rendezvous=state == "waits" and location.is_rendezvous,
+            phase=location.phase,
+        )
+
+    def status_after_script(self, now: float, parent: ActivityTracker | None) -> RankStatus:
+        """Return the status of a worker whose script has ended, and whose process has not, as far as is known.
+
+        Args:
+            now: `time.monotonic()` in seconds.
+            parent: The process that starts the workers, and takes note of their ends.
+        """
+        doing, text = "", self._location().text
+        stats = read_process_stats(self.activity.process_id)
+        if stats is None or stats.state in "ZX":
+            doing = f"stays a zombie: the process that starts the workers {_describe_parent(parent)}"
+        elif stats.state == "T":
+            doing = f"is stopped by a signal (kill -CONT {self.activity.process_id} resumes it)"
+        else:
+            doing = "still runs" + (f" at {text}" if text and text != "the end of its script" else "")
+        return RankStatus(
+            rank=self.config.rank,
+            time_ns=time.monotonic_ns(),
+            state="ended",
+            idle_seconds=now - self.activity.tree_idle_since,
+            doing=doing,
+            stack=self._location().stack,
+            phase="teardown",
         )
 
     def _state(self, stats: ProcessStats | None, location: StackLocation, now: float, stall_limit: float) -> RankState:
@@ -167,14 +201,65 @@ class WorkerMonitor:
         text = stacks.get(self.activity.process_id)
         return StackLocation() if text is None else classify_stack(parse_main_stack(text, self.page.main_thread))
 
-    def _locate_data_loader_worker(self) -> tuple[int, StackLocation] | None:
-        """Return the first DataLoader worker that is in the script's own code."""
+    def _describe_data_loader_workers(self, location: StackLocation) -> "DataLoaderWait":
+        """Say for which DataLoader worker a rank waits: one in the script's own code, or one that is stopped."""
         stacks = {} if self.stack_request is None else self.stack_request.stacks
         for process_id, text in stacks.items():
-            location = locate_data_loader_worker(parse_main_stack(text, self.page.main_thread))
-            if process_id != self.activity.process_id and location is not None:
-                return process_id, location
-        return None
+            inside = locate_data_loader_worker(parse_main_stack(text, self.page.main_thread))
+            if process_id != self.activity.process_id and inside is not None:
+                text = f"; its DataLoader worker, process {process_id}, is in {inside.text}"
+                return DataLoaderWait(text=text, line=inside.line, wait=describe_wait(process_id))
+        for process_id in iterate_descendants(self.activity.process_id):
+            stats = read_process_stats(process_id)
+            if stats is not None and stats.state == "T":
+                how = f"is stopped by a signal (kill -CONT {process_id} resumes it)"
+                return DataLoaderWait(
+                    text=f"; its DataLoader worker, process {process_id}, {how}", line=location.line, wait="is idle"
+                )
+        hint = describe_little_shared_memory(f"/proc/{self.activity.process_id}/root")
+        return DataLoaderWait(text=f"; {hint}" if hint else "", line=location.line)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataLoaderWait:
+    """What a rank waits for whose DataLoader has not delivered a batch."""
+
+    text: str
+    """To follow where the rank is; "" if nothing is known."""
+    line: str
+    wait: str = ""
+    """How the DataLoader worker is idle."""
+
+
+def status_before_start(rank: int, parent: ActivityTracker, now: float) -> RankStatus:
+    """Return the status of a rank that has not started: what the process does that starts it."""
+    stats = parent.stats
+    text = f"its process has not started: process {parent.process_id}, which starts the workers,"
+    state: RankState = "computes"
+    doing = describe_wait(parent.process_id)
+    if stats is None or stats.state in "ZX":
+        state = "moves"  # the agent ends the run
+    elif stats.state == "T":
+        state, doing = "stopped", f"kill -CONT {parent.process_id} resumes it"
+    elif now - parent.tree_idle_since > SHORT_IDLE_SECONDS and stats.state != "D":
+        state = "blocked"
+    return RankStatus(
+        rank=rank,
+        time_ns=time.monotonic_ns(),
+        state=state,
+        idle_seconds=now - parent.tree_idle_since,
+        silent_seconds=now - parent.tree_idle_since,
+        cpu_percent=parent.cpu_percent,
+        doing=doing,
+        text=text,
+        phase="start",
+    )
+
+
+def _describe_parent(parent: ActivityTracker | None) -> str:
+    if parent is not None and parent.stats is not None and parent.stats.state == "T":
+        return f"is stopped by a signal (kill -CONT {parent.process_id} resumes it)"
+    return "does not reap it"
 
 
 def write_stacks(path: str, workers: Sequence[WorkerMonitor], remote_statuses: Collection[RankStatus] = ()) -> str:

@@ -1,0 +1,17 @@
+"""The table of phases in the docs is the one from which the watchdog takes its limits."""
+
+from pathlib import Path
+
+from rankless.launch.watchdog.phases import PHASES, make_rows
+
+PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "watchdog.md"
+
+
+def test_the_page_shows_the_table_of_the_watchdog():
+    lines = PAGE.read_text().splitlines()
+    header = lines.index(
+        "| phase | which process may wait for which | how the watchdog recognizes it | reported after at least |"
+    )
+    rows = ["| " + " | ".join(row) + " |" for row in make_rows()]
+    assert lines[header + 2 : header + 2 + len(rows) + 1] == [*rows, ""]
+    assert len(rows) == len({phase.name for phase in PHASES})
