@@ -17,6 +17,7 @@ from rankless.launch.job_setup import ReadyJob
 from rankless.launch.supervisor.failure_attribution import Verdict
 from rankless.launch.supervisor.secondary_failure_lines import find_script_line
 from rankless.records.events import NO_RANK, AnyRecord, Exited, HostLost, ScriptFinished, ServerExited, ServerLost
+from rankless.records.private_files import private_opener
 from rankless.records.run_summary import AgentProcess, Outcome, RankSummary, RunFailure, RunSummary
 from rankless.records.worker_status import read_page
 from rankless.version import VERSION
@@ -132,7 +133,7 @@ class SummaryFile:
     def _write(self) -> None:
         new = f"{self._path}.new"
         with suppress(OSError):  # a full disk costs the file and never the training
-            with open(new, "wb") as file:
+            with open(new, "wb", opener=private_opener) as file:
                 file.write(msgspec.json.format(msgspec.json.encode(self._header | msgspec.to_builtins(self.summary))))
                 file.write(b"\n")
             os.replace(new, self._path)
