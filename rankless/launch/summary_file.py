@@ -16,8 +16,8 @@ from rankless.config.run_config import RunConfig
 from rankless.launch.job_setup import ReadyJob
 from rankless.launch.supervisor.failure_attribution import Verdict
 from rankless.launch.supervisor.secondary_failure_lines import find_script_line
+from rankless.records.access.private_files import private_opener
 from rankless.records.events import NO_RANK, AnyRecord, Exited, HostLost, ScriptFinished, ServerExited, ServerLost
-from rankless.records.private_files import private_opener
 from rankless.records.run_summary import AgentProcess, Outcome, RankSummary, RunFailure, RunSummary
 from rankless.records.worker_status import read_page
 from rankless.version import VERSION

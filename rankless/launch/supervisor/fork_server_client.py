@@ -15,8 +15,8 @@ from rankless.config.environment import parent_environment
 from rankless.config.run_config import RunConfig
 from rankless.config.worker_config import HostConfig, WorkerLaunch
 from rankless.launch.supervisor.fork_server_pool_client import ForkServerPoolClient
+from rankless.records.access.private_files import private_opener
 from rankless.records.channel import open_channel
-from rankless.records.private_files import private_opener
 from rankless.runtime.process_tree import adopt_orphans, delayed_interrupts, descendants, end_descendants
 from rankless.runtime.subprocess_command import python_command
 

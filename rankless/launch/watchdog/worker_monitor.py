@@ -21,8 +21,8 @@ from rankless.launch.watchdog.process_stats import (
 )
 from rankless.launch.watchdog.stack_classifier import StackLocation, classify_stack, locate_data_loader_worker
 from rankless.launch.watchdog.stacks import StackRequest, parse_main_stack
+from rankless.records.access.private_files import private_opener
 from rankless.records.events import RankState, RankStatus
-from rankless.records.private_files import private_opener
 from rankless.records.worker_status import WorkerStatus, read_page
 
 MAX_DATA_LOADER_WORKERS = 8

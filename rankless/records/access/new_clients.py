@@ -6,7 +6,7 @@ some milliseconds; if it loses it to a flood of others, it connects again.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 MAX_NEW_CLIENTS = 256
@@ -27,6 +27,9 @@ class NewClients(Generic[Client]):
         """
         self._drop = drop
         self._since: dict[Client, float] = {}
+
+    def __iter__(self) -> Iterator[Client]:
+        return iter(self._since)
 
     def __len__(self) -> int:
         return len(self._since)
@@ -83,4 +86,4 @@ class RejectedClients:
         self._counts.clear()
         others = f", and {total - count} others" if total > count else ""
         times = f" {count} times" if count > 1 else ""
-        self._notify(f"{self._socket_name} rejected {address}{times}: {reason}{others}")
+        self._notify(f"{self._socket_name} rejected a client at {address}{times}: {reason}{others}")
