@@ -174,7 +174,7 @@ def message():
         code = draws.randbytes(16).hex().encode()
         return MAGIC + query(2, b"/rankless/proof", b"", b'{"nonce":"a","code":"' + code + b'"}')
     if kind == 5: return MAGIC + bytes([17, 7]) + query(8, b"/key") * 5
-    if kind == 6: return draws.randbytes(70_000)
+    if kind == 6: return draws.randbytes(draws.choice([1000, 5000, 70_000]))
     if kind == 7: return struct.pack(">I", draws.randrange(300)) + draws.randbytes(200)
     return b""
 idle, done, refused = [], 0, 0
@@ -186,7 +186,7 @@ while done < count:
         done += 1
         continue
     try:
-        for _ in range(draws.randrange(1, 6)):
+        for _ in range(draws.randrange(1, 100)):
             done += 1
             connection.sendall(message())
         if draws.random() < 0.2:
