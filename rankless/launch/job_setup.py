@@ -148,7 +148,6 @@ def _set_up_as_leader(config: RunConfig, request: _SetupRequest) -> Iterator[Rea
         start = msgspec.structs.replace(start, servers=servers)
         _test_ports(server, request, start, names, listening)
         store_token = derive_store_token(token, start.run_id)
-        store = stack.enter_context(StoreServer([listening], token=store_token))
         start_hosts(server, start)
         yield ReadyJob(
             peers=FollowerPeers(server, start, names),
@@ -156,7 +155,7 @@ def _set_up_as_leader(config: RunConfig, request: _SetupRequest) -> Iterator[Rea
             names=names,
             devices=devices,
             interface=interface,
-            store=store,
+            store=stack.enter_context(StoreServer([listening], token=store_token)),
             store_token=store_token,
             servers=_make_servers(config, start, token),
         )

@@ -327,34 +327,20 @@ def test_a_host_without_heartbeats_is_lost(server: ControlServer):
         two.poll(time.monotonic() + messages.HEARTBEAT_TIMEOUT_SECONDS + 1)
 
 
-def test_silent_clients_are_dropped_and_block_nobody(server: ControlServer):
+def test_silent_clients_are_dropped_and_whom_they_displace_may_try_again(server: ControlServer):
+    displaced, rejected = join(server), []
     with contextlib.ExitStack() as stack:
-        rejected = connect_silently(server, MAX_NEW_CLIENTS + 50, stack)
-        while len(rejected) < 50:
+        for _ in range(MAX_NEW_CLIENTS + 50):
+            stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))  # type: ignore[attr-defined]
             rejected += server.poll(time.monotonic())
+        with pytest.raises(LeaderUnreachableError, match="before host 0 had authenticated itself"):
+            poll_until_error(server, displaced, rejected)
         one = join(server)
         while not server.connected_hosts:
             rejected += server.poll(time.monotonic())
             one.poll(time.monotonic())
         rejected += server.poll(time.monotonic() + HANDSHAKE_SECONDS + 1)
-        assert sum(isinstance(event, ConnectionRejected) for event in rejected) == MAX_NEW_CLIENTS + 50
-
-
-def test_a_client_that_loses_its_place_to_others_may_try_again(server: ControlServer):
-    one = join(server)
-    with contextlib.ExitStack() as stack:
-        connect_silently(server, MAX_NEW_CLIENTS + 1, stack)
-        with pytest.raises(LeaderUnreachableError, match="closed before host 0 had authenticated itself"):
-            poll_until_error(server, one, [])
-
-
-def connect_silently(server: ControlServer, count: int, stack: contextlib.ExitStack) -> list[Any]:
-    """Open connections that send nothing, and return the server's events meanwhile."""
-    events = []
-    for _ in range(count):
-        stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))  # type: ignore[attr-defined]
-        events += server.poll(time.monotonic())
-    return events
+        assert sum(isinstance(event, ConnectionRejected) for event in rejected) == MAX_NEW_CLIENTS + 51
 
 
 def test_an_unreachable_leader_raises_with_the_reason():
