@@ -50,9 +50,9 @@ print("right", hvd.allreduce(torch.ones(4), op=hvd.Sum)[0].item() == 2)
 """
 TABLE = """
 import os, torch, rankless
-table = rankless.Embedding(100, 4)
+table = rankless.parameter_server.Embedding(4)
 linear = torch.nn.Linear(4, 1)
-optimizer = torch.optim.SGD([*table.parameters(), *linear.parameters()], lr=0.1)
+optimizer = torch.optim.Adagrad([*table.parameters(), *linear.parameters()], lr=0.1)
 @rankless.job(model=torch.nn.ModuleList([table, linear]), optimizer=optimizer)
 def train(ids):
     return linear(table(ids)).square().mean()
