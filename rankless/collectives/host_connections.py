@@ -10,11 +10,12 @@ message, exists only under `rankless run`, and does not lead back to the ranks.
 
 import hmac
 import secrets
+import selectors
 import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -22,8 +23,10 @@ import msgspec
 from torch.distributed import distributed_c10d
 
 from rankless.collectives.byte_messages import all_gather_bytes
+from rankless.config.hosts import interface_towards
 from rankless.errors import RanksDiverged
 from rankless.parallel.mesh import Mesh
+from rankless.records.access.new_clients import NewClients
 from rankless.records.encoding import encode_msgpack
 from rankless.records.framing import FrameDecoder, FrameFormat, FrameTooLongError, receive_exactly
 
@@ -115,9 +118,11 @@ def connect_hosts(mesh: Mesh, hosts: Sequence[Sequence[int]]) -> tuple[list[Host
     is_first = hosts[host][0] == mesh.rank
     listening = _listen() if mesh.rank == 0 else None
     token = secrets.token_bytes(TOKEN_BYTES) if mesh.rank == 0 else b""
-    own = (token, listening.getsockname()[1], socket.gethostname()) if listening is not None else (b"", 0, "")
+    own = (b"", 0, "", "")
+    if listening is not None:
+        own = (token, listening.getsockname()[1], _own_address(), socket.gethostname())
     data = all_gather_bytes(encode_msgpack(own), mesh=mesh)[0]
-    token, port, name = msgspec.msgpack.decode(data, type=tuple[bytes, int, str])
+    token, port, address, name = msgspec.msgpack.decode(data, type=tuple[bytes, int, str, str])
     connections: list[HostConnection] = []
     failure = ""
     if listening is not None:
@@ -125,7 +130,7 @@ def connect_hosts(mesh: Mesh, hosts: Sequence[Sequence[int]]) -> tuple[list[Host
         missing = set(range(1, len(hosts))) - {each.host for each in connections}
         failure = f"{len(missing)} of {len(hosts)} hosts cannot reach rank 0 at port {port}" if missing else ""
     elif is_first:
-        connections = _connect([_store_address(), name], port, token, host)
+        connections = _connect([address, name], port, token, host)
     failures = [text.decode() for text in all_gather_bytes(failure.encode(), mesh=mesh)]
     if failures[0]:
         for each in connections:
@@ -140,32 +145,68 @@ def _listen() -> socket.socket:
     return socket.create_server(("", 0), backlog=1024)
 
 
-def _store_address() -> str:
-    """Return the address of the store of all ranks, as this host knows it: usually rank 0's. "" if there is none."""
+def _own_address() -> str:
+    """Return this host's address on its route to the store of all ranks. "" if there is none."""
     store: Any = distributed_c10d._get_default_store()
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
-    return str(getattr(store, "host", ""))
+    with suppress(OSError, AttributeError):
+        return interface_towards(store.host)[1]
+    return ""
 
 
 def _accept(listening: socket.socket, token: bytes, *, expected: int) -> list[HostConnection]:
     """Return the connections of the hosts that connect in time and know the token."""
     found: dict[int, HostConnection] = {}
     deadline = time.monotonic() + ACCEPT_SECONDS
-    with listening:
+    with listening, selectors.DefaultSelector() as selector:
+
+        def drop(connection: socket.socket) -> None:
+            selector.unregister(connection)
+            connection.close()
+
+        new_clients: NewClients[socket.socket] = NewClients(drop)
+        listening.setblocking(False)
+        selector.register(listening, selectors.EVENT_READ)
         while len(found) < expected and (left := deadline - time.monotonic()) > 0:
-            listening.settimeout(left)
-            with suppress(OSError):
-                connection, _ = listening.accept()
-                connection.settimeout(min(CONNECT_SECONDS, left))
-                hello = receive_exactly(connection, TOKEN_BYTES + NUMBER.size)
-                if hello is None or not hmac.compare_digest(hello[:TOKEN_BYTES], token):
-                    connection.close()
-                    continue
-                connection.sendall(token)
-                host = NUMBER.unpack_from(hello, TOKEN_BYTES)[0]
-                found[host] = HostConnection(connection, host)
+            for key, _ in selector.select(left):
+                with suppress(OSError):
+                    if key.fileobj is listening:
+                        connection, _ = listening.accept()
+                        # The selector reports it once the whole hello is there.
+                        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, TOKEN_BYTES + NUMBER.size)
+                        selector.register(connection, selectors.EVENT_READ)
+                        new_clients.add(connection, time.monotonic())
+                    elif isinstance(key.fileobj, socket.socket) and key.fileobj in new_clients:
+                        _greet(key.fileobj, token, found, new_clients, drop)
+        for connection in list(new_clients):
+            drop(connection)
     return list(found.values())
+
+
+def _greet(
+    connection: socket.socket,
+    token: bytes,
+    found: dict[int, HostConnection],
+    new_clients: NewClients[socket.socket],
+    drop: Callable[[socket.socket], None],
+) -> None:
+    """Read what a new client has sent: add the connection of a host that knows the token to `found`."""
+    size = TOKEN_BYTES + NUMBER.size
+    try:
+        hello = connection.recv(size, socket.MSG_DONTWAIT | socket.MSG_PEEK)
+    except OSError:
+        hello = b""
+    new_clients.remove(connection)
+    if len(hello) < size or not hmac.compare_digest(hello[:TOKEN_BYTES], token):
+        drop(connection)
+        return
+    connection.settimeout(CONNECT_SECONDS)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+    connection.recv(size)
+    connection.sendall(token)
+    host = NUMBER.unpack_from(hello, TOKEN_BYTES)[0]
+    found[host] = HostConnection(connection, host)
 
 
 def _connect(addresses: Sequence[str], port: int, token: bytes, host: int) -> list[HostConnection]:

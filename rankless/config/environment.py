@@ -310,6 +310,11 @@ def read_horovod_worker() -> "HorovodWorker | None":
     return worker
 
 
+def rank_and_size() -> tuple[int | None, int | None]:
+    """Return RANK and WORLD_SIZE, as a script finds them now."""
+    return whole_number("RANK"), whole_number("WORLD_SIZE")
+
+
 def read_torchrun() -> TorchrunWorker | None:
     """Return what torchrun or a cluster's launcher has set, or None in a process of another launcher or of none."""
     if WORKER_PLAN in os.environ:

@@ -35,8 +35,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the worker sends progress records to the agent."""
     records_descriptor: int | None = None
     """The inherited socket on which the worker sends records to the agent."""
-    store_descriptor: int | None = None
-    """Rank 0 only: an inherited, listening socket on which it serves the store of all ranks."""
     interface: str | None = None
     """The network interface that leads to the other hosts; None if all workers are on this one."""
     host: int = 0
@@ -44,6 +42,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     host_count: int = 1
     store_address: str = "127.0.0.1"
     store_port: int | None = None
+    store_token: str = ""
+    """What the store of all ranks asks for. See Note [store access] in `records.access.store_access`."""
     status_descriptor: int | None = None
     """The inherited memory to which it writes its steps and, on request, its stacks; None without a watchdog."""
     rounds_descriptor: int | None = None
@@ -80,7 +80,6 @@ class HostConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The addresses of the job's other hosts, as far as they are known."""
     control_descriptor: int
     records_descriptor: int
-    store_descriptor: int | None
     launches_descriptor: int | None = None
     """The socket on which the driver of an elastic job requests more workers."""
 
@@ -88,7 +87,7 @@ class HostConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Return the descriptors that the parent inherits under the same numbers."""
         configs = [launch.config for launch in self.workers]
         pages = [each for config in configs for each in (config.status_descriptor, config.recovery_descriptor)]
-        sockets = (self.control_descriptor, self.records_descriptor, self.store_descriptor, self.launches_descriptor)
+        sockets = (self.control_descriptor, self.records_descriptor, self.launches_descriptor)
         shared = {config.servers.lost_descriptor for config in configs if config.servers is not None}
         terminal = [each for config in configs for each in config.terminal]
         return [descriptor for descriptor in (*sockets, *pages, *shared, *terminal) if descriptor is not None]

@@ -28,7 +28,7 @@ from rankless.launch.startup_table import WorkerTable
 from rankless.launch.status.live_run_page import LiveRunPage, make_live_run, measure_live_run
 from rankless.launch.status.process_identity import identify_agent
 from rankless.launch.supervisor.failure_attribution import Verdict
-from rankless.launch.supervisor.fork_server_client import ForkServerClient, InheritedSockets
+from rankless.launch.supervisor.fork_server_client import ForkServerClient
 from rankless.launch.supervisor.fork_server_pool_client import ForkServerPoolClient
 from rankless.launch.supervisor.shared_files import SharedFiles
 from rankless.launch.supervisor.stopping_workers import StoppingWorkers
@@ -254,8 +254,6 @@ class HostRun:
         job = self._job
         self._parent = parent = self._start(fork_server)
         self._survivors.channels.forget_worker_ends()
-        if job.store is not None:
-            job.store.close()  # rank 0 alone listens: once it ends, the system refuses ranks that connect late
         self._on_record = on_record
         try:
             supervisor = Supervisor(
@@ -392,7 +390,6 @@ class HostRun:
             config,
             self._workers,
             log_path=self.report.parent_log,
-            sockets=InheritedSockets(store=job.store),
             other_hosts=[each for host, each in enumerate(job.start.addresses) if host != job.host_index],
             pool=fork_server,
         )

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import secrets
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -34,6 +35,7 @@ from rankless.launch.rendezvous.job_token import (
     DeliveredToken,
     FixedToken,
     derive_server_token,
+    derive_store_token,
     make_follower_token_source,
     make_leader_token,
     needs_token_delivery,
@@ -45,6 +47,7 @@ from rankless.launch.rendezvous.ssh import RemoteTask, SshAgent, SshTokenDeliver
 from rankless.launch.servers.addresses import reserve_server_addresses
 from rankless.launch.servers.host_agreement import ServerReservation, agree_on_servers
 from rankless.launch.signals import Interrupts
+from rankless.runtime.rendezvous.store_server import StoreServer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +63,10 @@ class ReadyJob:
     """The devices of each host's workers; on other hosts than host 0 only this host's."""
     interface: str | None = None
     """The network interface that leads to the other hosts."""
-    store: socket.socket | None = None
-    """The socket on which rank 0 will serve the store; on host 0 only."""
+    store: StoreServer | None = None
+    """The store of all ranks; on host 0 only."""
+    store_token: str = ""
+    """What the store asks for. No host sends it over the control channel."""
     servers: ServersConfig | None = None
     """The parameter servers of the run. No host sends their token over the control channel."""
 
@@ -90,16 +95,24 @@ def set_up_job(
     """
     if config.cluster is None:
         with contextlib.ExitStack() as stack:
-            store = stack.enter_context(open_store_socket())
+            listening = stack.enter_context(open_store_socket())
             reserved = stack.enter_context(reserve_master_port(config.master_port))
-            start = _make_start(config, [config.devices], store=store, reserved=reserved)
+            start = _make_start(config, [config.devices], store=listening, reserved=reserved)
             variables = stack.enter_context(_open_services(config, start, [config.master_address]))
             start = msgspec.structs.replace(start, launcher_variables=variables)
             servers = stack.enter_context(reserve_server_addresses(config.servers))
             if servers is not None:
                 agreed = AgreedServers(addresses=servers.addresses, hosts=(0,) * len(servers.addresses))
                 start = msgspec.structs.replace(start, servers=agreed)
-            yield ReadyJob(peers=NoPeers(), start=start, devices=(config.devices,), store=store, servers=servers)
+            store_token = secrets.token_hex(32)
+            yield ReadyJob(
+                peers=NoPeers(),
+                start=start,
+                devices=(config.devices,),
+                store=stack.enter_context(StoreServer([listening], token=store_token)),
+                store_token=store_token,
+                servers=servers,
+            )
         return
     run_preflight(config, notify)
     request = _SetupRequest(cluster=config.cluster, interrupts=interrupts, notify=notify, token=token)
@@ -126,7 +139,7 @@ def _set_up_as_leader(config: RunConfig, request: _SetupRequest) -> Iterator[Rea
         starters = _start_agents(config, cluster, token, notify)
         for starter in starters.values():
             stack.callback(starter.close)
-        store = stack.enter_context(open_store_socket(address))
+        listening = stack.enter_context(open_store_socket(address))
         reserved = stack.enter_context(reserve_master_port())
         joined = wait_for_hosts(
             server, cluster, own=own, starters=starters, interrupts=request.interrupts, notify=notify
@@ -134,7 +147,7 @@ def _set_up_as_leader(config: RunConfig, request: _SetupRequest) -> Iterator[Rea
         facts = [own, *(joined[host] for host in sorted(joined))]
         devices = [config.devices, *(each.devices for each in facts[1:])]
         addresses = [_address(cluster, host, facts, own=address) for host in range(len(cluster.hosts))]
-        start = _make_start(config, devices, store=store, reserved=reserved)
+        start = _make_start(config, devices, store=listening, reserved=reserved)
         start = msgspec.structs.replace(
             start,
             addresses=tuple(each.address for each in facts),
@@ -150,7 +163,8 @@ def _set_up_as_leader(config: RunConfig, request: _SetupRequest) -> Iterator[Rea
             interrupts=request.interrupts,
         )
         start = msgspec.structs.replace(start, servers=servers)
-        _test_ports(server, request, start, names, store)
+        _test_ports(server, request, start, names, listening)
+        store_token = derive_store_token(token, start.run_id)
         start_hosts(server, start)
         yield ReadyJob(
             peers=FollowerPeers(server, start, names),
@@ -158,7 +172,8 @@ def _set_up_as_leader(config: RunConfig, request: _SetupRequest) -> Iterator[Rea
             names=names,
             devices=devices,
             interface=interface,
-            store=store,
+            store=stack.enter_context(StoreServer([listening], token=store_token)),
+            store_token=store_token,
             servers=_make_servers(config, start, token),
         )
 
@@ -192,6 +207,7 @@ def _set_up_as_follower(config: RunConfig, request: _SetupRequest) -> Iterator[R
                 names=[host.address for host in cluster.hosts],
                 devices=(config.devices,),
                 interface=interface,
+                store_token=derive_store_token(joined.token, job.start.run_id),
                 servers=_make_servers(config, job.start, joined.token),
             )
         finally:

@@ -7,7 +7,8 @@ import time
 
 from rankless.config.run_config import AgreedJobConfig, RunConfig
 from rankless.errors import LaunchError
-from rankless.launch.profile import WorkerLogFiles, load_profile
+from rankless.launch.profile import LauncherProfile, WorkerLogFiles, load_profile
+from rankless.records.access.private_files import make_private_folder, private_opener
 
 
 def make_run_id(config: RunConfig) -> str:
@@ -28,11 +29,13 @@ def make_run_folder(config: RunConfig, start: AgreedJobConfig, host_index: int) 
     first = start.first_rank(host_index)
     folder = run_folder(config, start.run_id, host_index)
     try:
-        os.makedirs(folder, exist_ok=config.cluster is not None)  # hosts may share a disk
+        may_exist = config.cluster is not None  # hosts may share a disk
+        if profile.has_private_logs:
+            make_private_folder(folder, may_exist=may_exist)
+        else:
+            os.makedirs(folder, exist_ok=may_exist)
         for local_rank in range(config.worker_count):
-            files = profile.log_files(folder, first + local_rank, local_rank)
-            if files.error is not None:
-                make_log_files(files)
+            make_log_files(profile, profile.log_files(folder, first + local_rank, local_rank))
         link = os.path.join(config.log_folder, f".latest-{start.run_id}-{secrets.token_hex(3)}")
         os.symlink(os.path.basename(folder), link)
         os.replace(link, os.path.join(config.log_folder, "latest"))
@@ -49,8 +52,10 @@ def make_run_folder(config: RunConfig, start: AgreedJobConfig, host_index: int) 
     return folder
 
 
-def make_log_files(files: WorkerLogFiles) -> None:
-    """Make a worker's log files and their folder. Files of an earlier run become empty."""
+def make_log_files(profile: LauncherProfile, files: WorkerLogFiles) -> None:
+    """Make a worker's log files and their folder. Where there are two, files of an earlier run become empty."""
     os.makedirs(os.path.dirname(files.output), exist_ok=True)
     for path in filter(None, files):
-        open(path, "wb").close()
+        open(
+            path, "ab" if files.error is None else "wb", opener=private_opener if profile.has_private_logs else None
+        ).close()

@@ -12,9 +12,9 @@ _IN_USE = (psutil.CONN_LISTEN, psutil.CONN_ESTABLISHED)
 
 
 def open_store_socket(address: str = _ADDRESS) -> socket.socket:
-    """Return a socket that listens on `address` only; rank 0 will serve the store of our group on it.
+    """Return a socket that listens on `address` only, for the store of all ranks.
 
-    Ranks that connect before rank 0 serves wait in its queue instead of trying again.
+    Ranks that connect before the store is served wait in its queue instead of trying again.
     """
     store = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
     store.bind((address, 0))

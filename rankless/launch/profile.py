@@ -84,6 +84,11 @@ class LauncherProfile(Protocol):
         return True
 
     @property
+    def has_private_logs(self) -> bool:
+        """Whether other users may not read the workers' logs. Launchers with logs of the umask's modes keep them."""
+        return True
+
+    @property
     def exports_environment(self) -> bool:
         """Whether other hosts get the whole environment, instead of only what torch, its libraries and Python read."""
         return False

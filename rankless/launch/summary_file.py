@@ -16,6 +16,7 @@ from rankless.config.run_config import RunConfig
 from rankless.launch.job_setup import ReadyJob
 from rankless.launch.supervisor.error_lines import find_script_line
 from rankless.launch.supervisor.failure_attribution import Verdict
+from rankless.records.access.private_files import private_opener
 from rankless.records.encoding import encode_json
 from rankless.records.events import (
     NO_RANK,
@@ -144,7 +145,7 @@ class SummaryFile:
     def _write(self) -> None:
         new = f"{self._path}.new"
         with suppress(OSError):  # a full disk costs the file and never the training
-            with open(new, "wb") as file:
+            with open(new, "wb", opener=private_opener) as file:
                 file.write(msgspec.json.format(encode_json(self._header | msgspec.to_builtins(self.summary))))
                 file.write(b"\n")
             os.replace(new, self._path)

@@ -24,6 +24,8 @@ class ElasticSlot:
     host: str
     slot: int
     """The smallest number that no other living worker of its host has."""
+    store_token: str
+    """What the store of the job's rounds asks for."""
 
 
 class WorkerDescriptors(NamedTuple):
@@ -53,7 +55,7 @@ class _Position:
     device: str
     host_index: int = 0
     interface: str | None = None
-    store_descriptor: int | None = None
+    store_token: str = ""
     status_descriptor: int | None = None
     recovery_descriptor: int | None = None
     servers: ServersConfig | None = None
@@ -84,7 +86,7 @@ def make_worker_configs(
                 device=device,
                 host_index=job.host_index,
                 interface=job.interface,
-                store_descriptor=job.store.fileno() if first + local_rank == 0 and job.store is not None else None,
+                store_token=job.store_token,
                 status_descriptor=pages[local_rank] if pages else None,
                 recovery_descriptor=channels[local_rank] if channels else None,
                 servers=servers,
@@ -111,8 +113,10 @@ def make_elastic_worker(
         local_world_size=worker.slot + 1,
         device=config.devices[worker.slot % len(config.devices)],
         interface=interface,
+        store_token=worker.store_token,
     )
-    make_log_files(load_profile(config.launcher).log_files(folder, worker.number, worker.slot))
+    profile = load_profile(config.launcher)
+    make_log_files(profile, profile.log_files(folder, worker.number, worker.slot))
     return _make_launch(config, start, position, folder=folder, elastic_host=worker.host)
 
 
@@ -157,11 +161,11 @@ def _make_launch(
         interface=position.interface,
         host=position.host_index,
         host_count=start.worker_host_count,
-        store_descriptor=position.store_descriptor,
         status_descriptor=position.status_descriptor,
         recovery_descriptor=position.recovery_descriptor,
         store_address=start.store_address,
         store_port=start.store_port or None,
+        store_token=position.store_token,
         servers=position.servers,
         terminal=tuple(position.terminal),
         is_debugged=config.debug_rank is not None,

@@ -35,13 +35,6 @@ class WorkerReady(msgspec.Struct, frozen=True, kw_only=True, tag="worker_ready")
     """Whether the worker has the state that all ranks of its last round have, so it needs no broadcast."""
 
 
-class StoreReady(msgspec.Struct, frozen=True, kw_only=True, tag="store_ready"):
-    """Rank 0 serves the round's store at this port."""
-
-    round: int
-    port: int
-
-
 class StateSynced(msgspec.Struct, frozen=True, kw_only=True, tag="state_synced"):
     """A worker has the job's state, as all ranks of the round have."""
 
@@ -49,13 +42,14 @@ class StateSynced(msgspec.Struct, frozen=True, kw_only=True, tag="state_synced")
 
 
 class RoundStarted(msgspec.Struct, frozen=True, kw_only=True, tag="round_started"):
-    """A round starts. A rank 0 that gets no port opens the store on this address, and reports the port."""
+    """A round starts."""
 
     round: int
     assignment: RankAssignment
     address: str = ""
     """The address of rank 0's host."""
-    port: int | None = None
+    store: tuple[str, int] | None = None
+    """Where the member reaches the store of the round; None if its configuration says it."""
     interface: str | None = None
     """The network interface by which the members reach each other. None does not change it."""
     must_sync: bool = True
@@ -80,7 +74,7 @@ class WorkerDismissed(msgspec.Struct, frozen=True, kw_only=True, tag="worker_dis
     """The job has no slot for this worker any more. The worker ends with exit code 0."""
 
 
-WorkerMessage = WorkerReady | StoreReady | StateSynced
+WorkerMessage = WorkerReady | StateSynced
 """From a worker to the driver."""
 DriverMessage = RoundStarted | RoundEnded | HostsChanged | WorkerDismissed
 """From the driver to a worker."""

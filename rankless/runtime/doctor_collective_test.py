@@ -1,5 +1,6 @@
 """One host's process of the doctor's collective test: all hosts sum tensors with Gloo, as a job would."""
 
+import socket
 import statistics
 import sys
 import time
@@ -53,8 +54,14 @@ def _serve() -> None:
 
 
 def _open_store(address: str) -> tuple[Any, int]:
-    store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]  # as below
-    return store, int(store.port)
+    # torch's store would listen on all interfaces.
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listening = socket.create_server((address, 0), family=family, backlog=1024)
+    port = int(listening.getsockname()[1])
+    store = dist.TCPStore(  # type: ignore[attr-defined]  # public, missing in the stubs
+        address, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+    )
+    return store, port
 
 
 def _measure_all_reduce(task: RunAllReduce, store: Any) -> AllReduceResult:

@@ -2,9 +2,7 @@
 
 See Note [rounds] in `records.elastic_messages`.
 
-Note [the store of a round]: rank 0 serves the store of a round on a port of its own, through an object that it uses
-only to close the store. When the driver ends the round, rank 0 closes it. A rank that waits for a key in it then fails
-at once, even if the worker that was to write the key was killed.
+The driver serves the store of all rounds: see Note [rounds of a store] in `runtime.rendezvous.store_server`.
 """
 
 import contextlib
@@ -13,18 +11,15 @@ import queue
 import socket
 import threading
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
-import torch.distributed as dist
-
 from rankless.config import environment
+from rankless.config.worker_config import WorkerConfig
 from rankless.records.elastic_messages import (
     HostsChanged,
     RoundEnded,
     RoundStarted,
     StateSynced,
-    StoreReady,
     WorkerDismissed,
     WorkerMessage,
     WorkerReady,
@@ -32,9 +27,9 @@ from rankless.records.elastic_messages import (
     send_message,
 )
 from rankless.runtime.rendezvous.job_rendezvous import RendezvousInfo
+from rankless.runtime.rendezvous.run_store import open_run_store
 from rankless.terminal import process_title
 
-STORE_TIMEOUT = timedelta(seconds=300)
 MAX_FAILED_ROUNDS = 20
 GIVE_UP_SECONDS = 2.0
 """How long after the end of a round its members may still communicate, before this process aborts its operations."""
@@ -57,8 +52,8 @@ class Round:
         self.assignment = message.assignment
         self.address = message.address
         self.must_sync = message.must_sync
+        self._store = message.store
         self.store: Any = None
-        self._server: Any = None
         self._ended = threading.Event()
         self.give_up: Callable[[str], None] | None = None
         """Called if this process is still in the round a while after its end: its peers may have ended silently."""
@@ -79,29 +74,21 @@ class Round:
             assignment=self.assignment,
         )
 
-    def serve(self, address: str) -> int:
-        """Serve the store, and return its port."""
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        with socket.create_server((address, 0), family=family, backlog=1024) as listening:
-            port = int(listening.getsockname()[1])
-            self._server = _connect_store(address, port, listening=listening)
-        return port
-
-    def connect(self, address: str, port: int) -> None:
-        """Connect to the store. Raises RuntimeError if nobody serves it."""
-        self.store = _connect_store(address, port, listening=None)
+    def connect(self, config: WorkerConfig) -> None:
+        """Connect to the store. Raises RuntimeError if nobody serves it, or the round has ended."""
+        address, port = self._store or (config.store_address, config.store_port or 0)
+        self.store = open_run_store(address, port, config.store_token, round=self.number)
 
     def close(self) -> None:
-        """End the round, and close the store if this process serves it."""
+        """End the round."""
         self._ended.set()
-        self._server = None
 
 
 class ElasticMember:
     """The connection of this process to the driver of its elastic job."""
 
-    def __init__(self, end: socket.socket) -> None:
-        self._end = end
+    def __init__(self, end: socket.socket, config: WorkerConfig) -> None:
+        self._end, self._config = end, config
         self._rounds: queue.SimpleQueue[RoundStarted | WorkerDismissed | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._listeners: list[HostsChangedListener] = []
@@ -149,11 +136,7 @@ class ElasticMember:
             if has_ended:
                 continue
             with contextlib.suppress(RuntimeError, OSError):
-                port = message.port
-                if port is None:
-                    port = found.serve(message.address)
-                    self._send(StoreReady(round=found.number, port=port))
-                found.connect(message.address, port)
+                found.connect(self._config)
                 process_title.show_round(message.assignment.rank, message.assignment.size)
                 return found
 
@@ -250,20 +233,8 @@ def current_member() -> ElasticMember | None:
     config = environment.read_worker_config()
     if config is None or config.rounds_descriptor is None:
         return None
-    _member = os.getpid(), ElasticMember(socket.socket(fileno=config.rounds_descriptor))
+    _member = os.getpid(), ElasticMember(socket.socket(fileno=config.rounds_descriptor), config)
     return _member[1]
 
 
 _member: tuple[int, ElasticMember] | None = None
-
-
-def _connect_store(address: str, port: int, *, listening: socket.socket | None) -> Any:
-    return dist.TCPStore(  # type: ignore[attr-defined]  # public, missing in the stubs
-        address,
-        port,
-        None,
-        listening is not None,
-        timeout=STORE_TIMEOUT,
-        wait_for_workers=False,
-        master_listen_fd=None if listening is None else listening.detach(),
-    )

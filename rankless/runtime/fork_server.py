@@ -191,8 +191,6 @@ class ForkServer:
 
         In a worker that is forked meanwhile, return that worker at once.
         """
-        if self._config.store_descriptor is not None:
-            os.close(self._config.store_descriptor)
         with selectors.DefaultSelector() as selector:
             selector.register(self._control, selectors.EVENT_READ)
             selector.register(self._wakeup, selectors.EVENT_READ)
@@ -251,7 +249,8 @@ class ForkServer:
             self._end_all()
             return
         if CUT in commands:
-            cut_connections(self._workers, hosts=self._config.other_hosts)
+            ports = {launch.config.store_port for launch in self._config.workers}
+            cut_connections(self._workers, hosts=self._config.other_hosts, store_port=next(iter(ports), None))
             end_shared_groups(self._workers)
         for number in decode_signals(commands):
             for process_id in list(self._workers):
@@ -281,7 +280,6 @@ class ForkServer:
         config = launch.config
         kept = [
             self._config.records_descriptor,
-            config.store_descriptor,
             config.status_descriptor,
             config.rounds_descriptor,
             config.recovery_descriptor,

@@ -1,6 +1,7 @@
 """The context of a process that has joined its world: mesh, process group, and the channel for records."""
 
 import atexit
+import itertools
 import os
 import random
 import socket
@@ -37,7 +38,6 @@ from rankless.runtime.recovery.round_world import join_round_world
 from rankless.runtime.recovery.worker_recovery import WorkerRecovery
 from rankless.runtime.rendezvous.file import join_file_rendezvous
 from rankless.runtime.rendezvous.job_rendezvous import (
-    JOIN_TIMEOUT_SECONDS,
     RendezvousInfo,
     parameters_from_torchrun,
     print_notice,
@@ -54,6 +54,8 @@ from rankless.verify.recording.run_recorder import RunRecorder
 from rankless.verify.recording.script_survey import survey_script
 from rankless.verify.recording.value_inspection import ValueInspector
 
+_JOINS = itertools.count()
+"""Numbers how often this process has joined again. All ranks do so equally often."""
 RecordObserver = Callable[[AnyRecord], None]
 """Receives the records of a process."""
 
@@ -91,7 +93,7 @@ class ProcessContext:
         staleness = servers.staleness if servers is not None and servers.mode == "bounded" else None
         member = None
         if config is not None and config.recovery_descriptor is not None and mesh.size > 1:
-            member = ElasticMember(socket.socket(fileno=config.recovery_descriptor))
+            member = ElasticMember(socket.socket(fileno=config.recovery_descriptor), config)
         recovery = None if member is None else WorkerRecovery(member, self, tables)
         self.world = World(
             mesh=Mesh.solo(mesh.device) if trains_alone else workers,
@@ -272,7 +274,9 @@ def _join_as_worker(config: WorkerConfig, find_info: Callable[[], RendezvousInfo
     device = _use_device(config.device)
     end_group = None
     if config.world_size > 1 and not dist.is_initialized():
-        store = join_tcp_rendezvous(_rejoin_parameters(config), print_notice).store if again else find_info().store
+        store = find_info().store
+        if again:  # the keys of the group before are still there
+            store = dist.PrefixStore(f"rankless/again/{next(_JOINS)}", store)  # type: ignore[attr-defined]  # not in the stubs
         end_group = make_world_group(
             config.backend,
             device,
@@ -355,18 +359,6 @@ def _select_device(local_rank: int) -> tuple[torch.device, Backend]:
     number = 0 if environment.has_own_gpu() else local_rank
     own_gpu = torch.cuda.is_available() and number < torch.cuda.device_count()
     return _use_device(f"cuda:{number}" if own_gpu else "cpu"), "nccl" if own_gpu else "shared_memory"
-
-
-def _rejoin_parameters(config: WorkerConfig) -> RendezvousParameters:
-    """Return where a worker joins again after it has left: rank 0's first store may still be closing."""
-    return RendezvousParameters(
-        kind="tcp",
-        host=config.master_address,
-        port=config.master_port,
-        rank=config.rank,
-        world_size=config.world_size,
-        timeout_seconds=JOIN_TIMEOUT_SECONDS,
-    )
 
 
 def _synchronize_seeds(mesh: Mesh, context: ProcessContext) -> None:

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from rankless.records.access.private_files import FILE_MODE
+
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
@@ -84,7 +86,7 @@ def measure_error_log(path: str) -> int | None:
 
 def _open(path: str, on_loss: Callable[[str], None]) -> int:
     try:
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, FILE_MODE)
     except OSError as error:
         on_loss(error.strerror or "the log file cannot be made")
         return os.open(os.devnull, os.O_WRONLY)

@@ -44,8 +44,6 @@ _MAX_TEXT_CHARACTERS = 16_000
 
 def start_forked_worker(launch: WorkerLaunch, host: HostConfig, fast_exit: FastExit) -> "WorkerProcess":
     """Turn a fresh fork of the fork server into a worker."""
-    if host.store_descriptor is not None and launch.config.store_descriptor is None:
-        os.close(host.store_descriptor)
     for other in host.workers:
         inherited = (other.config.status_descriptor, other.config.recovery_descriptor, *other.config.terminal)
         for descriptor in inherited:
@@ -211,6 +209,8 @@ class WorkerProcess:
             refuse_distributed_breakpoints(distributed, self._config.rank)
         if self._config.is_debugged:
             extend_timeouts(importlib.import_module("torch.distributed.distributed_c10d"), distributed)
+        if self._config.rounds_descriptor is None:  # the ranks of an elastic job change
+            importlib.import_module("rankless.runtime.hooks.run_store").use_run_store(self._config)
         if self._file_writes is not None:
             self._file_writes.patch_torch_save(importlib.import_module("torch.serialization"))
         if self._config.rank == 0:

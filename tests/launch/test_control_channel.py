@@ -1,5 +1,6 @@
 """The control channel accepts only holders of the token, and no frame can be forged or repeated."""
 
+import contextlib
 import secrets
 import socket
 import time
@@ -10,7 +11,7 @@ import msgspec
 import pytest
 
 from rankless.config.run_config import Program
-from rankless.launch.rendezvous import control_server, messages
+from rankless.launch.rendezvous import messages
 from rankless.launch.rendezvous.control_client import (
     LeaderConnection,
     LeaderUnreachableError,
@@ -36,6 +37,7 @@ from rankless.launch.rendezvous.messages import (
     ServerHello,
     WorkerRecords,
 )
+from rankless.records.access.new_clients import HANDSHAKE_SECONDS, MAX_NEW_CLIENTS
 from rankless.records.events import ScriptFinished
 
 TOKEN = secrets.token_bytes(32)
@@ -325,18 +327,20 @@ def test_a_host_without_heartbeats_is_lost(server: ControlServer):
         two.poll(time.monotonic() + messages.HEARTBEAT_TIMEOUT_SECONDS + 1)
 
 
-def test_silent_clients_are_dropped_and_block_nobody(server: ControlServer):
-    silent = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(100)]  # type: ignore[attr-defined]
-    start = time.monotonic()
-    while time.monotonic() - start < 0.2:
-        server.poll(start)
-    rejected = server.poll(start + control_server.AUTHENTICATION_TIMEOUT_SECONDS + 1)
-    assert rejected
-    assert all(isinstance(event, ConnectionRejected) for event in rejected)
-    one = join(server)
-    assert isinstance(poll_all(server, one)[-1], HostJoined)
-    for connection in silent:
-        connection.close()
+def test_silent_clients_are_dropped_and_whom_they_displace_may_try_again(server: ControlServer):
+    displaced, rejected = join(server), []
+    with contextlib.ExitStack() as stack:
+        for _ in range(MAX_NEW_CLIENTS + 50):
+            stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))  # type: ignore[attr-defined]
+            rejected += server.poll(time.monotonic())
+        with pytest.raises(LeaderUnreachableError, match="before host 0 had authenticated itself"):
+            poll_until_error(server, displaced, rejected)
+        one = join(server)
+        while not server.connected_hosts:
+            rejected += server.poll(time.monotonic())
+            one.poll(time.monotonic())
+        rejected += server.poll(time.monotonic() + HANDSHAKE_SECONDS + 1)
+        assert sum(isinstance(event, ConnectionRejected) for event in rejected) == MAX_NEW_CLIENTS + 51
 
 
 def test_an_unreachable_leader_raises_with_the_reason():

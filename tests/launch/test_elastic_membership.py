@@ -34,13 +34,10 @@ def sent_messages(actions: Iterable[Action], kind: type) -> dict[int, object]:
 
 def start_round(membership: JobMembership, now: float = 0.0) -> dict[int, RoundStarted]:
     """Start a round of all ready workers, sync them, and return the message to each."""
-    (lead, message), *rest = sent_messages(membership.decide(now), RoundStarted).items()
-    assert rest == []
-    assert (message.assignment.rank, message.port) == (0, None)
-    membership.mark_store_ready(lead, message.round, 4000)
-    starts = {lead: message} | sent_messages(membership.decide(now), RoundStarted)
+    starts = sent_messages(membership.decide(now), RoundStarted)
+    assert next(iter(starts.values())).assignment.rank == 0
     for number in starts:
-        membership.mark_synced(number, message.round)
+        membership.mark_synced(number, membership.round_number)
     return starts
 
 
@@ -84,20 +81,16 @@ def test_missing_hosts_are_named():
     assert start_job({"a": 2}).describe_waiting() is None
 
 
-def test_a_round_starts_when_all_are_ready_and_rank_0_serves_its_store_first():
+def test_a_round_starts_for_all_its_members_when_all_are_ready():
     membership = make_membership({"a": 2, "b": 1})
     assert started_workers(membership.decide(0.0)) == [0, 1, 2]
     mark_ready(membership, 0, 1)
     assert membership.decide(1.0) == []
     mark_ready(membership, 2)
-    (first,) = membership.decide(1.0)
-    assert isinstance(first, MessageAction)
-    assert (first.message.port, first.message.assignment.rank) == (None, 0)
-    assert membership.decide(1.0) == []
-    membership.mark_store_ready(0, 1, 4000)
     messages = sent_messages(membership.decide(1.0), RoundStarted)
-    assert {number: message.port for number, message in messages.items()} == {1: 4000, 2: 4000}
+    assert {number: message.assignment.rank for number, message in messages.items()} == {0: 0, 1: 1, 2: 2}
     assert messages[2].assignment.cross_rank == 1
+    assert membership.decide(1.0) == []
 
 
 def test_a_dead_worker_ends_the_round_and_gets_a_replacement():
@@ -127,8 +120,6 @@ def test_the_worker_with_the_latest_state_is_rank_0_despite_a_later_round_of_ano
     membership.remove_failed(1, 5.0, is_own=False)
     assert started_workers(membership.decide(5.0)) == [2]
     mark_ready(membership, 0, 2, now=5.0)
-    (lead,) = sent_messages(membership.decide(5.0), RoundStarted)
-    membership.mark_store_ready(lead, 2, 4000)
     membership.decide(5.0)
     # Worker 2 has been in round 2, but the round ended before it had the state.
     mark_ready(membership, 2, 0, now=6.0)
@@ -199,7 +190,7 @@ def test_all_members_sync_if_a_survivor_had_to_restore():
     membership.decide(5.0)
     mark_ready(membership, 0, 2, now=6.0, has_state=True)
     mark_ready(membership, 1, now=6.0, has_state=False)
-    assert [message.must_sync for message in sent_messages(membership.decide(6.0), RoundStarted).values()] == [True]
+    assert [message.must_sync for message in sent_messages(membership.decide(6.0), RoundStarted).values()] == [True] * 2
 
 
 def test_the_last_worker_with_the_state_stays_until_another_has_it():
@@ -299,7 +290,6 @@ class SimulatedJob:
         self.starting: set[int] = set()
         self.member_of: dict[int, int] = {}
         self.informed: set[int] = set()
-        self.opening_stores: list[tuple[int, RoundStarted]] = []
         self.dismissed: list[int] = []
 
     def advance(self) -> None:
@@ -313,15 +303,13 @@ class SimulatedJob:
             elif isinstance(action.message, RoundStarted):
                 assert number not in self.member_of, "a round started for a member of another"
                 self.member_of[number] = action.message.round
-                if action.message.port is None:
-                    self.opening_stores.append((number, action.message))
             elif isinstance(action.message, RoundEnded | HostsChanged):
                 self.informed.add(number)
             else:
                 self.dismissed.append(number)
 
     def step(self, *, may_fail: bool) -> None:
-        events = [self.arrive, self.serve, self.leave, self.sync, self.finish]
+        events = [self.arrive, self.leave, self.sync, self.finish]
         if may_fail and len(self.holders()) > 1:
             events += [self.die, self.change_hosts]
         self.random.choice(events)()
@@ -331,12 +319,6 @@ class SimulatedJob:
         if self.starting:
             number = self.starting.pop()
             self.membership.mark_ready(number, WorkerReady(), self.now)
-
-    def serve(self) -> None:
-        if self.opening_stores:
-            number, message = self.opening_stores.pop()
-            if number in self.membership.workers:
-                self.membership.mark_store_ready(number, message.round, 4000)
 
     def leave(self) -> None:
         for number in [number for number in self.informed if number in self.member_of]:

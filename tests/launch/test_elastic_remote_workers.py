@@ -58,8 +58,9 @@ def start_remote_workers(ssh: str, folder: Path) -> Iterator[RemoteWorkers]:
         store_port=0,
     )
     program = Program(kind="code", target="")
+    request = RunRequest(worker_count=1)
     task = HostTask(
-        program=program, request=RunRequest(worker_count=1), start=start, folder=str(folder), environment={}
+        program=program, request=request, start=start, folder=str(folder), environment={}, store_token="secret"
     )
     path = os.pathsep.join([str(folder), os.environ["PATH"]])
     with patch.dict(os.environ, PATH=path), selectors.DefaultSelector() as selector:

@@ -101,7 +101,7 @@ FAULTS = [
         name="another token",
         prepare=_token_files,
         options=("--no-ssh", "--join-timeout", "4"),
-        expected="{b} tried to join, and was rejected: a different token",
+        expected="rejected a client at {b}: a different token",
         expected_there="do both have the same token",
         seconds=9,
     ),

@@ -297,7 +297,7 @@ def test_a_different_token_is_rejected_and_reported_on_both_sides(hosts: Hosts, 
     job = hosts.start("a", words, cwd=folder, env={"RANKLESS_TOKEN_FILE": str(folder / "token")})
     code, _, err = ended(job)
     assert code == 2
-    assert f"{hosts.addresses[1]} tried to join, and was rejected: a different token" in err
+    assert f"rejected a client at {hosts.addresses[1]}: a different token" in err
     code, _, err = ended(other)
     assert code == 2
     assert "do both have the same token" in err

@@ -1,6 +1,7 @@
 """All workers of an elastic job: those of this host, and those of each other host."""
 
 import os
+import secrets
 import selectors
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,11 +17,13 @@ from rankless.launch.elastic.local_workers import LocalWorkers
 from rankless.launch.elastic.membership import RoundState
 from rankless.launch.elastic.remote_workers import RemoteWorkers
 from rankless.launch.elastic.ssh_protocol import HostTask
+from rankless.launch.ports import open_store_socket
 from rankless.launch.profile import load_profile
 from rankless.launch.worker_configs import ElasticSlot, make_elastic_worker
 from rankless.launch.worker_output import Source, WorkerOutputFollower, Write
-from rankless.records.elastic_messages import DriverMessage, RoundStarted, WorkerMessage
+from rankless.records.elastic_messages import DriverMessage, RoundEnded, RoundStarted, WorkerMessage
 from rankless.records.events import AnyRecord
+from rankless.runtime.rendezvous.store_server import StoreServer
 
 LOOPBACK_ADDRESS = "127.0.0.1"
 
@@ -49,6 +52,10 @@ class AllWorkers:
         self._remote: dict[str, RemoteWorkers] = {}
         self._host_of: dict[int, LocalWorkers | RemoteWorkers] = {}
         self._is_ending = False
+        self._store_token = secrets.token_hex(32)
+        self._store = StoreServer([], token=self._store_token)
+        self._store_ports: dict[str, int] = {}
+        """The ports at which the driver serves the store of the rounds, by its addresses."""
 
     def start(self, worker: ElasticWorker) -> None:
         """Start a worker."""
@@ -59,7 +66,7 @@ class AllWorkers:
             return
         context = self._context
         self._host_of[worker.number] = self._local
-        slot = ElasticSlot(number=worker.number, host=worker.host, slot=worker.slot)
+        slot = ElasticSlot(number=worker.number, host=worker.host, slot=worker.slot, store_token=self._store_token)
         launch = make_elastic_worker(context.config, context.start, slot, folder=context.folder, interface=None)
         profile = load_profile(context.config.launcher)
         for stream in profile.shown_streams(context.config, context.folder, [launch.config]):
@@ -70,6 +77,8 @@ class AllWorkers:
         """Send a message to a worker. The start of a round gets the address and the interface of its members."""
         if isinstance(message, RoundStarted) and current is not None:
             message = self._add_address(message, number, current)
+        elif isinstance(message, RoundEnded):
+            self._store.end_round(message.round)
         self._host_of[number].send(number, message)
 
     def kill_if_stalled(self, number: int, reason: str) -> None:
@@ -112,6 +121,7 @@ class AllWorkers:
         """End all processes on all hosts."""
         for workers in self._all_hosts():
             workers.close()
+        self._store.close()
         self._terminal.close()
 
     def _all_hosts(self) -> list[LocalWorkers | RemoteWorkers]:
@@ -125,15 +135,16 @@ class AllWorkers:
             start=context.start,
             folder=context.folder,
             environment=exported_variables(),
+            store_token=self._store_token,
         )
         remote = RemoteWorkers(host, task, context.elastic, selector=self._selector, writes=context.writes)
         self._remote[host] = remote
         return remote
 
     def _add_address(self, message: RoundStarted, number: int, current: RoundState) -> RoundStarted:
-        """Add rank 0's address and the receiver's interface.
+        """Add rank 0's address, the receiver's interface, and the address at which it reaches the store.
 
-        Both are loopback if all members are on this host, else those by which the hosts reach each other.
+        All are loopback if all members are on this host, else those by which the hosts reach each other.
         """
         first = next(member for member, each in current.assignments.items() if each.rank == 0)
         hosts = {self._host_of[member] for member in current.assignments}
@@ -151,7 +162,21 @@ class AllWorkers:
             message,
             address=find_address(first)[0],
             interface=None if self._has_user_interface() else find_address(number)[1],
+            store=self._serve_store(self._host_of[number]),
         )
+
+    def _serve_store(self, host: LocalWorkers | RemoteWorkers) -> tuple[str, int]:
+        """Return the address and the port at which workers of a host reach the store, and serve it there."""
+        agent = host.agent if isinstance(host, RemoteWorkers) else None
+        address = LOOPBACK_ADDRESS if agent is None else agent.driver_address
+        if address not in self._store_ports:
+            try:
+                listening = open_store_socket(address)
+            except OSError:  # the other host knows this one by an address that it does not have, as behind a router
+                listening = open_store_socket("::" if ":" in address else "")
+            self._store_ports[address] = int(listening.getsockname()[1])
+            self._store.listen(listening)
+        return address, self._store_ports[address]
 
     def _has_user_interface(self) -> bool:
         return self._context.elastic.has_chosen_interface or "GLOO_SOCKET_IFNAME" in user_interfaces()

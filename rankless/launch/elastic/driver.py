@@ -27,7 +27,7 @@ from rankless.launch.supervisor.supervisor import (
 )
 from rankless.launch.supervisor.terminal_text import format_count, format_failure
 from rankless.launch.worker_output import Source, Write
-from rankless.records.elastic_messages import RoundStarted, StoreReady, WorkerMessage, WorkerReady
+from rankless.records.elastic_messages import RoundStarted, WorkerMessage, WorkerReady
 from rankless.records.events import (
     AnyRecord,
     Exited,
@@ -134,7 +134,7 @@ class ElasticDriver:
 
     def _check_progress(self, now: float) -> None:
         current = self._membership.current_round
-        if current is None or current.waiting_for_store:
+        if current is None:
             return
         report = self._stall_detector.tick(current.number, current.assignments, self._host_names, now)
         if report is not None:
@@ -183,8 +183,6 @@ class ElasticDriver:
             return
         if isinstance(message, WorkerReady):
             self._membership.mark_ready(number, message, now)
-        elif isinstance(message, StoreReady):
-            self._membership.mark_store_ready(number, message.round, message.port)
         else:
             self._membership.mark_synced(number, message.round)
 
@@ -284,7 +282,7 @@ def _make_hosts(config: RunConfig, elastic: Elastic) -> DiscoveredHosts | FixedH
 
 
 def _make_agreed_job_config(config: RunConfig) -> AgreedJobConfig:
-    # Each round has its own store, so the addresses here are placeholders.
+    # The start of each round says where its store is, so the addresses here are placeholders.
     return AgreedJobConfig(
         run_id=make_run_id(config),
         seed=config.seed,

@@ -139,7 +139,9 @@ class HostAgent:
         self._terminal.close()
 
     def _start_worker(self, command: StartWorker) -> None:
-        slot = ElasticSlot(number=command.number, host=command.host, slot=command.slot)
+        slot = ElasticSlot(
+            number=command.number, host=command.host, slot=command.slot, store_token=self._task.store_token
+        )
         task = self._task
         launch = make_elastic_worker(self._config, task.start, slot, folder=task.folder, interface=self._interface)
         profile = load_profile(self._config.launcher)

@@ -10,7 +10,7 @@ import msgspec
 from rankless.config.run_config import RunConfig
 from rankless.config.worker_config import WorkerLaunch
 from rankless.launch.elastic.stalled_workers import WorkerWatchdog
-from rankless.launch.supervisor.fork_server_client import ForkServerClient, InheritedSockets
+from rankless.launch.supervisor.fork_server_client import ForkServerClient
 from rankless.records.channel import receive_records
 from rankless.records.elastic_messages import (
     DriverMessage,
@@ -30,8 +30,7 @@ class LocalWorkers:
         self._selector = selector
         self._launches, launches_end = open_message_channel()
         with launches_end:
-            sockets = InheritedSockets(launches=launches_end)
-            self._fork_server = ForkServerClient(config, [], log_path=log_path, sockets=sockets)
+            self._fork_server = ForkServerClient(config, [], log_path=log_path, launches=launches_end)
         self._channels: dict[int, socket.socket] = {}
         self._watchdog = WorkerWatchdog(timeout_seconds=config.hang_timeout_seconds)
         selector.register(self._fork_server.records, selectors.EVENT_READ)

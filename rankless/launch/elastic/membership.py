@@ -16,7 +16,7 @@ computes, or writes a checkpoint, is left alone.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from rankless.config.elastic import Elastic
 from rankless.launch.elastic.blacklist import Blacklist
@@ -66,8 +66,6 @@ class RoundState:
     number: int
     assignments: Mapping[int, RankAssignment]
     must_sync: bool
-    waiting_for_store: list[ElasticWorker] = field(default_factory=list)
-    """Members that have not been told of the round, because rank 0's store is not ready."""
     announced: tuple[bool, bool] = (False, False)
     """The changes that the members know of: whether workers are removed, and whether workers are added."""
 
@@ -106,15 +104,6 @@ class JobMembership:
         self._leave_round(worker, now)
         worker.state, worker.ready_since, worker.expected_since = WorkerState.READY, now, float("inf")
         worker.has_state = message.has_state and message.last_round == worker.last_round == worker.synced_round > 0
-
-    def mark_store_ready(self, number: int, round: int, port: int) -> None:
-        """Rank 0 has opened the round's store."""
-        current = self.current_round
-        if current is None or current.number != round or self.workers[number].last_rank != 0:
-            return
-        for worker in current.waiting_for_store:
-            self._send_round_start(worker, current, port)
-        current.waiting_for_store.clear()
 
     def mark_synced(self, number: int, round: int) -> None:
         """A worker has the state that all members of a round have."""
@@ -208,9 +197,8 @@ class JobMembership:
                 yield StartAction(worker)
 
     def _make_dismissals(self, now: float) -> Iterator[Action]:
-        chosen = () if self.current_round is None else self.current_round.waiting_for_store
         for worker in self._live_workers():
-            if worker.state is WorkerState.READY and not worker.may_join and worker not in chosen:
+            if worker.state is WorkerState.READY and not worker.may_join:
                 worker.state, worker.expected_since = WorkerState.DISMISSED, now
                 yield MessageAction(worker, WorkerDismissed())
 
@@ -232,32 +220,25 @@ class JobMembership:
             return
         self.round_number += 1
         assignments = assign_round_ranks(worker.candidate for worker in ready)
-        first, *others = sorted(ready, key=lambda worker: assignments[worker.number].rank)
-        self._phase = RoundState(
-            number=self.round_number,
-            assignments=assignments,
-            must_sync=not all(worker.has_state for worker in ready),
-            waiting_for_store=others,
-        )
-        self._send_round_start(first, self._phase, None)
+        must_sync = not all(worker.has_state for worker in ready)
+        self._phase = RoundState(number=self.round_number, assignments=assignments, must_sync=must_sync)
+        for worker in sorted(ready, key=lambda worker: assignments[worker.number].rank):
+            self._send_round_start(worker, self._phase)
 
     def _min_workers(self) -> int:
         if self.is_finishing:
             return 1
         return self._elastic.min_workers if self.round_number else self._first_workers
 
-    def _send_round_start(self, worker: ElasticWorker, current: RoundState, port: int | None) -> None:
+    def _send_round_start(self, worker: ElasticWorker, current: RoundState) -> None:
         assignment = current.assignments[worker.number]
         worker.state = WorkerState.IN_ROUND
         worker.last_round, worker.last_rank = current.number, assignment.rank
-        message = RoundStarted(round=current.number, assignment=assignment, port=port, must_sync=current.must_sync)
+        message = RoundStarted(round=current.number, assignment=assignment, must_sync=current.must_sync)
         self._outbox.append(MessageAction(worker, message))
 
     def _leave_round(self, leaver: ElasticWorker, now: float) -> None:
-        """End the round if the leaver is a member, and inform the members that know of the round.
-
-        A member that was still waiting for the store stays ready.
-        """
+        """End the round if the leaver is a member, and inform the other members."""
         current = self.current_round
         if current is None or leaver.number not in current.assignments:
             return
@@ -281,7 +262,7 @@ class JobMembership:
         is_overdue = any(now - worker.ready_since > JOIN_TIMEOUT_SECONDS for worker in waiting)
         added = bool(waiting) and (len(waiting) == len(outside) or is_overdue)
         removed, added = removed or current.announced[0], added or current.announced[1]
-        if (removed, added) != current.announced and not current.waiting_for_store:
+        if (removed, added) != current.announced:
             current.announced = (removed, added)
             for worker in members:
                 yield MessageAction(worker, HostsChanged(round=current.number, removed=removed, added=added))

@@ -40,6 +40,8 @@ class HostTask(msgspec.Struct, frozen=True, kw_only=True, tag="host_task"):
     folder: str
     """The folder for log files."""
     environment: dict[str, str]
+    store_token: str
+    """What the store of the rounds asks for."""
 
 
 class StartWorker(msgspec.Struct, frozen=True, kw_only=True, tag="start_worker"):

@@ -8,7 +8,7 @@ Host 0's agent decides for the workers of all hosts. The agents of other hosts p
 """
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -24,7 +24,6 @@ from rankless.records.elastic_messages import (
     RoundEnded,
     RoundStarted,
     StateSynced,
-    StoreReady,
     WorkerMessage,
     WorkerReady,
 )
@@ -74,7 +73,12 @@ class SurvivorRounds:
     """Decides whether a run goes on without a worker, and starts rounds of those that are left."""
 
     def __init__(
-        self, channels: WorkerChannels, hosts: WorkerHosts, most_lost: int, peers: FollowerPeers | NoPeers
+        self,
+        channels: WorkerChannels,
+        hosts: WorkerHosts,
+        most_lost: int,
+        peers: FollowerPeers | NoPeers,
+        end_store_round: Callable[[int], None] = lambda _: None,
     ) -> None:
         """Decide for all workers of a run.
 
@@ -83,8 +87,10 @@ class SurvivorRounds:
             hosts: Where all of them are.
             most_lost: Without how many of them the others go on. 0: never.
             peers: The agents of the other hosts.
+            end_store_round: Ends a round of the run's store. Default: nothing waits in one.
         """
         self.channels, self._hosts, self._most_lost, self._peers = channels, hosts, most_lost, peers
+        self._end_store_round = end_store_round
         self.lost: set[int] = set()
         """The workers without which the others go on."""
         self._living = set(range(len(hosts.host_of)))
@@ -191,10 +197,6 @@ class SurvivorRounds:
     def _take(self, rank: int, message: WorkerMessage) -> None:
         if isinstance(message, StateSynced):
             self._joined.add(rank)
-        elif isinstance(message, StoreReady):
-            if message.round == self._round and not self._has_ended:
-                for other in self._members[1:]:
-                    self._send([other], self._make_start(other, message.port))
         elif isinstance(message, WorkerReady) and rank in self._living:
             self._ready.add(rank)
             if message.last_round == self._round > 0:  # it could not join the others
@@ -203,19 +205,22 @@ class SurvivorRounds:
     def _start_round(self) -> None:
         self._round += 1
         self._members, self._ready, self._has_ended = sorted(self._living), set(), False
-        self._send(self._members[:1], self._make_start(self._members[0], None))
+        for member in self._members:
+            self._send([member], self._make_start(member))
 
-    def _make_start(self, rank: int, port: int | None) -> RoundStarted:
+    def _make_start(self, rank: int) -> RoundStarted:
         hosts = self._hosts
         assignments = assign_ranks([str(hosts.host_of[member]) for member in self._members])
         address = hosts.addresses[hosts.host_of[self._members[0]]] if hosts.addresses else LOOPBACK_ADDRESS
         assignment = assignments[self._members.index(rank)]
-        return RoundStarted(round=self._round, assignment=assignment, address=address, port=port, must_sync=False)
+        return RoundStarted(round=self._round, assignment=assignment, address=address, must_sync=False)
 
     def _end_round(self) -> None:
         if not self._has_ended:
             self._has_ended = True
             self._send(self._living, RoundEnded(round=self._round))
+            if self._round:
+                self._end_store_round(self._round)
 
     def _send(self, ranks: Iterable[int], message: DriverMessage) -> None:
         own_host = self._hosts.host_of[0]
@@ -269,4 +274,5 @@ def make_survivors(job: ReadyJob) -> GoingOn:
         with_servers=frozenset(() if start.servers is None else start.servers.hosts),
         kinds=next((axis.stage_workers for axis in start.mesh if axis.stage_workers), ()),
     )
-    return SurvivorRounds(channels, hosts, start.most_lost_workers, peers)
+    end_store_round = (lambda _: None) if job.store is None else job.store.end_round
+    return SurvivorRounds(channels, hosts, start.most_lost_workers, peers, end_store_round)

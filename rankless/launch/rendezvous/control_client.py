@@ -4,7 +4,7 @@ import time
 from contextlib import suppress
 
 from rankless.launch.rendezvous.connect import HostUnreachableError, open_connection
-from rankless.launch.rendezvous.control_connection import ConnectionBrokenError, ControlConnection
+from rankless.launch.rendezvous.control_connection import ConnectionBrokenError, ControlConnection, DifferentTokenError
 from rankless.launch.rendezvous.messages import (
     HEARTBEAT_SECONDS,
     HEARTBEAT_TIMEOUT_SECONDS,
@@ -18,7 +18,7 @@ class LeaderUnreachableError(Exception):
 
 
 class TokenRejectedError(ConnectionBrokenError):
-    """Host 0 closed the connection when it saw this host's first authenticated message."""
+    """Host 0 has another token than this host."""
 
 
 class LeaderConnection:
@@ -45,11 +45,11 @@ class LeaderConnection:
         """
         try:
             messages = self._connection.receive()
+        except DifferentTokenError as error:
+            raise TokenRejectedError(f"{error} at this host's authentication: do both have the same token?") from None
         except ConnectionBrokenError as error:
-            if not self._connection.is_authenticated:
-                raise TokenRejectedError(
-                    f"{error} at this host's authentication: do both have the same token?"
-                ) from None
+            if not self._connection.is_authenticated:  # other clients may have taken this one's place
+                raise LeaderUnreachableError(f"{error} before host 0 had authenticated itself") from None
             raise
         if messages:
             self._last_received_at = now

@@ -17,7 +17,7 @@ from typing import Literal
 
 import msgspec
 
-from rankless.launch.rendezvous.messages import PROTOCOL, ClientHello, ControlMessage, ServerHello
+from rankless.launch.rendezvous.messages import PROTOCOL, ClientHello, ControlMessage, Heartbeat, ServerHello
 from rankless.records.encoding import encode_msgpack
 from rankless.records.framing import FrameDecoder, FrameFormat, FrameTooLongError
 
@@ -34,6 +34,10 @@ Side = Literal["server", "client"]
 
 class ConnectionBrokenError(Exception):
     """The connection is unusable. The text explains why."""
+
+
+class DifferentTokenError(ConnectionBrokenError):
+    """The other side has another token."""
 
 
 class ControlConnection:
@@ -137,9 +141,11 @@ class ControlConnection:
         other: Side = "server" if self._side == "client" else "client"
         tag, content = frame[:TAG_BYTES], frame[TAG_BYTES:]
         if not hmac.compare_digest(tag, self._compute_tag(other, self._received_count, content)):
-            raise ConnectionBrokenError(
-                "a frame that was modified or repeated in transit" if self._received_count else "a different token"
-            )
+            if self._side == "server" and not self.is_authenticated:
+                self.send(Heartbeat())  # with it the client finds that the tokens differ
+            if not self.is_authenticated:
+                raise DifferentTokenError("a different token")
+            raise ConnectionBrokenError("a frame that was modified or repeated in transit")
         self._received_count += 1
         self._incoming.max_bytes = MAX_FRAME_BYTES
         try:

@@ -29,10 +29,10 @@ from rankless.launch.rendezvous.messages import (
     WorkerOutput,
     WorkerRecords,
 )
+from rankless.records.access.new_clients import NewClients
 
-AUTHENTICATION_TIMEOUT_SECONDS = 10.0
 CLOSE_TIMEOUT_SECONDS = 1.0
-MAX_UNAUTHENTICATED_CONNECTIONS = 64
+_ACCEPTS_PER_POLL = 64
 
 
 HostReport = (
@@ -110,6 +110,9 @@ class ControlServer:
         self._selector = selectors.DefaultSelector()
         self._selector.register(listening, selectors.EVENT_READ, None)
         self._clients: list[_Client] = []
+        self._new_clients: NewClients[_Client] = NewClients(self._drop_late)
+        self._rejected: list[ConnectionRejected] = []
+        """Those of which `poll` has not told."""
         self._last_heartbeat_at = 0.0
         self._polled_at: float | None = None
         self.longest_pause_seconds = 0.0
@@ -139,7 +142,11 @@ class ControlServer:
         if None in ready:
             self._accept(now)
         for client in list(self._clients):
-            events += self._receive(client, now, is_ready=client in ready)
+            if client in self._clients:
+                events += self._receive(client, now, is_ready=client in ready)
+        self._new_clients.drop_late(now)
+        rejected, self._rejected = self._rejected, []
+        events += rejected
         if now - self._last_heartbeat_at >= HEARTBEAT_SECONDS:
             self._last_heartbeat_at = now
             self.broadcast(Heartbeat())
@@ -173,18 +180,20 @@ class ControlServer:
         self._selector.close()
 
     def _accept(self, now: float) -> None:
-        unauthenticated = [client for client in self._clients if client.host is None]
-        try:
-            accepted, address = self._listening.accept()
-        except OSError:
-            return
-        if len(unauthenticated) >= MAX_UNAUTHENTICATED_CONNECTIONS:
-            accepted.close()
-            return
-        connection = ControlConnection(accepted, side="server", token=self._token)
-        client = _Client(connection, str(address[0]), now)
-        self._clients.append(client)
-        self._selector.register(accepted, selectors.EVENT_READ, client)
+        for _ in range(_ACCEPTS_PER_POLL):
+            try:
+                accepted, address = self._listening.accept()
+            except OSError:  # no more clients, or no descriptors
+                return
+            connection = ControlConnection(accepted, side="server", token=self._token)
+            client = _Client(connection, str(address[0]), now)
+            self._clients.append(client)
+            self._selector.register(accepted, selectors.EVENT_READ, client)
+            self._new_clients.add(client, now)
+
+    def _drop_late(self, client: _Client) -> None:
+        self._drop(client)
+        self._rejected.append(ConnectionRejected(client.address, "it did not authenticate itself in time"))
 
     def _receive(self, client: _Client, now: float, *, is_ready: bool) -> list[ServerEvent]:
         events: list[ServerEvent] = []
@@ -236,12 +245,11 @@ class ControlServer:
             self._send(client, refused)
             raise ConnectionBrokenError(refused.found)
         client.host = request.host
+        self._new_clients.remove(client)
         return [HostJoined(request.host, request.facts, time.time())]
 
     def _check_timeouts(self, client: _Client, now: float) -> None:
         silent_seconds = now - client.last_received_at
-        if client.host is None and silent_seconds > AUTHENTICATION_TIMEOUT_SECONDS:
-            raise ConnectionBrokenError(f"it did not authenticate itself within {AUTHENTICATION_TIMEOUT_SECONDS:.0f} s")
         if client.host is not None and silent_seconds > HEARTBEAT_TIMEOUT_SECONDS:
             raise ConnectionBrokenError(f"no heartbeat for {silent_seconds:.0f} s")
 
@@ -260,6 +268,7 @@ class ControlServer:
 
     def _drop(self, client: _Client) -> None:
         self._clients.remove(client)
+        self._new_clients.remove(client)
         with suppress(KeyError, ValueError):
             self._selector.unregister(client.connection)
         client.connection.close()

@@ -139,6 +139,11 @@ def derive_server_token(token: bytes, salt: str) -> str:
     return hmac.digest(token, b"rankless servers" + salt.encode(), hashlib.sha256).hex()
 
 
+def derive_store_token(token: bytes, run_id: str) -> str:
+    """Return the token of a run's store, which every host computes as that of the servers."""
+    return hmac.digest(token, b"rankless store" + run_id.encode(), hashlib.sha256).hex()
+
+
 def needs_token_delivery(cluster: Cluster) -> bool:
     """Whether host 0 delivers the token to the other hosts."""
     return cluster.agent_start == "script" and not cluster.insecure and user_token_file() is None

@@ -17,6 +17,7 @@ from rankless.launch.rendezvous.host_facts import HostFacts, find_differences
 from rankless.launch.rendezvous.host_probe import ReachabilityProbe
 from rankless.launch.rendezvous.messages import JobStarted, JoinProgress, JoinRefused
 from rankless.launch.signals import Interrupts
+from rankless.records.access.new_clients import RejectedClients
 
 PROGRESS_SECONDS = 5.0
 
@@ -56,6 +57,7 @@ def wait_for_hosts(
     started, or differs. Raises `RendezvousInterrupted` on a signal.
     """
     joined: dict[int, HostFacts] = {}
+    rejected = RejectedClients("the port for other hosts", notify)
     expected = range(1, len(cluster.hosts))
     start = last_progress_at = time.monotonic()
     probes = {
@@ -73,7 +75,8 @@ def wait_for_hosts(
                 raise RendezvousInterrupted(numbers[0])
             now = time.monotonic()
             try:
-                _process_events(server, cluster, own=own, joined=joined, notify=notify, now=now)
+                _process_events(server, cluster, own=own, joined=joined, notify=notify, rejected=rejected, now=now)
+                rejected.report(now)
                 for index in joined.keys() & starters.keys():
                     starters[index].mark_joined()
                 _check_missing(cluster, missing, joined, starters, probes, waited=now - start)
@@ -109,6 +112,7 @@ def _process_events(
     own: HostFacts,
     joined: dict[int, HostFacts],
     notify: Callable[[str], None],
+    rejected: RejectedClients,
     now: float,
 ) -> None:
     for event in server.poll(now):
@@ -119,7 +123,7 @@ def _process_events(
             joined.pop(event.host, None)
             notify(f"{cluster.hosts[event.host]} joined and disconnected: {event.reason}")
         elif isinstance(event, ConnectionRejected):
-            notify(f"{event.address} tried to join, and was rejected: {event.reason}")
+            rejected.add(event.address, event.reason, now)
 
 
 def _check_agreement(own: HostFacts, event: HostJoined, name: str, own_name: str) -> None:

@@ -40,6 +40,7 @@ from rankless.launch.rendezvous.messages import (
 )
 from rankless.launch.rendezvous.recording_transfer import CHUNK_BYTES, read_recording, write_recording
 from rankless.launch.worker_output import Source
+from rankless.records.access.new_clients import RejectedClients
 from rankless.records.elastic_messages import DriverMessage, WorkerMessage
 from rankless.records.events import NO_RANK, AnyRecord, HostInterrupted, HostLost, Notice
 from rankless.records.quantities import format_seconds
@@ -164,6 +165,8 @@ class FollowerPeers:
         self.started_servers: dict[int, ServersStarted | ServersRefused] = {}
         """What each other host has sent of the start of its servers, by host index."""
         self._worker_messages: list[tuple[int, WorkerMessage]] = []
+        self._rejections: list[str] = []
+        self._rejected = RejectedClients("the port for other hosts", self._rejections.append)
 
     def set_output_sink(self, show: Callable[[Source, bytes], None]) -> None:
         """Pass the output of other hosts' workers to `show` from now on."""
@@ -196,8 +199,10 @@ class FollowerPeers:
             elif isinstance(event, HostDisconnected) and (not event.has_ended or self._has_servers(event.host)):
                 records.append(self._make_lost_record(event.host, f"was lost: {event.reason}"))
             elif isinstance(event, ConnectionRejected):
-                text = f"a client at {event.address} tried to join, and was rejected: {event.reason}"
-                records.append(Notice(rank=0, time_ns=time.monotonic_ns(), text=text))
+                self._rejected.add(event.address, event.reason)
+        self._rejected.report(time.monotonic())
+        texts, self._rejections[:] = list(self._rejections), []
+        records += [Notice(rank=0, time_ns=time.monotonic_ns(), text=text) for text in texts]
         return PeerPollResult(records)
 
     def send_records(self, records: Sequence[AnyRecord]) -> None:

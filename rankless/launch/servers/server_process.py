@@ -16,6 +16,7 @@ from rankless.config.environment import WORKER_PLAN
 from rankless.config.servers import ServerConfig, server_environment
 from rankless.launch.servers.server_configs import ServerLaunch
 from rankless.launch.signals import name_signal
+from rankless.records.access.private_files import private_opener
 from rankless.records.live.live_run import ServerStage
 from rankless.records.live.server_activity import SERVER_PAGE_BYTES, SERVER_PAGE_NAME
 from rankless.records.live.shared_record import open_shared_file
@@ -130,7 +131,10 @@ class ServerProcess:
         seconds = format_seconds(round(time.monotonic() - outage.since, 2))
         text = f"server {self.index} {how}; started again in {seconds}"
         text += f", at attempt {attempt}" if attempt > 1 else ""
-        with contextlib.suppress(OSError), open(self.launch.log_file, "ab") as log:  # a full disk ends no run
+        with (
+            contextlib.suppress(OSError),
+            open(self.launch.log_file, "ab", opener=private_opener) as log,
+        ):  # a full disk ends no run
             log.write(f"rankless: {text}\n".encode(errors="backslashreplace"))
         return text
 
@@ -164,7 +168,7 @@ class ServerProcess:
         try:
             # All processes append to the log file. The first one begins it.
             if self.incarnation == 0:
-                open(self.launch.log_file, "wb").close()
+                open(self.launch.log_file, "wb", opener=private_opener).close()
             with open(self.launch.log_file, "ab") as log, delayed_interrupts():
                 self.process = subprocess.Popen(
                     module_command(SERVER_MODULE),

@@ -7,27 +7,17 @@ import socket
 import subprocess
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import BinaryIO
 
 from rankless.config.environment import parent_environment
 from rankless.config.run_config import RunConfig
 from rankless.config.worker_config import HostConfig, WorkerLaunch
 from rankless.launch.supervisor.fork_server_pool_client import ForkServerPoolClient
+from rankless.records.access.private_files import private_opener
 from rankless.records.channel import open_channel
 from rankless.records.encoding import encode_json
 from rankless.runtime.process_tree import adopt_orphans, delayed_interrupts, descendants, end_descendants
 from rankless.runtime.subprocess_command import python_command
-
-
-@dataclass(frozen=True, kw_only=True)
-class InheritedSockets:
-    """Sockets that the fork server inherits."""
-
-    store: socket.socket | None = None
-    """The listening socket on which rank 0 serves the store."""
-    launches: socket.socket | None = None
-    """The socket on which an elastic job requests further workers."""
 
 
 class ForkServerClient:
@@ -42,7 +32,7 @@ class ForkServerClient:
         workers: Sequence[WorkerLaunch],
         *,
         log_path: str,
-        sockets: InheritedSockets,
+        launches: socket.socket | None = None,
         other_hosts: Sequence[str] = (),
         pool: ForkServerPoolClient | None = None,
     ) -> None:
@@ -58,11 +48,10 @@ class ForkServerClient:
             other_hosts=tuple(other_hosts),
             control_descriptor=control_end.fileno(),
             records_descriptor=records_end.fileno(),
-            store_descriptor=None if sockets.store is None else sockets.store.fileno(),
-            launches_descriptor=None if sockets.launches is None else sockets.launches.fileno(),
+            launches_descriptor=None if launches is None else launches.fileno(),
         )
         adopt_orphans()  # if the fork server is killed, the agent becomes the parent of its descendants
-        with open(log_path, "wb") as log, control_end, records_end:
+        with open(log_path, "wb", opener=private_opener) as log, control_end, records_end:
             forked = None if pool is None else pool.fork(host_config, log)
             self._process = forked or _start_process(config, host_config, log)
 

@@ -24,6 +24,7 @@ from rankless.launch.watchdog.process_stats import (
 )
 from rankless.launch.watchdog.stack_classifier import StackLocation, classify_stack, locate_data_loader_worker
 from rankless.launch.watchdog.stacks import StackRequest, parse_main_stack
+from rankless.records.access.private_files import private_opener
 from rankless.records.events import RankState, RankStatus
 from rankless.records.worker_status import WorkerStatus, read_page
 
@@ -265,7 +266,7 @@ def _describe_parent(parent: ActivityTracker | None) -> str:
 def write_stacks(path: str, workers: Sequence[WorkerMonitor], remote_statuses: Collection[RankStatus] = ()) -> str:
     """Append all collected stacks to a file and return its relative path, or "" if the file cannot be written."""
     try:
-        with open(path, "a", encoding="utf-8") as file:
+        with open(path, "a", encoding="utf-8", opener=private_opener) as file:
             file.write(time.strftime("== %Y-%m-%d %H:%M:%S\n"))
             for worker in workers:
                 stacks = {} if worker.stack_request is None else worker.stack_request.stacks

@@ -69,6 +69,11 @@ class FleetrunProfile(LauncherProfile):
         """fleetrun has none."""
         return None
 
+    @property
+    def has_private_logs(self) -> bool:
+        """Return False: the umask of the user decides who may read them."""
+        return False
+
     def log_files(self, folder: str, rank: int, local_rank: int) -> WorkerLogFiles:
         """Return the path of a worker's log file, under Paddle's name."""
         return WorkerLogFiles(os.path.join(folder, self._log_name(rank)))

@@ -67,6 +67,11 @@ class HorovodrunProfile(LauncherProfile):
         """horovodrun has none."""
         return None
 
+    @property
+    def has_private_logs(self) -> bool:
+        """Return False: the umask of the user decides who may read them."""
+        return False
+
     def log_files(self, folder: str, rank: int, local_rank: int) -> WorkerLogFiles:
         """Return the paths of a worker's two log files, below `--output-filename` if that is given."""
         own = os.path.join(self.settings.output_folder or folder, f"rank.{self.settings.padded_rank(rank)}")

@@ -75,6 +75,11 @@ class TorchrunProfile(LauncherProfile):
         """Return a name of its own for each host: files are numbered from 0 on each, and hosts may share a disk."""
         return f"{run_id}-host{host_index}" if host_index else run_id
 
+    @property
+    def has_private_logs(self) -> bool:
+        """Return False: the umask of the user decides who may read them."""
+        return False
+
     def log_files(self, folder: str, rank: int, local_rank: int) -> WorkerLogFiles:
         """Return the paths of a worker's two log files, as torchrun has them."""
         own = os.path.join(folder, _FIRST_ATTEMPT, str(local_rank))

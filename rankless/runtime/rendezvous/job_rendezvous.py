@@ -1,11 +1,8 @@
 """The rendezvous of this process with the ranks of its job, whichever launcher has started them."""
 
-import contextlib
 import importlib
-import socket
 import sys
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -18,12 +15,12 @@ from rankless.errors import JoinError
 from rankless.records.elastic_messages import RankAssignment
 from rankless.records.local_ranks import assign_ranks
 from rankless.runtime.rendezvous.parameters import RendezvousParameters
+from rankless.runtime.rendezvous.run_store import open_worker_store
 from rankless.runtime.rendezvous.tcp import join_tcp_rendezvous
 
 if TYPE_CHECKING:
     from rankless.config.horovod_variables import HorovodWorker
 
-STORE_TIMEOUT = timedelta(minutes=5)
 JOIN_TIMEOUT_SECONDS = 1800.0
 LOOPBACK = "127.0.0.1"
 OTHER_LAUNCHERS = {
@@ -120,7 +117,7 @@ def _from_worker_config(config: WorkerConfig) -> RendezvousInfo:
     return RendezvousInfo(
         rank=config.rank,
         size=config.world_size,
-        store=_open_workers_store(config) if config.world_size > 1 else dist.HashStore(),  # type: ignore[attr-defined]  # as above
+        store=open_worker_store(config),
         address=config.store_address,
         assignment=RankAssignment(
             rank=config.rank,
@@ -160,25 +157,6 @@ def _join_by_horovod(worker: "HorovodWorker") -> RendezvousInfo:
         store=rendezvous.store,
         address=address.host,
         assignment=worker.assignment or assign_ranks(hosts)[worker.rank],
-    )
-
-
-def _open_workers_store(config: WorkerConfig) -> Any:
-    """Return the store of all workers. Rank 0 serves it on the local socket that the agent has opened."""
-    if config.store_port is None:
-        raise RuntimeError("a worker config without a store")
-    listening = None
-    if config.store_descriptor is not None:
-        with contextlib.suppress(OSError):
-            listening = socket.socket(fileno=config.store_descriptor).detach()
-    return dist.TCPStore(  # type: ignore[attr-defined]  # public, missing in the stubs
-        config.store_address,
-        config.store_port,
-        config.world_size,
-        config.rank == 0,
-        timeout=STORE_TIMEOUT,
-        wait_for_workers=False,
-        master_listen_fd=listening,
     )
 
 

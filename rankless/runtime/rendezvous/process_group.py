@@ -25,8 +25,9 @@ from rankless.config import environment
 from rankless.config.run_config import Backend
 from rankless.config.shared_memory_support import Support
 from rankless.errors import JoinError
-from rankless.runtime.rendezvous.job_rendezvous import STORE_TIMEOUT, print_notice
+from rankless.runtime.rendezvous.job_rendezvous import print_notice
 from rankless.runtime.rendezvous.original_init import find_original_init
+from rankless.runtime.rendezvous.run_store import STORE_TIMEOUT
 from rankless.runtime.rendezvous.tcp import NOTICE_AFTER_SECONDS
 
 JOINED_KEY = "rankless/joined"
@@ -68,7 +69,7 @@ def make_world_group(
     """Make the process group of the world, and return the function that destroys it.
 
     Returns only after all ranks have made the group: a rank whose script ends at once would otherwise be gone while
-    others still connect to it. Rank 0, whose process serves the store, destroys the group only after all ranks know
+    others still connect to it. Rank 0, whose process may serve the store, destroys the group only after all ranks know
     that. Raises JoinError if some ranks have not made the group within STORE_TIMEOUT.
     """
     if backend in ("shared_memory", "hierarchical"):

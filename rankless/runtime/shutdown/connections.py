@@ -32,20 +32,21 @@ class _ConnectionEnd:
     other: tuple[str, int]
 
 
-def cut_connections(ranks: Mapping[int, int], *, hosts: Collection[str]) -> None:
-    """Shut down the TCP connections of these ranks to one another and to `hosts`.
+def cut_connections(ranks: Mapping[int, int], *, hosts: Collection[str], store_port: int | None = None) -> None:
+    """Shut down the TCP connections of these ranks to one another, to `hosts` and to the run's store.
 
     All other connections stay open: the clean-up of a script may need its database.
 
     Args:
         ranks: The rank of each process, by process id. Descendants of a process count as that process.
         hosts: Numeric addresses of other hosts.
+        store_port: The port of the store, which the agent of host 0 serves. None if there is no store.
     """
     with ExitStack() as stack:
         ends = [end for process_id, rank in ranks.items() for end in _ends_of(process_id, rank, stack)]
         owners = {end.own: end.rank for end in ends}
         for end in ends:
-            if end.other[0] in hosts or owners.get(end.other, end.rank) != end.rank:
+            if end.other[0] in hosts or end.other[1] == store_port or owners.get(end.other, end.rank) != end.rank:
                 with contextlib.suppress(OSError):  # the other side may have closed it
                     end.socket.shutdown(socket.SHUT_RDWR)
 

@@ -9,7 +9,6 @@ import json
 import mmap
 import os
 import socket
-import struct
 import uuid
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
@@ -20,6 +19,7 @@ import torch
 from rankless.collectives.backends.memory.store_exchange import StoreExchange
 from rankless.collectives.shared_memory_file import create_shared_file, host_identity
 from rankless.config.shared_memory_support import reserve
+from rankless.records.access.own_user import is_own_user
 
 Way = Literal["proc", "socket", "file"]
 WAYS: tuple[Way, ...] = ("proc", "socket", "file")
@@ -176,8 +176,7 @@ def _send_descriptor(listener: socket.socket, descriptor: int, count: int, excha
             exchange.check()
             continue
         with connection, suppress(OSError):
-            credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-            if struct.unpack("iii", credentials)[1] == os.geteuid():
+            if is_own_user(connection):
                 socket.send_fds(connection, [b"."], [descriptor])
                 count -= 1
 

@@ -30,7 +30,13 @@ class ConnectionClosed(Exception):
 class RankConnection:
     """One connection. It keeps what it cannot send at once, and `flush` sends it."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, *, max_bytes: int = MAX_MESSAGE_BYTES) -> None:
+        """Take over a connected socket.
+
+        Args:
+            connection: The socket.
+            max_bytes: The longest message that is accepted, until `accept_long_messages`.
+        """
         connection.setblocking(False)
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             with suppress(OSError):
@@ -38,9 +44,14 @@ class RankConnection:
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = connection
-        self._incoming = FrameDecoder(FRAME_FORMAT, max_bytes=MAX_MESSAGE_BYTES, max_attachment_bytes=MAX_VALUE_BYTES)
+        values = MAX_VALUE_BYTES if max_bytes == MAX_MESSAGE_BYTES else 0
+        self._incoming = FrameDecoder(FRAME_FORMAT, max_bytes=max_bytes, max_attachment_bytes=values)
         self._outgoing: deque[memoryview] = deque()
         self.is_closed = False
+
+    def accept_long_messages(self) -> None:
+        """Accept messages of any kind from now on: the other side has shown that it knows the token."""
+        self._incoming.max_bytes, self._incoming.max_attachment_bytes = MAX_MESSAGE_BYTES, MAX_VALUE_BYTES
 
     def fileno(self) -> int:
         """Return the socket's file descriptor."""

@@ -30,9 +30,12 @@ from rankless.compat.horovod.engine.messages import (
 )
 from rankless.compat.horovod.exceptions import HorovodInternalError
 from rankless.errors import JoinError
+from rankless.records.access.new_clients import NewClients
+from rankless.records.access.own_user import is_own_user
 
 LOG_INTERVAL_SECONDS = 5.0
-HELLO_SECONDS = 10.0
+ACCEPTS_PER_POLL = 64
+MAX_HELLO_BYTES = 4096
 MIN_SLEEP_SECONDS = 0.001
 MAX_SLEEP_SECONDS = 0.02
 
@@ -109,19 +112,19 @@ def _accept_ranks(store: Any, hosts: tuple[str, ...], address: str, waiter: _Sto
         listener.setblocking(False)
     store.set("coordinator", json.dumps(endpoint))
     connections: dict[int, RankConnection] = {}
-    unidentified: list[tuple[RankConnection, float]] = []
+    new_clients: NewClients[RankConnection] = NewClients(RankConnection.close)
     process_ids = [0] * len(hosts)
     while len(connections) < len(hosts) - 1:
         for listener in listeners:
-            with suppress(BlockingIOError):
-                unidentified.append((RankConnection(listener.accept()[0]), time.monotonic()))
-        for connection, since in list(unidentified):
+            _accept_waiting(listener, new_clients)
+        for connection in list(new_clients):
             hello = _read_hello(connection, token)
-            if hello is not None:
+            if hello is not None and 0 < hello.rank < len(hosts):
                 connections[hello.rank] = connection
                 process_ids[hello.rank] = hello.process_id
-            if hello is not None or connection.is_closed or time.monotonic() - since > HELLO_SECONDS:
-                unidentified.remove((connection, since))
+            if hello is not None or connection.is_closed:
+                new_clients.remove(connection)
+        new_clients.drop_late(time.monotonic())
         missing = [rank for rank in range(1, len(hosts)) if rank not in connections]
         if missing:
             waiter.wait(format_ranks(missing))
@@ -134,12 +137,27 @@ def _accept_ranks(store: Any, hosts: tuple[str, ...], address: str, waiter: _Sto
     return ConnectedRanks(connections, hosts)
 
 
+def _accept_waiting(listener: socket.socket, new_clients: NewClients[RankConnection]) -> None:
+    """Accept the connections that wait. On this host only processes of this user may connect."""
+    for _ in range(ACCEPTS_PER_POLL):
+        try:
+            accepted, _ = listener.accept()
+        except OSError:  # no more clients, or no descriptors
+            return
+        if accepted.family == socket.AF_UNIX and not is_own_user(accepted):
+            accepted.close()
+            continue
+        connection = RankConnection(accepted, max_bytes=MAX_HELLO_BYTES)
+        new_clients.add(connection, time.monotonic())
+
+
 def _read_hello(connection: RankConnection, token: str) -> Hello | None:
     """Return the Hello of a connection if it has arrived with the right token."""
     try:
         for data, _ in connection.receive():
             hello = decode_rank_message(data)
-            if isinstance(hello, Hello) and hmac.compare_digest(hello.token, token):
+            if isinstance(hello, Hello) and hmac.compare_digest(hello.token.encode(), token.encode()):
+                connection.accept_long_messages()
                 return hello
             connection.close()
             connection.is_closed = True

@@ -1,0 +1,285 @@
+"""The store of a run: a server that PyTorch's `TCPStore` connects to, and that asks for the run's token.
+
+Note [the run's store]: torch's own server accepts every connection. Any local user, and on several hosts anyone in the
+network, could read, change and delete the keys of a run. This server speaks the same protocol, and serves a connection
+only once its client has shown that it knows the token (Note [store access]). So the clients are PyTorch's own, in C++,
+and work with every backend; `run_store` opens them. The server runs in the agent of host 0, where no script can hold
+the interpreter. It imports no torch.
+
+Note [rounds of a store]: each round of an elastic job has values of its own. Once a round has ended, the server closes
+the connections of its clients. A rank that waits for a key then fails at once, even if the worker that was to write the
+key was killed.
+"""
+
+import contextlib
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from rankless.records.access.new_clients import NewClients
+from rankless.records.access.store_access import (
+    CHALLENGE_KEY,
+    PROOF_KEY,
+    REFUSED,
+    ROUND_ENDED,
+    StoreProof,
+    is_proof_right,
+    key_prefix,
+    make_nonce,
+    prove_to_client,
+)
+from rankless.runtime.rendezvous.store_protocol import (
+    MAGIC_NUMBER,
+    SHORT,
+    IncompleteQuery,
+    InvalidQuery,
+    Query,
+    QueryType,
+    StoreValues,
+    pack_text,
+)
+
+MAX_NEW_CLIENT_BYTES = 4096
+"""How much a client may have sent before it has shown that it knows the token."""
+MAX_UNSENT_BYTES = 256 << 20
+_READ_BYTES = 1 << 18
+_ACCEPTS_PER_POLL = 64
+_POLL_SECONDS = 1.0
+_CHALLENGE, _PROOF = f"/{CHALLENGE_KEY}".encode(), f"/{PROOF_KEY}".encode()
+"""With the slash that TCPStore puts before each key."""
+_STOP_WAITING = b"\0"
+
+
+class _Client:
+    """A connection. It serves as `WaitingClient`."""
+
+    def __init__(self, connection: socket.socket, send: Callable[["_Client"], None]) -> None:
+        connection.setblocking(False)
+        with contextlib.suppress(OSError):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.connection = connection
+        self.challenge = make_nonce()
+        self.values: StoreValues | None = None
+        """The values of its round; None until it has shown that it knows the token."""
+        self.awaited: set[bytes] = set()
+        self.incoming, self.outgoing = bytearray(), bytearray()
+        self.is_valid = False
+        """Whether it has sent torch's number."""
+        self.waits_for_write = False
+        self._send = send
+
+    def send(self, data: bytes) -> None:
+        """Send an answer."""
+        if data:
+            self.outgoing += data
+            self._send(self)
+
+
+class StoreServer:
+    """Serves a run's store in a thread of its own until `close`. Its methods may be called from any thread."""
+
+    def __init__(self, listening: Sequence[socket.socket], *, token: str) -> None:
+        """Start to serve.
+
+        Args:
+            listening: Sockets that listen. The server closes them at its end.
+            token: What clients must know.
+        """
+        self._token = token
+        self._selector = selectors.DefaultSelector()
+        self._rounds: dict[int, StoreValues | None] = {}
+        """None for a round that has ended."""
+        self._prefixes: dict[bytes, int] = {}
+        """The round of each prefix of keys."""
+        self._clients: set[_Client] = set()
+        self._new_clients: NewClients[_Client] = NewClients(self._drop)
+        self._requests: deque[Callable[[], None]] = deque()
+        self._wakeup, self._waker = socket.socketpair()
+        self._wakeup.setblocking(False)
+        self._is_ending = False
+        self._listening: list[socket.socket] = []
+        self._selector.register(self._wakeup, selectors.EVENT_READ, None)
+        for each in listening:
+            self._add_socket(each)
+        self._thread = threading.Thread(target=self._serve, name="rankless store", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> "StoreServer":
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
+
+    def listen(self, listening: socket.socket) -> None:
+        """Serve on one more socket."""
+        self._request(lambda: self._add_socket(listening))
+
+    def end_round(self, number: int) -> None:
+        """Close the connections of a round's clients, and accept none of it any more."""
+        self._request(lambda: self._end_round(number))
+
+    def close(self) -> None:
+        """Stop serving. A rank that waits for a key fails at once."""
+        self._is_ending = True
+        self._request(lambda: None)
+        self._thread.join()
+
+    def _request(self, request: Callable[[], None]) -> None:
+        self._requests.append(request)
+        with contextlib.suppress(OSError):  # the thread has ended
+            self._waker.send(b".")
+
+    def _serve(self) -> None:
+        """Serve until `close`. If a fault of ours ends this thread, clients find their connections closed."""
+        try:
+            while not self._is_ending:
+                for key, events in self._selector.select(_POLL_SECONDS):
+                    if isinstance(key.data, _Client):
+                        self._exchange(key.data, events)
+                    elif key.data is not None:
+                        self._accept(key.data)
+                    else:
+                        self._take_requests()
+                self._new_clients.drop_late(time.monotonic())
+        finally:
+            for client in list(self._clients):
+                self._drop(client)
+            for each in (*self._listening, self._wakeup, self._waker):
+                each.close()
+            self._selector.close()
+
+    def _take_requests(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._wakeup.recv(_READ_BYTES)
+        while self._requests:
+            self._requests.popleft()()
+
+    def _add_socket(self, listening: socket.socket) -> None:
+        listening.setblocking(False)
+        self._listening.append(listening)
+        self._selector.register(listening, selectors.EVENT_READ, listening)
+
+    def _end_round(self, number: int) -> None:
+        values, self._rounds[number] = self._rounds.get(number), None
+        if values is not None:
+            for client in [each for each in self._clients if each.values is values]:
+                self._drop(client)
+
+    def _accept(self, listening: socket.socket) -> None:
+        for _ in range(_ACCEPTS_PER_POLL):
+            try:
+                connection, _ = listening.accept()
+            except OSError:  # no more clients, or no descriptors
+                return
+            client = _Client(connection, self._flush)
+            self._clients.add(client)
+            self._selector.register(connection, selectors.EVENT_READ, client)
+            self._new_clients.add(client, time.monotonic())
+
+    def _exchange(self, client: _Client, events: int) -> None:
+        if events & selectors.EVENT_WRITE:
+            self._flush(client)
+        if client not in self._clients or not events & selectors.EVENT_READ:
+            return  # an earlier event has dropped it
+        try:
+            data = client.connection.recv(_READ_BYTES)
+            client.incoming += data
+            if data:
+                self._answer_all(client)
+            else:
+                self._drop(client)
+        except BlockingIOError:
+            pass
+        except (OSError, InvalidQuery, ValueError, struct.error, msgspec.MsgspecError):
+            self._drop(client)
+
+    def _answer_all(self, client: _Client) -> None:
+        """Answer the queries that have arrived as a whole."""
+        while client.incoming and client in self._clients:
+            if client.values is None and len(client.incoming) > MAX_NEW_CLIENT_BYTES:
+                raise InvalidQuery
+            query = Query(client.incoming)
+            try:
+                answer = self._answer(client, query.read(1)[0], query)
+            except IncompleteQuery:
+                return
+            del client.incoming[: query.position]
+            client.send(answer)
+
+    def _answer(self, client: _Client, kind: int, query: Query) -> bytes:
+        if not client.is_valid:
+            if kind != QueryType.VALIDATE or query.read_number(SHORT) != MAGIC_NUMBER:
+                raise InvalidQuery
+            client.is_valid = True
+            return b""
+        if kind == QueryType.PING:
+            return query.read(SHORT.size)
+        if client.values is not None:
+            return client.values.answer(kind, query, client)
+        return self._answer_new_client(client, kind, query)
+
+    def _answer_new_client(self, client: _Client, kind: int, query: Query) -> bytes:
+        """Send the challenge, and check the answer to it. A new client gets nothing else. See Note [clones], too."""
+        start = query.position
+        key = query.read_first_key(kind)
+        if key == _CHALLENGE:
+            return _STOP_WAITING if kind == QueryType.WAIT else pack_text(client.challenge.encode())
+        if kind == QueryType.COMPARE_SET and key == _PROOF:
+            return self._check_proof(client, query)
+        round = self._prefixes.get(key.removeprefix(b"/").partition(b"/")[0])
+        if round is None:
+            raise InvalidQuery
+        if not self._admit(client, round):
+            raise InvalidQuery
+        query.position = start
+        return self._answer(client, kind, query)
+
+    def _check_proof(self, client: _Client, query: Query) -> bytes:
+        query.read_text()
+        proof = msgspec.json.decode(query.read_text(), type=StoreProof)
+        if not is_proof_right(self._token, client.challenge, proof):
+            return pack_text(REFUSED)  # the client leaves, or its time runs out
+        if not self._admit(client, proof.round):
+            return pack_text(ROUND_ENDED)
+        self._prefixes[key_prefix(self._token, proof.round).encode()] = proof.round
+        return pack_text(prove_to_client(self._token, client.challenge, proof).encode())
+
+    def _admit(self, client: _Client, round: int) -> bool:
+        """Serve a client from now on, unless its round has ended."""
+        client.values = self._rounds.setdefault(round, StoreValues())
+        if client.values is None:
+            return False
+        self._new_clients.remove(client)
+        return True
+
+    def _flush(self, client: _Client) -> None:
+        """Send what the client takes; wait for it to take more."""
+        try:
+            while client.outgoing:
+                del client.outgoing[: client.connection.send(client.outgoing)]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._drop(client)
+            return
+        if len(client.outgoing) > MAX_UNSENT_BYTES:
+            self._drop(client)
+        elif client.waits_for_write != bool(client.outgoing):
+            client.waits_for_write = bool(client.outgoing)
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if client.waits_for_write else 0)
+            self._selector.modify(client.connection, events, client)
+
+    def _drop(self, client: _Client) -> None:
+        if client in self._clients:
+            self._clients.remove(client)
+            self._new_clients.remove(client)
+            if client.values is not None:
+                client.values.forget(client)
+            self._selector.unregister(client.connection)
+            client.connection.close()
