@@ -18,6 +18,7 @@ from rankless.parameter_server.servers.wire.lost_worker_messages import LostWork
 from rankless.parameter_server.servers.wire.messages import Kind, MessageHeader
 from rankless.parameter_server.servers.wire.prepared_pushes import encode_pushes
 from rankless.parameter_server.servers.wire.setting_formats import encode_table_settings
+from rankless.parameter_server.servers.wire.worker_sockets import WorkerSockets
 from rankless.parameter_server.servers.worker_transaction import WorkerTransaction
 from rankless.parameter_server.tables.row_gradients import RowGradients
 from rankless.parameter_server.tables.settings import TableSettings
@@ -45,6 +46,7 @@ class ServerClient:
         incarnation: int = 0,
         connect_timeout: float = CONNECT_TIMEOUT_SECONDS,
         settings: ConnectionSettings | None = None,
+        sockets: WorkerSockets | None = None,
     ) -> None:
         """Connect to all servers.
 
@@ -55,6 +57,7 @@ class ServerClient:
             incarnation: How often this worker has started before.
             connect_timeout: Seconds in which all servers must answer.
             settings: What happens while the worker waits, and if a connection breaks. None: that is an error.
+            sockets: Makes the connections. None: those of ZeroMQ.
 
         Raises:
             ServerError: A server cannot be reached in time, or does not belong to this run.
@@ -68,7 +71,7 @@ class ServerClient:
             server_count=0,
         )
         settings = settings or ConnectionSettings()
-        self._requests = ServerRequests(config, hello, settings)
+        self._requests = ServerRequests(config, hello, settings, sockets or WorkerSockets(config))
         with contextlib.ExitStack() as if_it_fails:
             if_it_fails.callback(self._requests.close)
             self._requests.connect(connect_timeout)
@@ -140,10 +143,10 @@ class ServerClient:
                 fix="step tables in jobs, or pass --lost-workers 0 and start again from a checkpoint",
             )
         self.forget_early_rows()
-        for connection in self._requests.connections:
-            connection.forget_after(transaction)
         payload = (msgspec.json.encode(LostWorkersMessage(sorted(lost), round_number)),)
         with self._requests.exchange():
+            for connection in self._requests.connections:
+                connection.forget_after(transaction)
             self._requests.ask_all(MessageHeader(Kind.REGROUP, transaction=transaction), payload)
 
     def forget_early_rows(self) -> None:
