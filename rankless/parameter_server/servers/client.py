@@ -18,7 +18,6 @@ from rankless.parameter_server.servers.wire.lost_worker_messages import LostWork
 from rankless.parameter_server.servers.wire.messages import Kind, MessageHeader
 from rankless.parameter_server.servers.wire.prepared_pushes import encode_pushes
 from rankless.parameter_server.servers.wire.setting_formats import encode_table_settings
-from rankless.parameter_server.servers.wire.worker_sockets import WorkerSockets
 from rankless.parameter_server.servers.worker_transaction import WorkerTransaction
 from rankless.parameter_server.tables.row_gradients import RowGradients
 from rankless.parameter_server.tables.settings import TableSettings
@@ -46,7 +45,6 @@ class ServerClient:
         incarnation: int = 0,
         connect_timeout: float = CONNECT_TIMEOUT_SECONDS,
         settings: ConnectionSettings | None = None,
-        sockets: WorkerSockets | None = None,
     ) -> None:
         """Connect to all servers.
 
@@ -57,7 +55,6 @@ class ServerClient:
             incarnation: How often this worker has started before.
             connect_timeout: Seconds in which all servers must answer.
             settings: What happens while the worker waits, and if a connection breaks. None: that is an error.
-            sockets: Makes the connections. None: those of ZeroMQ.
 
         Raises:
             ServerError: A server cannot be reached in time, or does not belong to this run.
@@ -71,7 +68,7 @@ class ServerClient:
             server_count=0,
         )
         settings = settings or ConnectionSettings()
-        self._requests = ServerRequests(config, hello, settings, sockets or WorkerSockets(config))
+        self._requests = ServerRequests(config, hello, settings)
         with contextlib.ExitStack() as if_it_fails:
             if_it_fails.callback(self._requests.close)
             self._requests.connect(connect_timeout)

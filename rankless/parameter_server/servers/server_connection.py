@@ -71,6 +71,7 @@ class ConnectionSettings(NamedTuple):
         recover: Called then, in the handler of the error. It goes on without that worker, or raises.
         is_lost: Whether a server is lost for good, by its index, so that its copy goes on alone.
         defers: Whether changes return before servers have answered them. The next commit awaits the answers.
+        open_sockets: Makes the sockets to the servers.
     """
 
     reconnect_seconds: float = 0.0
@@ -80,6 +81,7 @@ class ConnectionSettings(NamedTuple):
     recover: Callable[[], None] = require_no_interruption
     is_lost: Callable[[int], bool] = is_never_lost
     defers: bool = False
+    open_sockets: Callable[[ServersConfig], WorkerSockets] = WorkerSockets
 
 
 class ServerAnswer(NamedTuple):

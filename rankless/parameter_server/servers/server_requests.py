@@ -24,7 +24,6 @@ from rankless.parameter_server.servers.server_connection import (
 )
 from rankless.parameter_server.servers.wire.authentication import WorkerHello, draw_number
 from rankless.parameter_server.servers.wire.messages import MOST_IN_FLIGHT, Frame, MessageHeader
-from rankless.parameter_server.servers.wire.worker_sockets import WorkerSockets
 
 Result = TypeVar("Result")
 
@@ -40,11 +39,9 @@ _MOST_EARLY = MOST_IN_FLIGHT - 4
 class ServerRequests:
     """Connections to all servers of a run."""
 
-    def __init__(
-        self, config: ServersConfig, hello: WorkerHello, settings: ConnectionSettings, sockets: WorkerSockets
-    ) -> None:
+    def __init__(self, config: ServersConfig, hello: WorkerHello, settings: ConnectionSettings) -> None:
         """Begin to connect. `hello` is that to server 0, without the client's random number."""
-        self._sockets, self._lock = sockets, threading.RLock()
+        self._sockets, self._lock = settings.open_sockets(config), threading.RLock()
         self._is_tended = settings.reconnect_seconds > 0
         """Whether connections are made again that break. See Note [upkeep]."""
         self._on_wait, self._is_interrupted, self._recover = settings.on_wait, settings.is_interrupted, settings.recover
@@ -62,7 +59,7 @@ class ServerRequests:
         try:
             single = [
                 ServerConnection(
-                    sockets,
+                    self._sockets,
                     config,
                     WorkerHello(**fields, instance=instance, server_index=index, server_count=parts),
                     settings,

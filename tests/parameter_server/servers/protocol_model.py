@@ -150,15 +150,17 @@ class ProtocolModel:
     # What scripts call
 
     def client(self, worker: int) -> ServerClient:
-        settings = ConnectionSettings(PATIENCE_SECONDS, defers=self.config.mode != "sync")
-        sockets = SimulatedSockets(self, worker)
+        settings = ConnectionSettings(
+            PATIENCE_SECONDS,
+            defers=self.config.mode != "sync",
+            open_sockets=lambda _: SimulatedSockets(self, worker),
+        )
         return ServerClient(
             self.config,
             worker=worker,
             worker_count=len(self.workers),
             settings=settings,
             connect_timeout=PATIENCE_SECONDS,
-            sockets=sockets,
         )
 
     def meet(self, worker: int) -> None:
