@@ -124,7 +124,7 @@ class JobTables:
         world, workers = self._world, self._world.numbering
         module = importlib.import_module(WORKER_TABLES)
         recovery = world.recovery
-        loss = module.LossHandling(is_first=lambda: world.current.workers.rank == 0, awaits_steps=bool(workers.kinds))
+        loss = module.LossHandling(is_first=lambda: world.current.workers.rank == 0)
         if recovery is not None:
             loss = loss._replace(
                 run_for_all=self._share_for_all,

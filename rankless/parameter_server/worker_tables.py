@@ -40,8 +40,6 @@ class LossHandling(NamedTuple):
         is_interrupted: Whether a worker is lost, whose step a read may await.
         recover: Goes on without it.
         can_recover: Whether the others may go on.
-        awaits_steps: Whether a worker waits for servers to make each step. Otherwise its next read does, and sends
-            again what a server lacks that has died. Beside heterogeneous workers some workers read nothing in a step.
     """
 
     is_first: Callable[[], bool]
@@ -49,7 +47,6 @@ class LossHandling(NamedTuple):
     is_interrupted: Callable[[], bool] = is_never_interrupted
     recover: Callable[[], None] = require_no_interruption
     can_recover: bool = False
-    awaits_steps: bool = False
 
 
 class WorkerTables:
@@ -201,8 +198,6 @@ class WorkerTables:
             self._own_steps.end_step()
         elif self._client is not None:
             self._client.commit()
-            if self._loss.awaits_steps:
-                self._client.wait_until_committed()
         self._division.end_step(self.committed)
         if self._weights is not None:
             self._weights.refresh()

@@ -140,10 +140,10 @@ class ServerClient:
                 fix="step tables in jobs, or pass --lost-workers 0 and start again from a checkpoint",
             )
         self.forget_early_rows()
-        for connection in self._requests.connections:
-            connection.forget_after(transaction)
         payload = (msgspec.json.encode(LostWorkersMessage(sorted(lost), round_number)),)
         with self._requests.exchange():
+            for connection in self._requests.connections:
+                connection.forget_after(transaction)
             self._requests.ask_all(MessageHeader(Kind.REGROUP, transaction=transaction), payload)
 
     def forget_early_rows(self) -> None:

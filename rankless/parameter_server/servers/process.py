@@ -14,9 +14,10 @@ import zmq
 from rankless.config.servers import CANNOT_GO_ON, ServerConfig, read_server_config
 from rankless.errors import RanklessError, TableError
 from rankless.parameter_server.servers.server_status import ServerStatusPage
-from rankless.parameter_server.servers.table_server import TableServer, configure, log_line
+from rankless.parameter_server.servers.table_server import TableServer, log_line
 from rankless.parameter_server.servers.wire.addresses import bound
 from rankless.parameter_server.servers.wire.encryption import FailedHandshakes, encrypted_server
+from rankless.parameter_server.servers.wire.server_socket import ServerSocket
 from rankless.parameter_server.servers.wire.setting_formats import decode_table_settings
 from rankless.parameter_server.tables.durable_tables import DurableTables
 from rankless.terminal import process_title
@@ -46,13 +47,13 @@ def serve(config: ServerConfig) -> None:
         signal.signal(signal.SIGTERM, lambda *_: None)  # the wakeup socket tells the loop
         context = resources.enter_context(zmq.Context())
         router = resources.enter_context(context.socket(zmq.ROUTER))
-        configure(router)
+        messages = ServerSocket(router)
         failed_handshakes = FailedHandshakes()
         if config.encrypted:
             failed_handshakes = resources.enter_context(encrypted_server(context, router, config.token))
         address = resources.enter_context(bound(router, config.address))
         durable = _map_tables(config, log)
-        server = TableServer(config, router, log, durable)
+        server = TableServer(config, messages.send, log, durable)
         log(f"serves at {address}, process {os.getpid()}, for {config.worker_count} workers")
         _report_ready(config, address)
         poller = zmq.Poller()
@@ -66,13 +67,13 @@ def serve(config: ServerConfig) -> None:
                 break
             failed_handshakes.add_to(server.refused)
             for _ in range(_MOST_MESSAGES):
-                if not server.receive():
+                if not messages.receive(server.take):
                     break
             status.publish(is_idle=not events)
         else:
             log(f"the parent process {parent} has ended")
         for _ in range(_MOST_LAST_MESSAGES):  # what had arrived
-            if not server.receive():
+            if not messages.receive(server.take):
                 break
         server.end()
         _log_statistics(server, config.index)

@@ -13,8 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import zmq
-
 from rankless.errors import RanklessError, ServerError
 from rankless.parameter_server.servers.server_connection import ServerAnswer, ServerConnection, TransferLostError
 from rankless.parameter_server.servers.wire.authentication import ServerWelcome
@@ -22,6 +20,7 @@ from rankless.parameter_server.servers.wire.joint_pulls import renumber_joint_pu
 from rankless.parameter_server.servers.wire.joint_slices import renumber_slices
 from rankless.parameter_server.servers.wire.messages import Frame, Kind, MessageHeader
 from rankless.parameter_server.servers.wire.prepared_pushes import renumber_pushes
+from rankless.parameter_server.servers.wire.worker_sockets import WorkerSocket
 
 _READS = (Kind.PULL, Kind.PULL_SEVERAL, Kind.CONTENTS, Kind.CONTENTS_PART)
 """What one server answers for both."""
@@ -88,7 +87,7 @@ class ReplicatedConnection:
         return [each.welcome for each in self._living if each.welcome is not None]
 
     @property
-    def sockets(self) -> "list[zmq.Socket[bytes]]":
+    def sockets(self) -> list[WorkerSocket]:
         """The sockets on which messages arrive."""
         return [socket for each in self._living for socket in each.sockets]
 

@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
-import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from rankless.config.servers import ServersConfig
 from rankless.errors import RanklessError, ServerError
@@ -19,11 +17,8 @@ from rankless.parameter_server.servers.wire.authentication import (
     is_proof,
     prove,
 )
-from rankless.parameter_server.servers.wire.encryption import encrypt_worker
 from rankless.parameter_server.servers.wire.error_messages import decode_error
 from rankless.parameter_server.servers.wire.messages import (
-    COPIED_BYTES,
-    MOST_MESSAGE_BYTES,
     Frame,
     Kind,
     MessageHeader,
@@ -32,6 +27,7 @@ from rankless.parameter_server.servers.wire.messages import (
     decode_message,
     make_message,
 )
+from rankless.parameter_server.servers.wire.worker_sockets import WorkerSocket, WorkerSockets
 
 _HELLO_SECONDS = 1.0
 """After which a greeting is sent again, because its connection may have broken."""
@@ -75,6 +71,7 @@ class ConnectionSettings(NamedTuple):
         recover: Called then, in the handler of the error. It goes on without that worker, or raises.
         is_lost: Whether a server is lost for good, by its index, so that its copy goes on alone.
         defers: Whether changes return before servers have answered them. The next commit awaits the answers.
+        open_sockets: Makes the sockets to the servers.
     """
 
     reconnect_seconds: float = 0.0
@@ -84,6 +81,7 @@ class ConnectionSettings(NamedTuple):
     recover: Callable[[], None] = require_no_interruption
     is_lost: Callable[[int], bool] = is_never_lost
     defers: bool = False
+    open_sockets: Callable[[ServersConfig], WorkerSockets] = WorkerSockets
 
 
 class ServerAnswer(NamedTuple):
@@ -98,7 +96,7 @@ class ServerConnection:
 
     def __init__(
         self,
-        context: "zmq.Context[zmq.Socket[bytes]]",
+        sockets: WorkerSockets,
         config: ServersConfig,
         hello: WorkerHello,
         settings: ConnectionSettings,
@@ -108,8 +106,8 @@ class ServerConnection:
         self.address = config.addresses[self.index]
         self.name = f"server {self.index} at {self.address}"
         self.welcome: ServerWelcome | None = None
-        self._context, self._settings = context, settings
-        self._hello, self._token, self._is_encrypted = hello, config.token, config.encrypted
+        self._sockets, self._settings = sockets, settings
+        self._hello, self._token = hello, config.token
         self._statement = msgspec.json.encode(hello)
         self._challenge, self._server_challenge = b"", b""
         self._session = 0
@@ -120,7 +118,7 @@ class ServerConnection:
         self._next_hello = 0.0
         self._last_welcome: ServerWelcome | None = None
         self._lost_at = 0.0
-        self._is_broken = False
+        self._is_broken = self._has_left = False
         self._connect()
 
     @property
@@ -134,9 +132,9 @@ class ServerConnection:
         return [] if self.welcome is None else [self.welcome]
 
     @property
-    def sockets(self) -> "list[zmq.Socket[bytes]]":
+    def sockets(self) -> list[WorkerSocket]:
         """The socket on which messages arrive."""
-        return [self.socket]
+        return [self._socket]
 
     @property
     def is_waiting(self) -> bool:
@@ -145,14 +143,13 @@ class ServerConnection:
 
     def close(self) -> None:
         """Close the connection. Messages that have not been sent are dropped."""
-        self.socket.disable_monitor()
-        self.socket.close(0)
+        self._socket.close()
 
     def greet(self) -> None:
         """Ask for a challenge, if none has arrived for a while. It is sent when the server listens."""
         if self.welcome is None and time.monotonic() >= self._next_hello:
             self._next_hello = time.monotonic() + _HELLO_SECONDS
-            self._send(make_message(MessageHeader(Kind.HELLO), ()))
+            self._socket.send(make_message(MessageHeader(Kind.HELLO), ()))
 
     def send(self, header: MessageHeader, payload: Sequence[Frame] = ()) -> int:
         """Send a request, and return its number.
@@ -201,20 +198,17 @@ class ServerConnection:
 
     def receive(self) -> None:
         """Take all messages that are there. Raises ServerError for a server that does not belong to this run."""
-        while True:
+        while (frames := self._socket.receive()) is not None:
             try:
-                frames = self.socket.recv_multipart(zmq.DONTWAIT, copy=False)
-            except zmq.Again:
-                return
-            try:
-                self._take(*decode_message([frame.buffer for frame in frames]))
+                self._take(*decode_message(frames))
             except MessageRefusedError as refusal:
                 raise self._error(f"an answer that is not understood: {refusal}") from None
 
     def check_alive(self) -> None:
         """Notice that the connection has broken, and begin to reconnect. Raises ServerError if it takes too long."""
-        while self._monitor.poll(0):
-            recv_monitor_message(self._monitor)
+        if self._has_left:  # a greeting would make the server's next process wait for this worker again
+            return
+        if self._socket.has_broken():
             self._is_broken = True
             self.receive()
             if self.welcome is not None:
@@ -238,27 +232,7 @@ class ServerConnection:
 
     def _connect(self) -> None:
         self._challenge = secrets.token_bytes(PROOF_BYTES)
-        self.socket = self._context.socket(zmq.DEALER)
-        self.socket.set(zmq.MAXMSGSIZE, MOST_MESSAGE_BYTES)
-        self.socket.set(zmq.LINGER, 0)
-        self.socket.set(zmq.RECONNECT_IVL, 20)
-        self.socket.set(zmq.RECONNECT_IVL_MAX, 500)
-        self.socket.set(zmq.HEARTBEAT_IVL, 5000)
-        self.socket.set(zmq.HEARTBEAT_TIMEOUT, 15000)
-        self.socket.set(zmq.IPV6, int("[" in self.address))
-        self.socket.copy_threshold = COPIED_BYTES
-        if self._is_encrypted:
-            encrypt_worker(self.socket, self._token)
-        self._monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        try:
-            self.socket.connect(self.address)
-        except zmq.ZMQError as error:
-            self.close()
-            raise ServerError(
-                expected=f"an address to which server {self.index} can listen",
-                found=f"{self.address}: {error.strerror}",
-                fix="give servers addresses as ipc:///path or tcp://host:port",
-            ) from None
+        self._socket = self._sockets.open(self.index)
 
     def _send_queued(self) -> None:
         """Send requests, as many as may be in flight."""
@@ -268,19 +242,13 @@ class ServerConnection:
 
     def _transmit(self, sequence: int, acknowledged: int, request: SentRequest) -> None:
         header = request.header._replace(session=self._session, sequence=sequence, acknowledged=acknowledged)
-        self._send(make_message(header, request.payload))
+        self._socket.send(make_message(header, request.payload))
 
     def _send_again(self, first_sequence: int) -> None:
         """Send requests of this session that have no answer once more, from one on."""
         in_flight = list(self._sent.list_in_flight(first_sequence))
         for sequence, request in in_flight:
             self._transmit(sequence, self._sent.acknowledged, request)
-
-    def _send(self, frames: Sequence[bytes | memoryview]) -> None:
-        try:
-            self.socket.send_multipart(frames, zmq.DONTWAIT, copy=False)
-        except zmq.Again:  # only greetings to a server that does not listen are that many
-            return
 
     def _take(self, header: MessageHeader, payload: list[memoryview]) -> None:
         match header.kind:
@@ -308,9 +276,7 @@ class ServerConnection:
 
     def _has_broken(self) -> bool:
         """Return whether the connection has broken since there was a session, or before the first one."""
-        while self._monitor.poll(0):
-            recv_monitor_message(self._monitor)
-            self._is_broken = True
+        self._is_broken |= self._socket.has_broken()
         return self._is_broken
 
     def _refuse(self, sequence: int, reason: str) -> None:
@@ -327,6 +293,7 @@ class ServerConnection:
         """Keep an answer. All before it may be forgotten by the server once they have arrived, too."""
         request = self._sent.finish(sequence)
         if request is not None:
+            self._has_left |= request.header.kind == Kind.LEAVE and isinstance(answer, ServerAnswer)
             self._note_number(request.number, answer)
             self._send_queued()
 
@@ -340,7 +307,7 @@ class ServerConnection:
             self._server_challenge = bytes(payload[0])
             challenges = self._server_challenge + self._challenge
             proof = prove(self._token, "worker", challenges, self._statement)
-            self._send(make_message(MessageHeader(Kind.PROVE), (self._statement, self._challenge, proof)))
+            self._socket.send(make_message(MessageHeader(Kind.PROVE), (self._statement, self._challenge, proof)))
 
     def _accept(self, header: MessageHeader, payload: list[memoryview]) -> None:
         """Begin the session, if the server knows the token, too."""

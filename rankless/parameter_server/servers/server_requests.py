@@ -1,11 +1,17 @@
-"""A worker's requests to all servers of a run, and waiting for their answers."""
+"""A worker's requests to all servers of a run, and waiting for their answers.
+
+Note [upkeep]: a server that is killed loses the parts of steps that it had noted and not yet made. Each worker must
+send its own again, or no worker's next read is ever answered. A worker may be anywhere then: in a collective, in which
+it waits for a worker that waits for this part; in a reader of data; in the script. So connections are looked after at
+all times. While the worker makes requests, the waiting for their answers does it. Otherwise `tend` does, which a thread
+calls several times a second. A lock keeps them apart.
+"""
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TypeVar
-
-import zmq
 
 from rankless.config.servers import ServersConfig
 from rankless.errors import RanklessError, ServerError, TableError
@@ -25,7 +31,7 @@ SentNumber = tuple[int, int]
 """The server and the number of a request."""
 
 _SLICE_SECONDS = 0.25
-_LEAVE_SECONDS = 30.0
+LEAVE_SECONDS = 30.0
 _MOST_EARLY = MOST_IN_FLIGHT - 4
 """Most requests to a server without an answer, beside which others are sent early."""
 
@@ -35,13 +41,15 @@ class ServerRequests:
 
     def __init__(self, config: ServersConfig, hello: WorkerHello, settings: ConnectionSettings) -> None:
         """Begin to connect. `hello` is that to server 0, without the client's random number."""
+        self._sockets, self._lock = settings.open_sockets(config), threading.RLock()
+        self._is_tended = settings.reconnect_seconds > 0
+        """Whether connections are made again that break. See Note [upkeep]."""
         self._on_wait, self._is_interrupted, self._recover = settings.on_wait, settings.is_interrupted, settings.recover
         self._reads: list[SentNumber] | None = None
         """The requests of a read, which may be abandoned; None during changes."""
         self._early: set[SentNumber] = set()
         """Requests for rows that nobody needs yet. They may be abandoned, too."""
         self._failure: RanklessError | None = None
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.connections: list[ServerConnection | ReplicatedConnection] = []
         """One for each part of the tables."""
         instance, parts = draw_number(), config.part_count
@@ -51,7 +59,7 @@ class ServerRequests:
         try:
             single = [
                 ServerConnection(
-                    self._context,
+                    self._sockets,
                     config,
                     WorkerHello(**fields, instance=instance, server_index=index, server_count=parts),
                     settings,
@@ -88,6 +96,23 @@ class ServerRequests:
                 connection.greet()
             if self._on_wait is not None and waited > _SLICE_SECONDS:
                 self._on_wait(waited, missing[0].index)
+        if self._is_tended:
+            self._sockets.keep_calling(self.tend)
+
+    def tend(self) -> None:
+        """Take answers, connect to servers again, and send them what they lack, unless an exchange does; Note [upkeep].
+
+        An error is raised by the next exchange.
+        """
+        if self._failure is None and self._lock.acquire(blocking=False):
+            try:
+                for connection in self.connections:
+                    connection.receive()
+                    connection.check_alive()
+            except RanklessError as error:
+                self._failure = error
+            finally:
+                self._lock.release()
 
     @contextlib.contextmanager
     def exchange(self) -> Iterator[None]:
@@ -96,22 +121,23 @@ class ServerRequests:
         If anything but a refusal interrupts it, nobody knows what the servers have done of it. Then later exchanges
         raise the error again, because a repeated push could count twice.
         """
-        if self._failure is not None:
-            raise self._failure
-        self._failure = ServerError(
-            expected="calls that end before the next one",
-            found="a call that was interrupted, for example by an exception of on_wait, or by another thread",
-            fix="make a new client, with the next incarnation",
-        )
-        try:
-            yield
-        except ServerError as error:
-            self._failure = error
-            raise
-        except (TableError, ReadInterruptedError):
+        with self._lock:
+            if self._failure is not None:
+                raise self._failure
+            self._failure = ServerError(
+                expected="calls that end before the next one",
+                found="a call that was interrupted, for example by an exception of on_wait, or by another thread",
+                fix="make a new client, with the next incarnation",
+            )
+            try:
+                yield
+            except ServerError as error:
+                self._failure = error
+                raise
+            except (TableError, ReadInterruptedError):
+                self._failure = None
+                raise
             self._failure = None
-            raise
-        self._failure = None
 
     def read(self, action: Callable[[], Result]) -> Result:
         """Return what an exchange returns that only reads. It is made again if a lost worker has interrupted it.
@@ -125,8 +151,7 @@ class ServerRequests:
                     self._reads = []
                     return action()
             except ReadInterruptedError:
-                for server, number in self._reads or ():
-                    self.connections[server].abandon(number)
+                self._abandon(self._reads or ())
                 self._reads = None
                 self._recover()
             finally:
@@ -152,9 +177,9 @@ class ServerRequests:
 
     def abandon_early(self, requests: Collection[SentNumber]) -> None:
         """Wait no more for the answers of requests that were sent early."""
-        for server, number in self._early.intersection(requests):
-            self._early.discard((server, number))
-            self.connections[server].abandon(number)
+        unneeded = self._early.intersection(requests)
+        self._early -= unneeded
+        self._abandon(unneeded)
 
     def finish_early(self) -> None:
         """Wait until servers have answered requests that were sent early and that nobody has needed.
@@ -206,13 +231,19 @@ class ServerRequests:
     def leave(self, header: MessageHeader) -> None:
         """Send a last request to all servers, and wait half a minute for the answers."""
         requests = [self.send(server, header) for server in range(len(self.connections))]
-        self._wait(requests, most_seconds=_LEAVE_SECONDS)
+        self._wait(requests, most_seconds=LEAVE_SECONDS)
 
     def close(self) -> None:
         """Close all connections."""
+        self._sockets.end_calls()
         for connection in self.connections:
             connection.close()
-        self._context.destroy(0)
+        self._sockets.close()
+
+    def _abandon(self, requests: Iterable[SentNumber]) -> None:
+        with self._lock:
+            for server, number in requests:
+                self.connections[server].abandon(number)
 
     def _wait(self, requests: Iterable[SentNumber], *, most_seconds: float = float("inf")) -> None:
         """Wait until requests have answers."""
@@ -231,6 +262,8 @@ class ServerRequests:
         servers = find_servers()
         while servers:
             connections = [self.connections[server] for server in sorted(servers)]
+            # Another server may wait for this worker's part of a step, without which these servers never answer.
+            connections += [each for each in self.connections if each.welcome is None and each not in connections]
             ready = self._poll(connections, _SLICE_SECONDS)
             for connection in connections:
                 connection.receive()
@@ -248,11 +281,4 @@ class ServerRequests:
 
     def _poll(self, connections: Sequence[ServerConnection | ReplicatedConnection], seconds: float) -> bool:
         """Return whether a message has arrived."""
-        milliseconds = int(seconds * 1000) or 1
-        sockets = [socket for connection in connections for socket in connection.sockets]
-        if len(sockets) == 1:
-            return bool(sockets[0].poll(milliseconds))
-        poller = zmq.Poller()
-        for socket in sockets:
-            poller.register(socket, zmq.POLLIN)
-        return bool(poller.poll(milliseconds))
+        return self._sockets.wait([socket for connection in connections for socket in connection.sockets], seconds)

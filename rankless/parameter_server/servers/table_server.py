@@ -1,4 +1,4 @@
-"""The loop of a server: it receives requests, does them one after the other, and answers."""
+"""What a server does with each message: it does requests one after the other, and answers."""
 
 import sys
 import time
@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 import msgspec
-import zmq
 
 from rankless.config.servers import ServerConfig
 from rankless.errors import ServerError
@@ -23,9 +22,6 @@ from rankless.parameter_server.servers.wire.authentication import (
     prove,
 )
 from rankless.parameter_server.servers.wire.messages import (
-    COPIED_BYTES,
-    MOST_FRAMES,
-    MOST_MESSAGE_BYTES,
     Kind,
     MessageHeader,
     MessageRefusedError,
@@ -39,36 +35,31 @@ _PROOF_BYTES = 32
 _LOG_SECONDS = 5.0
 _MAY_END_WAITS = (Kind.PUSH, Kind.PUSH_SEVERAL, Kind.RESET, Kind.READY, Kind.LEAVE, Kind.REGROUP)
 """Requests that may complete a transaction, or make it impossible."""
-_MOST_QUEUED = 64
-"""Messages of one connection that wait to be received or sent. The kernel's buffers hold more."""
 
 
-def configure(socket: "zmq.Socket[bytes]") -> None:
-    """Bound what a connection can hold, and notice when its other end is gone."""
-    socket.set(zmq.MAXMSGSIZE, MOST_MESSAGE_BYTES)
-    socket.set(zmq.RCVHWM, _MOST_QUEUED)
-    socket.set(zmq.SNDHWM, _MOST_QUEUED)
-    socket.set(zmq.ROUTER_MANDATORY, 1)  # otherwise answers beyond the limit would vanish
-    socket.set(zmq.ROUTER_HANDOVER, 0)
-    socket.set(zmq.HEARTBEAT_IVL, 5000)
-    socket.set(zmq.HEARTBEAT_TIMEOUT, 30000)
-    socket.set(zmq.LINGER, 2000)
-    socket.copy_threshold = COPIED_BYTES
+SendMessage = Callable[[bytes, Sequence[bytes | memoryview]], bool]
 
 
 class TableServer:
-    """Serves tables over one ROUTER socket, which gives each connection an identity that no other one can choose."""
+    """Serves tables to workers. Each connection has an identity that no other one can choose."""
 
     def __init__(
         self,
         config: ServerConfig,
-        socket: "zmq.Socket[bytes]",
+        send: SendMessage,
         log: Callable[[str], None],
         durable: DurableTables | None = None,
     ) -> None:
-        """Serve new tables, or durable ones."""
+        """Serve new tables, or durable ones.
+
+        Args:
+            config: The server's configuration.
+            send: Sends frames to a connection. Returns whether it could.
+            log: Writes a line into the server's log.
+            durable: Tables that outlive the process.
+        """
         self._config = config
-        self._socket = socket
+        self._send_frames = send
         self._log = log
         self._challenger = Challenger()
         self._instance = draw_number()
@@ -83,17 +74,10 @@ class TableServer:
         self.refused: Counter[str] = Counter()
         self.counter = RequestCounter()
 
-    def receive(self) -> bool:
-        """Handle one message, if one is there. Return whether one was."""
+    def take(self, identity: bytes, frames: Sequence[memoryview]) -> None:
+        """Handle a message of the connection with an identity."""
         try:
-            frames = self._socket.recv_multipart(zmq.DONTWAIT, copy=False)
-        except zmq.Again:
-            return False
-        identity = frames[0].bytes
-        try:
-            if len(frames) > MOST_FRAMES + 1:
-                raise MessageRefusedError("a wrong number of frames")
-            header, payload = decode_message([frame.buffer for frame in frames[1:]])
+            header, payload = decode_message(frames)
             if header.kind == Kind.HELLO:
                 self._challenge(identity, header)
             elif header.kind == Kind.PROVE:
@@ -102,7 +86,6 @@ class TableServer:
                 self._handle(identity, header, payload)
         except MessageRefusedError as refusal:
             self._count(str(refusal))
-        return True
 
     def end(self) -> None:
         """Answer requests that wait for other workers: this server ends."""
@@ -287,10 +270,7 @@ class TableServer:
 
     def _send(self, identity: bytes, header: MessageHeader, payload: Sequence[object] = ()) -> None:
         """Send an answer. Nobody waits for one that cannot be sent: its connection is gone, or reads nothing."""
-        frames = make_message(header, payload)
-        try:
-            self._socket.send_multipart([identity, *frames], zmq.DONTWAIT, copy=False)
-        except zmq.ZMQError:
+        if not self._send_frames(identity, make_message(header, payload)):
             self._count("an answer that could not be sent")
 
     def _count(self, reason: str) -> None:
