@@ -95,7 +95,7 @@ def changed_script(diff: str) -> str:
 TEXTS = [body for page in PAGES for body in blocks(page, "python")]
 TEXTS += [changed_script(body) for body in blocks(ROOT / "README.md", "diff")]
 SCRIPTS = [(found[1], body) for body in TEXTS if (found := re.match(r"# (\w+\.py)\n", body))]
-DIRECTIVES = {"{toctree}", "{eval-rst}", "{command-reference}", "{error-catalogue}"}
+DIRECTIVES = {"{toctree}", "{include}", "{eval-rst}", "{command-reference}", "{error-catalogue}"}
 
 
 def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
