@@ -331,9 +331,9 @@ def _apply_to_rows(
         return result
     converted = LogicalTensor(result, placement=tensor.placement, mesh=tensor.mesh, monitor=tensor._monitor)
     converted.fingerprint = tensor.fingerprint
-    whole = tensor._whole
-    if whole is not None and not any(isinstance(item, LogicalTensor) for item in tree_leaves(given)):
-        converted._find_whole = lambda: func(whole, *given[0], **given[1])
+    is_known = tensor._whole is not None or tensor._find_whole is not None
+    if is_known and not any(isinstance(item, LogicalTensor) for item in tree_leaves(given)):
+        converted._find_whole = lambda: func(tensor.whole(), *given[0], **given[1])
     if tensor.read_again is not None:
         converted.read_again = functools.partial(_apply_to_read, func, tensor, given)
     return converted

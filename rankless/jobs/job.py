@@ -19,7 +19,6 @@ from rankless.errors import ConfigError, RanklessError, TableError
 from rankless.jobs.argument_annotations import PerDevice, Placeholder, PlaceholderCheck, read_placeholders
 from rankless.jobs.arguments import FlattenedArguments, flatten_arguments
 from rankless.jobs.batch_dims_option import BatchDims
-from rankless.jobs.call_failures import explain_failure
 from rankless.jobs.call_seed import seed_call
 from rankless.jobs.definition import (
     CallResult,
@@ -40,9 +39,10 @@ from rankless.jobs.definition import (
 )
 from rankless.jobs.dtype_override import cast_arguments, require_floating, use_default_dtype
 from rankless.jobs.optimizer_step import OptimizerStepper, count_group_parameters, require_known_parameters
-from rankless.jobs.other_gradients import OtherGradients
+from rankless.jobs.views.call_failures import explain_failure
 from rankless.jobs.views.consistent import ConsistentView
 from rankless.jobs.views.operation import WorldView
+from rankless.jobs.views.other_gradients import OtherGradients
 from rankless.jobs.views.view_start import divides_states
 from rankless.ownership.state_owner import StateOwner, WholeOwner
 from rankless.parallel.plan import PlanSource

@@ -243,3 +243,15 @@ def sum_without_torch_function(mesh: Mesh) -> tuple[float, list[int]]:
 
 def test_operations_called_from_cpp_work_on_the_whole_tensor():
     assert on_mesh(2, sum_without_torch_function) == [(whole_tensor().sum().item(), [7, 5])] * 2
+
+
+def test_what_follows_from_a_whole_tensor_needs_no_other_rank():
+    whole = whole_tensor()
+    alone = Mesh(rank=0, size=2, device=torch.device("cpu"))  # it has no group: nothing can be gathered
+    monitor = GatherMonitor([].append)
+    tensor = LogicalTensor(whole[:4], placement=Shard(0, (4, 3)), mesh=alone, monitor=monitor, whole=whole)
+    moved = tensor.double().cpu().clone().contiguous()
+    assert isinstance(moved, LogicalTensor)
+    assert moved.local.shape == (4, 5)
+    assert torch.equal(moved.whole(), whole.double())
+    assert moved.sum().item() == whole.sum().item()
