@@ -20,7 +20,7 @@ from rankless.errors import ConfigError, RanklessError, RanksDiverged, TableErro
 from rankless.jobs.argument_annotations import PerDevice, Placeholder, PlaceholderCheck, read_placeholders
 from rankless.jobs.arguments import flatten_arguments
 from rankless.jobs.batch_dims_option import BatchDims
-from rankless.jobs.call_seed import seed_call
+from rankless.jobs.call_seed import make_evaluation
 from rankless.jobs.definition import (
     JobDefinition,
     Models,
@@ -37,8 +37,8 @@ from rankless.jobs.definition import (
     require_settings,
     require_weighted_calls,
 )
-from rankless.jobs.dtype_override import cast_arguments, require_floating, use_default_dtype
-from rankless.jobs.optimizer_step import OptimizerStepper, count_group_parameters, require_known_parameters
+from rankless.jobs.dtype_override import cast_arguments, require_floating
+from rankless.jobs.optimizer_step import OptimizerStepper, count_group_parameters, require_fitting_optimizers
 from rankless.jobs.views.consistent import ConsistentView
 from rankless.jobs.views.operation import WorldView
 from rankless.jobs.views.view_start import divides_states
@@ -188,7 +188,7 @@ class Job(Generic[Parameters, Result]):
             for hook in self._step_hooks:
                 hook.leftovers = world.leftovers
         if job.trains and count_group_parameters(job) != self._group_sizes:
-            require_known_parameters(job)
+            require_fitting_optimizers(job)
             self._group_sizes = count_group_parameters(job)
         if world.recorder is not None:
             for name, module in job.modules.items():
@@ -200,14 +200,13 @@ class Job(Generic[Parameters, Result]):
             arguments = cast_arguments(arguments, world.dtype)
         world.leftovers.begin_call(job.label)
         try:
-            device = job.device(world.mesh.device)
-            with use_default_dtype(world.dtype or self._dtype), world.leftovers.inside_job(), seed_call(job, device):
-                outcome = self._views.run(world, arguments)
+            evaluate = make_evaluation(job, world, self._dtype, lambda: self._views.run(world, arguments))
+            outcome = evaluate()
             world = world.current  # without workers that were lost meanwhile
             self._stepped = outcome.is_elsewhere
             if outcome.loss is not None:
-                with disable_autocast(device.type):
-                    self._stepped = self._get_stepper(world).add_call(outcome.loss, outcome.weights, outcome.parameters)
+                with disable_autocast(job.device(world.mesh.device).type):
+                    self._stepped = self._get_stepper(world).add_call(outcome, outcome.loss, evaluate)
                     world.tables.commit()
                     self._views.request_rows(world)
         except RanklessError as error:
@@ -363,7 +362,7 @@ def make_job(
     definition.step_options.validate()
     require_optimizer(definition)
     require_weighted_calls(definition)
-    require_known_parameters(definition)
+    require_fitting_optimizers(definition)
     require_divisible_states(definition)
     return Job(definition, world)
 
