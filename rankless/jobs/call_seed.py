@@ -1,11 +1,40 @@
-"""The seed of a call of a job with `random="counter"`; see Note [a key for each random operator]."""
+"""The settings in which a job's function runs: dtype, autocast, and seed; see Note [a key for each random operator]."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
-from rankless.jobs.definition import JobDefinition
+from rankless.compiler.capture.autocast import apply_autocast_state, get_autocast_state
+from rankless.context.world import World
+from rankless.jobs.definition import CallResult, JobDefinition
+from rankless.jobs.dtype_override import use_default_dtype
+
+
+def make_evaluation(
+    job: JobDefinition, world: World, dtype: torch.dtype | None, run: Callable[[], CallResult]
+) -> Callable[[], CallResult]:
+    """Return a function that runs a job's function each time as the script's call does.
+
+    Args:
+        job: The job.
+        world: Its world.
+        dtype: The default dtype in which the job was defined.
+        run: Runs the function.
+    """
+    device = job.device(world.mesh.device)
+    autocast = get_autocast_state(device.type)
+
+    def evaluate() -> CallResult:
+        with (
+            apply_autocast_state(autocast),
+            use_default_dtype(world.dtype or dtype),
+            world.leftovers.inside_job(),
+            seed_call(job, device),
+        ):
+            return run()
+
+    return evaluate
 
 
 @contextlib.contextmanager

@@ -266,23 +266,7 @@ def list_optimizers(optimizer: Optimizers | None) -> tuple[Optimizer, ...]:
                 found=type(item).__name__,
                 fix="pass the optimizer itself; schedulers stay in the script",
             )
-        for kind, (found, fix) in REFUSED_OPTIMIZERS.items():
-            if isinstance(item, kind):
-                raise ConfigError(
-                    expected="an optimizer that steps with the gradients of one backward",
-                    found=found,
-                    fix=fix,
-                )
     return given
-
-
-REFUSED_OPTIMIZERS: Mapping[type[Optimizer], tuple[str, str]] = {
-    torch.optim.LBFGS: (
-        "LBFGS, which computes the loss several times per step, while a job has one call and one gradient",
-        "use another optimizer",
-    ),
-}
-"""Optimizers that a job cannot run exactly: what error texts call them, and the fix."""
 
 
 def require_weighted_calls(job: JobDefinition) -> None:

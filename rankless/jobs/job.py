@@ -19,7 +19,7 @@ from rankless.errors import ConfigError, RanklessError, TableError
 from rankless.jobs.argument_annotations import PerDevice, Placeholder, PlaceholderCheck, read_placeholders
 from rankless.jobs.arguments import FlattenedArguments, flatten_arguments
 from rankless.jobs.batch_dims_option import BatchDims
-from rankless.jobs.call_seed import seed_call
+from rankless.jobs.call_seed import make_evaluation
 from rankless.jobs.definition import (
     CallResult,
     JobDefinition,
@@ -37,8 +37,8 @@ from rankless.jobs.definition import (
     require_settings,
     require_weighted_calls,
 )
-from rankless.jobs.dtype_override import cast_arguments, require_floating, use_default_dtype
-from rankless.jobs.optimizer_step import OptimizerStepper, count_group_parameters, require_known_parameters
+from rankless.jobs.dtype_override import cast_arguments, require_floating
+from rankless.jobs.optimizer_step import OptimizerStepper, count_group_parameters, require_fitting_optimizers
 from rankless.jobs.views.call_failures import explain_failure
 from rankless.jobs.views.consistent import ConsistentView
 from rankless.jobs.views.operation import WorldView
@@ -187,16 +187,12 @@ class Job(Generic[Parameters, Result]):
             arguments = self._prepare(world, args, kwargs)
         world.leftovers.begin_call(job.label)
         try:
-            device = job.device(world.mesh.device)
             with self._others.add_up(job, is_first=self._stepper is None or not self._stepper.unfinished_calls()):
-                dtype = world.dtype or self._dtype
-                with use_default_dtype(dtype), world.leftovers.inside_job(), seed_call(job, device):
-                    finish = self._views.run(world, arguments)
-                    world = world.current  # without workers that were lost meanwhile
-                    with world.operations.change(world.mesh):
-                        outcome = finish()
-                with world.operations.change(world.mesh):
-                    self._step(world, outcome)
+                evaluate = make_evaluation(job, world, self._dtype, lambda: self._run(world, arguments))
+                outcome = evaluate()
+                current = world.current  # without workers that were lost meanwhile
+                with current.operations.change(current.mesh):
+                    self._step(current, outcome, evaluate)
         except RanklessError as error:
             # The message names the script's line. The frames below this one belong to Rankless and PyTorch.
             known = error.add_location(job.line) if isinstance(error, TableError) else error
@@ -204,6 +200,7 @@ class Job(Generic[Parameters, Result]):
         except Exception as error:  # the script's own code raised it, perhaps under a hundred frames of capture
             failure = explain_failure(job, world, error)
             raise failure from failure.__cause__
+        world = world.current
         world.present_owner.end_call()
         if world.recorder is not None:
             world.recorder.record_call(job=job.name, line=job.line, results=outcome.result)
@@ -227,7 +224,7 @@ class Job(Generic[Parameters, Result]):
             for hook in self._step_hooks:
                 hook.leftovers = world.leftovers
         if job.trains and count_group_parameters(job) != self._group_sizes:
-            require_known_parameters(job)
+            require_fitting_optimizers(job)
             self._group_sizes = count_group_parameters(job)
         if world.recorder is not None:
             for name, module in job.modules.items():
@@ -237,13 +234,19 @@ class Job(Generic[Parameters, Result]):
             arguments = self._batch_dims.apply(arguments)
         return arguments if world.dtype is None else cast_arguments(arguments, world.dtype)
 
-    def _step(self, world: World, outcome: CallResult) -> None:
+    def _run(self, world: World, arguments: FlattenedArguments) -> CallResult:
+        """Return the result of a call. A train job also sets its parameters' gradients."""
+        finish = self._views.run(world, arguments)
+        with world.operations.change(world.current.mesh):  # others may have been lost meanwhile
+            return finish()
+
+    def _step(self, world: World, outcome: CallResult, evaluate: Callable[[], CallResult]) -> None:
         """Add a call to a step of the optimizers, or make the step."""
         self._stepped = outcome.is_elsewhere
         if outcome.loss is None:
             return
         with disable_autocast(self.definition.device(world.mesh.device).type):
-            self._stepped = self._get_stepper(world).add_call(outcome.loss, outcome.weights, outcome.parameters)
+            self._stepped = self._get_stepper(world).add_call(outcome, outcome.loss, evaluate)
             world.tables.commit()
             self._views.request_rows(world)
 
@@ -387,7 +390,7 @@ def make_job(
     definition.step_options.validate()
     require_optimizer(definition)
     require_weighted_calls(definition)
-    require_known_parameters(definition)
+    require_fitting_optimizers(definition)
     require_divisible_states(definition)
     return Job(definition, world)
 

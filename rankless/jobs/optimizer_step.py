@@ -1,21 +1,30 @@
-"""Turn the gradients of a job's calls into optimizer steps: accumulate, check, measure, clip, step."""
+"""Turn the gradients of a job's calls into optimizer steps: accumulate, check, measure, clip, step.
+
+Note [closures]: some optimizers compute the loss as often as they need it in one step, as `torch.optim.LBFGS` does. A
+plain script gives them a closure, which computes loss and gradients. For a job the closure is the job's own function
+with the arguments of the call. Its first evaluation is the call itself, and each further one runs the program again,
+with the parameters that the optimizer has set. All workers get the same loss and gradients, bit for bit. So every
+worker's optimizer decides the same, and evaluates as often.
+"""
 
 import contextlib
 import functools
+import inspect
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_
+from torch.optim import Optimizer
 
 from rankless.context.accumulation_passes import AccumulationPass
 from rankless.context.table_sharing import list_tables
 from rankless.context.world import World
 from rankless.errors import ConfigError, LostWorkerError, StepError
-from rankless.jobs.definition import JobDefinition
-from rankless.jobs.gradient_accumulation import GradientAccumulator, LossWeight
+from rankless.jobs.definition import CallResult, JobDefinition, StepOptions
+from rankless.jobs.gradient_accumulation import GradientAccumulator
 from rankless.parallel.mesh import find_pipeline_axis, list_layer_axes
 
 
@@ -40,6 +49,8 @@ class OptimizerStepper:
         self._holders: dict[int, Tensor] = {}
         """What had the gradient of each parameter at the last call, by the parameter's id."""
         self._calls = 0
+        self._closure: Callable[[], Any] | None = None
+        """Evaluates the last call; see Note [closures]."""
         self._pass: weakref.ref[AccumulationPass] | None = None
         self._calls_in_pass = 0
         if job.step_options.accumulate > 1:
@@ -49,10 +60,17 @@ class OptimizerStepper:
         """Step in a world from now on: it is another one after a worker was lost."""
         self._world, self._owner = world, world.present_owner
 
-    def add_call(self, loss: Tensor, weights: Sequence[LossWeight], parameters: Sequence[Tensor]) -> bool:
-        """Add the call whose gradients the job's parameters hold. Returns True if this made a step."""
+    def add_call(self, outcome: CallResult, loss: Tensor, evaluate: Callable[[], CallResult]) -> bool:
+        """Add the call whose gradients the job's parameters hold. Returns True if this made a step.
+
+        Args:
+            outcome: The call's result.
+            loss: The loss in it.
+            evaluate: Runs the job's function again with the same arguments; see Note [closures].
+        """
         job, accumulate = self._job, self._job.step_options.accumulate
-        self._parameters = parameters
+        self._parameters = parameters = outcome.parameters
+        self._closure = functools.partial(self._evaluate, iter([outcome]), evaluate)
         self._calls += 1
         self._train_calls = self._world.leftovers.train_calls
         holders = self._owner.get_holders(parameters)
@@ -63,7 +81,7 @@ class OptimizerStepper:
             if job.step_options.check_finite:
                 self._require_finite(loss, parameters)
             if accumulate > 1:
-                self._accumulator.add(holders, weights, job=job.name, line=job.line)
+                self._accumulator.add(holders, outcome.weights, job=job.name, line=job.line)
         except StepError:
             self._accumulator.restore(holders)
             raise
@@ -212,9 +230,43 @@ class OptimizerStepper:
             clip_grad_value_(holders, options.clip_value)
         for optimizer in self._job.optimizers:
             with self._world.tables.step(optimizer):
-                owner.step(optimizer)
+                if needs_closure(optimizer):
+                    self._step_with_closure(optimizer)
+                else:
+                    owner.step(optimizer)
             if self._world.mesh.desync_detector is not None:
                 self._world.optimizer_changes.record(optimizer)
+
+    def _step_with_closure(self, optimizer: Optimizer) -> None:
+        """Let an optimizer evaluate the loss as often as it needs; see Note [closures]."""
+        world = self._world
+        found = None
+        if world.tables.tables is not None or world.independent is not None:
+            found = "tables, or servers that step"
+        elif hides_gradients(self._job, world):
+            found = "workers that each have a part of the gradients"
+        elif world.recovery is not None:
+            found = "servers: others go on without a lost worker"
+        if found is not None:
+            raise ConfigError(
+                expected=f"workers that each have all parameters and gradients, because {type(optimizer).__name__} "
+                "computes the loss several times in a step",
+                found=found,
+                fix="run on one device, or on workers that divide batches alone (-n N without --mesh and --servers), "
+                "or use another optimizer",
+                where=self._job.line,
+            )
+        optimizer.step(self._closure)
+
+    def _evaluate(self, known: Iterator[CallResult], evaluate: Callable[[], CallResult]) -> Tensor:
+        """Return the loss, whose gradients the parameters have then: first that of the call itself."""
+        outcome = next(known, None)
+        if outcome is None:
+            self._world.model_changes.record_versions(self._job.optimized_parameters(self._parameters))
+            with torch.enable_grad():
+                outcome = evaluate()
+        assert outcome.loss is not None
+        return outcome.loss
 
     def _require_dense(self, optimized: Sequence[Tensor], holders: Sequence[Tensor]) -> None:
         """Raise `StepError` for sparse gradients, which PyTorch does not clip either."""
@@ -263,7 +315,43 @@ def hides_gradients(job: JobDefinition, world: World) -> bool:
     return job.step_options.zero in ("gradients", "parameters")
 
 
-def require_known_parameters(job: JobDefinition) -> None:
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer computes the loss itself, because its `step` must have a closure."""
+    _, *parameters = inspect.signature(type(optimizer).step).parameters.values()
+    return any(each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD for each in parameters)
+
+
+def require_fitting_optimizers(job: JobDefinition) -> None:
+    """Raise `ConfigError` for an optimizer that cannot step the job."""
+    _require_known_parameters(job)
+    _require_steps_with_closures(job)
+
+
+def _require_steps_with_closures(job: JobDefinition) -> None:
+    """Raise `ConfigError` for options, views and further optimizers that do not go with a step with a closure."""
+    name = next((type(each).__name__ for each in job.optimizers if needs_closure(each)), None)
+    if name is None:
+        return
+    options, plain = job.step_options, StepOptions()
+    given = [field for field in vars(plain) if getattr(options, field) != getattr(plain, field)]
+    found = None
+    if len(job.optimizers) > 1:
+        found = f"{len(job.optimizers)} optimizers"
+    elif job.view == "mirrored":
+        found = 'view="mirrored"'
+    elif given and given != ["check_synchronized_every"]:
+        found = " and ".join(f"{field}={getattr(options, field)!r}" for field in given)
+    if found is not None:
+        raise ConfigError(
+            expected=f"{name}, which computes the loss several times in a step, as the job's only optimizer, and no "
+            "options for gradients",
+            found=f"{found} on job {job.name!r}",
+            fix="omit the options and other optimizers, or use another optimizer",
+            where=job.line,
+        )
+
+
+def _require_known_parameters(job: JobDefinition) -> None:
     """Raise `ConfigError` for an optimizer with parameters that no module of the job has."""
     known = {id(parameter) for module in job.modules.values() for parameter in module.parameters()}
     for parameter in job.optimized_parameters():

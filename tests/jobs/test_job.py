@@ -30,12 +30,6 @@ def test_an_optimizer_with_unknown_parameters_raises():
         make_test_job(lambda x: x, nn.Linear(2, 2), optimizer=torch.optim.SGD(nn.Linear(3, 3).parameters()))
 
 
-def test_an_optimizer_that_computes_the_loss_itself_raises():
-    model = nn.Linear(2, 2)
-    with pytest.raises(ConfigError, match="LBFGS"):
-        make_test_job(lambda x: x, model, optimizer=torch.optim.LBFGS(model.parameters()))
-
-
 @pytest.mark.parametrize("model", [[torch.zeros(2)], {"two words": nn.Linear(2, 2)}], ids=["a tensor", "a bad name"])
 def test_a_model_that_is_no_module_raises(model):
     with pytest.raises(ConfigError, match="model="):

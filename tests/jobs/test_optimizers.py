@@ -34,7 +34,8 @@ ELEMENTWISE = {
 """Each element's step depends on that element alone (checked below), with these settings."""
 WHOLE = {"Adafactor": [{}], "Muon": [{}]}
 """They use norms or factors of whole tensors: correct because parameters are whole on every worker."""
-REFUSED = {"LBFGS": "computes the loss several times"}
+CLOSURES = {"LBFGS"}
+"""They compute the loss several times in a step: test_closure_steps.py has them."""
 SPARSE = {"SparseAdam"}
 """They step sparse gradients only: tests/jobs/test_table_runs.py has them."""
 GAIN = 1e4
@@ -42,7 +43,7 @@ GAIN = 1e4
 
 
 def test_every_optimizer_of_pytorch_is_classified():
-    assert set(CLASSES) == {*ELEMENTWISE, *WHOLE, *REFUSED, *SPARSE}
+    assert set(CLASSES) == {*ELEMENTWISE, *WHOLE, *CLOSURES, *SPARSE}
 
 
 def take_steps(name, settings, value, gradients):
@@ -75,19 +76,6 @@ def test_only_elementwise_optimizers_step_on_halves_as_on_the_whole(name):
             take_steps_in_halves(name, settings, value, gradients),
         )
         assert torch.equal(whole, halves) == (name in ELEMENTWISE)
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_an_unsupported_optimizer_raises_with_the_reason(name):
-    model = nn.Linear(3, 3)
-    with pytest.raises(ConfigError, match=REFUSED[name]):
-        make_job(
-            model.forward,
-            model=model,
-            optimizer=CLASSES[name](model.parameters()),
-            view="consistent",
-            world=lambda: World(mesh=Mesh.solo(), notify=print, send_record=print),
-        )
 
 
 def network():

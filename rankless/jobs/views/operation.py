@@ -10,8 +10,8 @@ from rankless.context.world import World
 from rankless.data.logical_tensor import LogicalTensor, divide_again
 from rankless.errors import LostWorkerError, RanklessError
 from rankless.jobs.arguments import FlattenedArguments
-from rankless.jobs.call_failures import explain_failure
 from rankless.jobs.definition import CallResult, JobDefinition
+from rankless.jobs.views.call_failures import explain_failure
 from rankless.jobs.views.consistent import ConsistentView
 from rankless.jobs.views.view_start import JobView, start_view
 
