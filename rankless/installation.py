@@ -11,7 +11,7 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 """The folder that holds the package. It is a checkout if Rankless runs from there without an installation."""
 
 
-class _Directory(msgspec.Struct, frozen=True):
+class _CheckoutInfo(msgspec.Struct, frozen=True):
     editable: bool = False
 
 
@@ -20,11 +20,11 @@ class _Repository(msgspec.Struct, frozen=True):
     commit_id: str
 
 
-class _Source(msgspec.Struct, frozen=True):
+class _DirectUrl(msgspec.Struct, frozen=True):
     """What pip records in `direct_url.json` of an installation that does not come from a package index."""
 
     url: str
-    dir_info: _Directory = _Directory()
+    dir_info: _CheckoutInfo = _CheckoutInfo()
     vcs_info: _Repository | None = None
 
 
@@ -58,13 +58,13 @@ def format_install_command(extra: str = "", *, pip: str = "pip") -> str:
     return f'{pip} install "rankless{brackets} @ {url}"'
 
 
-def _read_source() -> _Source | None:
+def _read_source() -> _DirectUrl | None:
     """Return the source of this installation; None for a package index."""
     try:
         text = metadata.distribution("rankless").read_text("direct_url.json")
     except metadata.PackageNotFoundError:
-        return _Source(CHECKOUT.as_uri()) if (CHECKOUT / "pyproject.toml").is_file() else None
-    return msgspec.json.decode(text, type=_Source) if text else None
+        return _DirectUrl(CHECKOUT.as_uri()) if (CHECKOUT / "pyproject.toml").is_file() else None
+    return msgspec.json.decode(text, type=_DirectUrl) if text else None
 
 
 def _list_requirements(extra: str) -> list[str]:

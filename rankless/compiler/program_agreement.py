@@ -9,6 +9,7 @@ from rankless.collectives.byte_messages import all_gather_bytes
 from rankless.compiler.ir.logical_program import LogicalProgram
 from rankless.errors import ProgramMismatch, RanksDiverged
 from rankless.parallel.mesh import Mesh
+from rankless.records.encoding import encode_msgpack
 
 Operations = list[tuple[str, str]]
 """The operations of a program as text, each with its line of the script; see `LogicalProgram.operations`."""
@@ -22,7 +23,7 @@ def require_same_program(program: LogicalProgram, mesh: Mesh) -> None:
     digests = all_gather_bytes(program.digest().encode() + digest_generators(program), mesh=mesh)
     if len(set(digests)) == 1:
         return
-    own = msgspec.msgpack.encode(program.operations())
+    own = encode_msgpack(program.operations())
     programs = [msgspec.msgpack.decode(data, type=Operations) for data in all_gather_bytes(own, mesh=mesh)]
     differences = ((rank, find_first_difference(programs[0], other)) for rank, other in enumerate(programs))
     other, difference = next((item for item in differences if item[1] is not None), (0, None))

@@ -32,6 +32,7 @@ from rankless.context.generator_states import save_generators
 from rankless.context.raised_errors import RaisedError, describe_error, is_of_another_rank, make_same_error
 from rankless.errors import CollectiveError, RanksDiverged
 from rankless.parallel.mesh import Mesh
+from rankless.records.encoding import encode_json
 
 Result = TypeVar("Result")
 Part = Literal["attempt", "lasting", "end"]
@@ -284,4 +285,4 @@ def list_groups(mesh: Mesh) -> Sequence[dist.ProcessGroup]:
 
 
 def _encode(outcome: Outcome) -> str:
-    return msgspec.json.encode(outcome).decode()
+    return encode_json(outcome).decode()

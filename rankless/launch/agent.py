@@ -160,14 +160,9 @@ class HostRun:
         self._terminal_ends = duplicate_terminal(config, job.start)
         self._survivors = make_survivors(job)
         self._lost_servers = LostServers(job.servers, job.start, names=job.names, peers=job.peers)
-        self._workers = make_worker_configs(
-            config,
-            job,
-            folder=folder,
-            descriptors=WorkerDescriptors(
-                pages, self._survivors.channels.descriptors, self._lost_servers.descriptor, self._terminal_ends
-            ),
-        )
+        channels = self._survivors.channels.descriptors
+        descriptors = WorkerDescriptors(pages, channels, self._lost_servers.descriptor, self._terminal_ends)
+        self._workers = make_worker_configs(config, job, folder=folder, descriptors=descriptors)
         self._servers = ServerProcesses(
             make_server_launches(config, job.start, job.servers, folder=folder, host_index=job.host_index),
             max_restarts=0 if config.servers is None else config.servers.max_restarts,

@@ -121,15 +121,21 @@ def set_up_job(
         yield job
 
 
-@contextlib.contextmanager
-def _set_up_as_leader(config: RunConfig, request: _SetupRequest) -> Iterator[ReadyJob]:
-    cluster, notify = request.cluster, request.notify
+def _find_own_address(cluster: Cluster, notify: Callable[[str], None]) -> tuple[str | None, str]:
+    """Return the interface and the address at which other hosts reach host 0, which is this one."""
     require_own_name(cluster)
-    environment.apply(cluster.variables)
-    token = make_leader_token(cluster) if request.token is None else request.token
     interface, address = own_address(cluster)
     if is_own_loopback_name(cluster.hosts[0].address) and not is_loopback(address):
         notify(f"the name {cluster.hosts[0].address} is a loopback address here: host 0 listens on {address}")
+    return interface, address
+
+
+@contextlib.contextmanager
+def _set_up_as_leader(config: RunConfig, request: _SetupRequest) -> Iterator[ReadyJob]:
+    cluster, notify = request.cluster, request.notify
+    environment.apply(cluster.variables)
+    token = make_leader_token(cluster) if request.token is None else request.token
+    interface, address = _find_own_address(cluster, notify)
     own = _collect_facts(config, cluster, address)
     with contextlib.ExitStack() as stack:
         if cluster.agent_start == "slurm":
@@ -154,13 +160,9 @@ def _set_up_as_leader(config: RunConfig, request: _SetupRequest) -> Iterator[Rea
             launcher_variables=stack.enter_context(_open_services(config, start, addresses)),
         )
         names = [cluster.hosts[0].address, *(_name(cluster, host, facts) for host in range(1, len(facts)))]
+        held = stack.enter_context(ServerReservation())
         servers = agree_on_servers(
-            server,
-            config.servers,
-            stack.enter_context(ServerReservation()),
-            facts=facts,
-            names=names,
-            interrupts=request.interrupts,
+            server, config.servers, held, facts=facts, names=names, interrupts=request.interrupts
         )
         start = msgspec.structs.replace(start, servers=servers)
         _test_ports(server, request, start, names, listening)

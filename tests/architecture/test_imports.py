@@ -94,6 +94,9 @@ UNREACHABLE_ERRORS = {
     "rankless.launch.rendezvous.leader.RendezvousInterrupted": "the launcher turns it into exit code 130",
     "rankless.parameter_server.servers.wire.messages.MessageRefusedError": "the receiver counts and drops it",
     "rankless.parameter_server.servers.server_connection.TransferLostError": "the worker reads or restores again",
+    "rankless.launch.rendezvous.control_connection.DifferentTokenError": "host 0 counts it as a rejected client",
+    "rankless.runtime.rendezvous.store_protocol.IncompleteQuery": "the store waits for the rest of the query",
+    "rankless.runtime.rendezvous.store_protocol.InvalidQuery": "the store closes the connection",
     "rankless.records.framing.FrameTooLongError": "the receiver of a message closes the connection",
     "rankless.verify.runs.RunFailed": "`rankless verify` prints it and ends with its exit code",
 }

@@ -59,6 +59,8 @@ BROAD_EXCEPTS = {
     "rankless/data/shared_reading/batches_from_first_rank.py": "a data set is foreign code; the others raise, too",
     "rankless/data/stream_reader.py": "a stream is foreign code; its error gets the position of the sample",
     "rankless/jobs/views/operation.py": "operators are foreign code; all ranks raise what it becomes",
+    "rankless/jobs/views/consistent.py": "the number of the call is taken back, and the error is raised again",
+    "rankless/compiler/capture/kept_tensors.py": "the script's state is restored, and the error is raised again",
     "rankless/jobs/job.py": "the script's own error gets a traceback without Rankless's frames",
     "rankless/jobs/programs/early_rows.py": "operators are foreign code; the call itself raises the error",
     "rankless/jobs/programs/program_cache.py": "capture with symbolic sizes may fail in the script's code",

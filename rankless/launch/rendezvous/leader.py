@@ -2,7 +2,8 @@
 
 import selectors
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Protocol
 
 from rankless.config.run_config import AgreedJobConfig, Cluster
@@ -12,6 +13,7 @@ from rankless.launch.rendezvous.control_server import (
     ControlServer,
     HostDisconnected,
     HostJoined,
+    ServerEvent,
 )
 from rankless.launch.rendezvous.host_facts import HostFacts, find_differences
 from rankless.launch.rendezvous.host_probe import ReachabilityProbe
@@ -75,7 +77,8 @@ def wait_for_hosts(
                 raise RendezvousInterrupted(numbers[0])
             now = time.monotonic()
             try:
-                _process_events(server, cluster, own=own, joined=joined, notify=notify, rejected=rejected, now=now)
+                reject = partial(rejected.add, now=now)
+                _process_events(server.poll(now), cluster, own=own, joined=joined, notify=notify, reject=reject)
                 rejected.report(now)
                 for index in joined.keys() & starters.keys():
                     starters[index].mark_joined()
@@ -106,16 +109,15 @@ def _format_probe(probe: ReachabilityProbe | None) -> str:
 
 
 def _process_events(
-    server: ControlServer,
+    events: Iterable[ServerEvent],
     cluster: Cluster,
     *,
     own: HostFacts,
     joined: dict[int, HostFacts],
     notify: Callable[[str], None],
-    rejected: RejectedClients,
-    now: float,
+    reject: Callable[[str, str], None],
 ) -> None:
-    for event in server.poll(now):
+    for event in events:
         if isinstance(event, HostJoined):
             _check_agreement(own, event, str(cluster.hosts[event.host]), f"{cluster.hosts[0]}")
             joined[event.host] = event.facts
@@ -123,7 +125,7 @@ def _process_events(
             joined.pop(event.host, None)
             notify(f"{cluster.hosts[event.host]} joined and disconnected: {event.reason}")
         elif isinstance(event, ConnectionRejected):
-            rejected.add(event.address, event.reason, now)
+            reject(event.address, event.reason)
 
 
 def _check_agreement(own: HostFacts, event: HostJoined, name: str, own_name: str) -> None:

@@ -5,7 +5,6 @@ import time
 from datetime import timedelta
 from typing import Any
 
-import msgspec
 import torch.distributed as dist
 
 from rankless.config.worker_config import WorkerConfig
@@ -18,6 +17,7 @@ from rankless.records.access.store_access import (
     prove_to_client,
     prove_to_store,
 )
+from rankless.records.encoding import encode_json
 
 STORE_TIMEOUT = timedelta(minutes=5)
 ATTEMPTS = 6
@@ -61,7 +61,7 @@ def _open_once(address: str, port: int, token: str, round: int) -> Any:
     store = dist.TCPStore(address, port, None, False, timeout=STORE_TIMEOUT, wait_for_workers=False)  # type: ignore[attr-defined]  # public, missing in the stubs
     challenge = bytes(store.get(CHALLENGE_KEY)).decode(errors="replace")
     proof = prove_to_store(token, challenge, round=round)
-    answer = bytes(store.compare_set(PROOF_KEY, "", msgspec.json.encode(proof).decode()))
+    answer = bytes(store.compare_set(PROOF_KEY, "", encode_json(proof).decode()))
     if answer == ROUND_ENDED:
         raise dist.DistStoreError(f"round {round} of this job has ended")
     if not hmac.compare_digest(answer, prove_to_client(token, challenge, proof).encode()):

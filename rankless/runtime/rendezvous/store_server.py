@@ -56,10 +56,10 @@ _CHALLENGE, _PROOF = f"/{CHALLENGE_KEY}".encode(), f"/{PROOF_KEY}".encode()
 _STOP_WAITING = b"\0"
 
 
-class _Client:
+class _StoreClient:
     """A connection. It serves as `WaitingClient`."""
 
-    def __init__(self, connection: socket.socket, send: Callable[["_Client"], None]) -> None:
+    def __init__(self, connection: socket.socket, send: Callable[["_StoreClient"], None]) -> None:
         connection.setblocking(False)
         with contextlib.suppress(OSError):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -97,8 +97,8 @@ class StoreServer:
         """None for a round that has ended."""
         self._prefixes: dict[bytes, int] = {}
         """The round of each prefix of keys."""
-        self._clients: set[_Client] = set()
-        self._new_clients: NewClients[_Client] = NewClients(self._drop)
+        self._clients: set[_StoreClient] = set()
+        self._new_clients: NewClients[_StoreClient] = NewClients(self._drop)
         self._requests: deque[Callable[[], None]] = deque()
         self._wakeup, self._waker = socket.socketpair()
         self._wakeup.setblocking(False)
@@ -140,7 +140,7 @@ class StoreServer:
         try:
             while not self._is_ending:
                 for key, events in self._selector.select(_POLL_SECONDS):
-                    if isinstance(key.data, _Client):
+                    if isinstance(key.data, _StoreClient):
                         self._exchange(key.data, events)
                     elif key.data is not None:
                         self._accept(key.data)
@@ -177,12 +177,12 @@ class StoreServer:
                 connection, _ = listening.accept()
             except OSError:  # no more clients, or no descriptors
                 return
-            client = _Client(connection, self._flush)
+            client = _StoreClient(connection, self._flush)
             self._clients.add(client)
             self._selector.register(connection, selectors.EVENT_READ, client)
             self._new_clients.add(client, time.monotonic())
 
-    def _exchange(self, client: _Client, events: int) -> None:
+    def _exchange(self, client: _StoreClient, events: int) -> None:
         if events & selectors.EVENT_WRITE:
             self._flush(client)
         if client not in self._clients or not events & selectors.EVENT_READ:
@@ -199,7 +199,7 @@ class StoreServer:
         except (OSError, InvalidQuery, ValueError, struct.error, msgspec.MsgspecError):
             self._drop(client)
 
-    def _answer_all(self, client: _Client) -> None:
+    def _answer_all(self, client: _StoreClient) -> None:
         """Answer the queries that have arrived as a whole."""
         while client.incoming and client in self._clients:
             if client.values is None and len(client.incoming) > MAX_NEW_CLIENT_BYTES:
@@ -212,7 +212,7 @@ class StoreServer:
             del client.incoming[: query.position]
             client.send(answer)
 
-    def _answer(self, client: _Client, kind: int, query: Query) -> bytes:
+    def _answer(self, client: _StoreClient, kind: int, query: Query) -> bytes:
         if not client.is_valid:
             if kind != QueryType.VALIDATE or query.read_number(SHORT) != MAGIC_NUMBER:
                 raise InvalidQuery
@@ -224,7 +224,7 @@ class StoreServer:
             return client.values.answer(kind, query, client)
         return self._answer_new_client(client, kind, query)
 
-    def _answer_new_client(self, client: _Client, kind: int, query: Query) -> bytes:
+    def _answer_new_client(self, client: _StoreClient, kind: int, query: Query) -> bytes:
         """Send the challenge, and check the answer to it. A new client gets nothing else. See Note [clones], too."""
         start = query.position
         key = query.read_first_key(kind)
@@ -240,7 +240,7 @@ class StoreServer:
         query.position = start
         return self._answer(client, kind, query)
 
-    def _check_proof(self, client: _Client, query: Query) -> bytes:
+    def _check_proof(self, client: _StoreClient, query: Query) -> bytes:
         query.read_text()
         proof = msgspec.json.decode(query.read_text(), type=StoreProof)
         if not is_proof_right(self._token, client.challenge, proof):
@@ -250,7 +250,7 @@ class StoreServer:
         self._prefixes[key_prefix(self._token, proof.round).encode()] = proof.round
         return pack_text(prove_to_client(self._token, client.challenge, proof).encode())
 
-    def _admit(self, client: _Client, round: int) -> bool:
+    def _admit(self, client: _StoreClient, round: int) -> bool:
         """Serve a client from now on, unless its round has ended."""
         client.values = self._rounds.setdefault(round, StoreValues())
         if client.values is None:
@@ -258,7 +258,7 @@ class StoreServer:
         self._new_clients.remove(client)
         return True
 
-    def _flush(self, client: _Client) -> None:
+    def _flush(self, client: _StoreClient) -> None:
         """Send what the client takes; wait for it to take more."""
         try:
             while client.outgoing:
@@ -275,7 +275,7 @@ class StoreServer:
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if client.waits_for_write else 0)
             self._selector.modify(client.connection, events, client)
 
-    def _drop(self, client: _Client) -> None:
+    def _drop(self, client: _StoreClient) -> None:
         if client in self._clients:
             self._clients.remove(client)
             self._new_clients.remove(client)
