@@ -16,8 +16,12 @@ PINNED = "2.13.0"
 """The version with which CI runs all tests."""
 FIRST_WITH_PYTHON_GROUPS = "2.13"
 """The first version whose functions and C++ code call every collective of a process group written in Python."""
-OLDER_NAMES = {"all_gather_single": "all_gather_into_tensor", "reduce_scatter_single": "reduce_scatter_tensor"}
-"""Functions of `torch.distributed` that got a new name in 2.13."""
+OLDER_NAMES = {
+    "all_gather_single": "all_gather_into_tensor",
+    "reduce_scatter_single": "reduce_scatter_tensor",
+    "_checkpoint_without_reentrant_generator_impl": "_checkpoint_without_reentrant_generator",
+}
+"""Functions with a new name: those of `torch.distributed` since 2.13, that of `torch.utils.checkpoint` since 2.14."""
 
 
 @functools.cache
@@ -65,8 +69,18 @@ def find_function(module: Any, name: str) -> Callable[..., Any]:
         module: A module, such as `torch.distributed`.
         name: The name of the function in the newest supported version.
     """
-    function: Callable[..., Any] = getattr(module, name if hasattr(module, name) else OLDER_NAMES[name])
+    function: Callable[..., Any] = getattr(module, find_name(module, name))
     return function
+
+
+def find_name(module: Any, name: str) -> str:
+    """Return the name of a function in the installed version, given its name in the newest version.
+
+    Args:
+        module: A module, such as `torch.distributed`.
+        name: The name of the function in the newest supported version.
+    """
+    return name if hasattr(module, name) else OLDER_NAMES[name]
 
 
 def _read_number(version: str) -> tuple[int, int]:

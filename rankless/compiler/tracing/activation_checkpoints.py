@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils import checkpoint as checkpoints
 
 from rankless.errors import CaptureError
+from rankless.torch_versions import find_name
 from rankless.user_code import user_line
 
 
@@ -69,8 +70,9 @@ def trace_checkpoints(modules: Mapping[str, nn.Module], numbers: CheckpointNumbe
         numbers: Receives the number of the checkpoint in which the trace is.
     """
     names = vars(checkpoints)
-    before = {name: names[name] for name in ("CheckpointFunction", "_checkpoint_without_reentrant_generator")}
-    run_checkpoint = before["_checkpoint_without_reentrant_generator"]
+    generator = find_name(checkpoints, "_checkpoint_without_reentrant_generator_impl")
+    before = {name: names[name] for name in ("CheckpointFunction", generator)}
+    run_checkpoint = before[generator]
 
     def run_and_compare(*args: Any, **kwargs: Any) -> Generator[None, None, None]:
         if not torch.is_grad_enabled():
@@ -82,7 +84,7 @@ def trace_checkpoints(modules: Mapping[str, nn.Module], numbers: CheckpointNumbe
         if torch.is_grad_enabled():
             require_same_buffers(values, read_buffers(modules))
 
-    names.update(CheckpointFunction=TraceableCheckpoint, _checkpoint_without_reentrant_generator=run_and_compare)
+    names.update({"CheckpointFunction": TraceableCheckpoint, generator: run_and_compare})
     try:
         yield
     finally:
