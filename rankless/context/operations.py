@@ -88,7 +88,7 @@ class Operations:
             RanksDiverged: The ranks cannot go on after an earlier exception.
         """
         mesh = find_mesh()
-        if mesh.size == 1 or self._is_inside:
+        if not self._is_new(mesh):
             return attempt()
         self.begin(mesh)
         before = exception()
@@ -102,7 +102,7 @@ class Operations:
 
     def begin(self, mesh: Mesh) -> None:
         """Begin an operation without an attempt: `change` follows."""
-        if mesh.size > 1 and not self._is_inside:
+        if self._is_new(mesh):
             self._require_going()
             self._number += 1
             self._begun_at = 0 if mesh.desync_detector is None else mesh.desync_detector.number
@@ -114,7 +114,7 @@ class Operations:
         try:
             yield
         except Exception as error:
-            if mesh.size == 1 or self._is_inside:
+            if not self._is_new(mesh):
                 raise
             self.begin(mesh)
             self._raise_agreed(mesh, error, before, "attempt")
@@ -122,7 +122,7 @@ class Operations:
     @contextmanager
     def change(self, mesh: Mesh) -> Iterator[None]:
         """Within the context, the last operation changes what lasts. An exception of some ranks only ends the run."""
-        if mesh.size == 1 or self._is_inside:
+        if not self._is_new(mesh):
             yield
             return
         before = exception()
@@ -140,11 +140,15 @@ class Operations:
         Raises:
             RanksDiverged: The ranks could not go on after an exception.
         """
-        if mesh.size == 1:
+        if mesh.group is None:
             return
         self._require_going()
         if self._number:
             self._open_exchange(mesh).publish("outcome", _encode(Outcome(self._number, "end", None)))
+
+    def _is_new(self, mesh: Mesh) -> bool:
+        """Return whether what begins is an operation of several ranks, and no part of another one."""
+        return mesh.group is not None and not self._is_inside
 
     def _require_going(self) -> None:
         if self._last_error is not None:

@@ -44,6 +44,16 @@ def test_a_shape_error_shows_only_lines_of_the_script(workers: str, tmp_path: Pa
     assert "fake" not in job.stdout + job.stderr
 
 
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_labels_of_int32_are_refused_with_the_conversion(workers: str, tmp_path: Path):
+    text = SCRIPT.format(features=24).replace("dtype=torch.int64", "dtype=torch.int32")
+    job = run_script(text, "-n", workers, folder=tmp_path)
+    assert job.returncode == 1
+    assert "raised DataError" in job.stderr
+    assert "labels.long() for a tensor" in job.stderr
+    assert "script.py:20" in job.stderr
+
+
 SHARDED = """
 import torch, torch.distributed as dist, rankless
 from torch.distributed.fsdp import fully_shard

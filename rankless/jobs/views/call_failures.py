@@ -1,5 +1,6 @@
 """What a script sees of an exception in a call of a job: its own, or an error that names the line and a way out."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -9,7 +10,7 @@ from torch import fx
 
 from rankless.compiler.capture.trace_errors import WHOLE_BATCH, find_user_line, keep_user_frames
 from rankless.context.world import World
-from rankless.errors import CaptureError, RanklessError, RanksDiverged
+from rankless.errors import CaptureError, DataError, RanklessError, RanksDiverged
 from rankless.jobs.definition import JobDefinition
 from rankless.user_code import PACKAGE_FOLDER, is_user_code
 
@@ -23,6 +24,7 @@ TRACERS = (HIGHER_ORDER, *(f"{TORCH}/{name}/" for name in ("_dynamo", "_functorc
 """Parts of PyTorch that trace, and that a plain script does not run."""
 MISTAKES = (ArithmeticError, AssertionError, AttributeError, KeyError, NameError, RecursionError, TypeError)
 """Exceptions that PyTorch's checks of arguments do not raise on purpose, where its Python code stands for kernels."""
+NEEDS_INT64 = re.compile(r"expected (target dtype to be|scalar type) Long\b|index tensor of type LongTensor")
 IN_PLACE_OF_KERNELS = tuple(
     f"{TORCH}/{name}"
     for name in ("_decomp/", "_prims/", "_prims_common/", "_refs/", "_subclasses/", "_meta_registrations")
@@ -38,13 +40,16 @@ def explain_failure(job: JobDefinition, world: World, error: Exception) -> Excep
         error: An exception that is none of Rankless.
 
     Returns:
-        A `CaptureError` if Rankless or PyTorch could not make a program of the job. The exception itself if the
-        script's code has raised it, with the frames of the script only.
+        A `CaptureError` if Rankless or PyTorch could not make a program of the job. A `DataError` that names the
+        conversion for labels of another dtype than PyTorch needs. The exception itself if the script's code has raised
+        it, with the frames of the script only.
     """
     try:
         world.mesh.check_sync_point_again()
     except RanksDiverged as divergence:
         return set_cause(divergence.with_traceback(None), error)
+    if isinstance(error, RuntimeError) and NEEDS_INT64.search(str(error)):
+        return set_cause(refuse_index_dtype(error, find_user_line(error) or job.line), error)
     frames = list(walk(error.__traceback__))
     files = [frame.f_code.co_filename for frame in frames]
     if not any(file.startswith(COMPILER) for file in files) or PROGRAM in files:
@@ -75,6 +80,16 @@ def explain_failure(job: JobDefinition, world: World, error: Exception) -> Excep
         where=line or None,
     )
     return set_cause(refusal, error)
+
+
+def refuse_index_dtype(error: Exception, line: str) -> DataError:
+    """Return the error for labels or indices whose dtype PyTorch does not take."""
+    return DataError(
+        expected="labels and indices of int64, which PyTorch needs here",
+        found=str(error).partition("\n")[0],
+        fix="convert them: labels.long() for a tensor, labels.astype('int64') for a numpy array",
+        where=line or None,
+    )
 
 
 def set_cause(refusal: RanklessError, error: Exception) -> RanklessError:
