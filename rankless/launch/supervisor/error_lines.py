@@ -16,11 +16,16 @@ def first_line(record: Raised | GroupTeardown) -> str:
     """Return the type of the exception that is the cause, and the first line of its message."""
     _, found, inner = record.message.rpartition(_IN_CALLBACK)
     if found:
-        return inner.strip().splitlines()[0][:200]
+        kind, _, message = inner.partition(":")
+        return _join(kind, message)
     if record.cause:
         return record.cause
-    line = (record.message.strip().splitlines() or [""])[0]
-    return f"{record.error_type}: {line[:200]}" if line else record.error_type
+    return _join(record.error_type, record.message)
+
+
+def _join(kind: str, message: str) -> str:
+    line = (message.strip().splitlines() or [""])[0]
+    return f"{kind}: {line[:200]}" if line else kind
 
 
 def find_line(record: Raised | GroupTeardown) -> str:

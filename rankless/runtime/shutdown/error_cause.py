@@ -5,6 +5,7 @@ workers, of replicas and of processes again, with the first traceback in the mes
 `__cause__`, a group holds several exceptions, and a compiler raises an error of its own from the script's.
 """
 
+import contextlib
 import re
 from types import TracebackType
 from typing import NamedTuple
@@ -39,11 +40,18 @@ class ErrorCause(NamedTuple):
 def find_cause(error: BaseException) -> ErrorCause:
     """Return the cause of an exception that has reached the top of a script, and the script's line."""
     cause, more = _unwrap(error)
-    message = str(cause)
+    message = read_message(cause)
     text = _read_remote(message) or _first_line(type(cause).__name__, message)
     if _EXHAUSTED.search(message) and (size := describe_shared_memory()):
         more += f"; {size}: give it more, as root with mount -o remount,size=8G or for a container with --shm-size=8g"
     return ErrorCause(text + more, _find_line(cause) or _find_line(error))
+
+
+def read_message(error: BaseException | None) -> str:
+    """Return the text of an exception, also if its class, which may be the script's, cannot make it."""
+    with contextlib.suppress(Exception):  # the failure of the method must not hide the error
+        return str(error)
+    return "<its text cannot be made>"
 
 
 def _unwrap(error: BaseException) -> tuple[BaseException, str]:
@@ -58,7 +66,7 @@ def _unwrap(error: BaseException) -> tuple[BaseException, str]:
         cause = error.__cause__
         if cause is None or type(cause).__name__ in _REMOTE or isinstance(error, RanklessError):
             return error, more
-        if _LOST_READER.search(str(error)):
+        if _LOST_READER.search(read_message(error)):
             error = cause
             continue
         if not _is_raised_in_library(error) or _is_raised_in_library(cause):
@@ -93,9 +101,9 @@ def _find_line(error: BaseException) -> str:
     """Return the innermost line of the script: in the process that raised first, where another one has raised again."""
     if isinstance(error, SyntaxError) and error.filename and not is_library(error.filename):
         return f"{error.filename}:{error.lineno}"
-    texts = [str(error)]
+    texts = [read_message(error)]
     if type(error.__cause__).__name__ in _REMOTE:
-        texts.append(str(error.__cause__))
+        texts.append(read_message(error.__cause__))
     frames = [(file, int(line)) for text in texts for file, line in _FRAME.findall(text)]
     for candidates in (frames, _list_frames(error.__traceback__)):
         for file, line in reversed(candidates):
