@@ -39,7 +39,7 @@ def use_run_store(config: WorkerConfig) -> None:
             # A script may make a group after another one, whose keys the store still has.
             store = dist.PrefixStore(f"script/{next(numbers)}/default_pg", open_store())  # type: ignore[attr-defined]  # public, missing in the stubs
             given |= {"init_method": None, "store": store, "rank": rank, "world_size": world_size}
-        init(*call.args, **call.kwargs)
+        init(**call.arguments)  # by name, for functions around it that set an argument
 
     setattr(init_process_group, ORIGINAL, getattr(init, ORIGINAL, init))
     for module in (groups, dist):
