@@ -57,7 +57,6 @@ def make_tensors():
         "image": torch.randn(4, 3, 6, 5, generator=generator).to(memory_format=torch.channels_last),
         "half": torch.randn(9, 4, generator=generator).bfloat16(),
         "double": torch.randn(6, generator=generator, dtype=torch.float64),
-        "complex128": torch.randn(7, 2, generator=generator, dtype=torch.complex128).conj(),
         "complex": torch.randn(5, 3, generator=generator, dtype=torch.complex64),
         "numbers": torch.arange(40).view(8, 5),
         "flags": torch.arange(6) > 2,
