@@ -143,7 +143,7 @@ class Operations:
         if mesh.group is None:
             return
         self._require_going()
-        if self._number:
+        if self._number and mesh.group in distributed_c10d._world.pg_map:  # the script may have destroyed it
             self._open_exchange(mesh).publish("outcome", _encode(Outcome(self._number, "end", None)))
 
     def _is_new(self, mesh: Mesh) -> bool:

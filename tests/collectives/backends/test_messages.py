@@ -94,7 +94,7 @@ def call_with_wrong_arguments(mesh: Mesh) -> float:
         with pytest.raises(ConfigError, match="split sizes"):
             dist.all_to_all_single(torch.ones(4), torch.ones(4), [1, 1], [2, 2], group=group)
         with pytest.raises(ConfigError, match="dense"):
-            group.allreduce([torch.ones(3).to_sparse()])
+            group.broadcast([torch.ones(3).to_sparse()])
         values = torch.ones(3)
         dist.all_reduce(values, group=group)
         return float(values[0])
