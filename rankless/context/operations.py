@@ -63,6 +63,8 @@ class Operations:
     def __init__(self) -> None:
         self._number = 0
         self._failures = 0
+        self._series: int | None = None
+        """Separates its values in the store from those of others before it."""
         self._begun_at = 0
         """The number of the last sync point before the operation."""
         self._is_inside = False
@@ -229,9 +231,12 @@ class Operations:
 
     def _open_exchange(self, mesh: Mesh) -> StoreExchange:
         assert mesh.group is not None
+        store = distributed_c10d._world.pg_map[mesh.group][1]
+        if self._series is None:  # a process may join again, and find the values of its first time in the store
+            self._series = int(store.add(f"rankless/operations/{mesh.rank}", 1))
         return StoreExchange(
-            distributed_c10d._world.pg_map[mesh.group][1],
-            f"rankless/failed operation {self._failures}",
+            store,
+            f"rankless/operations {self._series}/failed {self._failures}",
             rank=mesh.rank,
             size=mesh.size,
             timeout=AGREEMENT_TIMEOUT,

@@ -123,7 +123,6 @@ def set_up_job(
 
 def _find_own_address(cluster: Cluster, notify: Callable[[str], None]) -> tuple[str | None, str]:
     """Return the interface and the address at which other hosts reach host 0, which is this one."""
-    require_own_name(cluster)
     interface, address = own_address(cluster)
     if is_own_loopback_name(cluster.hosts[0].address) and not is_loopback(address):
         notify(f"the name {cluster.hosts[0].address} is a loopback address here: host 0 listens on {address}")
@@ -133,6 +132,7 @@ def _find_own_address(cluster: Cluster, notify: Callable[[str], None]) -> tuple[
 @contextlib.contextmanager
 def _set_up_as_leader(config: RunConfig, request: _SetupRequest) -> Iterator[ReadyJob]:
     cluster, notify = request.cluster, request.notify
+    require_own_name(cluster)
     environment.apply(cluster.variables)
     token = make_leader_token(cluster) if request.token is None else request.token
     interface, address = _find_own_address(cluster, notify)
