@@ -30,7 +30,7 @@ from rankless.collectives.backends.process_group import SharedMemoryProcessGroup
 from rankless.collectives.byte_messages import broadcast_bytes
 from rankless.context.generator_states import save_generators
 from rankless.context.raised_errors import RaisedError, describe_error, is_of_another_rank, make_same_error
-from rankless.errors import CollectiveError, RanksDiverged
+from rankless.errors import CollectiveError, RanklessError, RanksDiverged
 from rankless.parallel.mesh import Mesh
 from rankless.records.encoding import encode_json
 
@@ -166,6 +166,8 @@ class Operations:
     ) -> NoReturn:
         """Raise what all ranks raise for an operation that this one could not finish. Collective."""
         is_own = not is_of_another_rank(error, before)
+        if isinstance(error, RanklessError):  # its text names the script's line; the frames are those of Rankless
+            error = error.with_traceback(None)
         if is_own and isinstance(error, CollectiveError):
             raise error  # the group has ended because a rank is gone, late or makes other calls
         described = describe_error(error) if is_own else None
