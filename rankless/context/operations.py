@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from sys import exception
-from typing import Literal, NoReturn, TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 import torch
@@ -98,7 +98,8 @@ class Operations:
         try:
             return attempt()
         except Exception as error:
-            self._raise_agreed(find_mesh(), error, before, "attempt", generators)
+            agreed = self._agree(find_mesh(), error, before, "attempt", generators)
+            raise agreed from agreed.__cause__
         finally:
             self._is_inside = False
 
@@ -119,7 +120,8 @@ class Operations:
             if not self._is_new(mesh):
                 raise
             self.begin(mesh)
-            self._raise_agreed(mesh, error, before, "attempt")
+            agreed = self._agree(mesh, error, before, "attempt")
+            raise agreed from agreed.__cause__
 
     @contextmanager
     def change(self, mesh: Mesh) -> Iterator[None]:
@@ -132,7 +134,8 @@ class Operations:
         try:
             yield
         except Exception as error:
-            self._raise_agreed(mesh, error, before, "lasting")
+            agreed = self._agree(mesh, error, before, "lasting")
+            raise agreed from agreed.__cause__
         finally:
             self._is_inside = False
 
@@ -156,20 +159,20 @@ class Operations:
         if self._last_error is not None:
             raise self._last_error.with_traceback(None)
 
-    def _raise_agreed(
+    def _agree(
         self,
         mesh: Mesh,
         error: Exception,
         before: BaseException | None,
         part: Part,
         generators: Callable[[], Iterable[torch.Generator]] = tuple,
-    ) -> NoReturn:
-        """Raise what all ranks raise for an operation that this one could not finish. Collective."""
+    ) -> Exception:
+        """Return what all ranks raise for an operation that this one could not finish. Collective."""
         is_own = not is_of_another_rank(error, before)
         if isinstance(error, RanklessError):  # its text names the script's line; the frames are those of Rankless
             error = error.with_traceback(None)
         if is_own and isinstance(error, CollectiveError):
-            raise error  # the group has ended because a rank is gone, late or makes other calls
+            return error  # the group has ended because a rank is gone, late or makes other calls
         described = describe_error(error) if is_own else None
         own = Outcome(self._number, part, described, ends=isinstance(error, RanksDiverged))
         outcomes = self._gather(mesh, own)
@@ -177,8 +180,9 @@ class Operations:
         if outcomes is None or verdict is None:
             self._last_error = make_end(outcomes or {mesh.rank: own})
             if is_own:
-                raise error
-            raise self._last_error from error
+                return error
+            self._last_error.__cause__ = error
+            return self._last_error
         first = outcomes[verdict].error
         assert first is not None
         if described is None or not described.is_like(first):
@@ -187,9 +191,9 @@ class Operations:
             error = same
         if any(outcome.ends for outcome in outcomes.values()):
             self._last_error = make_end(outcomes) if not isinstance(error, RanksDiverged) else error
-            raise error
+            return error
         take_generators(mesh, verdict, generators())
-        raise error
+        return error
 
     def _gather(self, mesh: Mesh, own: Outcome) -> dict[int, Outcome] | None:
         """Return the outcomes of all ranks, whose groups can be used again; None if that cannot be had. Collective."""
