@@ -197,13 +197,16 @@ class Operations:
 
     def _gather(self, mesh: Mesh, own: Outcome) -> dict[int, Outcome] | None:
         """Return the outcomes of all ranks, whose groups can be used again; None if that cannot be had. Collective."""
+        groups = list_groups(mesh)
+        shared = [group for group in groups if isinstance(group, SharedMemoryProcessGroup)]
+        ends = [group.end_error for group in shared]
+        if mesh.group not in distributed_c10d._world.pg_map or any(end and not is_of_another_rank(end) for end in ends):
+            return None  # the script has destroyed or aborted a group, or a rank is gone
         exchange = self._open_exchange(mesh)
         self._failures += 1
-        groups = list_groups(mesh)
         exchange.publish("outcome", _encode(own))
-        shared = [group for group in groups if isinstance(group, SharedMemoryProcessGroup)]
         can_reopen = len(shared) == len(groups)
-        is_interrupted = own.error is None and any(group.has_ended for group in shared)
+        is_interrupted = own.error is None and any(ends)
         if is_interrupted or not self._await_all(exchange, mesh, own.part, is_patient=not can_reopen):
             if not can_reopen:
                 return None
@@ -214,7 +217,7 @@ class Operations:
         if any(outcome.part == "end" for outcome in outcomes.values()):
             return outcomes
         number = 0 if mesh.desync_detector is None else mesh.desync_detector.number
-        states = [f"{group.has_ended} {group.operation_count}" for group in shared]
+        states = [f"{group.end_error is not None} {group.operation_count}" for group in shared]
         states_of_all = [text.split("/") for text in exchange.gather("groups", "/".join([str(number), *states]))]
         if mesh.desync_detector is not None:
             mesh.desync_detector.number = max(int(each[0]) for each in states_of_all)

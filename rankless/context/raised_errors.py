@@ -78,7 +78,7 @@ def make_same_error(described: RaisedError, *, rank: int) -> Exception:
     return error
 
 
-def is_of_another_rank(error: BaseException, before: BaseException | None) -> bool:
+def is_of_another_rank(error: BaseException, before: BaseException | None = None) -> bool:
     """Return whether a rank raises an error only because another rank has raised one.
 
     Args:

@@ -16,7 +16,7 @@ STYLE = """
 :root { color-scheme: light dark; }
 body { margin: 24px; font-family: 'DejaVu Sans', 'Segoe UI', 'Helvetica Neue', Arial, sans-serif; font-size: 14px;
   background: #ffffff; color: #1f2328; }
-main { max-width: 1200px; margin: auto; }
+main { max-width: 1320px; margin: auto; }
 svg { display: block; max-width: 100%; height: auto; }
 .tables { margin: 0 24px; }
 .scrolled { overflow-x: auto; }

@@ -9,7 +9,7 @@ from rankless.plan_picture.timeline_section import draw_timeline
 from rankless.plan_picture.worker_grid import format_axes
 from rankless.records.quantities import format_decimal_bytes
 
-WIDTH = 1200
+WIDTH = 1320
 MARGIN = 24
 INNER = WIDTH - 2 * MARGIN
 HALF = (INNER - MARGIN) / 2

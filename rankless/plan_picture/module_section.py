@@ -19,7 +19,7 @@ DIRECTION = (844, 62)
 SENT = (912, 84)
 SENT_TEXT = (1060, 58)
 """Its texts end at the left edge."""
-SCRIPT_LINE = (1072, 80)
+SCRIPT_LINE = (1072, 200)
 AXIS_STYLES = 6
 TENSORS_IN_TITLE = 12
 

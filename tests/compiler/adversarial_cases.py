@@ -130,9 +130,6 @@ def run_plain(case: AdversarialCase) -> list[CallState]:
     for number, batch in enumerate(script.batches):
         script.before_call(number)
         optimizer.zero_grad()
-        # Include parameters that the optimizer does not have: each call computes its own gradients.
-        for module in script.modules.values():
-            module.zero_grad()
         results = script.function(*batch)
         loss = results[0] if isinstance(results, tuple) else results
         loss.mean().backward()

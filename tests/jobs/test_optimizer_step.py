@@ -226,7 +226,7 @@ def train_with_two_optimizers_plainly():
 
 
 def train_two_jobs(mesh):
-    """Two jobs with own optimizers for parts of one model; each clears and fills all of its gradients."""
+    """Two jobs with own optimizers for parts of one model; each clears the gradients of its part alone."""
     model = network()
     first, second = (torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9) for part in (model[0], model[2]))
     one = make_test_job(lambda x, y: F.cross_entropy(model(x), y), model, first, mesh)
@@ -243,10 +243,10 @@ def train_two_jobs_plainly():
     model = network()
     first, second = (torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9) for part in (model[0], model[2]))
     for x, y in batches():
-        model.zero_grad()
+        first.zero_grad()
         F.cross_entropy(model(x), y).backward()
         first.step()
-        model.zero_grad()
+        second.zero_grad()
         model(x).square().mean().backward()
         second.step()
     return list(model.parameters()), [item.grad for item in model.parameters()]

@@ -268,7 +268,7 @@ def test_pieces_outlive_their_group():
 
 
 def fail_on_one_worker(mesh):
-    """Rank 1's rows have an index that is out of range; then the group is of no more use, and nobody hangs."""
+    """Rank 1's rows have an index that is out of range. It aborts the group, which is of no more use; no rank hangs."""
     group = make_group(mesh, list(range(mesh.size)), timeout_seconds=5.0)
     torch.manual_seed(0)
     model = nn.Embedding(8, 4)
@@ -297,9 +297,9 @@ def fail_on_one_worker(mesh):
     return errors
 
 
-def test_an_error_on_one_worker_ends_all_calls():
+def test_an_error_of_one_worker_is_raised_by_all_and_an_aborted_group_ends_all_calls():
     first, second = on_mesh(2, fail_on_one_worker)
-    assert first == ["CollectiveError", "CollectiveError"]
+    assert first == ["IndexError", "CollectiveError"]
     assert second == ["IndexError", "IndexError"]
 
 

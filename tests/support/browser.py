@@ -25,7 +25,7 @@ OPTIONS = (
 )
 FIRST_FREE = 10
 """The least number of our file descriptors, so that none is one of the two that Chromium reads and writes."""
-WIDTH = 1200
+WIDTH = 1320
 LIMIT_SECONDS = 60
 
 

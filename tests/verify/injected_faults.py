@@ -19,7 +19,7 @@ from rankless.compiler.scheduling.gradient_buckets import GradientBucket
 from rankless.compiler.sharding.redistribute import StackingAllGather
 from rankless.data.loader import Loader
 from rankless.jobs.programs import bound_program
-from rankless.jobs.views.consistent import ConsistentView
+from rankless.jobs.views.operation import WorldView
 from rankless.parallel.mesh import Mesh
 
 FIRST_STEP = 3
@@ -42,13 +42,13 @@ def inject(name: str) -> None:
     """Inject a fault by its function's name if there are several workers; "nothing" injects nothing."""
     if WORKERS > 1 and name != "nothing":
         counter = StepCounter()
-        run = ConsistentView.run
+        run = WorldView.run
 
-        def count_steps(self: ConsistentView, arguments: Any) -> Any:
+        def count_steps(self: WorldView, world: Any, arguments: Any) -> Any:
             counter.step += self._job.trains
-            return run(self, arguments)
+            return run(self, world, arguments)
 
-        ConsistentView.run = count_steps
+        WorldView.run = count_steps
         globals()[name](counter)
 
 

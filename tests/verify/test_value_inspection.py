@@ -108,7 +108,8 @@ def test_a_different_batch_is_the_first_difference_with_its_line(tmp_path: Path,
     assert first is not None
     assert (first.fault, first.name) == ("input", "argument 0")
     file, _, number = first.line.rpartition(":")
-    assert "job(images" in Path(file).read_text().splitlines()[int(number) - 1]
+    assert file == Path(__file__).name
+    assert "job(images" in Path(__file__).read_text().splitlines()[int(number) - 1]
 
 
 def test_a_program_that_differs_from_the_plain_call_is_a_capture_fault(tmp_path: Path) -> None:

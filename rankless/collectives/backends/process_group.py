@@ -167,13 +167,13 @@ class SharedMemoryProcessGroup(_ProcessGroup):  # type: ignore[misc]  # its base
         return open_shared_group(store, self._member, self.timeout)
 
     @property
-    def has_ended(self) -> bool:
-        """Whether no operation can run any more."""
+    def end_error(self) -> CollectiveError | None:
+        """Why no operation can run any more; None while operations can."""
         try:
             self._open  # noqa: B018  # raises if it has ended
-        except CollectiveError:
-            return True
-        return False
+        except CollectiveError as error:
+            return error
+        return None
 
     @property
     def operation_count(self) -> int:

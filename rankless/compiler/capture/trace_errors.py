@@ -3,7 +3,7 @@
 import contextlib
 import traceback
 from collections.abc import Iterator
-from types import TracebackType
+from types import FrameType, TracebackType
 
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -77,6 +77,10 @@ TRACE_ERRORS: tuple[tuple[str, str, str], ...] = (
     ),
 )
 
+GENERATED_FILE = "<rankless program>"
+"""The file name of generated code."""
+SCRIPT_LINES = "script_lines"
+"""The global of generated code that maps its lines to lines of the script, as "file.py:12"."""
 WHOLE_BATCH = "or pass capture=False to rankless.job, and every rank runs the job on the whole batch"
 
 
@@ -178,7 +182,17 @@ def convert_error(job: str, error: RuntimeError | AssertionError, line: str) -> 
 
 def find_user_line(error: BaseException) -> str | None:
     """Return the innermost user line that led to an error, as "file.py:12"; None if there is none."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_user_code(frame.filename)]
+    lines = []
+    for frame, number in traceback.walk_tb(error.__traceback__):
+        if is_user_code(frame.f_code.co_filename):
+            lines.append(f"{display_name(frame.f_code.co_filename)}:{number}")
+        elif line := find_generated_line(frame, number):
+            lines.append(line)
     # PyTorch generates code without a file, and a script may have none either.
-    found = next((frame for frame in reversed(frames) if frame.filename != "<string>"), frames[-1] if frames else None)
-    return None if found is None else f"{display_name(found.filename)}:{found.lineno}"
+    return next((line for line in reversed(lines) if not line.startswith("<string>")), lines[-1] if lines else None)
+
+
+def find_generated_line(frame: FrameType, number: int) -> str:
+    """Return the script's line for a line of generated code, as "file.py:12"; empty if it is unknown or other code."""
+    lines: dict[int, str] = frame.f_globals[SCRIPT_LINES] if frame.f_code.co_filename == GENERATED_FILE else {}
+    return lines.get(number, "")

@@ -4,13 +4,12 @@ import linecache
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import CodeType
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from rankless.compiler.capture.trace_errors import offer_whole_batch
+from rankless.compiler.capture.trace_errors import GENERATED_FILE, SCRIPT_LINES, find_generated_line, offer_whole_batch
 from rankless.compiler.codegen.lookup_ids import IdsProgram, find_lookup_ids
 from rankless.compiler.ir.logical_program import LogicalProgram, ProgramInput, ProgramOutput
 from rankless.compiler.lowering.lower import lower
@@ -36,8 +35,6 @@ class LocalProgram:
     inputs: tuple[ProgramInput, ...]
     outputs: tuple[ProgramOutput, ...]
     function: Callable[..., Sequence[Tensor]]
-    lines: Mapping[CodeType, Mapping[int, str]]
-    """The script's line, as "file.py:12", for each line of generated code."""
     sharded: ShardedProgram
     storage: StateStorage
     """Which of its states this worker holds in pieces."""
@@ -64,26 +61,25 @@ class LocalProgram:
             with torch.no_grad(), torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
                 return self.function(*sizes, *values)
         except Exception as error:  # operators are foreign code, and the user does not know this program's lines
-            if origin := self._describe_origin(error):
+            if origin := describe_origin(error):
                 error.add_note(origin)
             raise
 
-    def _describe_origin(self, error: Exception) -> str:
-        """Return the script line of an error as text; empty if it is unknown."""
-        for frame, number in traceback.walk_tb(error.__traceback__):
-            if line := self.lines.get(frame.f_code, {}).get(number):
-                file, _, place = line.rpartition(":")
-                text = linecache.getline(file, int(place)).strip() if place.isdigit() else ""
-                return f"in the job's line {line}" + (f": {text}" if text else "")
-        return ""
+
+def describe_origin(error: Exception) -> str:
+    """Return the script's line of an error in generated code as text; empty if it is unknown."""
+    for frame, number in traceback.walk_tb(error.__traceback__):
+        if line := find_generated_line(frame, number):
+            file, _, place = line.rpartition(":")
+            text = linecache.getline(file, int(place)).strip() if place.isdigit() else ""
+            return f"in the job's line {line}" + (f": {text}" if text else "")
+    return ""
 
 
-def generate_function(
-    graph: fx.Graph, sizes: Sequence[str] = ()
-) -> tuple[Callable[..., Sequence[Tensor]], Mapping[int, str]]:
+def generate_function(graph: fx.Graph, sizes: Sequence[str] = ()) -> Callable[..., Sequence[Tensor]]:
     """Return a graph as one Python function: one assignment per node, each value deleted after its last use.
 
-    `sizes` names the varying sizes, its first parameters. The second value maps its lines to lines of the script.
+    `sizes` names the varying sizes, its first parameters.
     """
     code = CodeWriter(sizes)
     last_use = {}
@@ -106,7 +102,7 @@ def generate_function(
             dropped.append(node.name)
         if dropped:
             code.lines.append(f"del {', '.join(dropped)}")
-    return code.function(), code.origins_by_line()
+    return code.function()
 
 
 class CodeWriter:
@@ -145,16 +141,14 @@ class CodeWriter:
         self.constants[name] = value
         return name
 
-    def origins_by_line(self) -> dict[int, str]:
-        """Return the script's line for each line of the function, which starts with `def` and the sizes it computes."""
-        return {1 + len(self.computed) + position: line for position, line in self.origins.items()}
-
     def function(self) -> Callable[..., Sequence[Tensor]]:
         """Compile the lines into a function."""
         computed = [f"{name} = {expression}" for expression, name in self.computed.items()]
         body = "\n    ".join(computed + self.lines)
         source = f"def program({', '.join(self.parameters)}):\n    {body}\n"
-        exec(compile(source, "<rankless program>", "exec"), self.constants)
+        first = 1 + len(computed)
+        self.constants[SCRIPT_LINES] = {first + position: line for position, line in self.origins.items()}
+        exec(compile(source, GENERATED_FILE, "exec"), self.constants)
         function: Callable[..., Sequence[Tensor]] = self.constants["program"]
         return function
 
@@ -185,17 +179,15 @@ def build_local_program(
     local = lower(sharded, mesh)
     local = gather_parameters(local, program, storage)
     local = schedule_gradients(local, program, storage)
-    function, lines = generate_function(local.graph, sizes)
     known_ids = find_lookup_ids(local.graph)
     return LocalProgram(
         inputs=tuple(described for _, described in local.inputs),
         outputs=tuple(described for _, described in local.outputs),
-        function=function,
-        lines={function.__code__: lines},
+        function=generate_function(local.graph, sizes),
         sharded=sharded,
         storage=storage,
         collectives=local.collectives,
         workers=mesh.size,
         recomputed=local.recomputed,
-        ids=known_ids and IdsProgram(generate_function(known_ids.graph, sizes)[0], known_ids.sources),
+        ids=known_ids and IdsProgram(generate_function(known_ids.graph, sizes), known_ids.sources),
     )

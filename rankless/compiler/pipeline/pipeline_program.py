@@ -60,7 +60,6 @@ def build_pipeline_program(
         inputs=tuple(described for _, described in graphs[0].inputs),
         outputs=tuple(described for _, described in graphs[0].outputs),
         function=PipelineRun(step, options.transport),
-        lines=builder.lines,
         sharded=programs[0],
         storage=storage,
         collectives=(*list_sent_values(partition, builder.data_flow, options.axis), *builder.collectives),

@@ -295,15 +295,24 @@ def estimate_work(node: fx.Node) -> float:
 def follow_owners(
     program: LogicalProgram, forward: Sequence[fx.Node], count: int, owners: Mapping[str, int]
 ) -> list[int]:
-    """Return the positions at which stages begin so that each computes with its own parameters, where it can."""
+    """Return the positions at which stages begin so that each computes with its own parameters, where it can.
+
+    A stage begins with the outermost module in which only its own parameters were used, also before it uses one.
+    """
     starts: list[int] = []
+    begun: dict[str, int] = {}
+    last_use = -1
     for position, node in enumerate(forward):
+        for name in list_prefixes(node):
+            begun.setdefault(name, position)
         used = [
             owners[program.inputs[value].name]
             for value in node.all_input_nodes
             if value in program.inputs and program.inputs[value].name in owners
         ]
-        starts += [position] * (max(used, default=0) - len(starts))
+        start = min([position, *(begun[name] for name in list_prefixes(node) if begun[name] > last_use)])
+        starts += [start] * (max(used, default=0) - len(starts))
+        last_use = position if used else last_use
     return starts + [len(forward)] * (count - 1 - len(starts))
 
 

@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from types import CodeType
 
 from torch import Tensor, fx
 
@@ -63,7 +62,6 @@ class StepBuilder:
         self._worker = options.axis.rank
         self._workers = options.axis.size
         self._stage_workers = options.stage_workers
-        self.lines: dict[CodeType, Mapping[int, str]] = {}
         self.collectives: list[CollectiveRecord] = []
         self._returned = [self._list_output_workers(node, described) for node, described in partition.graphs[0].outputs]
         names = {local.name: described.name for local, described in partition.graphs[0].inputs}
@@ -227,10 +225,8 @@ class StepBuilder:
         return found
 
     def _generate(self, graph: fx.Graph) -> Callable[..., Sequence[Tensor]]:
-        function, lines = generate_function(graph)
-        self.lines[function.__code__] = lines
         self.collectives += [node.meta["collective"] for node in graph.nodes if "collective" in node.meta]
-        return function
+        return generate_function(graph)
 
     def _build_prepare(self, draws: RandomDraws) -> PartFunction:
         """Build what runs before all units."""

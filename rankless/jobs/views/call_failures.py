@@ -8,7 +8,7 @@ from types import FrameType, TracebackType
 import torch
 from torch import fx
 
-from rankless.compiler.capture.trace_errors import WHOLE_BATCH, find_user_line, keep_user_frames
+from rankless.compiler.capture.trace_errors import GENERATED_FILE, WHOLE_BATCH, find_user_line, keep_user_frames
 from rankless.context.world import World
 from rankless.errors import CaptureError, DataError, RanklessError, RanksDiverged
 from rankless.jobs.definition import JobDefinition
@@ -16,8 +16,6 @@ from rankless.user_code import PACKAGE_FOLDER, is_user_code
 
 CAPTURE = f"{PACKAGE_FOLDER}compiler/capture/capture.py"
 COMPILER = f"{PACKAGE_FOLDER}compiler/"
-PROGRAM = "<rankless program>"
-"""The file name of generated code."""
 TORCH = str(Path(torch.__file__).parent)
 HIGHER_ORDER = f"{TORCH}/_higher_order_ops/"
 TRACERS = (HIGHER_ORDER, *(f"{TORCH}/{name}/" for name in ("_dynamo", "_functorch", "fx")))
@@ -52,7 +50,7 @@ def explain_failure(job: JobDefinition, world: World, error: Exception) -> Excep
         return set_cause(refuse_index_dtype(error, find_user_line(error) or job.line), error)
     frames = list(walk(error.__traceback__))
     files = [frame.f_code.co_filename for frame in frames]
-    if not any(file.startswith(COMPILER) for file in files) or PROGRAM in files:
+    if not any(file.startswith(COMPILER) for file in files) or GENERATED_FILE in files:
         return keep_user_frames(error)
     line = find_user_line(error) or job.line
     if line.startswith("<string>") and job.line:

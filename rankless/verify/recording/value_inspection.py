@@ -100,12 +100,10 @@ def add_probes(
     call_line = user_line(sys._getframe(1))
     insert_probes(lowering, local, mesh, recorder, call_line)
     local = schedule_gradients(gather_parameters(local, logical, storage), logical, storage)
-    function, lines = generate_function(local.graph)
     program = LocalProgram(
         inputs=tuple(described for _, described in local.inputs),
         outputs=tuple(described for _, described in local.outputs),
-        function=function,
-        lines={function.__code__: lines},
+        function=generate_function(local.graph),
         sharded=sharded,
         storage=storage,
         collectives=(),
