@@ -4,6 +4,9 @@ Note [who runs an operation]: operations run one at a time, in the order in whic
 runs in the caller's thread if nothing is queued, because handing it to a thread takes ten times as long. Asynchronous
 ones are queued. The group's thread runs them, and so does a caller that waits: it runs what is queued before its own
 operation, and then its own, unless the thread is faster.
+
+Note [callbacks]: callbacks of a future run in the thread that has run its operation, and may wait for operations that
+are started later. So another thread is started for these when all threads of the group are in callbacks.
 """
 
 import threading
@@ -49,14 +52,24 @@ class SharedMemoryWork(dist.Work):
         if not self.is_done:
             self.done.acquire()
 
-    def finish(self, error: BaseException | None = None) -> None:
-        """Mark the operation as done or failed, and complete its future."""
+    def finish(
+        self,
+        error: BaseException | None = None,
+        in_callbacks: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """Mark the operation as done or failed, and complete its future if it was asked for.
+
+        Args:
+            error: Why it has failed.
+            in_callbacks: Makes a context in which the callbacks of the future run.
+        """
         with self._lock:
             self._error, self.is_done, self._drive = error, True, None
             end = self._end
         self.done.release()
         if end is not None:
-            end.set_result(None)
+            with in_callbacks():
+                end.set_result(None)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return True when the operation is done.
@@ -237,12 +250,8 @@ class OperationQueue:
             with self._count_lock:
                 self._in_callbacks -= 1
 
-    def _run_next(self, finishing: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
-        """Run the first queued operation, if there is one, and release the lock that the caller has acquired.
-
-        Args:
-            finishing: Makes a context in which the work is finished.
-        """
+    def _run_next(self, in_callbacks: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+        """Run the first queued operation, if there is one, and release the lock that the caller has acquired."""
         error: BaseException | None = None
         work = None
         try:
@@ -255,9 +264,8 @@ class OperationQueue:
             self._running.release()
         # Without the lock: callbacks of the future may start operations.
         if work is not None:
-            with finishing():
-                # The frames of a traceback would keep the group's memory.
-                work.finish(error.with_traceback(None) if isinstance(error, CollectiveError) else error)
+            # The frames of a traceback would keep the group's memory.
+            work.finish(error.with_traceback(None) if isinstance(error, CollectiveError) else error, in_callbacks)
         if error is not None and not isinstance(error, Exception):
             raise error
 
