@@ -7,7 +7,7 @@
 #
 # Note [views of other dtypes]: safetensors has no complex128, for example. Such a tensor is in the file as
 # `torch.view_as_real` shows it, with a last dim of 2 for the real and the imaginary part, and small floats are there as
-# bytes. The file's metadata names each such tensor and its dtype, for other programs: {"complex128": "model.weight"}.
+# bytes. The file's metadata names such tensors by dtype, for other programs: {"complex128": '["model.weight"]'}.
 """
 
 import os
@@ -49,7 +49,9 @@ STORED_AS = {
     torch.float4_e2m1fn_x2: torch.uint8,
 }
 """The dtypes that it cannot hold, and those of their bytes there; see Note [views of other dtypes]."""
-ALIGNMENT_BYTES = 8
+LENGTH_BYTES = 8
+LARGEST_ELEMENT_BYTES = 16
+"""That of complex128. PyTorch ends the process at some copies from memory at no multiple of the element."""
 
 
 class TensorFileWriter:
@@ -74,8 +76,8 @@ class TensorFileWriter:
             code, shape = describe_stored(tensor.dtype, tensor.shape)
             header[name] = {"dtype": code, "shape": shape, "data_offsets": [start, end]}
         encoded = msgspec.json.encode(header)
-        encoded += b" " * (-len(encoded) % ALIGNMENT_BYTES)
-        self._header = len(encoded).to_bytes(8, "little") + encoded
+        encoded += b" " * (-(LENGTH_BYTES + len(encoded)) % LARGEST_ELEMENT_BYTES)
+        self._header = len(encoded).to_bytes(LENGTH_BYTES, "little") + encoded
 
     def write(self, name: str, tensor: Tensor, *, first_row: int = 0) -> None:
         """Write one tensor to its place, or the rows of it that begin with `first_row`."""
@@ -128,12 +130,12 @@ def restore_dtype(stored: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def list_views(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return the names of the tensors of each dtype that a file cannot hold, by dtype, separated by spaces."""
+    """Return the names of the tensors of each dtype that a file cannot hold, by dtype, as JSON."""
     found: dict[str, list[str]] = {}
     for name, tensor in sorted(tensors.items()):
         if tensor.dtype in STORED_AS:
             found.setdefault(str(tensor.dtype).removeprefix("torch."), []).append(name)
-    return {dtype: " ".join(names) for dtype, names in found.items()}
+    return {dtype: msgspec.json.encode(names).decode() for dtype, names in found.items()}
 
 
 def write_all(descriptor: int, data: memoryview, offset: int) -> None:

@@ -5,9 +5,8 @@ import itertools
 
 import msgspec
 import pytest
-import safetensors.torch
 import torch
-from checkpoint.divided_tensors import make_tensors
+from checkpoint.divided_tensors import make_tensors, read_file
 from checkpoint.saved_objects import SOLO, Holder, save
 from support.processes import on_mesh
 from support.two_axes import make_two_axes
@@ -90,7 +89,7 @@ def test_the_manifest_says_which_elements_a_box_has(tmp_path):
     manifest = msgspec.json.decode((tmp_path / "c" / "manifest.json").read_bytes())
     wholes = {}
     for file in manifest["files"]:
-        for name, value in safetensors.torch.load_file(tmp_path / "c" / file["name"]).items():
+        for name, value in read_file(tmp_path / "c" / file["name"]).items():
             piece = file["pieces"].get(name)
             if piece is not None:
                 whole = wholes.setdefault(piece["tensor"], torch.empty(piece["shape"], dtype=value.dtype))

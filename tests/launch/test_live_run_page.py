@@ -84,6 +84,11 @@ def test_a_record_of_another_layout_or_of_another_process_is_no_run(page: LiveRu
     assert published(page) is not None
 
 
+def test_a_run_with_an_argument_that_is_no_text_has_a_record(page: LiveRunPage):
+    page.begin(make_run(arguments=("\udcff",)))
+    assert published(page) is not None
+
+
 def test_a_run_that_cannot_be_written_goes_on_without_a_record(page: LiveRunPage):
     page.begin(make_run(arguments=("x" * SIZE,)))
     assert published(page) is None
