@@ -40,6 +40,8 @@ class _BatchSignature(msgspec.Struct, frozen=True):
     is_random: bool = False
     ended: bool = False
     error: str = ""
+    common: bytes = b""
+    """See `BatchRead`."""
 
 
 def make_logical(
@@ -156,6 +158,12 @@ def require_same_batch(read: BatchRead | Exception | None, *, mesh: Mesh) -> Pro
                 fix=f"{ALL_SAMPLES}; draw the same random numbers on every rank, before the loader and in it, or pass "
                 'seed=; for a source that can be read only once, as a queue, pass reading="first"',
             )
+        if signature.common and signatures[0].common and signature.common != signatures[0].common:
+            raise DataError(
+                expected="the same data set on every rank",
+                found=f"an index at which rank {rank} has another sample than rank 0",
+                fix=f"{ALL_SAMPLES}. Read files in the same order on every rank, such as sorted(os.listdir(folder))",
+            )
         if signature.is_split != signatures[0].is_split:
             raise DataError(
                 expected="a collate_fn that treats the same samples alike on every rank",
@@ -232,6 +240,7 @@ def _make_signature(read: BatchRead | Exception | None) -> _BatchSignature:
         is_probed=request.division is not None,
         reason=probe.reason,
         is_random=probe.is_random,
+        common=read.common,
     )
 
 

@@ -120,8 +120,8 @@ class RequestSampler(Sampler[Any]):
                 return
             if before is not None:
                 current.interleaved_draws |= find_changed_generators(before, get_process_states())
+            yield self._make_request(key, current.seed, is_first=first and current.number == 0)
             first = False
-            yield self._make_request(key, current.seed)
 
     def _skip_to_position(self, keys: Iterator[Any], current: Pass, first: GeneratorSnapshot) -> Iterator[BatchRequest]:
         """Skip the batches that the interrupted pass yielded, and yield requests for those it had only started."""
@@ -132,7 +132,7 @@ class RequestSampler(Sampler[Any]):
         require_same_batches(current, [request.digest for request in skipped[: current.position]])
         yield from skipped[current.position :]
 
-    def _make_request(self, key: Any, seed: int | None) -> BatchRequest:
+    def _make_request(self, key: Any, seed: int | None, *, is_first: bool = False) -> BatchRequest:
         batch_division = self._batch_division
         if not self._in_batches:
             return BatchRequest(indices=[key], rows=None, is_split=False, digest=_digest_indices([key], seed))
@@ -152,6 +152,7 @@ class RequestSampler(Sampler[Any]):
         whole = None
         if is_split and self.keeps_whole:
             whole = WholeBatch(indices=indices, sample_seeds=_derive_seeds(seed, indices))
+        common = (indices[0], derive_sample_seed(seed or 0, indices[0])) if is_split and is_first else None
         if is_split:
             lengths, own = batch_division.split(rows), batch_division.own_part
             start = sum(lengths[:own])
@@ -164,6 +165,7 @@ class RequestSampler(Sampler[Any]):
             sample_seeds=_derive_seeds(seed, indices),
             division=division,
             whole=whole,
+            common=common,
         )
 
 

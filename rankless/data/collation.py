@@ -42,6 +42,10 @@ class Collation:
         """Return the collated batch; pass a failure through."""
         if isinstance(read, ReadFailure):
             return read
+        batch = self._collate(read)
+        return replace(batch, common=read.common) if isinstance(batch, BatchRead) else batch
+
+    def _collate(self, read: SamplesRead) -> BatchRead | ReadFailure:
         if read.columns is not None:
             return BatchRead(data=read.columns, request=read.request)
         if read.request.rows is None:

@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import Dataset, TensorDataset, get_worker_info
 from torch.utils.data._utils.pin_memory import pin_memory
 
+from rankless.data.batch_tree import compute_digest
 from rankless.data.generators import Generator, find_generators, preserve_generators, seed_generators
 from rankless.errors import DataError
 from rankless.user_code import display_name
@@ -69,6 +70,8 @@ class BatchRequest:
     """What a probe of the `collate_fn` needs; None if this batch is not probed."""
     whole: WholeBatch | None = None
     """All samples of a split batch, where a worker may be lost."""
+    common: tuple[Any, int] | None = None
+    """Index and seed of a sample that all ranks read, to compare their data sets."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +82,8 @@ class BatchRead:
     request: BatchRequest
     probe: ProbeResult | None = None
     """What the probe found; None if the batch was not probed."""
+    common: bytes = b""
+    """A digest of the sample that all ranks read; empty if there is none, or if it is another one each time."""
 
     def pin_memory(self) -> "BatchRead":
         """Return the batch in page-locked memory. `DataLoader` calls it."""
@@ -124,6 +129,8 @@ class SamplesRead:
     batch: Any = None
     read_others: Callable[[slice], list[Any]] | None = None
     """Reads samples of the whole batch that belong to other ranks."""
+    common: bytes = b""
+    """As in `BatchRead`."""
 
 
 class SampleReader(Dataset[Any]):
@@ -143,13 +150,18 @@ class SampleReader(Dataset[Any]):
         if self.as_columns:
             rows = torch.tensor(request.indices, dtype=torch.int64, device="cpu")
             columns = [tensor.index_select(0, rows) for tensor in self.dataset.tensors]
-            return SamplesRead(request=request, columns=columns)
+            return SamplesRead(request=request, columns=columns, common=self._digest_common(request))
         current_index: list[Any] = []
         try:
             if self.as_batches:
                 return SamplesRead(request=request, batch=self._read_one(request.indices[0], current_index))
             samples = self._read(request, current_index)
-            return SamplesRead(request=request, samples=samples, read_others=partial(self._read_others, request))
+            return SamplesRead(
+                request=request,
+                samples=samples,
+                read_others=partial(self._read_others, request),
+                common=self._digest_common(request),
+            )
         except Exception as error:  # user code may raise anything; add the sample's name
             named = (
                 f"index {current_index[0]!r}" if current_index else f"one of the indices {list(request.indices)[:8]}"
@@ -179,6 +191,16 @@ class SampleReader(Dataset[Any]):
         seeds = None if division.sample_seeds is None else division.sample_seeds[part]
         return list(self._read(replace(request, indices=division.indices[part], sample_seeds=seeds), []))
 
+    def _digest_common(self, request: BatchRequest) -> bytes:
+        if request.common is None:
+            return b""
+        index, seed = request.common
+        try:
+            first, second = (digest_sample(self.dataset, index, seed=seed) for _ in range(2))
+        except Exception:  # the rank that needs the sample reports it
+            return b""
+        return first if first == second else b""
+
     def _read_one(self, index: Any, current_index: list[Any]) -> Any:
         current_index[:] = [index]
         return self.dataset[index]
@@ -198,6 +220,14 @@ class ReaderInit:
         object.__setattr__(info, "dataset", vars(info.dataset)["dataset"])
         if self.function is not None:
             self.function(number)
+
+
+def digest_sample(dataset: Any, index: Any, *, seed: int) -> bytes:
+    """Return a digest of a sample, read with random numbers from a seed. No generator changes."""
+    generators = find_generators(dataset)
+    with preserve_generators(generators):
+        seed_generators(seed, generators)
+        return compute_digest(dataset[index])
 
 
 def has_plain_columns(dataset: object) -> bool:

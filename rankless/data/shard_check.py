@@ -15,7 +15,7 @@ import numpy
 from rankless.collectives import all_gather_object
 from rankless.collectives.call_signature import format_ranks
 from rankless.collectives.checked_groups import resolve_group
-from rankless.data.generators import find_generators, preserve_generators, seed_generators
+from rankless.data.sample_reader import digest_sample
 from rankless.data.shard_inspection import (
     Keys,
     RankSamples,
@@ -24,7 +24,6 @@ from rankless.data.shard_inspection import (
     find_shard,
     read_row_shard,
 )
-from rankless.data.stream_reader import compute_digest
 from rankless.errors import ConfigError, RanksDiverged
 from rankless.parallel.mesh import Mesh
 
@@ -100,7 +99,9 @@ def _is_one_dataset(loader: Any, shards: Sequence[RankSamples], mesh: Mesh, noti
     _, base = find_dataset(loader)
     if not hasattr(base, "__getitem__") or among.dtype != numpy.int64:
         return True
-    found: list[list[bytes]] = _gather_from_all([_digest_sample(base, int(index)) for index in probes], mesh)
+    found: list[list[bytes]] = _gather_from_all(
+        [digest_sample(base, int(index), seed=int(index)) for index in probes], mesh
+    )
     differing = [
         (rank, probe) for rank, read in enumerate(found) for probe, one in enumerate(read) if one != found[0][probe]
     ]
@@ -112,14 +113,6 @@ def _is_one_dataset(loader: Any, shards: Sequence[RankSamples], mesh: Mesh, noti
         )
         return True
     return not differing
-
-
-def _digest_sample(dataset: Any, index: int) -> bytes:
-    """Return a digest of a sample, read with the same random numbers on every rank."""
-    candidates = find_generators(dataset)
-    with preserve_generators(candidates):
-        seed_generators(index, candidates)
-        return compute_digest(dataset[index])
 
 
 def _require_same_kind(shards: Sequence[RankSamples]) -> None:

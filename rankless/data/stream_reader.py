@@ -7,22 +7,15 @@ The ranks therefore compare a digest of each batch's samples. For a source that 
 reading="first".
 """
 
-import zlib
 from collections.abc import Iterator
-from hashlib import blake2b
 from itertools import islice
 from typing import Any
 
-import numpy
-import torch
-from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
-from rankless.data.batch_tree import iterate_leaves
+from rankless.data.batch_tree import compute_digest
 from rankless.data.sample_reader import BatchRequest, Division, ReadFailure, SamplesRead, report_read_failure
 from rankless.parallel.batch_division import BatchDivision
-
-_COMPARED_BYTES = 1 << 16
 
 
 class StreamReader(IterableDataset[Any]):
@@ -89,38 +82,3 @@ class StreamReader(IterableDataset[Any]):
             samples, indices = samples[own], indices[own]
         request = BatchRequest(indices=indices, rows=rows, is_split=is_split, digest=digest)
         return SamplesRead(request=request, samples=samples)
-
-
-def compute_digest(samples: Any) -> bytes:
-    """Return a digest of samples. Tensors and arrays above 64 KiB are sampled, all else is digested whole."""
-    digest = blake2b(digest_size=16)
-    for path, leaf in iterate_leaves(samples, ""):
-        digest.update(path.encode())
-        if isinstance(leaf, Tensor):
-            digest.update(f"{leaf.dtype} {list(leaf.shape)} {_compute_checksum(leaf)}".encode())
-        elif isinstance(leaf, numpy.ndarray) and not leaf.dtype.hasobject:
-            digest.update(
-                f"{leaf.dtype} {leaf.shape} {_compute_bytes_checksum(numpy.ascontiguousarray(leaf))}".encode()
-            )
-        elif isinstance(leaf, str | bytes | int | float | complex | numpy.generic):
-            digest.update(repr(leaf).encode())
-        else:
-            digest.update(type(leaf).__qualname__.encode())
-    return digest.digest()
-
-
-def _compute_checksum(tensor: Tensor) -> int:
-    if tensor.device.type != "cpu" or tensor.numel() == 0:
-        return 0
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return _compute_bytes_checksum(plain.reshape(-1).view(torch.uint8).numpy())
-
-
-def _compute_bytes_checksum(array: Any) -> int:
-    data = memoryview(array).cast("B") if array.size else memoryview(b"")
-    if len(data) <= _COMPARED_BYTES:
-        return zlib.crc32(data)
-    checksum, stride = 0, len(data) // 16
-    for start in range(0, len(data), stride):
-        checksum = zlib.crc32(data[start : start + _COMPARED_BYTES // 16], checksum)
-    return checksum

@@ -32,7 +32,7 @@ class Program:
 
     def compute(self, ids):
         found = self.find()
-        program = IdsProgram(generate_function(found.graph)[0], found.sources)
+        program = IdsProgram(generate_function(found.graph), found.sources)
         return [(source, values.tolist()) for source, values in program([torch.zeros(1, 2), ids])]
 
 
