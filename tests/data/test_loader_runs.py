@@ -127,3 +127,46 @@ def test_an_interrupted_run_resumes_with_its_next_batch(size: str, later_size: s
         else:
             assert other.rpartition(" ")[0] == one.rpartition(" ")[0]
             assert float(other.rpartition(" ")[2]) == pytest.approx(float(one.rpartition(" ")[2]), rel=1e-9)
+
+
+SHARES = """
+import os, time, torch, rankless
+from torch.utils.data import Subset, TensorDataset
+
+rank = int(os.environ["RANK"])
+torch.manual_seed(0)
+model = torch.nn.Linear(3, 1)
+x, y = torch.randn(16, 3), torch.randn(16, 1)
+
+@rankless.job(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+def train(x, y):
+    return (model(x) - y).square().mean()
+
+if os.environ["FORM"] == "loader":
+    share = Subset(TensorDataset(x, y), range(rank, 16, 2))
+    for batch in rankless.loader(share, batch_size=4, shuffle=True):
+        train(*batch)
+elif os.environ["FORM"] == "files":
+    files = [[number] for number in range(8)][:: 1 - 2 * rank]  # in another order, as of os.listdir
+    for _ in rankless.loader(files, batch_size=4, num_workers=1):
+        pass
+elif os.environ["FORM"] == "job":
+    train(x[rank::2], y[rank::2])
+else:
+    rankless.save(f"runs/{time.time_ns()}", model=model)
+"""
+
+
+@pytest.mark.parametrize(
+    ("form", "fix"),
+    [
+        ("loader", "not a share by RANK"),
+        ("files", "sorted(os.listdir(folder))"),
+        ("job", "A script that takes a share of its data by RANK"),
+        ("save", "make it once, as folder = rankless.once(time.strftime"),
+    ],
+)
+def test_what_differs_by_rank_is_refused_with_its_name(tmp_path, form, fix):
+    run = run_script(SHARES, "-n", "2", folder=tmp_path, FORM=form)
+    assert run.returncode == 1
+    assert fix in run.stderr
