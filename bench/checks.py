@@ -1,4 +1,5 @@
-"""The cost of each call's checks: the digest with which ranks compare their calls, and the guards of captured Python.
+"""The cost of each call's checks: the digest with which ranks compare their calls, the guards of captured Python, and
+the accounts by which an exception of one rank is raised by all (`failures`).
 
 `ours` is the time of the checks per step. The peer is the whole step, so the ratio is the share of the checks.
 """
@@ -14,7 +15,7 @@ from bench.pairs import Row, make_row
 
 def rows() -> Iterator[Row]:
     """Yield one row per check and model."""
-    for check in ("digest", "guards"):
+    for check in ("digest", "guards", "failures"):
         for model in ("mlp", "lenet", "gpt"):
             with tempfile.TemporaryDirectory() as folder:
                 run(rankless_run(2, "checks.py", model, check), threads=1, folder=folder)

@@ -15,12 +15,15 @@ import rankless
 from bench.models import GPT, MLP, LeNet, loss_of, random_batch
 from rankless.compiler.guards.guards import GuardSet
 from rankless.context.model_change_detector import ModelChangeDetector
+from rankless.context.operations import Operations
 from rankless.jobs.views.consistent import ConsistentView
+from rankless.parallel.mesh import Mesh
 
 MODELS = {"mlp": MLP, "lenet": LeNet, "gpt": GPT}
 CHECKS: dict[str, list[tuple[type, str]]] = {
     "digest": [(ConsistentView, "_sync_call"), (ModelChangeDetector, "record_versions")],
     "guards": [(GuardSet, "all_hold")],
+    "failures": [],
 }
 
 
@@ -63,13 +66,33 @@ def train(inputs: Tensor, targets: Tensor) -> Tensor:
     return loss_of(model, inputs, targets)
 
 
+def count_empty_call(operations: Operations, mesh: Mesh) -> None:
+    """Make what a call does for its all-or-none, around nothing: see `Job.__call__`."""
+    with operations.prepare(mesh):
+        pass
+    operations.run(lambda: mesh, lambda: None)
+    for _ in range(2):
+        with operations.change(mesh):
+            pass
+
+
+def measure_empty_calls() -> float:
+    """Return the seconds of the empty calls of a block."""
+    operations, mesh = Operations(), train._world().mesh
+    start = time.perf_counter()
+    for _ in range(arguments.steps):
+        count_empty_call(operations, mesh)
+    return time.perf_counter() - start
+
+
 def measure_block() -> tuple[float, float]:
     dist.barrier()
     before, start = stopwatch.seconds, time.perf_counter()
     for _ in range(arguments.steps):
         train(inputs, targets)
     whole = (time.perf_counter() - start) / arguments.steps
-    return (stopwatch.seconds - before) / arguments.steps, whole
+    seconds = measure_empty_calls() if arguments.check == "failures" else stopwatch.seconds - before
+    return seconds / arguments.steps, whole
 
 
 measure_block()
