@@ -113,7 +113,8 @@ def reduce_scatter(tensor: Tensor, *, among: WorkerGroup, dim: int, lengths: Seq
             piece[: part.shape[0]] = part
     summed = leading.new_empty((longest, *shape))
     if summed.numel():
-        own, given = (torch.view_as_real(item) if item.is_complex() else item for item in (summed, padded))
+        parts = summed, padded.resolve_conj()
+        own, given = (torch.view_as_real(item) if item.is_complex() else item for item in parts)
         find_function(dist, "reduce_scatter_single")(own.view(-1), given.view(-1), group=among.group)
     return summed[: lengths[among.rank]].movedim(0, dim).contiguous()
 

@@ -91,18 +91,21 @@ class Reduction:
             output.div_(len(sources))
 
 
-def view_as_reducible(tensor: torch.Tensor, operation: Any) -> torch.Tensor:
-    """Return the tensor, or complex values as pairs of real ones for SUM and AVG.
+def find_reduced_dtype(dtype: torch.dtype, operation: Any) -> torch.dtype:
+    """Return the dtype in which values are reduced: for SUM and AVG of complex ones that of their parts.
 
     Raises:
         CallError: Another reduction of complex values.
     """
-    if tensor.dtype not in _COMPLEX:
-        return tensor
     kind = getattr(operation, "op", operation)
-    if kind not in (ReduceOp.SUM, ReduceOp.AVG):
-        raise _refuse(kind, tensor.dtype)
-    return torch.view_as_real(tensor)
+    if dtype in _COMPLEX and kind not in (ReduceOp.SUM, ReduceOp.AVG):
+        raise _refuse(kind, dtype)
+    return _COMPLEX.get(dtype, dtype)
+
+
+def view_as_reduced(flat: torch.Tensor) -> torch.Tensor:
+    """Return flat values in the same memory, complex ones as pairs of their parts."""
+    return flat.view(_COMPLEX[flat.dtype]) if flat.dtype in _COMPLEX else flat
 
 
 def describe_reduction(number: int) -> str:

@@ -15,7 +15,7 @@ from rankless.collectives.backends.calls.call_arguments import (
 from rankless.collectives.backends.calls.prepared_call import PreparedCall
 from rankless.collectives.backends.calls.tensor_views import flatten, is_plain, write_back
 from rankless.collectives.backends.fused_reductions import FusedCall, FusedReductions
-from rankless.collectives.backends.reductions import view_as_reducible
+from rankless.collectives.backends.reductions import find_reduced_dtype, view_as_reduced
 from rankless.collectives.backends.shared_reductions import SharedReductions
 
 
@@ -31,21 +31,20 @@ def prepare_all_reduce(reductions: SharedReductions, tensors: Sequence[Tensor], 
         return PreparedCall(lambda: reductions.all_reduce(flatten(tensor), reduction), tensors, list(tensors))
     require_dense(tensors)
     require_one_dtype(tensors)
-    views = [view_as_reducible(tensor, operation) for tensor in tensors]
-    reduction = reductions.get_reduction(operation, views[0].dtype)
+    reduction = reductions.get_reduction(operation, find_reduced_dtype(tensors[0].dtype, operation))
 
     def run_one() -> None:
-        flat = flatten(views[0])
-        reductions.all_reduce(flat, reduction)
-        write_back(views[0], flat)
+        flat = flatten(tensors[0])
+        reductions.all_reduce(view_as_reduced(flat), reduction)
+        write_back(tensors[0], flat)
 
     def run_several() -> None:
-        flat = torch.cat([flatten(view) for view in views])
-        reductions.all_reduce(flat, reduction)
-        for view, part in zip(views, flat.split([view.numel() for view in views]), strict=True):
-            view.detach().copy_(part.view(view.shape))
+        flat = torch.cat([flatten(tensor) for tensor in tensors])
+        reductions.all_reduce(view_as_reduced(flat), reduction)
+        for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+            tensor.detach().copy_(part.view(tensor.shape))
 
-    return PreparedCall(run_one if len(views) == 1 else run_several, views, list(tensors))
+    return PreparedCall(run_one if len(tensors) == 1 else run_several, tensors, list(tensors))
 
 
 class FusedTensors(NamedTuple):
@@ -89,16 +88,15 @@ def prepare_fused_all_reduce(
 def prepare_reduce(reductions: SharedReductions, tensor: Tensor, operation: Any, root: int) -> PreparedCall:
     """Reduce a tensor over all ranks, into the root's. Raises as `prepare_all_reduce`."""
     require_dense([tensor])
-    view = view_as_reducible(tensor, operation)
-    reduction = reductions.get_reduction(operation, view.dtype)
+    reduction = reductions.get_reduction(operation, find_reduced_dtype(tensor.dtype, operation))
 
     def run() -> None:
-        flat = flatten(view)
-        reductions.reduce(flat, reduction, root)
+        flat = flatten(tensor)
+        reductions.reduce(view_as_reduced(flat), reduction, root)
         if reductions.rank == root:
-            write_back(view, flat)
+            write_back(tensor, flat)
 
-    return PreparedCall(run, [view], [tensor])
+    return PreparedCall(run, [tensor], [tensor])
 
 
 def prepare_reduce_scatter(
@@ -111,23 +109,22 @@ def prepare_reduce_scatter(
     """
     size = reductions.size
     require_dense([*outputs, *(value for values in inputs for value in values)])
-    views = [view_as_reducible(output, operation) for output in outputs]
     calls = []
-    for output, view, values in zip(outputs, views, inputs, strict=True):
+    for output, values in zip(outputs, inputs, strict=True):
         if len(values) == 1:
             require_values(values[0], size * output.numel(), "the input of a reduce_scatter")
         else:
             require_values(output, values[reductions.rank].numel(), "the output of a reduce_scatter")
-        parts = [view_as_reducible(value, operation) for value in values]
-        require_one_dtype([view, *parts])
-        calls.append((view, parts, reductions.get_reduction(operation, view.dtype)))
+        require_one_dtype([output, *values])
+        reduction = reductions.get_reduction(operation, find_reduced_dtype(output.dtype, operation))
+        calls.append((output, values, reduction))
 
     def run() -> None:
-        for view, parts, reduction in calls:
-            flat, values = flatten(view), [flatten(part) for part in parts]
+        for output, parts, reduction in calls:
+            flat, values = flatten(output), [flatten(part) for part in parts]
             if len(values) == 1 and size > 1:
                 values = list(values[0].split(max(1, len(flat)))) if len(flat) else [flat] * size
-            reductions.reduce_scatter(flat, values, reduction)
-            write_back(view, flat)
+            reductions.reduce_scatter(view_as_reduced(flat), list(map(view_as_reduced, values)), reduction)
+            write_back(output, flat)
 
-    return PreparedCall(run, views, list(outputs))
+    return PreparedCall(run, outputs, list(outputs))
