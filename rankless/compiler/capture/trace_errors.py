@@ -71,6 +71,11 @@ TRACE_ERRORS: tuple[tuple[str, str, str], ...] = (
         "use the operator that returns a new tensor, such as torch.polygamma for polygamma_",
     ),
     (
+        "Attempted to set the storage of a tensor",
+        "operators that PyTorch can trace",
+        "make tensors with new_empty(...) or torch.empty(...), not with tensor.new()",
+    ),
+    (
         "INTERNAL ASSERT FAILED",
         "operators that PyTorch can trace",
         "compute it with other operators, or outside the job",

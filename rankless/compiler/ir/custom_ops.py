@@ -278,6 +278,19 @@ def require_dropout_of_generator(kind: str, x: Tensor, dropout: float) -> None:
         )
 
 
+def is_decomposed_by_autocast(kind: str, x: Tensor, state: Tensor | Sequence[Tensor]) -> bool:
+    """Return whether PyTorch computes a recurrent layer operator by operator under autocast, each with its own cast.
+
+    On the CPU oneDNN has one operator for LSTM without projections, and on a GPU cuDNN for all layers: their arguments
+    are cast.
+    """
+    if x.device.type != "cpu" or not torch.is_autocast_enabled("cpu"):
+        return False
+    if kind != "lstm" or not torch.backends.mkldnn.enabled or x.dtype is not torch.float32 or not x.numel():
+        return True
+    return state[0].shape[-1] != state[1].shape[-1]
+
+
 def capture_recurrent(
     kind: str,
     x: Tensor,
@@ -295,6 +308,10 @@ def capture_recurrent(
     The signature is PyTorch's. Raises `CaptureError` where cuDNN would draw the dropout on one device.
     """
     states = list(state) if isinstance(state, tuple | list) else [state]
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x = cast_for_autocast(x, dtype)
+        states, weights = ([cast_for_autocast(item, dtype) for item in items] for items in (states, weights))
     sequence = x.transpose(0, 1) if batch_first else x
     layout = [int(has_biases), layers, int(bidirectional)]
     if not (train and dropout and layers > 1):

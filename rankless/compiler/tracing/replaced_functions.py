@@ -11,7 +11,13 @@ from torch.autograd import forward_ad
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from rankless.compiler.ir.ctc_operators import capture_ctc_loss
-from rankless.compiler.ir.custom_ops import RECURRENT_FUNCTIONS, capture_attention, capture_linear, capture_recurrent
+from rankless.compiler.ir.custom_ops import (
+    RECURRENT_FUNCTIONS,
+    capture_attention,
+    capture_linear,
+    capture_recurrent,
+    is_decomposed_by_autocast,
+)
 from rankless.compiler.ir.embedding_functions import embed, embed_bags
 from rankless.compiler.ir.memory_order import find_memory_order
 from rankless.compiler.tracing.fast_paths import FAST_PATHS
@@ -51,7 +57,8 @@ def find_replacement(function: Callable[..., Any], args: tuple[Any, ...]) -> Cal
         return capture_ctc_loss
     kind = getattr(function, "__name__", "")
     # A packed sequence calls the same functions with other arguments. Leave those calls to PyTorch.
-    if RECURRENT_FUNCTIONS.get(kind) is function and len(args) == 9 and isinstance(args[3], bool):
+    is_layer = RECURRENT_FUNCTIONS.get(kind) is function and len(args) == 9 and isinstance(args[3], bool)
+    if is_layer and not is_decomposed_by_autocast(kind, args[0], args[1]):
         return lambda *given: capture_recurrent(kind, *given)
     return None
 
