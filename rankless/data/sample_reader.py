@@ -4,13 +4,14 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import Dataset, TensorDataset, get_worker_info
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from rankless.data.batch_tree import compute_digest
+from rankless.data.batch_tree import compute_digest, map_leaves
 from rankless.data.generators import Generator, find_generators, preserve_generators, seed_generators
 from rankless.errors import DataError
 from rankless.user_code import display_name
@@ -223,11 +224,15 @@ class ReaderInit:
 
 
 def digest_sample(dataset: Any, index: Any, *, seed: int) -> bytes:
-    """Return a digest of a sample, read with random numbers from a seed. No generator changes."""
+    """Return a digest of a sample, read with random numbers from a seed. No generator changes.
+
+    Of paths only the last part counts: hosts may keep the same files in different folders.
+    """
     generators = find_generators(dataset)
     with preserve_generators(generators):
         seed_generators(seed, generators)
-        return compute_digest(dataset[index])
+        sample = dataset[index]
+    return compute_digest(map_leaves(lambda _, leaf: Path(leaf).name if isinstance(leaf, str) else leaf, sample))
 
 
 def has_plain_columns(dataset: object) -> bool:
