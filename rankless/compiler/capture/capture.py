@@ -270,7 +270,7 @@ def capture(
             with refuse_use_of_old_data(lambda: job.module_tensors):
                 if reads is not None:
                     reads.environment, shape_env.read_count = shape_env, reads.read_count
-                traced = trace_until_stable(stack, job, inputs)
+                traced = trace_until_stable(stack, job, inputs, fake)
                 shape_env.is_traced = True
             tensors = job.module_tensors
             program = name_inputs_and_outputs(source.name, source.line, traced, tensors, job.generators.found)
@@ -301,16 +301,16 @@ def restore_dispatch_keys() -> contextlib.AbstractContextManager[Any]:
 
 
 def trace_until_stable(
-    stack: contextlib.ExitStack, job: TraceableJobModule, inputs: tuple[Tensor, ...]
+    stack: contextlib.ExitStack, job: TraceableJobModule, inputs: tuple[Tensor, ...], fake: FakeTensorMode
 ) -> fx.GraphModule:
     """Return the traced graph of a job, forward and backward; raise `CaptureError` if its passes differ.
 
     The first trace may have initialized the model. Two more passes then agree, or the job never becomes stable.
     """
-    joint = trace_once(stack, job, inputs)
+    joint = trace_once(stack, job, inputs, fake)
     job.effects.raise_if_found()
     if job.kept.apply() or not job.effects.is_stable():
-        joint = trace_once(stack, job, inputs)
+        joint = trace_once(stack, job, inputs, fake)
         job.effects.raise_if_found()
         job.effects.require_stable()
         job.kept.require_stable()
@@ -318,9 +318,13 @@ def trace_until_stable(
     return graph_module
 
 
-def trace_once(stack: contextlib.ExitStack, job: TraceableJobModule, inputs: tuple[Tensor, ...]) -> Any:
+def trace_once(
+    stack: contextlib.ExitStack, job: TraceableJobModule, inputs: tuple[Tensor, ...], fake: FakeTensorMode
+) -> Any:
     """Return PyTorch's trace of a job; again while the backward pass asks other questions about counts of rows."""
     while True:
+        # PyTorch keeps the count of what a mask selects with the mask, for one epoch. Each trace makes its own counts.
+        fake.epoch += 1
         try:
             return aot_export_joint_with_descriptors(stack, job, inputs, decompositions=DECOMPOSITIONS)
         except LateQuestion:
