@@ -10,6 +10,7 @@ from rankless.compiler.analysis.loss_normalizers import add_loss_normalizers, ha
 from rankless.compiler.capture.capture import ArgumentShape, CapturedJob, JobSource, capture
 from rankless.compiler.capture.value_reads import ValueNeeded, ValueReads
 from rankless.compiler.ir.logical_program import LogicalProgram
+from rankless.context.generator_states import GeneratorStates, restore_generators, save_generators
 from rankless.context.world import World
 from rankless.data.logical_tensor import LogicalTensor
 from rankless.errors import CaptureError
@@ -40,10 +41,17 @@ class LossWeightReader:
         self.programs = ProgramCache(job, world, transform=self._add_weights)
 
     def read_call(self, arguments: FlattenedArguments) -> tuple[LossWeight, ...]:
-        """Return the loss weights of a call on one device."""
+        """Return the loss weights of a call on one device, whose random numbers are still to be drawn."""
         mesh = self._world.mesh
         call = self.programs.look_up(arguments, get_shardings(arguments, mesh))
-        ran = self.programs.run_checked(call, lambda program: run_program(program, call, mesh))
+        states: list[GeneratorStates] = []
+
+        def run(bound: BoundProgram) -> Sequence[Tensor]:
+            states.append(save_generators(bound.captured.program.generators))
+            return run_program(bound, call, mesh)
+
+        ran = self.programs.run_checked(call, run)
+        restore_generators(states[-1])
         return self.read(ran.bound, ran.outputs)
 
     def read(self, bound: BoundProgram, results: Sequence[Tensor]) -> tuple[LossWeight, ...]:
@@ -61,8 +69,9 @@ class LossWeightReader:
         growing = self._find_growing(arguments, rows, known)
         found = add_loss_normalizers(
             captured.program,
-            lambda factor: self._capture_rows(arguments, dims, factor, growing, known),
+            lambda factor, values: self._capture_rows(arguments, dims, factor, growing, values),
             dims,
+            reads=known,
             line=self._job.line,
         )
         self._offsets_and_minima[id(captured)] = found.adjustments
@@ -107,11 +116,12 @@ class LossWeightReader:
         """
         _, dims = find_row_dims(arguments, self._job)
 
-        def capture_with_rows(factor: int) -> LogicalProgram:
-            return self._capture_rows(arguments, dims, factor, growing, known)
+        def capture_with_rows(factor: int, values: Sequence[Any]) -> LogicalProgram:
+            return self._capture_rows(arguments, dims, factor, growing, values)
 
         try:
-            found = add_loss_normalizers(capture_with_rows(1), capture_with_rows, dims, line=self._job.line)
+            program = capture_with_rows(1, known)
+            found = add_loss_normalizers(program, capture_with_rows, dims, reads=known, line=self._job.line)
         except CaptureError:
             return None
         hashes: dict[fx.Node, str] = {}

@@ -63,6 +63,7 @@ class GradientAccumulator:
     def add(self, parameters: Sequence[Tensor], weights: Sequence[LossWeight], *, job: str, line: str) -> None:
         """Add the call whose gradients the parameters hold. Then `.grad` is the accumulated gradient."""
         self._require_unchanged(job=job, line=line)
+        self._require_equal_kinds(parameters, weights, job=job, line=line)
         old, new = self._compute_factors(weights, job=job, line=line)
         for parameter in parameters:
             self._add(parameter, old, new)
@@ -118,6 +119,24 @@ class GradientAccumulator:
                 where=line,
             )
 
+    def _require_equal_kinds(
+        self, parameters: Sequence[Tensor], weights: Sequence[LossWeight], *, job: str, line: str
+    ) -> None:
+        """Raise `StepError` for a loss that is a mean in one call of a step and a sum in another, unless it is zero.
+
+        `loss.sum() / max(mask.sum(), 1)` is the sum of nothing where no target is valid.
+        """
+        is_sum_after_mean = not weights and self._earlier is not None
+        is_mean_after_sum = bool(weights) and self._earlier is None and self.calls > 0
+        gradients = self._gradients.values() if is_mean_after_sum else [item.grad for item in parameters]
+        if (is_sum_after_mean or is_mean_after_sum) and any(map(_has_values, gradients)):
+            raise StepError(
+                expected=f"a loss of job {job!r} that is a mean in all calls of a step, or a sum in all of them",
+                found="a mean in one call, and a sum in another",
+                fix="divide by the number of rows or of valid targets in every call, or train without accumulate=",
+                where=line,
+            )
+
     def _compute_factors(self, weights: Sequence[LossWeight], *, job: str, line: str) -> tuple[float, float]:
         """Return the factors of the accumulated gradient and of the new one."""
         if not weights:
@@ -137,8 +156,10 @@ class GradientAccumulator:
         ratios = tuple(weight.total / weights[0].total if weights[0].total else 1.0 for weight in weights)
         if not self._ratios:
             self._ratios = ratios
-        pairs = zip(ratios, self._ratios, strict=True)
-        if any(abs(now - before) > RATIO_TOLERANCE * abs(before) for now, before in pairs):
+        pairs = zip(ratios, self._ratios, strict=False)
+        if len(ratios) != len(self._ratios) or any(
+            abs(now - before) > RATIO_TOLERANCE * abs(before) for now, before in pairs
+        ):
             raise StepError(
                 expected=f"the terms of job {job!r}'s loss as means over counts in the same proportion in all calls of "
                 "a step, because the step has one gradient for all terms",
@@ -148,6 +169,13 @@ class GradientAccumulator:
                 "accumulate=",
                 where=line,
             )
+
+
+def _has_values(gradient: Tensor | None) -> bool:
+    """Return whether a gradient is not zero everywhere."""
+    if gradient is None:
+        return False
+    return bool((gradient._values() if gradient.layout == torch.sparse_coo else gradient).any())
 
 
 def _make_zeros(gradient: Tensor) -> Tensor:

@@ -256,7 +256,7 @@ def forked_generator():
     model = perceptron()
 
     def loss(features, labels):
-        with torch.random.fork_rng(devices=[]):  # the line
+        with torch.random.fork_rng(devices=[]):
             noise = torch.randn_like(features)
         return F.cross_entropy(model(features + noise), labels)
 
@@ -284,7 +284,7 @@ CASES = [
     AdversarialCase(build=variance_of_complex_numbers),
     AdversarialCase(build=deviations_of_complex_numbers),
     AdversarialCase(build=list_of_a_tensor_of_the_closure, refused=r"turned into a list of numbers"),
-    AdversarialCase(build=forked_generator, refused=OF_A_GENERATOR),
+    AdversarialCase(build=forked_generator),
     AdversarialCase(build=generator_set_back, refused=OF_A_GENERATOR),
     AdversarialCase(build=plain),
     AdversarialCase(build=branch_on_a_value, reads_values=True),

@@ -2,6 +2,7 @@
 
 import functools
 import random
+from collections import OrderedDict
 from collections.abc import Callable
 
 import numpy
@@ -10,6 +11,7 @@ import torch
 from simulated_ranks import run_on_simulated_ranks
 from torch import Tensor, nn
 
+from rankless.compiler.capture.kept_tensors import Holder
 from rankless.errors import CaptureError
 
 WIDTH = 6
@@ -211,3 +213,20 @@ def test_a_refused_capture_leaves_everything_as_it_was(keep: Callable[[Net, Tens
         assert "test_kept_tensors.py:" in str(raised.value)
     net.keep = in_an_attribute
     assert torch.isfinite(net(x)).all()
+
+
+class Activations(OrderedDict):
+    """Makes a module at each access, as the table of activations in transformers does."""
+
+    def __getitem__(self, key):
+        return super().__getitem__(key)()
+
+
+def test_a_table_that_makes_modules_still_holds_their_classes():
+    table = Activations(gelu=nn.GELU, relu=nn.ReLU)
+    holder = Holder("table", table)
+    before = holder.read()
+    table["gelu"] = nn.SiLU
+    holder.write(before)
+    assert list(dict.items(table)) == [("gelu", nn.GELU), ("relu", nn.ReLU)]
+    assert isinstance(table["gelu"], nn.GELU)

@@ -9,6 +9,7 @@ import numpy
 import pytest
 import torch
 import torch.nn.functional as F
+from scipy.optimize import linear_sum_assignment
 from support.processes import on_mesh
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
@@ -102,7 +103,29 @@ def sparse_gradient(model, x):
     return model.table((x[:, 0] > 0).long()).square().mean() + model(x).square().mean()
 
 
+def masked_time_steps(model, x):
+    """SpecAugment's masks and layer drop, drawn by NumPy and Python as wav2vec2 draws them."""
+    mask = numpy.zeros(tuple(x.shape), bool)
+    for row in mask:
+        row[numpy.random.choice(len(row), int(0.5 * len(row) + numpy.random.rand()), replace=False)] = True
+    hidden = torch.where(torch.from_numpy(mask), model.bias[0], x)
+    for _ in range(2):
+        if numpy.random.uniform(0, 1) > 0.5 and random.random() > 0.3:
+            hidden = hidden + model.teacher(hidden)[:, :1]
+    return model(hidden).square().mean()
+
+
+def matched_boxes(model, x):
+    """A loss of the pairs that Hungarian matching finds, as DETR's."""
+    boxes, wanted = model(x), x[: len(x) // 2, :2]
+    costs = torch.cdist(boxes, wanted, p=1)
+    rows, columns = linear_sum_assignment(costs.detach().numpy())
+    return F.l1_loss(boxes[torch.as_tensor(rows)], wanted[torch.as_tensor(columns)], reduction="sum") / len(wanted)
+
+
 LOSSES = [
+    masked_time_steps,
+    matched_boxes,
     boolean_mask,
     packed_sequence,
     ctc,

@@ -14,6 +14,7 @@ from dataclasses import replace
 from math import prod
 from operator import getitem
 
+import sympy  # type: ignore[import-untyped]  # it has no stubs
 import torch
 from torch import fx
 
@@ -37,17 +38,21 @@ from rankless.compiler.analysis.batch_dim_kinds import (
     BatchSum,
     Normalizer,
     compute_growth,
-    divides_by_count,
+    computes_with_count,
     find_growth,
+    find_multiple,
     find_uniform_dims,
+    get_argument,
+    has_gradient,
     is_compatible,
     is_divided_by_rows,
+    is_plain_rows,
     is_plain_sum,
     make_batch_shard,
     to_placement,
 )
 from rankless.compiler.analysis.row_numbers import RESHAPING_OPS, counts_rows, find_selected_rows
-from rankless.compiler.ir.logical_program import LogicalProgram, ProgramInput
+from rankless.compiler.ir.logical_program import LogicalProgram, LogicalValue, ProgramInput
 from rankless.compiler.rules.reductions import lower_mean_as_sum
 from rankless.compiler.rules.selected_rows import uses_row_numbers_rightly
 from rankless.compiler.rules.strategy import OperatorCall, Strategy, logical_shape, make_call
@@ -56,7 +61,7 @@ from rankless.compiler.tracing.row_counts import list_traced_counts
 from rankless.parallel.tensor_placement import Partial, Placement, Replicate, Shard
 
 aten = torch.ops.aten
-ROW_DEPENDENT_NUMBER = "a number that depends on the number of rows"
+ROW_DEPENDENT_NUMBER = "a number that depends on the rows of the batch"
 
 
 class BatchDimAnalysis:
@@ -76,6 +81,9 @@ class BatchDimAnalysis:
         self._counterparts = dict(zip(grown_program.graph.nodes, program.graph.nodes, strict=True))
         self._key_of = key_of
         self.trained_nodes: set[fx.Node] = set()
+        """Values through which gradients reach parameters."""
+        self._counts: set[sympy.Symbol] = set()
+        """The numbers of rows of the batch that values select."""
         for node in grown_program.graph.nodes:
             if node.op == "output":
                 continue
@@ -87,8 +95,15 @@ class BatchDimAnalysis:
                     self.trained_nodes.add(node)
             else:
                 self.kinds[node] = self._check_growth(node, self._analyze(node))
-                if any(value in self.trained_nodes for value in node.all_input_nodes):
+                self._note_counts(node)
+                if has_gradient(node) and any(value in self.trained_nodes for value in node.all_input_nodes):
                     self.trained_nodes.add(node)
+
+    def _note_counts(self, node: fx.Node) -> None:
+        """Remember the number of a value's rows, if values have selected these from the batch."""
+        kind = self.kinds[node]
+        if isinstance(kind, BatchSharded) and isinstance(node.meta["val"], LogicalValue):
+            self._counts.update(list_traced_counts(logical_shape(node)[kind.placement.dim]))
 
     def _analyze_input(
         self, node: fx.Node, program_input: ProgramInput, counterpart: ProgramInput, dims: Mapping[int, int]
@@ -118,15 +133,15 @@ class BatchDimAnalysis:
         inputs = [self.kinds[value] for value in node.all_input_nodes]
         if node.target in FACTORY_OPS:
             return self._analyze_independent(node)
-        if node.target in DIV_OPS and len(inputs) == 2 and isinstance(inputs[0], BatchSum):
+        if node.target in DIV_OPS and len(inputs) == 2 and isinstance(inputs[0], BatchSum | BatchSharded):
             normalizer = self._find_normalizer(node.all_input_nodes[1])
             if normalizer is not None:
                 return self._divide(node, inputs[0], normalizer)
         for kind in inputs:
             if isinstance(kind, BatchMixed):
                 return kind
-        if divides_by_count(node):
-            return self._mixed(node, "a mean over, or another number of, rows that values select")
+        if computes_with_count(node):
+            return self._divide_by_count(node)
         if any(isinstance(kind, BatchSharded) and kind.is_number for kind in inputs):
             return self._analyze_row_numbers(node)
         if any(isinstance(kind, BatchSum) for kind in inputs):
@@ -135,19 +150,36 @@ class BatchDimAnalysis:
             return self._analyze_sharded(node)
         return self._analyze_independent(node)
 
+    def _divide_by_count(self, node: fx.Node) -> BatchDimKind:
+        """Analyze a sum, or rows that are summed afterwards, divided by a number of rows that values select."""
+        if node.target in DIV_OPS and len(node.all_input_nodes) == 1 and self._find_counts(node, "other"):
+            kind = self.kinds[node.all_input_nodes[0]]
+            normalizer = Normalizer(LITERAL_KEY, node, is_literal=True)
+            if isinstance(kind, BatchSum) and is_plain_sum(kind):
+                return BatchSum(frozenset({normalizer}))
+            if is_plain_rows(kind):
+                return replace(kind, normalizer=normalizer)
+        return self._mixed(node, "a number of selected rows that is more than what a sum over them is divided by")
+
+    def _find_counts(self, node: fx.Node, name: str) -> bool:
+        """Return whether an operator's second number is a fixed multiple of numbers of selected rows of the batch."""
+        ours, theirs = (find_multiple(get_argument(item, 1, name)) for item in (node, self._counterparts[node]))
+        if ours is None or theirs is None or not ours.keys() <= self._counts:
+            return False
+        return [*ours.values()] == [*theirs.values()]
+
     def _check_growth(self, node: fx.Node, kind: BatchDimKind) -> BatchDimKind:
         """Check that only rows grow with the batch; a value filled, broadcast or drawn per row has rows of its own."""
         value, counterpart = node.meta["val"], self._counterparts[node].meta["val"]
         if isinstance(kind, BatchMixed) or isinstance(value, tuple | list):
             return kind
-        grown = [
-            dim
-            for dim, size in enumerate(value.shape)
-            if not list_traced_counts(size) and int(size) != int(counterpart.shape[dim])
-        ]
+        pairs = list(zip(value.shape, counterpart.shape, strict=True))
+        # What the job has read to be some number may stand for a count in one of the two programs.
+        counted = [bool(list_traced_counts(size) or list_traced_counts(other)) for size, other in pairs]
+        grown = [dim for dim, (size, other) in enumerate(pairs) if not counted[dim] and int(size) != int(other)]
         if isinstance(kind, BatchSharded):
             own = kind.placement.dim
-            is_right = grown == ([] if list_traced_counts(value.shape[own]) else [own])
+            is_right = grown == ([] if counted[own] else [own])
             return kind if is_right else self._mixed(node, "its size grows twice with the batch")
         if not grown:
             return kind
@@ -176,6 +208,9 @@ class BatchDimAnalysis:
     def _analyze_independent(self, node: fx.Node) -> BatchDimKind:
         growth = find_growth(node, self._counterparts[node])
         filled = node.target in FACTORY_OPS and logical_shape(node) == ()
+        if computes_with_count(node):
+            is_count = filled and self._find_counts(node, "fill_value")
+            return BatchSum(frozenset({None})) if is_count else self._mixed(node, ROW_DEPENDENT_NUMBER)
         if growth == [GROWTH_FACTOR] and (filled or node.target in MUL_OPS):
             return BatchSum(frozenset({None}))
         if counts_rows(node, growth):
@@ -263,7 +298,7 @@ class BatchDimAnalysis:
         if growth:
             return self._scale_sum(node, growth)
         if node.target in ADD_OPS and len(inputs) == 1 and isinstance(kinds[0], BatchSum):
-            return replace(kinds[0], has_constant=True)
+            return replace(kinds[0], is_shifted=True)
         if node.target in CONVERSION_OPS:
             return kinds[0]
         call = self._make_call(node)
@@ -282,15 +317,17 @@ class BatchDimAnalysis:
     def _add_terms(self, call: OperatorCall, required: tuple[Placement, ...]) -> BatchDimKind:
         """Combine the terms of several sums; an added batch-independent value is a constant term."""
         normalizers: set[Normalizer | None] = set()
-        has_constant = False
+        has_constant = is_shifted = False
         for item, placement in zip(call.inputs, required, strict=True):
             kind = self.kinds[item]
             if isinstance(kind, BatchSum):
                 normalizers |= kind.normalizers
                 has_constant |= kind.has_constant
+                is_shifted |= kind.is_shifted
             elif isinstance(placement, Partial):
-                has_constant = True
-        return BatchSum(frozenset(normalizers), has_constant)
+                has_constant |= item in self.trained_nodes
+                is_shifted = True
+        return BatchSum(frozenset(normalizers), has_constant, is_shifted)
 
     def _scale_sum(self, node: fx.Node, growth: list[float]) -> BatchDimKind:
         """Analyze a sum divided by, or a mean multiplied by, a number of rows."""
@@ -314,16 +351,18 @@ class BatchDimAnalysis:
         elif base.target in (aten.add.Tensor, aten.add.Scalar) and len(base.all_input_nodes) == 1 and not base.kwargs:
             base, offset = base.all_input_nodes[0], float(str(base.args[1]))
         kind = self.kinds[base]
-        if logical_shape(base) != () or not is_plain_sum(kind):
+        if logical_shape(base) != () or not is_plain_sum(kind) or kind.is_shifted:
             return None
         return Normalizer(self._key_of(base), base, is_literal=False, offset=offset, minimum=minimum)
 
-    def _divide(self, node: fx.Node, dividend: BatchSum, normalizer: Normalizer) -> BatchDimKind:
-        """Analyze a sum divided by a sum: a mean, if the divisor is a count."""
-        if not is_plain_sum(dividend):
-            return self._mixed(node, "the dividend of a sum over the batch is not a sum over it")
+    def _divide(self, node: fx.Node, dividend: BatchSum | BatchSharded, normalizer: Normalizer) -> BatchDimKind:
+        """Analyze a sum, or rows that are summed afterwards, divided by a sum: a mean, if the divisor is a count."""
         if normalizer.node in self.trained_nodes:
             return self._mixed(node, "the divisor is a sum that depends on parameters")
+        if is_plain_rows(dividend):
+            return replace(dividend, normalizer=normalizer)
+        if not is_plain_sum(dividend):
+            return self._mixed(node, "the dividend of a sum over the batch is not a sum over it")
         return BatchSum(frozenset({normalizer}))
 
     def _make_call(self, node: fx.Node) -> OperatorCall:

@@ -7,14 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
+import sympy  # type: ignore[import-untyped]  # it has no stubs
 import torch
 from torch import fx
 
-from rankless.compiler.ir.logical_program import is_random_node
+from rankless.compiler.ir.logical_program import LogicalValue, is_random_node
 from rankless.compiler.rules.pointwise import RULES as LIKE_RULES
 from rankless.compiler.rules.pointwise import is_pointwise
 from rankless.compiler.rules.strategy import logical_shape
-from rankless.compiler.tracing.row_counts import has_count, list_traced_counts
+from rankless.compiler.tracing.row_counts import list_traced_counts
 from rankless.parallel.tensor_placement import Partial, Placement, Replicate, Shard
 
 aten = torch.ops.aten
@@ -94,11 +95,12 @@ class BatchIndependent:
 class BatchSum:
     """A sum of terms, each a sum over the batch divided by its normalizer (None: not divided).
 
-    `has_constant` means that a term independent of the batch is added.
+    `has_constant` means that a term is added which depends on parameters alone, and `is_shifted` one without gradient.
     """
 
     normalizers: frozenset[Normalizer | None]
     has_constant: bool = False
+    is_shifted: bool = False
 
 
 @dataclass(frozen=True)
@@ -129,8 +131,19 @@ def get_argument(node: fx.Node, position: int, name: str) -> Any:
 
 
 def is_plain_sum(kind: BatchDimKind) -> TypeGuard[BatchSum]:
-    """Return whether a value is a sum over the batch that is not divided, without a constant term."""
+    """Return whether a value is a sum over the batch that is not divided, but for a term without gradient."""
     return isinstance(kind, BatchSum) and kind.normalizers == {None} and not kind.has_constant
+
+
+def is_plain_rows(kind: BatchDimKind) -> TypeGuard[BatchSharded]:
+    """Return whether a value has one row for each of the batch, divided by nothing, and no numbers of rows."""
+    return isinstance(kind, BatchSharded) and kind == BatchSharded(kind.placement)
+
+
+def has_gradient(node: fx.Node) -> bool:
+    """Return whether gradients pass through a value: none do through whole numbers and truth values."""
+    value = node.meta["val"]
+    return not isinstance(value, LogicalValue) or value.dtype.is_floating_point or value.dtype.is_complex
 
 
 def is_divided_by_rows(node: fx.Node, growth: list[float]) -> bool:
@@ -156,19 +169,28 @@ def find_growth(node: fx.Node, counterpart: fx.Node) -> list[float]:
     return found
 
 
-def divides_by_count(node: fx.Node) -> bool:
+def computes_with_count(node: fx.Node) -> bool:
     """Return whether an operator computes with the number of rows that values select, which differs between calls."""
     operator = node.target
     if not isinstance(operator, torch._ops.OpOverload):
         return False
-    if operator in (aten.mean.default, aten.mean.dim):
-        return has_count(logical_shape(node.all_input_nodes[0]))
     numbers = [
         get_argument(node, position, described.name)
         for position, described in enumerate(operator._schema.arguments)
         if any(word in str(described.type) for word in ("number", "float", "Tensor"))
     ]
     return any(map(list_traced_counts, numbers))
+
+
+def find_multiple(value: Any) -> dict[sympy.Symbol, sympy.Expr] | None:
+    """Return of which counts a number is a sum, and how many times of each; None for any other number."""
+    counts = list_traced_counts(value)
+    if not counts:
+        return None
+    polynomial = value.node._expr.as_poly(*counts)
+    if polynomial is None or any(sum(powers) != 1 for powers in polynomial.monoms()):
+        return None
+    return {count: polynomial.coeff_monomial(count) for count in counts}
 
 
 def to_placement(kind: BatchDimKind) -> Placement:

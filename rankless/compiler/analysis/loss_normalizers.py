@@ -24,7 +24,9 @@ from rankless.compiler.analysis.batch_dim_kinds import (
     BatchSum,
     Normalizer,
 )
+from rankless.compiler.analysis.batch_values_read import analyze_reads
 from rankless.compiler.ir.logical_program import LogicalProgram, LogicalValue, ProgramOutput, is_random_node
+from rankless.compiler.tracing.row_counts import list_traced_counts
 from rankless.compiler.tracing.symbolic_sizes import is_symbolic
 from rankless.errors import CaptureError
 
@@ -41,7 +43,12 @@ class LossNormalizerProgram:
 
 
 def add_loss_normalizers(
-    program: LogicalProgram, capture_with_rows: Callable[[int], LogicalProgram], dims: Mapping[int, int], *, line: str
+    program: LogicalProgram,
+    capture_with_rows: Callable[[int, Sequence[Any]], LogicalProgram],
+    dims: Mapping[int, int],
+    *,
+    reads: Sequence[Any] = (),
+    line: str,
 ) -> LossNormalizerProgram:
     """Return the program with the loss normalizers among its results; none if the loss is a sum over rows.
 
@@ -49,23 +56,23 @@ def add_loss_normalizers(
 
     Args:
         program: The program of the present call.
-        capture_with_rows: Captures the same job for k times the rows.
+        capture_with_rows: Captures the same job for k times the rows, with given values of what its Python reads.
         dims: The batch dims of tensor arguments.
+        reads: These values in the present call.
         line: The job's line, for errors without a more precise one.
     """
-    varies = any(is_symbolic(size) for node in program.inputs for size in node.meta["val"].shape)
-    # Comparing a symbolic size with a number would specialize it.
-    fewer, more = capture_with_rows(1) if varies else program, capture_with_rows(GROWTH_FACTOR)
-    if find_first_difference(list_nodes(fewer), list_nodes(more)) is not None:
-        # The strides of a batch of one row are ambiguous, so its program may have other views.
-        fewer, more = more, capture_with_rows(GROWTH_FACTOR**2)
-        require_same_operators(list_nodes(fewer), list_nodes(more), line)
-    target_counts = {
-        node: count
-        for variant in {id(item): item for item in (program, fewer, more)}.values()
-        for node, count in add_target_counts(variant).items()
-    }
-    analysis = BatchDimAnalysis(more, fewer, dims, make_key_function(target_counts))
+    target_counts = add_target_counts(program)
+
+    def analyze(find_values: Callable[[int], Sequence[Any]]) -> tuple[LogicalProgram, BatchDimAnalysis]:
+        def capture(rows: int) -> LogicalProgram:
+            captured = capture_with_rows(rows, find_values(rows))
+            target_counts.update(add_target_counts(captured))
+            return captured
+
+        fewer, more = capture_two_sizes(program, capture, dims, line)
+        return more, BatchDimAnalysis(more, fewer, dims, make_key_function(target_counts))
+
+    more, analysis = analyze_reads(analyze, reads)
     normalizers = find_normalizers(get_loss_node(more), analysis, line)
     counts = []
     for normalizer in normalizers:
@@ -73,11 +80,29 @@ def add_loss_normalizers(
         if normalizer.is_literal:
             counts.append(add_constant(program.graph, read_row_count(counterpart)))
         else:
-            require_deterministic(target_counts.get(counterpart, counterpart), line)
             counts.append(target_counts.get(counterpart, counterpart))
     return LossNormalizerProgram(
         append_results(program, counts), tuple((item.offset, item.minimum) for item in normalizers)
     )
+
+
+def capture_two_sizes(
+    program: LogicalProgram, capture_with_rows: Callable[[int], LogicalProgram], dims: Mapping[int, int], line: str
+) -> tuple[LogicalProgram, LogicalProgram]:
+    """Return the same job captured for some rows, and for GROWTH_FACTOR times as many."""
+    varies = any(is_symbolic(size) for node in program.inputs for size in node.meta["val"].shape)
+    # Comparing a symbolic size with a number would specialize it.
+    fewer, more = capture_with_rows(1) if varies else program, capture_with_rows(GROWTH_FACTOR)
+    rows = [
+        node.meta["val"].shape[dims[item.index]]
+        for node, item in fewer.inputs.items()
+        if item.kind == "argument" and item.index in dims
+    ]
+    if 1 in rows or find_first_difference(list_nodes(fewer), list_nodes(more)) is not None:
+        # The strides and views of a batch of one row are ambiguous.
+        fewer, more = more, capture_with_rows(GROWTH_FACTOR**2)
+        require_same_operators(list_nodes(fewer), list_nodes(more), line)
+    return fewer, more
 
 
 def list_nodes(program: LogicalProgram) -> list[fx.Node]:
@@ -133,7 +158,8 @@ def make_size_dependence_error(differing: fx.Node, line: str) -> CaptureError:
     return CaptureError(
         expected="a job with the same program for any number of rows, so that calls can be gathered into a step",
         found=f"{differing.target} for this number of rows only",
-        fix="read sizes from the batch instead of constants, or train without accumulate=",
+        fix="compute with whole tensors instead of a loop over samples, read sizes from the batch instead of "
+        "constants, or train without accumulate=",
         where=differing.meta.get("line") or line,
     )
 
@@ -190,19 +216,6 @@ def make_accumulation_error(found: str, line: str) -> CaptureError:
     )
 
 
-def require_deterministic(node: fx.Node, line: str) -> None:
-    """Raise `CaptureError` for a random count, which could not be computed again beside the program's own draw."""
-    seen, stack = set[fx.Node](), [node]
-    while stack:
-        item = stack.pop()
-        if item in seen:
-            continue
-        seen.add(item)
-        if is_random_node(item):
-            raise make_accumulation_error("a mean over a random count", str(item.meta.get("line", line)))
-        stack.extend(item.all_input_nodes)
-
-
 def read_row_count(node: fx.Node) -> Any:
     """Return the number of rows in a mean, a division, or a multiplication by an inverse."""
     value: LogicalValue = node.meta["val"]
@@ -218,7 +231,8 @@ def add_constant(graph: fx.Graph, number: Any) -> fx.Node:
     returned = next(node for node in graph.nodes if node.op == "output")
     settings: dict[str, Any] = {"dtype": torch.float64, "device": torch.device("cpu")}
     with graph.inserting_before(returned):
-        constant = graph.call_function(aten.full.default, ([], number), settings)
+        constant = graph.call_function(aten.full.default, ([], 0), settings)
+    constant.args = ([], number)  # PyTorch warns of a size given to `call_function`
     constant.meta.update(line="", val=LogicalValue((), (), torch.float64, torch.device("cpu")))
     return constant
 
@@ -242,13 +256,45 @@ def keep_last_results(program: LogicalProgram, count: int) -> LogicalProgram:
     outputs = (*checks, *program.outputs[len(program.outputs) - count :])
     returned = next(node for node in program.graph.nodes if node.op == "output")
     returned.args = (tuple(node for node, _ in outputs),)
+    needed = find_needed(program.graph, returned)
     for node in reversed(list(program.graph.nodes)):
-        if node is not returned and not node.users:
+        if node not in needed:
             program.graph.erase_node(node)
     kept = set(program.graph.nodes)
     return replace(
         program, outputs=outputs, inputs={node: given for node, given in program.inputs.items() if node in kept}
     )
+
+
+def find_needed(graph: fx.Graph, returned: fx.Node) -> set[fx.Node]:
+    """Return a node and all that it follows from: values, and those whose sizes are counts of selected rows in them.
+
+    If it follows from a random value, all are needed, because each is drawn after the others.
+    """
+    first: dict[Any, fx.Node] = {}
+    for node in graph.nodes:
+        for count in list_counts_in(node.meta.get("val")):
+            first.setdefault(count, node)
+    needed, stack = set[fx.Node](), [returned]
+    while stack:
+        node = stack.pop()
+        if node in needed:
+            continue
+        needed.add(node)
+        stack += [*node.all_input_nodes, *(first[count] for count in list_counts_in((node.args, node.kwargs)))]
+        if is_random_node(node):
+            stack += filter(is_random_node, graph.nodes)
+    return needed
+
+
+def list_counts_in(value: Any) -> list[Any]:
+    """Return the counts of selected rows among the arguments of a call, or in the shapes of its results."""
+    counts: list[Any] = []
+    shapes = [
+        item.shape for item in (value if isinstance(value, tuple) else (value,)) if isinstance(item, LogicalValue)
+    ]
+    fx.node.map_aggregate(shapes or value, lambda item: counts.extend(list_traced_counts(item)))
+    return counts
 
 
 def add_target_counts(program: LogicalProgram) -> dict[fx.Node, fx.Node]:
@@ -308,7 +354,7 @@ def drop_unit_dims(node: fx.Node) -> list[int]:
 def hash_computation(node: fx.Node, hashes: dict[fx.Node, str]) -> str:
     """Return a text that is equal for values computed in the same way from the same inputs."""
     if node not in hashes:
-        if node.op != "call_function":
+        if node.op != "call_function" or is_random_node(node):
             hashes[node] = node.name
         else:
             args = fx.node.map_arg((node.args, node.kwargs), lambda item: hash_computation(item, hashes))

@@ -16,6 +16,7 @@ from rankless.compiler.analysis.batch_dim_kinds import (
     BatchDimKind,
     BatchIndependent,
     BatchSharded,
+    is_plain_rows,
     make_batch_shard,
 )
 from rankless.compiler.rules.strategy import logical_shape
@@ -53,15 +54,10 @@ def find_selected_rows(
     others = [item for place, item in found.items() if place not in numbered]
     if not isinstance(kind, BatchSharded) or numbered != [kind.placement.dim]:
         return None
-    if not all(isinstance(item, BatchIndependent) or is_plain(item) for item in (kind, *others)):
+    if not all(isinstance(item, BatchIndependent) or is_plain_rows(item) for item in (kind, *others)):
         return None
     before = logical_shape(counterpart)
     grown = [dim for dim, size in enumerate(logical_shape(node)) if size != before[dim]]
     if len(grown) != 1:  # else all that has rows of the batch has them in this dim
         return None
     return BatchSharded(make_batch_shard(grown[0], logical_shape(node)[grown[0]]))
-
-
-def is_plain(kind: BatchDimKind) -> bool:
-    """Return whether a value has one row for each of the batch, divided by nothing, and no numbers of rows."""
-    return isinstance(kind, BatchSharded) and kind == BatchSharded(kind.placement)

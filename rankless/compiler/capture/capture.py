@@ -24,7 +24,7 @@ from rankless.compiler.capture.decompositions import CORRECTED, DECOMPOSITIONS, 
 from rankless.compiler.capture.dot_data_assignments import refuse_use_of_old_data, require_own_data
 from rankless.compiler.capture.forbidden_training_calls import RETURN_LOSS
 from rankless.compiler.capture.global_modes_key import require_grad_enabled
-from rankless.compiler.capture.graph_cleanup import clean_up, name_checks, name_inputs_and_outputs
+from rankless.compiler.capture.graph_cleanup import add_generator_starts, clean_up, name_checks, name_inputs_and_outputs
 from rankless.compiler.capture.half_precision_layouts import trace_half_precision_layouts
 from rankless.compiler.capture.kept_tensors import find_kept, restore_after_failure
 from rankless.compiler.capture.results import ResultStructure, find_live, flatten_result, get_memory
@@ -38,6 +38,7 @@ from rankless.compiler.ir.logical_program import LogicalProgram
 from rankless.compiler.ir.memory_order import make_empty
 from rankless.compiler.tracing.activation_checkpoints import CheckpointNumbers, trace_checkpoints
 from rankless.compiler.tracing.fast_paths import take_paths_of_plain_run
+from rankless.compiler.tracing.forked_generators import trace_forks
 from rankless.compiler.tracing.module_names import name_modules
 from rankless.compiler.tracing.operator_lines import TracedFunction, record_origins
 from rankless.compiler.tracing.refused_functions import ModuleTensors
@@ -150,6 +151,7 @@ class TraceableJobModule(nn.Module):
         traced = self.describe_tensors()
         names, self.module_tensors = name_modules(self.source.modules), ModuleTensors(traced, self.originals)
         known = self.module_tensors
+        self.generators.begin_pass()
         if self.reads is not None:
             self.reads.begin_pass()
         with (
@@ -263,6 +265,7 @@ def capture(
             take_paths_of_plain_run(),
             leave_recurrent_weights(),
             average_with_tensors(),
+            contextlib.nullcontext() if source.draws_by_counter else trace_forks(job.generators),
             restore_module_tensors(source.modules),
             as_plain_parameters(list_parameters(source.modules)),
         ):
@@ -270,10 +273,11 @@ def capture(
             with refuse_use_of_old_data(lambda: job.module_tensors):
                 if reads is not None:
                     reads.environment, shape_env.read_count = shape_env, reads.read_count
-                traced = trace_until_stable(stack, job, inputs)
+                traced = trace_until_stable(stack, job, inputs, fake)
                 shape_env.is_traced = True
             tensors = job.module_tensors
             program = name_inputs_and_outputs(source.name, source.line, traced, tensors, job.generators.found)
+            add_generator_starts(program.graph, job.generators.starts)
             if reads is not None:
                 program = name_checks(program, reads.values)
             program = clean_up(program, source.modules, compares=reads is None or not reads.ends_at_unknown)
@@ -301,16 +305,16 @@ def restore_dispatch_keys() -> contextlib.AbstractContextManager[Any]:
 
 
 def trace_until_stable(
-    stack: contextlib.ExitStack, job: TraceableJobModule, inputs: tuple[Tensor, ...]
+    stack: contextlib.ExitStack, job: TraceableJobModule, inputs: tuple[Tensor, ...], fake: FakeTensorMode
 ) -> fx.GraphModule:
     """Return the traced graph of a job, forward and backward; raise `CaptureError` if its passes differ.
 
     The first trace may have initialized the model. Two more passes then agree, or the job never becomes stable.
     """
-    joint = trace_once(stack, job, inputs)
+    joint = trace_once(stack, job, inputs, fake)
     job.effects.raise_if_found()
     if job.kept.apply() or not job.effects.is_stable():
-        joint = trace_once(stack, job, inputs)
+        joint = trace_once(stack, job, inputs, fake)
         job.effects.raise_if_found()
         job.effects.require_stable()
         job.kept.require_stable()
@@ -318,9 +322,13 @@ def trace_until_stable(
     return graph_module
 
 
-def trace_once(stack: contextlib.ExitStack, job: TraceableJobModule, inputs: tuple[Tensor, ...]) -> Any:
+def trace_once(
+    stack: contextlib.ExitStack, job: TraceableJobModule, inputs: tuple[Tensor, ...], fake: FakeTensorMode
+) -> Any:
     """Return PyTorch's trace of a job; again while the backward pass asks other questions about counts of rows."""
     while True:
+        # PyTorch keeps the count of what a mask selects with the mask, for one epoch. Each trace makes its own counts.
+        fake.epoch += 1
         try:
             return aot_export_joint_with_descriptors(stack, job, inputs, decompositions=DECOMPOSITIONS)
         except LateQuestion:

@@ -195,6 +195,13 @@ def make_view_copy_decomposition(view: Any) -> Callable[..., Any]:
     return decompose
 
 
+def select_by_mask(x: Tensor, mask: Tensor) -> Tensor:
+    """Select the elements of a tensor where a mask is true: by an index, which has rules."""
+    rows, chosen = torch.broadcast_tensors(x, mask)
+    selected: Tensor = rows[chosen]
+    return selected
+
+
 def decompose_multilabel_margin_loss(x: Tensor, target: Tensor, reduction: int) -> tuple[Tensor, Tensor]:
     """Compute the loss of the targets before the first -1; PyTorch's decomposition also counts class 0 for the rest."""
     rows, labels = torch.atleast_2d(x), torch.atleast_2d(target)
@@ -260,6 +267,7 @@ def refuse_packing(*_args: Any, **_kwargs: Any) -> Any:
 CORRECTED: dict[Any, Callable[..., Any]] = {
     aten.multilabel_margin_loss_forward.default: decompose_multilabel_margin_loss,
     aten.fill_diagonal_.default: fill_diagonal,
+    aten.masked_select.default: select_by_mask,
     aten.random_.__getattr__("from"): draw_between,
     aten._pack_padded_sequence.default: refuse_packing,
     aten.adaptive_avg_pool2d.default: decompose_average_pooling,

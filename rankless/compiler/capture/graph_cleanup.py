@@ -23,6 +23,7 @@ from rankless.compiler.capture.constants_for_reads import use_read_values
 from rankless.compiler.capture.copies import drop_copies, skip_final_copy
 from rankless.compiler.capture.linear_layers import unmerge_linears
 from rankless.compiler.capture.selections import merge_selections
+from rankless.compiler.ir.generator_starts import GeneratorStart
 from rankless.compiler.ir.logical_program import (
     LogicalProgram,
     LogicalValue,
@@ -93,6 +94,20 @@ def name_inputs_and_outputs(
         if isinstance(value, fx.Node) and output is not None
     )
     return LogicalProgram(name=name, graph=graph, inputs=inputs, outputs=outputs)
+
+
+def add_generator_starts(graph: fx.Graph, starts: Mapping[torch.Generator, GeneratorStart]) -> None:
+    """Note at the first draw from each forked generator how it gets its state."""
+    started = set[torch.Generator]()
+    for node in graph.nodes:
+        generator = node.meta.get("generator")
+        if generator not in starts or generator in started:
+            continue
+        start = starts[generator]
+        while start.parent is not None and start.parent not in started:
+            start = starts[start.parent]  # nothing has been drawn from the fork around this one
+        node.meta["start"] = start
+        started.add(generator)
 
 
 def name_checks(program: LogicalProgram, values: Sequence[Any]) -> LogicalProgram:

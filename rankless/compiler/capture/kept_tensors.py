@@ -52,7 +52,8 @@ class Holder:
                 return {"": self.container.cell_contents}
             except ValueError:  # nothing has been assigned yet
                 return {}
-        return dict(self.container)
+        # A class may make what it returns, as the table of activations in transformers makes modules.
+        return dict(dict.items(self.container) if isinstance(self.container, dict) else self.container)
 
     def write(self, values: Mapping[Any, Any]) -> None:
         """Hold these values and no others."""
@@ -64,10 +65,11 @@ class Holder:
             else:
                 del self.container.cell_contents
         else:
-            for key in self.container.keys() - values.keys():
+            known = self.read()
+            for key in known.keys() - values.keys():
                 del self.container[key]
             for key, value in values.items():
-                if self.container.get(key, ABSENT) is not value:
+                if known.get(key, ABSENT) is not value:
                     self.container[key] = value
 
     def describe(self, key: Any) -> str:

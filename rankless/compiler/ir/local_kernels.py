@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rankless.compiler.ir.generator_starts import GeneratorStart
 from rankless.compiler.ir.tensor_parts import Part, take_parts
 from rankless.parallel.default_generator import find_default_generator
 
@@ -119,6 +120,8 @@ class DrawFrom:
 
     generator: torch.Generator
     function: Callable[..., Any]
+    start: GeneratorStart | None = None
+    """How the generator gets its state first; see Note [forked generators]."""
 
     @property
     def __name__(self) -> str:
@@ -126,6 +129,16 @@ class DrawFrom:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the function while PyTorch's generator has the state of the script's, which then gets the new state."""
+        self.begin()
+        return self.draw(*args, **kwargs)
+
+    def begin(self) -> None:
+        """Give a forked generator its state before the first draw from it."""
+        if self.start is not None:
+            self.start.apply(self.generator, find_default_generator(self.generator.device))
+
+    def draw(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the function from the present state of the generator."""
         default = find_default_generator(self.generator.device)
         if self.generator is default:
             return self.function(*args, **kwargs)

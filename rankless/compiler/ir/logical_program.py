@@ -120,6 +120,8 @@ class LogicalProgram:
                     description += f" in checkpoint {node.meta['checkpoint']}" + ", kept" * bool(node.meta.get("kept"))
                 if "generator" in node.meta:
                     description += f" from generator {self.generators.index(node.meta['generator'])} of the script"
+                if "start" in node.meta:
+                    description += f" with seed {node.meta['start'].seed}"
             lines.append((f"{node.name} = {description} : {format_value(node)}", node.meta.get("line", "")))
         lines += [(f"recompute {self.recompute}", "")] * bool(self.recompute)
         lines += [("sequence parallel", "")] * self.sequence_parallel

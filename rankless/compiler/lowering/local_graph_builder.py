@@ -7,6 +7,7 @@ import torch
 from torch import fx
 
 from rankless.compiler.ir import local_kernels
+from rankless.compiler.ir.generator_starts import GeneratorStart
 from rankless.compiler.ir.logical_program import (
     format_operator,
     format_value,
@@ -58,13 +59,16 @@ class LocalGraphBuilder:
         """The numbers of the axes whose strategies are being lowered."""
         self.generator: torch.Generator | None = None
         """The script's generator from which the operator draws that is being lowered."""
+        self.start: GeneratorStart | None = None
+        """How that generator gets its state, before the operator's first function runs."""
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         """Add an operator or a Rankless function."""
         args, kwargs = self.counts.resolve((args, kwargs))
         function = LOCAL_OPERATORS.get(target, target)
         if self.generator is not None:
-            function = local_kernels.DrawFrom(self.generator, function)
+            function = local_kernels.DrawFrom(self.generator, function, self.start)
+            self.start = None
         node = self.graph.call_function(function)
         # Set the arguments afterwards: PyTorch warns about sizes among the arguments of a new node.
         node.args, node.kwargs = args, kwargs

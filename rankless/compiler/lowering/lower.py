@@ -227,7 +227,7 @@ class LoweringPass(LocalGraphBuilder):
         """Add the operator on local values as its strategies prescribe; see Note [several axes]."""
         if is_absent(self.output_sharding(0), self.ranks) and not runs_everywhere(node):
             return self.add_absent_results(node, pytree.arg_tree_leaves(*args, **kwargs))
-        self.generator = node.meta.get("generator")
+        self.generator, self.start = node.meta.get("generator"), node.meta.get("start")
         lowerings = {
             number: strategy.lower
             for number, strategy in enumerate(self.sharded.strategies(node))

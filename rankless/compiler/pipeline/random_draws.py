@@ -48,6 +48,9 @@ class RandomDraws:
     def note(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note the state before a draw, and advance the generator through it."""
         generator = self._find_generator(function)
+        if isinstance(function, DrawFrom):
+            function.begin()
+            function = function.draw
         self._states[name] = generator.get_state()
         function(*args, **kwargs)
         self._final[generator] = generator.get_state()
@@ -55,7 +58,7 @@ class RandomDraws:
     def run(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a function that draws, from the state of this step."""
         self._find_generator(function).set_state(self._states[name])
-        return function(*args, **kwargs)
+        return (function.draw if isinstance(function, DrawFrom) else function)(*args, **kwargs)
 
     def end(self) -> None:
         """Leave the generators as after the whole step."""

@@ -229,6 +229,7 @@ RULES: dict[Any, ShardingRule] = {
         ),
         truth_strategies,
     ),
+    aten.trace.default: make_pattern_rule("..->", (0,)),
     aten.histc.default: histogram_strategies,
     **dict.fromkeys(
         (aten._fft_r2c.default, aten._fft_c2r.default, aten._fft_c2c.default),

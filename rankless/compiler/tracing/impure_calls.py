@@ -48,6 +48,7 @@ IMPURE_NAMES |= {"now", "utcnow", "today", "fork_exec"} | GENERATOR_METHODS
 
 GENERATOR_FILES = (
     os.path.join(os.sep, "torch", "random.py"),
+    os.path.join(os.sep, "tracing", "forked_generators.py"),
     os.path.join(os.sep, "torch", "cuda", "random.py"),
     STANDARD_FOLDER + "contextlib.py",
 )
@@ -83,7 +84,7 @@ def refuse_impure_call(function: Any, frame: FrameType) -> None:
 
 
 def refuse_generator_call(frame: FrameType) -> None:
-    """Raise `CaptureError` if the user's code reads or sets the state of a generator, as `fork_rng` does.
+    """Raise `CaptureError` if the user's code reads or sets the state of a generator, except by a traced fork.
 
     `torch.utils.checkpoint` may: it draws the same numbers again, and the program does too.
     """
@@ -93,8 +94,8 @@ def refuse_generator_call(frame: FrameType) -> None:
     if caller is not None and is_user_code(caller.f_code.co_filename):
         raise CaptureError(
             expected="a job whose random operators alone use torch's generator",
-            found="the job reads or sets the state of a generator, as torch.random.fork_rng does",
-            fix="fork, seed or restore the generator outside the job, around its call",
+            found="the job reads or sets the state of a generator",
+            fix="seed or restore it outside the job, around its call, or on CPUs within torch.random.fork_rng",
             where=script_line(caller) or user_line(caller),
         )
 
