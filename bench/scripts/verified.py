@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from bench.models import CHARACTERS, CONTEXT, GPT, LeNet, loss_of
 
 parser = argparse.ArgumentParser()
-parser.add_argument("model", choices=["gpt", "lenet"])
+parser.add_argument("model", choices=["embeddings", "gpt", "lenet"])
 parser.add_argument("--steps", type=int, required=True)
 parser.add_argument("--plain", action="store_true")
 arguments = parser.parse_args()
@@ -21,6 +21,11 @@ if arguments.model == "gpt":
     starts, rates = torch.randint(CHARACTERS, (ROWS, 1)), torch.randint(1, 5, (ROWS, 1))
     text = (starts + rates * torch.arange(CONTEXT + 1)) % CHARACTERS
     samples = TensorDataset(text[:, :-1].contiguous(), text[:, 1:].contiguous())
+elif arguments.model == "embeddings":
+    hidden = [torch.nn.Linear(512, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10)]
+    model = torch.nn.Sequential(torch.nn.Embedding(1000, 64), torch.nn.Flatten(), *hidden)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    samples = TensorDataset(torch.randint(1000, (ROWS, 8)), torch.randint(10, (ROWS,)))
 else:
     model = LeNet(dropout=0.1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
