@@ -7,10 +7,11 @@ undecided, with its reason: a run that failed, a script that does not repeat its
 
 Note [shorter runs]: a long script costs less than three whole runs in each precision. A perturbed run stops early. That
 is enough for "same": with its noise kept from there on, no limit is higher than a whole perturbed run would make it
-(see Note [what is allowed]). If something exceeds such a limit, the perturbed run is made whole before anything is
-decided. In the script's own precision all runs make the beginning first. If float64 must decide in any case, or if the
-beginning is not the same training, the rest in this precision would decide nothing, and is not run. If float64 then
-fails, it is. The runs that call a training the same are whole, so they find a fault however late it begins.
+(see Note [what is allowed]). If something exceeds such a limit, float64 decides, or the perturbed run is made whole
+before anything is decided. In the script's own precision all runs make the beginning first. If float64 must decide in
+any case, or if the beginning is not the same training, the rest in this precision would decide nothing, and is not run.
+If float64 then fails, it is. The runs that call a training the same are whole, so they find a fault however late it
+begins.
 """
 
 import time
@@ -92,8 +93,8 @@ class Compared:
     many: list[Recording]
     noise: list[Recording]
     reference: ReferenceRun | None
-    is_beginning: bool = False
-    """Whether the runs on several workers and the perturbed ones made the beginning of the script alone."""
+    is_shortened: bool = False
+    """Whether runs stopped early, although the comparison finds something, because float64 is to decide."""
 
     def list_not_covered(self) -> tuple[str, ...]:
         """Return what the comparison does not cover."""
@@ -117,7 +118,7 @@ def decide(runs: VerifyRuns, options: ComparisonOptions, tell: Tell) -> Decision
     try:
         exact = run_and_compare(replace(own.runs, dtype="float64"), options, tell, try_beginning=False)
     except RunFailed as end:
-        if end.exit_code != INTERRUPTED and own.is_beginning:
+        if end.exit_code != INTERRUPTED and own.is_shortened:
             own = run_and_compare(own.runs, options, tell, try_beginning=False)
         return replace(_decide_without_float64(own, end), not_covered=own.list_not_covered())
     return replace(_finish(exact, options, tell), own_comparison=own.comparison)
@@ -154,7 +155,7 @@ def run_and_compare(runs: VerifyRuns, options: ComparisonOptions, tell: Tell, *,
                 many=many,
                 noise=noise,
                 reference=reference,
-                is_beginning=True,
+                is_shortened=True,
             )
         started = time.monotonic()
         one = runs.run_one()
@@ -166,10 +167,19 @@ def run_and_compare(runs: VerifyRuns, options: ComparisonOptions, tell: Tell, *,
         noise = shorter.run_perturbed(options.noise_runs)
     reference = runs.run_reference()
     comparison = _compare_all(one, many, noise, reference, options, repeat=None if is_long else runs)
-    if is_long and comparison.findings:
+    is_shortened = is_long and try_beginning and comparison.needs_float64
+    if is_long and comparison.findings and not is_shortened:
         noise = runs.run_perturbed(options.noise_runs)
         comparison = _compare_all(one, many, noise, reference, options, repeat=runs)
-    return Compared(runs=runs, comparison=comparison, one=one, many=many, noise=noise, reference=reference)
+    return Compared(
+        runs=runs,
+        comparison=comparison,
+        one=one,
+        many=many,
+        noise=noise,
+        reference=reference,
+        is_shortened=is_shortened,
+    )
 
 
 def _suggest_steps(runs: VerifyRuns, one: Recording, seconds: float, tell: Tell) -> None:
