@@ -34,6 +34,7 @@ MODULES = {
     "early_rows": "early_rows",
     "horovod": "horovod",
     "horovod_hosts": "horovod_hosts",
+    "verify_cost": "verify_cost",
 }
 
 

@@ -4,6 +4,10 @@ Note [noise floor]: how far may two correct runs differ? `verify` repeats the ru
 parameters, in forward and backward, and perturbed gradients. This is Monte Carlo arithmetic (Parker, 1997). Perturbed
 gradients alone do not suffice. A gradient that is zero up to rounding, as of a bias before batch norm, differs in every
 order of summation, and adaptive optimizers make whole steps of it. Perturbed parameters expose such gradients.
+
+An element of a gradient that is exactly zero even with perturbed parameters keeps its zero. It belongs to a row of an
+embedding that the batch does not use, or to a unit that is off: no order of summation changes it, but an adaptive
+optimizer would make a whole step of a perturbation, and the noise floor would hide what it should show.
 """
 
 import contextlib
@@ -15,13 +19,13 @@ from torch.distributed.tensor import DTensor
 
 
 def perturb_gradients(gradients: Iterable[Tensor], generator: torch.Generator) -> None:
-    """Change gradients in place in their last bits: elements by up to eps(dtype) x the tensor's largest."""
+    """Change gradients in place in their last bits: elements but zeros by up to eps(dtype) x the tensor's largest."""
     for gradient in map(get_local, gradients):
         if gradient.layout == torch.sparse_coo:
             gradient = gradient._values()  # the same memory
         if gradient.is_floating_point() and gradient.numel() > 0:
             scale = gradient.abs().amax() * torch.finfo(gradient.dtype).eps
-            gradient.add_(_draw_uniform(gradient, generator) * scale)
+            gradient.add_(_draw_uniform(gradient, generator) * (scale * (gradient != 0)))
 
 
 @contextlib.contextmanager

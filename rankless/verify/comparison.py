@@ -1,7 +1,7 @@
 """Decide whether two runs are the same training. `tolerance` limits how far correct runs may differ."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -9,7 +9,7 @@ from rankless.config.run_config import InspectedCall
 from rankless.records.recorded_calls import JobCalled, Leaf, StepRecorded
 from rankless.verify.decidability import TooNoisy, find_too_noisy, is_mostly_rounding
 from rankless.verify.differences import RESOLUTION, Difference, Mismatch, RunPosition, measure
-from rankless.verify.recordings import Recording, to_array
+from rankless.verify.recordings import Recording, take_beginning, to_array
 from rankless.verify.tolerance import NoiseFloor, compute_rounding_limit
 
 NOT_REPEATABLE_FACTOR = 1e3
@@ -88,6 +88,8 @@ class Comparison:
     """The coarsest dtype of all compared tensors, as "float32"; empty if all are integers."""
     stopped: bool
     """Whether the runs were stopped before the script ended."""
+    noise_steps: int
+    """From how many steps the noise floor is; fewer than `steps` if the perturbed runs were stopped earlier."""
     tolerance: ToleranceUse | None
     all_rounding: tuple[str, ...]
     """Parameters whose gradients consist of rounding errors only, so the comparison says nothing about them."""
@@ -116,8 +118,11 @@ class Comparison:
 def compare(
     one: Recording, many: Sequence[Recording], noise: Sequence[Recording], *, tolerance: float | None = None
 ) -> Comparison:
-    """Compare `many`, all ranks of a run, with `one` on one worker; `noise` repeats `one` with perturbations."""
-    repeated = [measure(one, repetition) for repetition in noise]
+    """Compare `many`, all ranks of a run, with `one` on one worker; `noise` repeats `one` with perturbations.
+
+    The runs in `noise` may be stopped earlier than the others.
+    """
+    repeated = [measure(take_beginning(one, repetition), repetition) for repetition in noise]
     measured = [measure(one, recording) for recording in many]
     among = [measure(many[0], recording) for recording in many[1:]]
     noise_differences = [differences for differences, _ in repeated]
@@ -146,11 +151,12 @@ def compare(
         largest_loss_difference=max(
             (_find_largest_gap(losses_one, extract_losses(rank)) for rank in many), default=0.0
         ),
-        largest_parameter_difference=_find_largest_parameter(one, against_one),
+        largest_parameter_difference=_find_largest_parameter(one, against_one, lambda item: item.size),
         loss_noise=max((_find_largest_gap(losses_one, extract_losses(run)) for run in noise), default=0.0),
-        parameter_noise=_find_largest_parameter(one, noise_differences),
+        parameter_noise=_find_largest_parameter(one, against_one, noise_floor.noise),
         precision=max((item.dtype for item in flat), key=lambda dtype: RESOLUTION.get(dtype, 0.0), default=""),
         stopped=one.stopped,
+        noise_steps=min((one.steps, *(run.steps for run in noise))),
         tolerance=None
         if tolerance is None
         else _measure_tolerance_use(tolerance, noise_floor, flat, noise_differences),
@@ -211,12 +217,13 @@ def _find_largest_gap(first: Sequence[float], second: Sequence[float]) -> float:
     return max((abs(a - b) for a, b in zip(first, second, strict=False) if a != b), default=0.0)
 
 
-def _find_largest_parameter(one: Recording, runs: Sequence[Sequence[Difference]]) -> float:
+def _find_largest_parameter(
+    one: Recording, runs: Sequence[Sequence[Difference]], size: Callable[[Difference], float]
+) -> float:
+    """Return the largest size of the differences of final parameters; nan for a beginning, which has none."""
     parameters = {final.name for final in one.described if final.kind != "buffer"}
-    sizes = [
-        item.size for differences in runs for item in differences if item.kind == "final" and item.tensor in parameters
-    ]
-    return max(sizes, default=0.0)
+    finals = [item for differences in runs for item in differences if item.kind == "final"]
+    return max((size(item) for item in finals if item.tensor in parameters), default=0.0 if one.finished else math.nan)
 
 
 def _check_repeatable(differences: Sequence[Difference], mismatch: Mismatch | None) -> Iterator[Divergence]:

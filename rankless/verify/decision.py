@@ -4,6 +4,14 @@ Note [three outcomes]: a comparison in the script's own precision decides if its
 explain a difference, or the noise could hide one, the runs are repeated in float64, which then decides. Nothing else is
 ever called the same training, and a difference is called one only if rounding cannot explain it. What remains is
 undecided, with its reason: a run that failed, a script that does not repeat itself, noise that hides faults.
+
+Note [shorter runs]: a long script costs less than three whole runs in each precision. A perturbed run stops early. That
+is enough for "same": with its noise kept from there on, no limit is higher than a whole perturbed run would make it
+(see Note [what is allowed]). If something exceeds such a limit, float64 decides, or the perturbed run is made whole
+before anything is decided. In the script's own precision all runs make the beginning first. If float64 must decide in
+any case, or if the beginning is not the same training, the rest in this precision would decide nothing, and is not run.
+If float64 then fails, it is. The runs that call a training the same are whole, so they find a fault however late it
+begins.
 """
 
 import time
@@ -17,7 +25,7 @@ from rankless.verify.causes import CERTAIN, Cause, find_cause, find_other_inputs
 from rankless.verify.comparison import Comparison, Divergence, compare
 from rankless.verify.coverage import list_not_covered
 from rankless.verify.first_differing_value import FirstDifferingValue
-from rankless.verify.recordings import Recording
+from rankless.verify.recordings import Recording, take_beginning
 from rankless.verify.reference_comparison import ReferenceRun, compare_with_reference
 from rankless.verify.runs import INTERRUPTED, RunFailed, VerifyRuns
 
@@ -27,6 +35,10 @@ EXTRA_NOISE_RUNS = 2
 LONG_RUN_SECONDS = 60.0
 """A run on one worker that takes longer is worth a word about `--steps`."""
 SUGGESTED_STEPS = 20
+BEGINNING_STEPS = 20
+"""How many steps are compared first in the script's own precision, and the fewest steps of a perturbed run."""
+LONG_SCRIPT_STEPS = 3 * BEGINNING_STEPS
+"""A script with fewer steps makes all its runs whole: starting one more would cost more than it spares."""
 NEAR_LIMIT = 1e3
 """A difference beyond its limit by less than this factor is measured against more noise runs before it counts."""
 
@@ -81,7 +93,12 @@ class Compared:
     many: list[Recording]
     noise: list[Recording]
     reference: ReferenceRun | None
-    not_covered: tuple[str, ...]
+    is_shortened: bool = False
+    """Whether runs stopped early, although the comparison finds something, because float64 is to decide."""
+
+    def list_not_covered(self) -> tuple[str, ...]:
+        """Return what the comparison does not cover."""
+        return list_not_covered(self.comparison, self.one, self.runs.read_programs())
 
 
 def decide(runs: VerifyRuns, options: ComparisonOptions, tell: Tell) -> Decision:
@@ -92,16 +109,18 @@ def decide(runs: VerifyRuns, options: ComparisonOptions, tell: Tell) -> Decision
         RunFailed: The user has interrupted a run. Any other failed run makes the outcome "undecided".
     """
     try:
-        own = run_and_compare(runs, options, tell)
+        own = run_and_compare(runs, options, tell, try_beginning=runs.dtype is None)
     except RunFailed as end:
         return _decide_failure(end)
     if runs.dtype is not None or not own.comparison.needs_float64 or _is_certain(own):
         return _finish(own, options, tell)
     tell(f"{describe_doubt(own.comparison)}; repeating in float64:")
     try:
-        exact = run_and_compare(replace(own.runs, dtype="float64"), options, tell)
+        exact = run_and_compare(replace(own.runs, dtype="float64"), options, tell, try_beginning=False)
     except RunFailed as end:
-        return replace(_decide_without_float64(own, end), not_covered=own.not_covered)
+        if end.exit_code != INTERRUPTED and own.is_shortened:
+            own = run_and_compare(own.runs, options, tell, try_beginning=False)
+        return replace(_decide_without_float64(own, end), not_covered=own.list_not_covered())
     return replace(_finish(exact, options, tell), own_comparison=own.comparison)
 
 
@@ -114,23 +133,44 @@ def _is_certain(own: Compared) -> bool:
     return cause is not None and cause.name in CERTAIN
 
 
-def run_and_compare(runs: VerifyRuns, options: ComparisonOptions, tell: Tell) -> Compared:
-    """Make all runs in one precision and compare them; add noise runs if a difference is near its limit."""
-    started = time.monotonic()
-    runs, one = _run_one(runs)
-    seconds = time.monotonic() - started
-    if seconds > LONG_RUN_SECONDS and runs.steps is None and one.steps > SUGGESTED_STEPS:
-        tell(
-            f"  verify repeats the {one.steps} steps at least {1 + options.noise_runs} times; --steps "
-            f"{SUGGESTED_STEPS} ends each run after {SUGGESTED_STEPS} steps"
-        )
+def run_and_compare(runs: VerifyRuns, options: ComparisonOptions, tell: Tell, *, try_beginning: bool) -> Compared:
+    """Make all runs in one precision and compare them; see Note [shorter runs].
+
+    `try_beginning` compares the beginning of a long script first, and returns that if it differs or needs float64.
+    """
+    limit = LONG_SCRIPT_STEPS if try_beginning else None
+    runs, one = _run_one(runs, limit=limit)
+    noise: list[Recording] | None = None
+    if one.steps == limit and one.stopped and limit != runs.steps:
+        beginning = replace(runs, steps=BEGINNING_STEPS)
+        many, noise = beginning.run_many(options.workers), beginning.run_perturbed(options.noise_runs)
+        reference = beginning.run_reference()
+        start = take_beginning(one, many[0])
+        comparison = _compare_all(start, many, noise, reference, options, repeat=beginning)
+        if comparison.findings or comparison.needs_float64:
+            return Compared(
+                runs=runs,
+                comparison=comparison,
+                one=start,
+                many=many,
+                noise=noise,
+                reference=reference,
+                is_shortened=True,
+            )
+        started = time.monotonic()
+        one = runs.run_one()
+        _suggest_steps(runs, one, time.monotonic() - started, tell)
     many = runs.run_many(options.workers)
-    noise = runs.run_perturbed(options.noise_runs)
+    is_long = one.steps >= LONG_SCRIPT_STEPS
+    if noise is None:
+        shorter = replace(runs, steps=max(BEGINNING_STEPS, one.steps // 10)) if is_long else runs
+        noise = shorter.run_perturbed(options.noise_runs)
     reference = runs.run_reference()
-    comparison = _compare_all(one, many, noise, reference, options)
-    if options.tolerance is None and _is_near_limit(comparison):
-        noise += runs.run_perturbed(EXTRA_NOISE_RUNS, first=options.noise_runs)
-        comparison = _compare_all(one, many, noise, reference, options)
+    comparison = _compare_all(one, many, noise, reference, options, repeat=None if is_long else runs)
+    is_shortened = is_long and try_beginning and comparison.needs_float64
+    if is_long and comparison.findings and not is_shortened:
+        noise = runs.run_perturbed(options.noise_runs)
+        comparison = _compare_all(one, many, noise, reference, options, repeat=runs)
     return Compared(
         runs=runs,
         comparison=comparison,
@@ -138,16 +178,25 @@ def run_and_compare(runs: VerifyRuns, options: ComparisonOptions, tell: Tell) ->
         many=many,
         noise=noise,
         reference=reference,
-        not_covered=list_not_covered(comparison, one, runs.read_programs()),
+        is_shortened=is_shortened,
     )
 
 
-def _run_one(runs: VerifyRuns) -> tuple[VerifyRuns, Recording]:
-    """Run on one worker; a script that calls no job runs once more, recorded from outside."""
-    one = runs.run_one()
+def _suggest_steps(runs: VerifyRuns, one: Recording, seconds: float, tell: Tell) -> None:
+    """Tell that `--steps` makes a long script's runs shorter."""
+    if seconds > LONG_RUN_SECONDS and runs.steps is None:
+        tell(
+            f"  {one.steps} steps take {seconds:.0f} s, and verify makes two to four such runs; --steps "
+            f"{SUGGESTED_STEPS} ends each run after {SUGGESTED_STEPS} steps"
+        )
+
+
+def _run_one(runs: VerifyRuns, *, limit: int | None) -> tuple[VerifyRuns, Recording]:
+    """Run on one worker, at most `limit` steps; a script that calls no job runs once more, recorded from outside."""
+    one = runs.run_one(limit)
     if not runs.is_foreign and not any(isinstance(result, JobCalled) for result in one.results):
         runs = replace(runs, is_foreign=True)
-        one = runs.run_one()
+        one = runs.run_one(limit)
     if runs.is_foreign and not one.steps:
         raise ConfigError(
             expected="a script that trains: it calls at least one job, or steps an optimizer of torch.optim",
@@ -163,11 +212,17 @@ def _compare_all(
     noise: list[Recording],
     reference: ReferenceRun | None,
     options: ComparisonOptions,
+    *,
+    repeat: VerifyRuns | None,
 ) -> Comparison:
+    """Compare the runs. If a difference is near its limit, more noise runs as `repeat` are added to `noise`."""
     comparison = compare(one, many, noise, tolerance=options.tolerance)
-    if reference is None:
+    if reference is not None:
+        comparison = compare_with_reference(comparison, reference, one, many, noise)
+    if repeat is None or options.tolerance is not None or not _is_near_limit(comparison):
         return comparison
-    return compare_with_reference(comparison, reference, one, many, noise)
+    noise += repeat.run_perturbed(EXTRA_NOISE_RUNS, first=options.noise_runs)
+    return _compare_all(one, many, noise, reference, options, repeat=None)
 
 
 def _is_near_limit(comparison: Comparison) -> bool:
@@ -182,7 +237,7 @@ def _finish(compared: Compared, options: ComparisonOptions, tell: Tell) -> Decis
     decision = replace(
         classify(comparison),
         comparison=comparison,
-        not_covered=compared.not_covered,
+        not_covered=compared.list_not_covered(),
         reference=None if compared.reference is None else compared.reference.name,
     )
     if decision.finding is not None and decision.finding.is_of_reference:

@@ -1,6 +1,6 @@
 """Read the recordings of one run, one per rank."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,14 @@ class Recording:
 def read_recordings(folder: str, worker_count: int) -> list[Recording | None]:
     """Return the recordings of a run's ranks in order; None for a rank without one."""
     return [_read_recording(folder, rank) for rank in range(worker_count)]
+
+
+def take_beginning(recording: Recording, shorter: Recording) -> Recording:
+    """Return as much of a recording as a run has that was stopped earlier, without the final tensors."""
+    if not shorter.stopped or shorter.steps >= recording.steps:
+        return recording
+    results = recording.results[: len(shorter.results)]
+    return replace(recording, results=results, finished=False, stopped=True, steps=shorter.steps, tensors={})
 
 
 def to_array(leaf: Leaf) -> Array:

@@ -34,7 +34,7 @@ from rankless.verify.differences import (
     locate,
     measure,
 )
-from rankless.verify.recordings import Recording, to_array
+from rankless.verify.recordings import Recording, take_beginning, to_array
 from rankless.verify.tolerance import ALL_ROUNDING_ERRORS, ROUNDING_BOUND, NoiseFloor
 
 
@@ -113,7 +113,8 @@ def compare_with_reference(
 ) -> Comparison:
     """Return the comparison extended by differences of the script, on one and several workers, from the reference."""
     tolerance = None if comparison.tolerance is None else comparison.tolerance.tolerance
-    noise_floor = NoiseFloor([measure(one, repetition)[0] for repetition in noise], tolerance=tolerance)
+    repeated = [measure(take_beginning(one, repetition), repetition)[0] for repetition in noise]
+    noise_floor = NoiseFloor(repeated, tolerance=tolerance)
     findings: list[Divergence] = []
     found: list[Difference] = []
     for recording, run_name in [(one, "1 worker"), *((recording, f"rank {recording.rank}") for recording in many)]:

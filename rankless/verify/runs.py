@@ -81,9 +81,10 @@ class VerifyRuns:
     against: str | None = None
     """A plain reference script that takes the same arguments, or None."""
 
-    def run_one(self) -> Recording:
-        """Run on one worker. Raises `RunFailed`, as all runs do."""
-        return self._record("one", workers=1)[0]
+    def run_one(self, limit: int | None = None) -> Recording:
+        """Run on one worker, for at most `limit` steps. Raises `RunFailed`, as all runs do."""
+        limits = [steps for steps in (limit, self.steps) if steps is not None]
+        return replace(self, steps=min(limits, default=None))._record("one", workers=1)[0]
 
     def run_many(self, workers: int) -> list[Recording]:
         """Run on several workers, and return every rank's recording."""

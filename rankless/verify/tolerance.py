@@ -18,6 +18,11 @@ An integer result must be equal with two exceptions. If the noise run's result d
 the relative noise of float results and parameters so far, times ten, makes a flip likelier than one in ten among the
 counted units, the limit is the likely number of flips: at least one, and at most 2 % of the counted units.
 
+The noise run may end before the other runs. From there on the noise counts as what it was at its end, and the rule for
+parameters whose gradients are all rounding does not hold. Each limit is then at most what a whole noise run would make
+it, so a comparison that passes would have passed. One that does not pass says nothing: `decision` makes the noise run
+whole.
+
 Ranks of one run must agree within the rounding bound alone, because they hold copies, and copies do not diverge.
 
 If rounding flips a max-pool, a ReLU or an argmax, a step jumps, and the noise run need not jump at the same step. No
@@ -73,6 +78,10 @@ class NoiseFloor:
         self.tolerance = tolerance
         self._noise: dict[tuple[str, str, int], float] = {}
         self._relative: dict[int, float] = {}
+        self._end = 0
+        """The last position of a noise run. From there on the next two count."""
+        self._last_noise: dict[tuple[str, str], float] = {}
+        self._last_relative = 0.0
         self._last: dict[str, float] = {}
         self._paths: dict[str, float] = {}
         self._all_rounding: dict[str, int] = {}
@@ -98,10 +107,15 @@ class NoiseFloor:
             if is_rounding_gradient(item):
                 name = item.tensor.removeprefix("gradient of ")
                 self._all_rounding[name] = min(self._all_rounding.get(name, position), position)
+            self._end = max(self._end, position)
+        for name_of_kind, size in running.items():
+            self._last_noise[name_of_kind] = max(self._last_noise.get(name_of_kind, 0.0), size)
+        self._last_relative = max(self._last_relative, relative_size)
 
     def noise(self, item: Difference) -> float:
         """Return the noise in this tensor so far."""
-        noise = self._noise.get((item.kind, item.tensor, item.location.position), 0.0)
+        tensor = (item.kind, item.tensor)
+        noise = self._noise.get((*tensor, item.location.position), self._last_noise.get(tensor, 0.0))
         if item.kind == "final":
             # A single number may by chance end where it would have without noise, so use its history too.
             noise = max(noise, self._last.get(item.tensor, 0.0) / math.sqrt(max(1, item.count)))
@@ -112,7 +126,8 @@ class NoiseFloor:
         limit = self.limit_of_noise(item)
         path = self._paths.get(item.tensor, 0.0)
         moved_by_rounding = self._last.get(item.tensor, 0.0) >= MOVED_BY_ROUNDING * path
-        if item.kind in ("parameter", "final") and self.is_all_rounding(item) and moved_by_rounding:
+        is_measured = item.location.position <= self._end
+        if item.kind in ("parameter", "final") and is_measured and self.is_all_rounding(item) and moved_by_rounding:
             limit = max(limit, 2 * path)
         return limit
 
@@ -122,7 +137,7 @@ class NoiseFloor:
             return max(self.tolerance * item.scale, compute_rounding_errors(item))
         limit = max(get_noise_factor(item) * self.noise(item), compute_rounding_limit(item))
         if item.is_integer_result:
-            flips = NOISE_FACTOR * self._relative.get(item.location.position, 0.0) * item.count
+            flips = NOISE_FACTOR * self._relative.get(item.location.position, self._last_relative) * item.count
             if flips >= LIKELY_FLIP:
                 limit = max(limit, math.ceil(min(flips, MOST_FLIPS * item.count)))
         return limit

@@ -54,6 +54,8 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     decided_in: str = ""
     """The precision of the compared runs, as "float64"."""
     steps: int = 0
+    noise_steps: int = 0
+    """From how many of these steps the noise floor is."""
     calls: int = 0
     largest_loss_difference: float | None = None
     largest_parameter_difference: float | None = None
@@ -127,6 +129,7 @@ def make_figures(comparison: Comparison) -> Figures:
     return Figures(
         decided_in=comparison.precision,
         steps=comparison.steps,
+        noise_steps=comparison.noise_steps,
         calls=comparison.calls,
         largest_loss_difference=comparison.largest_loss_difference,
         largest_parameter_difference=comparison.largest_parameter_difference,
@@ -163,10 +166,13 @@ def render_details(decision: Decision, *, verbose: bool) -> Iterator[str]:
         yield f"next: {decision.next_step}"
     comparison, own = decision.comparison, decision.own_comparison
     if verbose and own is not None:
-        yield f"\nin {own.precision}:\n{render_table(own.rows)}"
+        stop = f", the first {_count(own.steps, 'step')}" if own.stopped else ""
+        yield f"\nin {own.precision}{stop}:\n{render_table(own.rows)}"
     if comparison is not None:
         title = f"\nin {comparison.precision}:\n" if own is not None else "\n"
         yield f"{title}{render_table(comparison.rows)}"
+        if comparison.noise_steps < comparison.steps:
+            yield f"noise floor: from the first {comparison.noise_steps} of {comparison.steps} steps"
     if comparison is not None and comparison.tolerance is not None:
         yield render_tolerance(_make_tolerance(comparison.tolerance))
     if comparison is not None and verbose:

@@ -11,9 +11,11 @@ from rankless.jobs.perturbation import perturb_gradients, perturbed_parameters
 from rankless.records.recorded_calls import JobCalled
 from rankless.verify.comparison import compare
 from rankless.verify.decision import describe_doubt
+from rankless.verify.differences import measure
 from rankless.verify.recording.run_recorder import RunRecorder
-from rankless.verify.recordings import read_recordings
+from rankless.verify.recordings import read_recordings, take_beginning
 from rankless.verify.tables import render_table
+from rankless.verify.tolerance import NoiseFloor
 
 ROWS, STEPS = 12, 6
 
@@ -29,7 +31,7 @@ class Model(nn.Module):
         self.register_buffer("steps", torch.tensor(0))
 
 
-def train(folder, workers, *, fault="", noise_seed=None, dtype=torch.float32, adaptive=False):
+def train(folder, workers, *, fault="", noise_seed=None, dtype=torch.float32, adaptive=False, stop=STEPS):
     """Train on ranks simulated in one process: shards, reduced by hand, recorded by each rank."""
     torch.manual_seed(0)
     origin = Model(dtype)
@@ -42,7 +44,7 @@ def train(folder, workers, *, fault="", noise_seed=None, dtype=torch.float32, ad
     noise = None if noise_seed is None else torch.Generator().manual_seed(noise_seed)
     for recorder, model in zip(recorders, models, strict=True):
         recorder.register("model", model)
-    for step in range(1, STEPS + 1 + (fault == "extra step")):
+    for step in range(1, stop + 1 + (fault == "extra step")):
         batch = data[step + (fault == "skipped batch" and step >= 3)]
         if noise is None:
             losses = whole_step(models, batch, step, fault)
@@ -65,7 +67,7 @@ def train(folder, workers, *, fault="", noise_seed=None, dtype=torch.float32, ad
     for rank, recorder in enumerate(recorders):
         if fault == "changed at the end" and rank == 1:
             models[rank].second.bias.data += 1e-3
-        recorder.finish()
+        recorder.finish(stopped=stop < STEPS)
     return read_recordings(str(folder), workers)
 
 
@@ -310,3 +312,32 @@ def test_a_tolerance_below_the_noise_is_unmet_even_if_losses_repeat(tmp_path):
     assert tight.tolerance.unmet is not None
     assert not loose.findings
     assert loose.tolerance.unmet is None
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+@pytest.mark.parametrize("stop", [1, 3, 5])
+def test_a_shorter_noise_run_allows_nothing_that_a_whole_one_forbids(tmp_path, stop, adaptive):
+    one = train(tmp_path / "one", 1, adaptive=adaptive)[0]
+    whole = train(tmp_path / "whole", 1, noise_seed=5, adaptive=adaptive)[0]
+    shorter = train(tmp_path / "shorter", 1, noise_seed=5, adaptive=adaptive, stop=stop)[0]
+    floors = [NoiseFloor([measure(take_beginning(one, noise), noise)[0]]) for noise in (shorter, whole)]
+    differences, _ = measure(one, train(tmp_path / "many", 2, adaptive=adaptive)[0])
+    assert {item.kind for item in differences} == {"result", "gradient", "parameter", "final"}
+    for item in differences:
+        assert floors[0].limit(item) <= floors[1].limit(item), item
+
+
+@pytest.mark.parametrize(
+    "fault", ["wrong hits", "ranks disagreeing", "changed at the end", "skipped batch", "wrong count"]
+)
+def test_a_fault_after_the_end_of_the_noise_run_is_found(tmp_path, fault):
+    one = train(tmp_path / "one", 1, dtype=torch.float64)[0]
+    noise = train(tmp_path / "noise", 1, noise_seed=5, dtype=torch.float64, stop=2)
+    right = compare(one, train(tmp_path / "right", 3, dtype=torch.float64), noise)
+    assert report_on(right, workers=2).verdict == "same"
+    assert (right.noise_steps, right.steps) == (2, STEPS)
+    assert right.parameter_noise > 0
+    found = compare(one, train(tmp_path / "wrong", 3, fault=fault, dtype=torch.float64), noise)
+    report = report_on(found, workers=2)
+    assert report.verdict == "different"
+    assert report.first_difference.step > 2

@@ -102,13 +102,22 @@ def test_sketches_estimate_the_distance_of_tensors(tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_gradients_are_perturbed_by_the_seed_in_their_last_bits(dtype):
     original = torch.linspace(-1, 1, 101).to(dtype)
+    original[50] = 0
     changed, again = original.clone(), original.clone()
     perturb_gradients([changed], torch.Generator().manual_seed(1))
     perturb_gradients([again], torch.Generator().manual_seed(1))
     assert torch.equal(changed, again)
     assert not torch.equal(changed, original)
     assert (changed - original).abs().max() <= 2 * torch.finfo(dtype).eps
+    assert changed[50] == 0
     perturb_gradients([torch.tensor([1, 2]), torch.empty(0)], torch.Generator())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e5m2, torch.complex64])
+def test_a_sketch_is_that_of_the_same_numbers_in_float64(dtype, tmp_path):
+    numbers = (torch.arange(37.0) - 20).to(dtype)
+    wide = numbers.to(torch.complex128) if dtype.is_complex else numbers.double()
+    assert sketch_of(numbers, tmp_path / "a") == sketch_of(wide, tmp_path / "b")
 
 
 def test_sparse_gradients_are_perturbed_and_recorded_like_dense_ones(tmp_path):

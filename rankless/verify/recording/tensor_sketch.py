@@ -20,17 +20,22 @@ class Sketcher:
     """Computes summaries; draws the signs of each size once."""
 
     def __init__(self) -> None:
-        self._signs: dict[int, Tensor] = {}
+        self._signs: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
 
     def sketch(self, tensor: Tensor) -> TensorSummary:
         """Return the norm and the sketch of a tensor."""
-        flat = widen(tensor).reshape(-1).double()
-        signs = self._signs.get(flat.numel())
-        if signs is None or signs.device != flat.device:
-            signs = self._signs[flat.numel()] = draw_signs(flat.numel()).to(flat.device)
-        padded = torch.nn.functional.pad(flat * signs, (0, -flat.numel() % BUCKETS))
-        sums = padded.reshape(-1, BUCKETS).sum(dim=0)
-        return TensorSummary(float(flat.norm()), tuple(sums.tolist()))
+        flat = gather_dense(tensor).reshape(-1)
+        if not flat.is_floating_point() or flat.dtype.itemsize == 1:
+            flat = flat.double()  # no product with a sign is defined in 8 bits
+        key = (flat.numel(), flat.dtype, flat.device)
+        if key not in self._signs:
+            self._signs[key] = draw_signs(flat.numel()).to(flat.device, flat.dtype)
+        # A product with a sign is exact in every dtype, and ten times as fast in the tensor's own as in a mixture.
+        signed = (flat * self._signs[key]).double()
+        rest = signed.numel() % BUCKETS
+        sums = signed[: signed.numel() - rest].view(-1, BUCKETS).sum(dim=0)
+        sums[:rest] += signed[signed.numel() - rest :]
+        return TensorSummary(float(signed.norm()), tuple(sums.tolist()))
 
 
 def widen(tensor: Tensor) -> Tensor:
@@ -38,6 +43,12 @@ def widen(tensor: Tensor) -> Tensor:
 
     Those of a tensor that PyTorch distributes, as `fully_shard` does, are gathered: all ranks call this.
     """
+    plain = gather_dense(tensor)
+    return plain.to(torch.float64 if plain.is_floating_point() else torch.int64).contiguous()
+
+
+def gather_dense(tensor: Tensor) -> Tensor:
+    """Return a tensor's numbers, those of a distributed one whole, of a sparse one dense, and of a complex one real."""
     plain = tensor.detach()
     if isinstance(plain, DTensor):
         plain = plain.full_tensor()
@@ -45,7 +56,7 @@ def widen(tensor: Tensor) -> Tensor:
         plain = plain.to_dense()
     if plain.is_complex():
         plain = torch.view_as_real(plain.resolve_conj())
-    return plain.to(torch.float64 if plain.is_floating_point() else torch.int64).contiguous()
+    return plain
 
 
 def draw_signs(count: int) -> Tensor:
