@@ -290,8 +290,9 @@ def fail_on_one_worker(mesh):
             train(torch.where(rows == 7, 99, rows))
         except Exception as error:
             errors.append(type(error).__name__)
-            if mesh.rank == 1:
-                group.abort()
+        dist.barrier(group=mesh.group)  # both have left the call, and the group is open again
+        if mesh.rank == 1:
+            group.abort()
     dist.barrier(group=mesh.group)
     close_shared_memory_group(group)
     return errors
