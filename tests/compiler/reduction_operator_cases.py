@@ -12,6 +12,7 @@ REDUCTIONS = {
     "mean": Case(lambda x: x.mean().square()),
     "mean over dims": Case(lambda x: x.mean(0, keepdim=True).square().sum() + x.mean((0, 1)).square() + x.mean(1)),
     "mean of a partial sum": Case(lambda x: x.sum(0).mean().square()),
+    "trace of a partial sum": Case(lambda x: x.sum(0).trace().square(), (4, 4)),
     "max and min": Case(lambda x: x.max() * x.min()),
     "amax and amin": Case(lambda x: x.amax(0).square() + x.amin(0) + x.amax(1).sum()),
     "tril and triu": Case(lambda x: x.tril(1).square() + x.triu(-1), (4, 4)),

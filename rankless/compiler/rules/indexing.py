@@ -15,7 +15,6 @@ from rankless.compiler.rules.selected_rows import (
     list_row_parts,
     lower_own_rows,
     masked_scatter_strategies,
-    masked_select_strategies,
     nonzero_strategies,
     select_strategies,
 )
@@ -321,7 +320,6 @@ RULES: dict[Any, ShardingRule] = {
     aten.scatter_add.default: scatter_add_strategies,
     aten.index_select.default: index_select_strategies,
     aten.nonzero.default: nonzero_strategies,
-    aten.masked_select.default: masked_select_strategies,
     aten.masked_scatter.default: masked_scatter_strategies,
     aten.index.Tensor: index_strategies,
     aten.index_put.default: index_put_strategies,

@@ -228,14 +228,6 @@ def lower_equal_rows(
     return builder.call(call.operator, *local, **kwargs)
 
 
-def masked_select_strategies(call: OperatorCall) -> Iterator[Strategy]:
-    """Yield strategies of taking the elements that a mask of the same shape selects."""
-    source, mask = call.inputs
-    if logical_shape(source) == logical_shape(mask) and has_counted_size(call):
-        for part in list_mask_parts(call, mask, 0):
-            yield Strategy((part, part), (divide_rows(call, mask, part, 0),))
-
-
 def masked_scatter_strategies(call: OperatorCall) -> Iterator[Strategy]:
     """Yield strategies of writing one element after the other where a mask of the same shape selects."""
     target, mask, source = call.inputs
