@@ -49,7 +49,7 @@ class RequestSampler(Sampler[Any]):
 
     `current` is the pass of the next iteration. `in_batches` is False if the sampler yields single keys, each for a
     whole batch that the data set returns. With a probed decision, or with `keeps_whole`, `pending` holds the requests
-    whose batches have not come back yet.
+    whose batches have not come back yet. With `compares_ranks` all ranks read a sample of the loader's first batch.
     """
 
     def __init__(
@@ -61,8 +61,10 @@ class RequestSampler(Sampler[Any]):
         in_batches: bool,
         generators: Mapping[str, Generator],
         keeps_whole: bool = False,
+        compares_ranks: bool = False,
     ) -> None:
         self._sampler = sampler
+        self._compares_ranks = compares_ranks
         self.keeps_whole = keeps_whole
         self._batch_division = BatchDivision.of(mesh)
         self._decision = decision
@@ -120,8 +122,12 @@ class RequestSampler(Sampler[Any]):
                 return
             if before is not None:
                 current.interleaved_draws |= find_changed_generators(before, get_process_states())
-            yield self._make_request(key, current.seed, is_first=first and current.number == 0)
+            request = self._make_request(key, current.seed)
+            if first and current.number == 0 and self._compares_ranks:
+                index = next(iter(key), None) if self._in_batches else key
+                request = replace(request, common=(index, derive_sample_seed(current.seed or 0, index)))
             first = False
+            yield request
 
     def _skip_to_position(self, keys: Iterator[Any], current: Pass, first: GeneratorSnapshot) -> Iterator[BatchRequest]:
         """Skip the batches that the interrupted pass yielded, and yield requests for those it had only started."""
@@ -132,7 +138,7 @@ class RequestSampler(Sampler[Any]):
         require_same_batches(current, [request.digest for request in skipped[: current.position]])
         yield from skipped[current.position :]
 
-    def _make_request(self, key: Any, seed: int | None, *, is_first: bool = False) -> BatchRequest:
+    def _make_request(self, key: Any, seed: int | None) -> BatchRequest:
         batch_division = self._batch_division
         if not self._in_batches:
             return BatchRequest(indices=[key], rows=None, is_split=False, digest=_digest_indices([key], seed))
@@ -152,7 +158,6 @@ class RequestSampler(Sampler[Any]):
         whole = None
         if is_split and self.keeps_whole:
             whole = WholeBatch(indices=indices, sample_seeds=_derive_seeds(seed, indices))
-        common = (indices[0], derive_sample_seed(seed or 0, indices[0])) if is_split and is_first else None
         if is_split:
             lengths, own = batch_division.split(rows), batch_division.own_part
             start = sum(lengths[:own])
@@ -165,7 +170,6 @@ class RequestSampler(Sampler[Any]):
             sample_seeds=_derive_seeds(seed, indices),
             division=division,
             whole=whole,
-            common=common,
         )
 
 
@@ -177,7 +181,7 @@ def make_whole_again(request: BatchRequest) -> BatchRequest:
     """Return the request for all samples of a batch that was divided."""
     assert request.whole is not None
     indices, seeds = request.whole.indices, request.whole.sample_seeds
-    return replace(request, indices=indices, sample_seeds=seeds, is_split=False, division=None, whole=None)
+    return replace(request, indices=indices, sample_seeds=seeds, is_split=False, division=None, whole=None, common=None)
 
 
 def _make_whole(request: BatchRequest) -> BatchRequest:
@@ -186,7 +190,7 @@ def _make_whole(request: BatchRequest) -> BatchRequest:
     if division is None:
         return request
     indices, seeds = division.indices, division.sample_seeds
-    return replace(request, indices=indices, sample_seeds=seeds, is_split=False, division=None)
+    return replace(request, indices=indices, sample_seeds=seeds, is_split=False, division=None, common=None)
 
 
 def _digest_indices(indices: list[Any], seed: int | None) -> bytes:

@@ -144,6 +144,7 @@ class BatchSource:
                 in_batches=order.collates_batches,
                 generators=order.generators,
                 keeps_whole=self._keeps_whole,
+                compares_ranks=mesh.size > 1 and options.reading != "first",
             )
             if self._is_shared and is_heterogeneous(mesh):
                 return self._make_request_loader(requests, current), requests

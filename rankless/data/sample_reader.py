@@ -148,21 +148,20 @@ class SampleReader(Dataset[Any]):
 
     def __getitem__(self, request: BatchRequest) -> SamplesRead | ReadFailure:
         """Return all samples of a request, or the failure."""
+        read = self._read_samples(request)
+        return replace(read, common=self._digest_common(request)) if isinstance(read, SamplesRead) else read
+
+    def _read_samples(self, request: BatchRequest) -> SamplesRead | ReadFailure:
         if self.as_columns:
             rows = torch.tensor(request.indices, dtype=torch.int64, device="cpu")
             columns = [tensor.index_select(0, rows) for tensor in self.dataset.tensors]
-            return SamplesRead(request=request, columns=columns, common=self._digest_common(request))
+            return SamplesRead(request=request, columns=columns)
         current_index: list[Any] = []
         try:
             if self.as_batches:
                 return SamplesRead(request=request, batch=self._read_one(request.indices[0], current_index))
             samples = self._read(request, current_index)
-            return SamplesRead(
-                request=request,
-                samples=samples,
-                read_others=partial(self._read_others, request),
-                common=self._digest_common(request),
-            )
+            return SamplesRead(request=request, samples=samples, read_others=partial(self._read_others, request))
         except Exception as error:  # user code may raise anything; add the sample's name
             named = (
                 f"index {current_index[0]!r}" if current_index else f"one of the indices {list(request.indices)[:8]}"

@@ -142,9 +142,17 @@ x, y = torch.randn(16, 3), torch.randn(16, 1)
 def train(x, y):
     return (model(x) - y).square().mean()
 
+def collate(samples):
+    return torch.utils.data.default_collate(samples)
+
 if os.environ["FORM"] == "loader":
     share = Subset(TensorDataset(x, y), range(rank, 16, 2))
-    for batch in rankless.loader(share, batch_size=4, shuffle=True):
+    for options in ({"shuffle": True}, {"collate_fn": collate}, {"reading": "replicated"}, {"batch_size": None}):
+        try:
+            list(rankless.loader(share, **{"batch_size": 4, **options}))
+        except rankless.DataError:
+            print("refused", *options, flush=True)
+    for batch in rankless.loader(share, batch_size=4):
         train(*batch)
 elif os.environ["FORM"] == "files":
     files = [[number] for number in range(8)][:: 1 - 2 * rank]  # in another order, as of os.listdir
@@ -170,3 +178,4 @@ def test_what_differs_by_rank_is_refused_with_its_name(tmp_path, form, fix):
     run = run_script(SHARES, "-n", "2", folder=tmp_path, FORM=form)
     assert run.returncode == 1
     assert fix in run.stderr
+    assert run.stdout.count("refused") == (8 if form == "loader" else 0), run.stdout

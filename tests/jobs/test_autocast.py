@@ -157,3 +157,24 @@ def test_autocast_around_a_whole_loop_trains(workers):
         assert losses[0] == losses[1]
         assert losses[2] == losses[3] < losses[0]
         assert losses[4] == losses[5] < losses[2]
+
+
+RECURRENT = {
+    "LSTM": lambda: nn.LSTM(3, 4, num_layers=2, bidirectional=True),
+    "LSTM with projections": lambda: nn.LSTM(3, 4, proj_size=2),
+    "GRU": lambda: nn.GRU(3, 4, batch_first=True),
+    "RNN": lambda: nn.RNN(3, 4),
+}
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_a_recurrent_layer_computes_in_the_precision_of_a_plain_run(name):
+    torch.manual_seed(0)
+    layer, x = RECURRENT[name](), torch.randn(5, 4, 3)
+    world = World(mesh=Mesh.solo(), notify=lambda _: None, send_record=lambda _: None)
+    job = make_job(lambda x: layer(x)[0], model=layer, optimizer=None, view="consistent", world=lambda: world)
+    with autocast():
+        plain = layer(x)[0].detach()
+        found = ConsistentView(job.definition, world).run(flatten_arguments((x,), {}, x.device)).result
+    assert found.dtype == plain.dtype
+    assert torch.equal(found, plain)

@@ -54,6 +54,14 @@ def test_there_is_no_verdict_while_nothing_has_failed() -> None:
     assert attribute_failure([started, left(0, 0), leaving(1), exited(0, 0), left(1, 0), exited(1, 0)]) is None
 
 
+def test_a_rank_that_reports_its_own_exception_is_no_victim() -> None:
+    text = "RanksDiverged: found: rank 1 raised MemoryError: no room"
+    assert is_secondary_failure(raised(0, text))
+    assert not is_secondary_failure(raised(1, text))
+    assert is_secondary_failure(raised(1, f"{text}; rank 0 aborted the group"))
+    assert verdict_on(raised(0, text), raised(1, text)).root_cause_rank == 1
+
+
 def test_the_first_rank_that_raises_is_the_root_cause() -> None:
     verdict = verdict_on(raised(2), raised(1), left(2, 1), exited(2, 1))
     assert (verdict.root_cause_rank, verdict.exit_code, verdict.cause) == (2, 1, "raised")

@@ -121,7 +121,8 @@ class LogicalProgram:
                 if "generator" in node.meta:
                     description += f" from generator {self.generators.index(node.meta['generator'])} of the script"
                 if "start" in node.meta:
-                    description += f" with seed {node.meta['start'].seed}"
+                    seed = node.meta["start"].seed
+                    description += ", forked" if seed is None else f" with seed {seed}"
             lines.append((f"{node.name} = {description} : {format_value(node)}", node.meta.get("line", "")))
         lines += [(f"recompute {self.recompute}", "")] * bool(self.recompute)
         lines += [("sequence parallel", "")] * self.sequence_parallel

@@ -138,10 +138,11 @@ def attribute_failure(records: Sequence[AnyRecord], host_of: Callable[[int], int
 
 
 def is_secondary_failure(record: Raised | GroupTeardown) -> bool:
-    """Whether an exception, or one of its causes, is a lost connection."""
+    """Whether an exception, or one of its causes, is a lost connection, or tells of what another rank did."""
     if record.error_type == LostWorkerError.__name__:
         return True
-    return _LOST_CONNECTION.search(record.traceback + record.message) is not None or has_lost_server(record)
+    found = _LOST_CONNECTION.finditer(record.traceback + record.message)
+    return any(not each[0].startswith(f"rank {record.rank} ") for each in found) or has_lost_server(record)
 
 
 def has_lost_server(record: Raised | GroupTeardown) -> bool:
