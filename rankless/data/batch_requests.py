@@ -39,9 +39,11 @@ class ReadingDecision:
     batches. See Note [probed collation].
     """
 
-    def __init__(self, *, is_split: bool | None, is_probed: bool) -> None:
+    def __init__(self, *, is_split: bool | None, is_probed: bool, compares_ranks: bool = False) -> None:
         self.is_split = is_split
         self.is_probed = is_probed
+        self.compares_ranks = compares_ranks
+        """Whether all ranks read a sample of the loader's first batch, to compare their data sets."""
 
 
 class RequestSampler(Sampler[Any]):
@@ -49,7 +51,7 @@ class RequestSampler(Sampler[Any]):
 
     `current` is the pass of the next iteration. `in_batches` is False if the sampler yields single keys, each for a
     whole batch that the data set returns. With a probed decision, or with `keeps_whole`, `pending` holds the requests
-    whose batches have not come back yet. With `compares_ranks` all ranks read a sample of the loader's first batch.
+    whose batches have not come back yet.
     """
 
     def __init__(
@@ -61,10 +63,8 @@ class RequestSampler(Sampler[Any]):
         in_batches: bool,
         generators: Mapping[str, Generator],
         keeps_whole: bool = False,
-        compares_ranks: bool = False,
     ) -> None:
         self._sampler = sampler
-        self._compares_ranks = compares_ranks
         self.keeps_whole = keeps_whole
         self._batch_division = BatchDivision.of(mesh)
         self._decision = decision
@@ -123,7 +123,7 @@ class RequestSampler(Sampler[Any]):
             if before is not None:
                 current.interleaved_draws |= find_changed_generators(before, get_process_states())
             request = self._make_request(key, current.seed)
-            if first and current.number == 0 and self._compares_ranks:
+            if first and current.number == 0 and self._decision.compares_ranks:
                 index = next(iter(key), None) if self._in_batches else key
                 request = replace(request, common=(index, derive_sample_seed(current.seed or 0, index)))
             first = False

@@ -125,7 +125,11 @@ class BatchSource:
         is_split = division.count > 1 and options.is_split and not (order.is_stream and self._keeps_whole)
         if self._decision is None:
             is_probed = is_split and options.is_probed and order.collates_batches
-            self._decision = ReadingDecision(is_split=None if is_probed else is_split, is_probed=is_probed)
+            self._decision = ReadingDecision(
+                is_split=None if is_probed else is_split,
+                is_probed=is_probed,
+                compares_ranks=mesh.size > 1 and options.reading != "first",
+            )
         requests: RequestSampler | None = None
         reader: StreamReader | SampleReader
         if order.is_stream:
@@ -144,7 +148,6 @@ class BatchSource:
                 in_batches=order.collates_batches,
                 generators=order.generators,
                 keeps_whole=self._keeps_whole,
-                compares_ranks=mesh.size > 1 and options.reading != "first",
             )
             if self._is_shared and is_heterogeneous(mesh):
                 return self._make_request_loader(requests, current), requests

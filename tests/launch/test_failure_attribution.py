@@ -54,7 +54,7 @@ def test_there_is_no_verdict_while_nothing_has_failed() -> None:
     assert attribute_failure([started, left(0, 0), leaving(1), exited(0, 0), left(1, 0), exited(1, 0)]) is None
 
 
-def test_a_rank_that_reports_its_own_exception_is_no_victim() -> None:
+def test_a_rank_that_reports_its_own_exception_is_a_root_cause() -> None:
     text = "RanksDiverged: found: rank 1 raised MemoryError: no room"
     assert is_secondary_failure(raised(0, text))
     assert not is_secondary_failure(raised(1, text))
