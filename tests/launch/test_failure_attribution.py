@@ -59,6 +59,7 @@ def test_a_rank_that_reports_its_own_exception_is_a_root_cause() -> None:
     assert is_secondary_failure(raised(0, text))
     assert not is_secondary_failure(raised(1, text))
     assert is_secondary_failure(raised(1, f"{text}; rank 0 aborted the group"))
+    assert is_secondary_failure(raised(2, "CollectiveError: found: rank 2 aborted the group"))
     assert verdict_on(raised(0, text), raised(1, text)).root_cause_rank == 1
 
 

@@ -81,7 +81,8 @@ def test_two_runs_at_once_do_not_share_addresses(hosts: Hosts, tmp_path: Path):
     assert run(hosts, tmp_path / "second", "pass", servers=[f"--servers={A},{B} --port=9955"] * 2).codes == [0, 0]
     for job in waits:
         job.send_signal(signal.SIGTERM)
-    assert finish(waits, tmp_path).codes == [143, 143]
+    ended = finish(waits, tmp_path)
+    assert ended.codes == [143, 143], ended.errors
 
 
 @pytest.mark.exhaustive

@@ -199,7 +199,7 @@ def test_servers_and_workers_end_on_a_host_that_has_lost_the_first(how: str, hos
 
 def test_a_stopped_server_of_another_host_is_named(hosts: Hosts, tmp_path: Path):
     script = "import torch, torch.distributed as dist\ndist.init_process_group('gloo')\n" + WAITING
-    jobs = start(hosts, tmp_path, script)
+    jobs = start(hosts, tmp_path, script, servers=(f"--servers={A},{B} --hang-timeout=4",) * 2)
     wait_for_processes(jobs, tmp_path)
     server = read_process_ids(tmp_path)["server1"]
     os.kill(server, signal.SIGSTOP)

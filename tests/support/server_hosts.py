@@ -12,7 +12,7 @@ from support.jobs import is_alive, read_process_ids, wait_until
 from support.servers import SERVE, install_server
 
 A, B = "10.77.0.1", "10.77.0.2"
-RUN_BY_HAND = (sys.executable, "-m", "rankless", "run", "--no-warm", "--no-ssh", "--insecure", "--hang-timeout", "4")
+RUN_BY_HAND = (sys.executable, "-m", "rankless", "run", "--no-warm", "--no-ssh", "--insecure", "--hang-timeout", "60")
 
 
 class Ended(NamedTuple):

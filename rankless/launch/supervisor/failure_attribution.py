@@ -138,11 +138,16 @@ def attribute_failure(records: Sequence[AnyRecord], host_of: Callable[[int], int
 
 
 def is_secondary_failure(record: Raised | GroupTeardown) -> bool:
-    """Whether an exception, or one of its causes, is a lost connection, or tells of what another rank did."""
+    """Whether an exception, or one of its causes, is a lost connection, or tells what another rank did.
+
+    That the rank itself has raised is no lost connection. That it has ended its own group is one: it does so because
+    a peer is lost.
+    """
     if record.error_type == LostWorkerError.__name__:
         return True
-    found = _LOST_CONNECTION.finditer(record.traceback + record.message)
-    return any(not each[0].startswith(f"rank {record.rank} ") for each in found) or has_lost_server(record)
+    found = [each[0] for each in _LOST_CONNECTION.finditer(record.traceback + record.message)]
+    own = (f"rank {record.rank} raised", f"rank {record.rank} failed")
+    return any(not each.startswith(own) for each in found) or has_lost_server(record)
 
 
 def has_lost_server(record: Raised | GroupTeardown) -> bool:
