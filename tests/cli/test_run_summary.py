@@ -70,7 +70,7 @@ def test_the_summary_of_a_failure_names_rank_error_and_line(tmp_path: Path) -> N
     assert (summary.failure.rank, summary.failure.error) == (1, "raised ValueError: no data")
     assert summary.failure.line == "script.py:4"
     assert summary.ranks[0].exit_code in (-15, -9)  # SIGKILL if it has not ended a second after SIGTERM
-    assert summary.ranks[1].exit_code == 1
+    assert summary.ranks[1].exit_code in (1, -15)  # the same if it takes longer than a second to end
 
 
 def test_the_log_folder_has_the_summary_from_the_start_and_a_variable_names_the_folder(tmp_path: Path) -> None:

@@ -133,8 +133,18 @@ def check_layout(node: fx.Node, value: Tensor) -> None:
     if found == sorted(found, reverse=True):
         return
     producers = f"{logical.target} {[item.target for item in logical.all_input_nodes]}"
-    logical.meta["own layout"] = any(name in producers for name in OWN_LAYOUT) or follows_own_layout(logical)
+    has_own = any(name in producers for name in OWN_LAYOUT) or lacks_copy(logical) or follows_own_layout(logical)
+    logical.meta["own layout"] = has_own
     assert logical.meta["own layout"], f"{logical.target}: {value.stride()}, traced {shape}, {strides}"
+
+
+def lacks_copy(logical: fx.Node) -> bool:
+    """Return whether a reshaped value is a view of its input, because the copy that the script made is dropped."""
+    if logical.target not in (torch.ops.aten.view.default, torch.ops.aten.reshape.default):
+        return False
+    source, value = logical.all_input_nodes[0].meta["val"], logical.meta["val"]
+    laid_out = torch.empty_strided(source.shape, source.strides, device="meta").reshape(value.shape)
+    return laid_out.stride() != tuple(value.strides)
 
 
 def follows_own_layout(logical: fx.Node) -> bool:

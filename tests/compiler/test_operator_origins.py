@@ -1,7 +1,11 @@
 """Every operator of a program has its line and its module, in the forward and in the backward pass."""
 
+import functools
 import re
+import runpy
+from pathlib import Path
 
+import pytest
 import torch
 import torch.nn.functional as F
 from simulated_ranks import run_on_simulated_ranks
@@ -53,6 +57,26 @@ def test_operators_of_both_passes_have_lines_and_modules() -> None:
     }
     assert found[False] >= expected | {"", "model (Model)"}
     assert found[True] >= expected | {""}
+
+
+@pytest.mark.parametrize("job", ["own function", "the package's"])
+def test_operators_of_an_installed_package_have_the_line_of_the_script_that_called_it(job: str, tmp_path: Path) -> None:
+    file = tmp_path / "site-packages" / "zoo.py"
+    file.parent.mkdir()
+    file.write_text("import torch\n\n\ndef loss(model, x):\n    return (model(x) - x).square().mean()\n")
+    zoo = runpy.run_path(str(file))
+    model = nn.Linear(6, 6)
+
+    def own(x: Tensor) -> Tensor:
+        return zoo["loss"](model, x)
+
+    if job == "own function":
+        function, line = own, f"{display_name(__file__)}:{own.__code__.co_firstlineno + 1}"
+    else:
+        function, line = functools.partial(zoo["loss"], model), f"{display_name(str(file))}:5"
+    outcome = run_on_simulated_ranks(function, {"model": model}, [torch.randn(6, 6)], 2)
+    operators = [node for node in outcome.sharded.logical.graph.nodes if node.op == "call_function"]
+    assert {node.meta["line"] for node in operators} - {""} == {line}
 
 
 def test_the_origin_survives_what_pytorch_appends_to_it() -> None:

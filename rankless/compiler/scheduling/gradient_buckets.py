@@ -69,6 +69,9 @@ class GradientOutput:
 class GradientBucket:
     """Gradients that are reduced together. `.grad` of the parameters are views of its memory."""
 
+    has_gradients_in_place = True
+    """Whether an operator may write a gradient where it is reduced."""
+
     def __init__(self, axes: tuple[MeshAxis, ...], memory: FlatMemory, layouts: tuple[GradientLayout, ...]) -> None:
         self.axes = axes
         self.memory = memory
@@ -125,14 +128,28 @@ class ScatteredBucket:
         self._memory = memory
         self._staging = staging
         self._layouts = tuple(make_piece_layout(layout, axis.rank) for layout in pieces.layouts)
+        self._written: Tensor | None = None
+        """The staging memory, if an operator writes its gradient there."""
         self._work: dist.Work | None = None
+
+    @property
+    def has_gradients_in_place(self) -> bool:
+        """Whether an operator may write a gradient where it is summed."""
+        return self._pieces.is_one_memory
 
     def open(self) -> None:
         """Prepare the memory for a call of the program. The call before may have ended early."""
         if self._work is not None:
             await_end(self._work)
             self._work = None
+        self._written = None
         self._memory.renew()
+
+    def gradient_view(self, _index: int) -> Tensor:
+        """Return the memory of the only gradient, for an operator to write into."""
+        (layout,) = self._pieces.layouts
+        self._written = self._take_staging()
+        return layout.view_flat(self._written, layout.shape)
 
     def wait(self) -> None:
         """Wait for the sums, and forget the collective."""
@@ -141,11 +158,15 @@ class ScatteredBucket:
             self._work = None
 
     def start(self, _indices: Sequence[int], gradients: Sequence[Tensor]) -> None:
-        """Copy the gradients together, and start to sum them."""
-        like = self._memory.flat
-        flat = self._staging.take(self._pieces.flat_size, like, self, among=self._axis)
-        self._pieces.join_wholes(gradients, flat)
-        self._work = start_reduce_scatter(like, flat, among=self._axis)
+        """Copy the gradients together unless they were written in place, and start to sum them."""
+        flat, self._written = self._written, None
+        if flat is None:
+            flat = self._take_staging()
+            self._pieces.join_wholes(gradients, flat)
+        self._work = start_reduce_scatter(self._memory.flat, flat, among=self._axis)
+
+    def _take_staging(self) -> Tensor:
+        return self._staging.take(self._pieces.flat_size, self._memory.flat, self, among=self._axis)
 
     def finish(self) -> list[Tensor]:
         """Wait for the sums and return this worker's pieces. Only the sum along one axis overlaps with computation."""
@@ -283,7 +304,7 @@ def add_bucket(
     with graph.inserting_before(next((node for node in graph.nodes if node.op != "placeholder"), output)):
         graph.call_function(bucket.open, ())
     in_place = [
-        isinstance(bucket, GradientBucket) and try_write_in_place(graph, gradient.local, bucket, index)
+        bucket.has_gradients_in_place and try_write_in_place(graph, gradient.local, bucket, index)
         for index, gradient in enumerate(group)
     ]
     copied = [index for index, is_written in enumerate(in_place) if not is_written]
@@ -320,7 +341,7 @@ def find_gradient_layouts(program: LogicalProgram, storage: StateStorage) -> lis
     ]
 
 
-def try_write_in_place(graph: fx.Graph, node: fx.Node, bucket: GradientBucket, index: int) -> bool:
+def try_write_in_place(graph: fx.Graph, node: fx.Node, bucket: GradientBucket | ScatteredBucket, index: int) -> bool:
     """Let a matrix product write its gradient straight into the bucket; return False for any other gradient."""
     if node.target not in OUT_VARIANTS or len(node.users) > 1:
         return False

@@ -19,7 +19,7 @@ from rankless.compiler.tracing.refused_functions import GET_DATA, SET_DATA, Modu
 from rankless.compiler.tracing.replaced_functions import find_replacement
 from rankless.compiler.tracing.script_generators import ScriptGenerators
 from rankless.compiler.tracing.unprofiled_calls import call_untraced, describe_arguments
-from rankless.user_code import is_user_code, user_line
+from rankless.user_code import is_library, is_user_code, user_line
 
 PYTHON_LEVEL_FRAMES = ("__repr__", "__format__", "handle_torch_function")
 """PyTorch frames between the user's code and this mode, for tensor functions written in Python."""
@@ -45,13 +45,20 @@ class TracedFunction:
     """The job's line."""
 
     def find_line(self, frame: FrameType | None) -> str:
-        """Return the innermost line of user code within the function; the job's line if there is none."""
-        innermost = frame
-        while frame is not None and not is_user_code(frame.f_code.co_filename):
-            if frame.f_code is self.caller:
-                return self.line
+        """Return the innermost line of the script within the function.
+
+        Without one it is a line of the installed package that the function calls, and without that the job's line.
+        """
+        in_package = ""
+        while frame is not None and frame.f_code is not self.caller:
+            file = frame.f_code.co_filename
+            if is_user_code(file):
+                line = user_line(frame)
+                if not is_library(file):
+                    return line
+                in_package = in_package or line
             frame = frame.f_back
-        return user_line(innermost)
+        return in_package or self.line
 
 
 def make_changeable(result: Any) -> Any:
