@@ -41,7 +41,7 @@ def test_a_few_cases_of_an_operator_are_right(variant: str):
 @pytest.mark.parametrize("variant", sorted(VARIANTS))
 def test_all_cases_of_an_operator_are_right(variant: str):
     if variant in finished():
-        return  # an interrupted soak of this commit has the counts
+        return  # an interrupted soak with these rules has the counts
     found = score(variant, cases_of(variant))
     if SCOREBOARD in os.environ:
         with open(os.environ[SCOREBOARD], "a", encoding="utf-8") as file:

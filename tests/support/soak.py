@@ -7,7 +7,7 @@ later commit, go on. docs/soak.md is the page of all counts, and says from which
 
 Several files run in parallel, because tests mostly wait for other processes. Long files run in parts, so that an
 interrupted soak loses little. The fault tests, whose times are published, then run alone. Then comes the operator
-database, which has all cores; it goes on after the operators that an interrupted soak of the same commit has finished,
+database, which has all cores; it goes on after the operators that an interrupted soak with the same rules has finished,
 and docs/scoreboard.md gets its counts.
 
 `make soak SOAK=tests/jobs` runs only the files whose paths contain the text.
@@ -49,8 +49,6 @@ LONG = (
 PART_TESTS = 16
 """The tests of a part."""
 ALL_TESTS = ("-m", "exhaustive or not exhaustive")
-PUBLISHED_ROWS = {"FAULTS_JSON": "faults.jsonl", "SCOREBOARD_JSONL": "scoreboard.jsonl"}
-"""The environment variables with the files for rows of tests, and how these files end."""
 PUBLISHED = ("tests/launch/test_faults.py", "tests/launch/test_faults_at_start.py")
 DATABASE = "tests/compiler/test_operator_database.py"
 DATABASE_SECONDS = 12 * 3600.0
@@ -244,7 +242,10 @@ def main() -> None:
     """Run the parts that have not passed at this commit. Exit with 1 if a test has failed."""
     tested, wanted = commit(), "".join(sys.argv[1:])
     STATE.mkdir(exist_ok=True)
-    published = {name: STATE / f"{tested}-{suffix}" for name, suffix in PUBLISHED_ROWS.items()}
+    published = {
+        "FAULTS_JSON": STATE / f"{tested}-faults.jsonl",
+        "SCOREBOARD_JSONL": STATE / f"{scoreboard_page.digest_rules()}-scoreboard.jsonl",
+    }
     files = sorted(str(file.relative_to(ROOT)) for file in (ROOT / "tests").rglob("test_*.py"))
     parts = [part for file in files for part in list_parts(file)]
     known = {part.name for part in parts}
