@@ -92,6 +92,7 @@ def test_modes_reach_the_metrics_of_one_device(tmp_path, mode):
         assert sum(ours) / 8 == pytest.approx(sum(theirs) / 8, rel=0.01)
 
 
+@pytest.mark.exhaustive
 def test_verify_calls_the_example_with_servers_the_same_training(tmp_path):
     options = ("--epochs", "1", "--batch-size", "90", "--ratings", str(write_ratings(tmp_path / "u.data")))
     done = rankless(

@@ -37,7 +37,7 @@ def run(folder, options, *command) -> dict[str, list[float]]:
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample(2)
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize(("optimizer", "options"), CASES)
 def test_a_step_of_several_calls_is_one_plain_step_on_their_rows(tmp_path, optimizer, options):
     command = [str(SCRIPT), "--optimizer", optimizer]

@@ -80,6 +80,7 @@ def test_workers_of_two_kinds_on_hosts_train_as_one_device(name: str, hosts: Hos
 FLEETRUN = ("fleetrun", "--insecure", "--servers=a:6170,b", "--workers=a,b:6175", "--heter_workers=b,c:6190")
 
 
+@pytest.mark.exhaustive
 def test_paddles_line_on_three_hosts_trains_as_one_device_with_its_names(hosts: Hosts, tmp_path: Path):
     script = (str(SCRIPT), "read_loss", "--rows", "20")
     wanted = read_numbers(run_plainly(*script))

@@ -52,7 +52,7 @@ def test_workers_of_two_kinds_train_as_one_device(tmp_path, case, size, rows):
     assert read_numbers(done.stdout) == pytest.approx(wanted, rel=1e-11, abs=1e-11)
 
 
-@pytest.mark.ci_sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("part", range(4))
 @pytest.mark.parametrize(
     ("optimizer", "size"),

@@ -48,6 +48,7 @@ def difference(found, wanted) -> float:
     return 0.0 if found == wanted else abs(found - wanted)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("workers", "servers", "mode"),

@@ -65,7 +65,7 @@ def draw_kills(drawn: random.Random, sizes: tuple[str, str]) -> str:
     return ",".join(kills)
 
 
-@pytest.mark.ci_sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("seed", range(60))
 def test_kills_of_both_kinds_at_random_moments_change_no_number(tmp_path, plain, seed):
     drawn = random.Random(seed)

@@ -161,7 +161,7 @@ def count_undisturbed(mode: Sequence[str], folder: Path) -> list[float]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.ci_sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("how", "name", "mode"),
     [
@@ -198,7 +198,7 @@ WORKERS_AND_SERVERS = ("run", "--servers", "b,d", "--replicas", "1", "--workers"
 """Worker 1, server 1 and the copy of server 0 are on d."""
 
 
-@pytest.mark.ci_sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("how", "step"), [("kill", 6), ("link", 20), ("kill", 33)])
 def test_a_lost_host_may_have_workers_and_servers(how: str, step: int, hosts: Hosts, tmp_path: Path, plain):
     job = start(hosts, tmp_path, WORKERS_AND_SERVERS)

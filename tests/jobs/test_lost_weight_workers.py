@@ -29,7 +29,7 @@ def draw_kills(seed: int) -> str:
     return ",".join(kills)
 
 
-@pytest.mark.ci_sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("seed", range(40))
 def test_kills_at_random_moments_change_no_weight(tmp_path, plain_weights, seed):
     done = run_killed_weights(tmp_path, draw_kills(seed), reads=seed % 3 == 0)

@@ -108,6 +108,7 @@ def test_a_run_that_cannot_go_on_names_the_killed_worker(tmp_path, text):
     )
 
 
+@pytest.mark.exhaustive
 def test_a_worker_is_killed_while_a_server_starts_again(tmp_path, plain):
     done = run_killed(tmp_path, "server:5:0,2:5:0")
     assert "was killed by SIGKILL; started again" in done.stderr

@@ -120,6 +120,7 @@ def test_the_worker_that_saves_rows_alone_reads_them(tmp_path, options, before, 
 SAVES = Path(__file__).parent / "scripts/save_while_servers_die.py"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kills", "seed"), [(6, 1), *(pytest.param(12, seed, marks=pytest.mark.exhaustive) for seed in range(2, 6))]

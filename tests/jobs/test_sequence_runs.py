@@ -160,6 +160,7 @@ def test_the_plan_shows_the_exchanges_of_attention(tmp_path):
     assert len(moves) >= 2 * 4 * 2
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "mesh", "setting"), [("gpt", "data=2,sequence=2", "accumulated")])
 def test_a_model_with_divided_positions_is_the_same_training(tmp_path, model, mesh, setting):

@@ -41,6 +41,7 @@ def test_every_form_of_a_sparse_embedding_trains_as_in_plain_pytorch(tmp_path, o
             assert found[form][part] == pytest.approx(numbers, rel=0, abs=1e-10), f"{form}: {part}"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",

@@ -31,7 +31,7 @@ random.Random(5).shuffle(CASES)  # the sample that always runs has some of each
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("optimizer", "options", "part"), CASES)
 def test_every_form_of_a_lookup_trains_as_a_plain_embedding(tmp_path, optimizer, options, part):
     command = (str(SCRIPT), "--optimizer", optimizer, "--part", str(part), "--parts", str(PARTS))
@@ -160,7 +160,7 @@ for step in range(4):
 """
 
 
-@pytest.mark.ci_sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("options", [("-n", "2"), ("--servers", "2", "--workers", "2")])
 def test_verify_finds_gradients_of_rows_that_one_worker_loses(tmp_path, options):
     (tmp_path / "script.py").write_text(FAULT)
