@@ -197,3 +197,28 @@ def test_what_the_backward_pass_asks_of_a_number_of_rows_is_read_at_the_end_of_t
     assert known == []
     _, known = check(make_loss_job("questions_of_the_backward_pass", (0,) * 11 + (2,)), (2,))
     assert True in known
+
+
+def make_combinations_job():
+    """Return a job whose backward pass makes zeros, as many as a mask selects."""
+    layer = nn.Linear(1, 1).double()
+
+    def train(x):
+        return torch.combinations(layer(x)[:, 0], 2, with_replacement=True).square().sum()
+
+    return train, {"layer": layer}, [torch.randn(4, 1, dtype=torch.float64)]
+
+
+@pytest.mark.ci_sample(4)
+@pytest.mark.parametrize("loss", ["combinations", *[loss for loss in LOSSES if loss != "divide_by_len"]])
+def test_a_program_is_divided_again_among_fewer_workers_and_more(loss):
+    """As after the loss of a worker: what one division knew of its rows means nothing in the next."""
+    function, modules, arguments = make_combinations_job() if loss == "combinations" else make_loss_job(loss)
+    program = capture_job(function, modules, arguments, trains=True)
+    for mesh in ((3,), (2,), (2, 2), (3,)):
+        shardings = [divide_evenly(item.shape, mesh, (0,) * len(mesh)) for item in arguments]
+
+        def run(mesh=mesh, shardings=shardings):
+            return run_program_on_axes(program, arguments, modules, mesh, shardings)
+
+        assert_runs_as_plain(run, function, modules, arguments)

@@ -212,11 +212,14 @@ def equal_rows_strategies(call: OperatorCall) -> Iterator[Strategy]:
     (shape,) = call.output_shapes
     given = logical_shape(call.inputs[0]) if call.inputs else ()
     added = len(shape) - len(given)
+    # The program may have been divided before, among other ranks: only selections of values divided now count.
+    present = [find_selection(placement) for placement in call.placements.values()]
     for dim, size in enumerate(shape):
         is_repeated = dim < added or (isinstance(given[dim - added], int) and given[dim - added] == 1)
         if is_repeated and find_traced_count(size) is not None:
             for selection in get_selections(size).list_divided(size, call.axis):
-                yield Strategy((Replicate(),) * len(call.inputs), (Shard(dim, selection.counts),), lower_equal_rows)
+                if any(selection is item for item in present):
+                    yield Strategy((Replicate(),) * len(call.inputs), (Shard(dim, selection.counts),), lower_equal_rows)
 
 
 def lower_equal_rows(
