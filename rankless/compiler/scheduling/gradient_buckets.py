@@ -69,8 +69,8 @@ class GradientOutput:
 class GradientBucket:
     """Gradients that are reduced together. `.grad` of the parameters are views of its memory."""
 
-    has_gradients_in_place = True
-    """Whether an operator may write a gradient where it is reduced."""
+    is_writable = True
+    """Whether operators may write gradients into its memory."""
 
     def __init__(self, axes: tuple[MeshAxis, ...], memory: FlatMemory, layouts: tuple[GradientLayout, ...]) -> None:
         self.axes = axes
@@ -133,8 +133,8 @@ class ScatteredBucket:
         self._work: dist.Work | None = None
 
     @property
-    def has_gradients_in_place(self) -> bool:
-        """Whether an operator may write a gradient where it is summed."""
+    def is_writable(self) -> bool:
+        """Whether an operator may write the gradient into the memory that is summed."""
         return self._pieces.is_one_memory
 
     def open(self) -> None:
@@ -304,7 +304,7 @@ def add_bucket(
     with graph.inserting_before(next((node for node in graph.nodes if node.op != "placeholder"), output)):
         graph.call_function(bucket.open, ())
     in_place = [
-        bucket.has_gradients_in_place and try_write_in_place(graph, gradient.local, bucket, index)
+        bucket.is_writable and try_write_in_place(graph, gradient.local, bucket, index)
         for index, gradient in enumerate(group)
     ]
     copied = [index for index, is_written in enumerate(in_place) if not is_written]
