@@ -212,7 +212,7 @@ def make_combinations_job():
 @pytest.mark.ci_sample(4)
 @pytest.mark.parametrize("loss", ["combinations", *[loss for loss in LOSSES if loss != "divide_by_len"]])
 def test_a_program_is_divided_again_among_fewer_workers_and_more(loss):
-    """As after the loss of a worker: what one division knew of its rows means nothing in the next."""
+    """What one division knew of its rows means nothing in the next."""
     function, modules, arguments = make_combinations_job() if loss == "combinations" else make_loss_job(loss)
     program = capture_job(function, modules, arguments, trains=True)
     for mesh in ((3,), (2,), (2, 2), (3,)):
