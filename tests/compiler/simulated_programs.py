@@ -108,12 +108,16 @@ def keep(known: dict[fx.Node, Any], node: fx.Node, result: Any) -> None:
 
 
 OWN_LAYOUT = (
+    "convolution_backward",
     "_native_batch_norm_legit",
     "native_batch_norm_backward",
     "_softmax_backward_data",
     "_log_softmax_backward_data",
 )
-"""Operators of PyTorch whose kernels lay out results in another way than a trace says, on one device too."""
+"""Operators of PyTorch whose kernels lay out results in another way than a trace says, on one device too.
+
+That of a convolution's gradients does so if a rank's piece of the weights has one channel.
+"""
 
 
 def check_layout(node: fx.Node, value: Tensor) -> None:
