@@ -104,23 +104,19 @@ def keep(known: dict[fx.Node, Any], node: fx.Node, result: Any) -> None:
     """Keep the result of a node."""
     known[node] = result
     if isinstance(result, Tensor) and "logical" in node.meta:
-        check_layout(node, result)
+        check_layout(node, result, known)
 
 
 OWN_LAYOUT = (
-    "convolution_backward",
     "_native_batch_norm_legit",
     "native_batch_norm_backward",
     "_softmax_backward_data",
     "_log_softmax_backward_data",
 )
-"""Operators of PyTorch whose kernels lay out results in another way than a trace says, on one device too.
-
-That of a convolution's gradients does so if a rank's piece of the weights has one channel.
-"""
+"""Operators of PyTorch whose kernels lay out results in another way than a trace says, on one device too."""
 
 
-def check_layout(node: fx.Node, value: Tensor) -> None:
+def check_layout(node: fx.Node, value: Tensor, known: Mapping[fx.Node, Any]) -> None:
     """Assert that a value that a rank has whole lies in memory as the logical value does.
 
     A piece may lie otherwise, as that of an expanded value does: random operators draw in the logical value's order.
@@ -138,7 +134,7 @@ def check_layout(node: fx.Node, value: Tensor) -> None:
         return
     producers = f"{logical.target} {[item.target for item in logical.all_input_nodes]}"
     has_own = any(name in producers for name in OWN_LAYOUT) or lacks_copy(logical) or follows_own_layout(logical)
-    logical.meta["own layout"] = has_own
+    logical.meta["own layout"] = has_own or is_of_divided_weights(node, known)
     assert logical.meta["own layout"], f"{logical.target}: {value.stride()}, traced {shape}, {strides}"
 
 
@@ -149,6 +145,19 @@ def lacks_copy(logical: fx.Node) -> bool:
     source, value = logical.all_input_nodes[0].meta["val"], logical.meta["val"]
     laid_out = torch.empty_strided(source.shape, source.strides, device="meta").reshape(value.shape)
     return laid_out.stride() != tuple(value.strides)
+
+
+def is_of_divided_weights(node: fx.Node, known: Mapping[fx.Node, Any]) -> bool:
+    """Return whether a value is a gradient of a convolution whose weights this rank has a piece of.
+
+    Their layout decides how the kernel lays out the gradient, and a piece with one channel has that of several.
+    """
+    for source in node.all_input_nodes:
+        if source.target is torch.ops.aten.convolution_backward.default:
+            weights = source.args[2]
+            logical = source.meta["logical"].args[2]
+            return tuple(known[weights].shape) != tuple(logical.meta["val"].shape)
+    return False
 
 
 def follows_own_layout(logical: fx.Node) -> bool:
