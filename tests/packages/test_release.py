@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reas
 EXTRAS = {
     "horovod": "import horovod.torch as hvd; hvd.init(); print(hvd.size())",
     "ps": "from rankless.parameter_server import Embedding; print(len([Embedding(2)]))",
-    "examples": "import accelerate, lightning.fabric, sklearn, tqdm; print(1)",
+    "examples": "import accelerate, lightning_fabric, sklearn, tqdm; print(1)",
 }
 """A script for each extra, which needs its packages and prints 1."""
 

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -138,6 +139,8 @@ DDP: dict[str, Prepare] = {
 
 
 def _mesh(group: Any) -> DeviceMesh:
+    # DTensor caches placements with their mesh, and takes equal meshes of other groups, also closed ones, for this one.
+    _clear_sharding_prop_cache()
     return DeviceMesh.from_group(group, "cpu")
 
 

@@ -144,6 +144,13 @@ def _wait_late(group: Any) -> object:
     return None
 
 
+def _wrap_future(group: Any) -> object:
+    """Make a work of the future. Its `wait` returns True even for a future that has failed; `result` raises."""
+    work = torch._C._distributed_c10d._create_work_from_future(_start(group).get_future())
+    work.wait()
+    return work.result()
+
+
 def _drop(group: Any) -> object:
     """Drop a work, and learn at the next call that it has failed."""
     _start(group)
@@ -179,9 +186,7 @@ FUTURES: dict[str, Callable[[Any], object]] = {
     "future of a failed work": _wait_late,
     "collect_all": lambda group: torch.futures.wait_all([_start(group).get_future(), _start(group).get_future()]),
     "collect_all's futures": lambda group: torch.futures.collect_all([_start(group).get_future()]).wait()[0].value(),
-    "_create_work_from_future": lambda group: torch._C._distributed_c10d._create_work_from_future(
-        _start(group).get_future()
-    ).wait(),
+    "_create_work_from_future": _wrap_future,
     "dropped": _drop,
 }
 """What a script does with the work of an asynchronous call."""
