@@ -312,11 +312,6 @@ def masked_over_read_count(out, y, mask):
     return ((out - y).square().mean(1) * mask).sum() / max(mask.sum().item(), 1)
 
 
-def masked_over_read_length(out, y, mask):
-    count = 2 * len(out[mask])
-    return 1.0 / max(count, 1) * (out - y)[mask].square().sum()
-
-
 def masked_over_maximum(out, y, mask):
     return ((out - y).square().mean(1) * mask).sum() / max(mask.sum(), 1)
 
@@ -563,7 +558,7 @@ WRITTEN = {
                weighted_samples_normalized, weighted_samples_averaged],
     masked: [masked_by_index, masked_sum_by_index, masked_over_count, masked_select, masked_product, masked_where,
              masked_entropy, masked_numel, masked_len, masked_twice, masked_two_ways,
-             masked_rows_averaged, masked_over_read_count, masked_over_read_length, masked_over_maximum,
+             masked_rows_averaged, masked_over_read_count, masked_over_maximum,
              masked_if_any, masked_by_numbers, masked_by_where],
     ignored_labels: [valid_labels_by_index, valid_labels_counted, valid_labels_counted_in_numbers],
 }  # fmt: skip

@@ -121,6 +121,17 @@ def test_a_loss_with_another_value_of_the_whole_batch_is_refused(read):
         accumulate(lambda out, x: out.square().sum() / read(x), torch.rand(4, 3).double(), torch.rand(4, 3).double())
 
 
+def test_the_reciprocal_of_a_number_of_selected_rows_is_refused():
+    """Only a division by it is recognized. A float has no symbol, so the program of a larger batch has the same one."""
+
+    def loss(out, x):
+        return 1.0 / len(out[x[:, 0] > 0]) * out[x[:, 0] > 0].square().sum()
+
+    rows = torch.linspace(-1, 1, 12).double().reshape(4, 3)
+    with pytest.raises(CaptureError, match="mixes rows of the batch"):
+        accumulate(loss, rows, rows)
+
+
 def test_a_length_read_from_the_batch_may_cut_its_padding():
     accumulate(
         lambda out, x: F.mse_loss(out, x[:, : int(x.amax().item())].sum(1, keepdim=True)),

@@ -56,6 +56,36 @@ def test_a_user_can_keep_gloo(options: list[str], environment: dict[str, str], t
     assert done.stdout == GLOO, done.stdout + done.stderr
 
 
+def test_checkpoints_of_torch_find_the_groups_devices(tmp_path: Path):
+    """`set_model_state_dict` broadcasts to a device of the group, and `async_save` asks for one on the CPU."""
+    script = """
+import torch, torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+dist.init_process_group("gloo")
+assert dist.get_backend() == "shared_memory"
+model, source = torch.nn.Linear(3, 4), torch.nn.Linear(3, 4)
+fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+state = source.state_dict() if dist.get_rank() == 0 else {}
+set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+saved = {"model": model.state_dict()}
+checkpoint.async_save(saved, checkpoint_id="saved").result()
+with torch.no_grad():
+    for parameter in model.parameters():
+        parameter.zero_()
+checkpoint.load(saved, checkpoint_id="saved")
+whole = [parameter.full_tensor() for parameter in model.parameters()]
+if dist.get_rank() == 0:
+    print(all(map(torch.equal, whole, source.parameters())))
+dist.destroy_process_group()
+"""
+    done = run_script(script, "-n", "2", folder=tmp_path)
+    assert done.stdout == "True\n", done.stdout + done.stderr
+
+
 def test_a_group_of_a_part_of_the_workers_stays_with_gloo(tmp_path: Path):
     script = """
 import os, torch, torch.distributed as dist

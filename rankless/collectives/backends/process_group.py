@@ -379,6 +379,15 @@ class SharedMemoryProcessGroup(_ProcessGroup):  # type: ignore[misc]  # its base
         """Return the name of the backend to torch's C++ code."""
         return BACKEND_NAME
 
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        if device.type != "cpu":
+            raise RuntimeError(f"No backend type associated with device type {device.type}")
+        return self
+
     def get_group_store(self) -> Any:
         """Return the store through which the ranks met."""
         return self._store

@@ -12,7 +12,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
     quantization_hooks,
 )
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -201,16 +200,9 @@ def _zero_optimizer_state(group: Any) -> Call:
 def _model_averager(group: Any) -> Call:
     model = torch.nn.Linear(6, 8)
     averager = PeriodicModelAverager(period=1, process_group=group)
+    _backward(model)  # parameters without a gradient are not averaged
     averager.average_parameters(model.parameters())
     return lambda: averager.average_parameters(model.parameters())
-
-
-def _broadcast_state(group: Any) -> Call:
-    model = torch.nn.Linear(6, 8)
-    fully_shard(model, mesh=_mesh(group))
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    state = torch.nn.Linear(6, 8).state_dict() if group.rank() == 0 else {}
-    return lambda: set_model_state_dict(model, state, options=options)
 
 
 def _clip(group: Any) -> Call:
@@ -232,7 +224,6 @@ LIBRARIES: dict[str, Prepare] = {
     "ZeroRedundancyOptimizer": _zero_optimizer,
     "ZeroRedundancyOptimizer state": _zero_optimizer_state,
     "PeriodicModelAverager": _model_averager,
-    "checkpoint broadcast_from_rank0": _broadcast_state,
     "clip_grad_norm_ of FSDP2": _clip,
 }
 """Other parts of `torch.distributed`."""

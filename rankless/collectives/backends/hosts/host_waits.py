@@ -6,6 +6,7 @@ two. So a rank that knows the name reports it first, unless the ranks have begun
 """
 
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -48,6 +49,8 @@ class HostWaits:
         self._exchanges, self._failure = exchanges, failure
         self._limit_seconds = member.timeout_seconds
         self._error: CollectiveError | None = None
+        self._ending = threading.RLock()
+        """Held until the first error is known: another thread of this rank that fails meanwhile raises that one, too."""
         self._is_closed = False
         self.watch: Callable[[], None] | None = None
         """Called now and then while a collective waits. It raises a `CollectiveError` if the wait is in vain."""
@@ -157,15 +160,16 @@ class HostWaits:
         """End the group on all ranks, and raise the first error that a rank has reported."""
         if self.is_forked:
             raise error
-        if self._error is None:
-            self._error = error
-            if not self._is_closed:
-                if self._local is not None:
-                    own = self._layout.members.index(self.member.rank)
-                    self._local.signals.end_group(FailureKind.OTHER_HOST, own)
-                self._error = self._failure.report(error, wait_seconds=_find_patience(error))
-            for exchange in self._exchanges:
-                exchange.shut_down()
+        with self._ending:
+            if self._error is None:
+                if not self._is_closed:
+                    if self._local is not None:
+                        own = self._layout.members.index(self.member.rank)
+                        self._local.signals.end_group(FailureKind.OTHER_HOST, own)
+                    error = self._failure.report(error, wait_seconds=_find_patience(error))
+                self._error = error
+                for exchange in self._exchanges:
+                    exchange.shut_down()
         raise self._error
 
     def abort(self, kind: FailureKind) -> None:
