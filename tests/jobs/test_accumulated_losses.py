@@ -121,11 +121,12 @@ def test_a_loss_with_another_value_of_the_whole_batch_is_refused(read):
         accumulate(lambda out, x: out.square().sum() / read(x), torch.rand(4, 3).double(), torch.rand(4, 3).double())
 
 
-def test_the_reciprocal_of_a_number_of_selected_rows_is_refused():
-    """Only a division by it is recognized. A float has no symbol, so the program of a larger batch has the same one."""
+def test_the_reciprocal_of_how_many_rows_of_another_value_are_selected_is_refused():
+    """A float has no symbol: the program of a larger batch has the size that this one has read."""
 
     def loss(out, x):
-        return 1.0 / len(out[x[:, 0] > 0]) * out[x[:, 0] > 0].square().sum()
+        chosen = x[:, 0] > 0
+        return 1.0 / len(out[chosen]) * (out - 1)[chosen].square().sum()
 
     rows = torch.linspace(-1, 1, 12).double().reshape(4, 3)
     with pytest.raises(CaptureError, match="mixes rows of the batch"):
