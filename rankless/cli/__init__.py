@@ -1,7 +1,7 @@
 """The command line, one command per file.
 
-The input is the command line, the output an exit code. A command is a module of this package with `NAME`, `HELP`,
-`add_arguments(parser)` and `run(arguments) -> int`; the command line imports it only if the user calls it.
+The input is the command line, the output an exit code. A command is a module, here or in an extension, with `NAME`,
+`HELP`, `add_arguments(parser)` and `run(arguments) -> int`; the command line imports it only if the user calls it.
 `ABBREVIATES` allows abbreviated options, for command lines of launchers that allow them. `JSON_CONTENT` is the type of
 what the command writes with `--json`.
 """
@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import NoReturn, TextIO
 
+from rankless.config.extensions import find_command, list_commands
 from rankless.errors import RanklessError
 from rankless.version import VERSION
 
@@ -27,14 +28,10 @@ COMMANDS = {
     "plan": "Show the parallel plan of a script's jobs, and the data that they move in a step.",
     "verify": "Run a script on one worker and on several, and check that both trainings are the same.",
     "checkpoint": "Write the models and tables of a checkpoint into safetensors files.",
-    "torchrun": "Run a script written for torchrun, with torchrun's command line.",
-    "launch": "Run a script written for python -m torch.distributed.launch, with its command line.",
-    "fleetrun": "Run a script written for Paddle's fleetrun, with its command line.",
-    "horovodrun": "Run a program written for Horovod, with horovodrun's command line.",
     "help": "Show all commands, or the options of one.",
     "completion": "Print the code with which a shell completes the command lines of rankless.",
 }
-"""The commands that `rankless --help` lists, so that it need not import them."""
+"""The commands of Rankless itself, with what `rankless --help` shows, so that it need not import them."""
 
 
 _COMPLETION = "_ARGCOMPLETE"
@@ -139,15 +136,20 @@ def _redirect_to_devnull(*streams: TextIO) -> None:
 
 def _dispatch(arguments: Sequence[str] | None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
-    if given and given[0] in COMMANDS:
+    if given and (given[0] in COMMANDS or find_command(given[0]) is not None):
         return _run_command(given[0], given[1:])
     parser = make_main_parser()
     if given and not given[0].startswith("-"):
-        nearest = difflib.get_close_matches(given[0], COMMANDS, n=1)
+        nearest = difflib.get_close_matches(given[0], summarize_commands(), n=1)
         parser.error(f"unknown command {given[0]}" + (f"; did you mean {nearest[0]}?" if nearest else ""))
     parser.parse_args(given)
     parser.print_help(sys.stderr)
     return 2
+
+
+def summarize_commands() -> dict[str, str]:
+    """Return all commands by name, those of extensions too, with what `rankless --help` shows."""
+    return COMMANDS | {name: command.help for name, command in list_commands().items()}
 
 
 def make_main_parser(detailed: str | None = None) -> CommandParser:
@@ -159,7 +161,7 @@ def make_main_parser(detailed: str | None = None) -> CommandParser:
     )
     parser.add_argument("--version", action="version", version=f"rankless {VERSION}")
     commands = parser.add_subparsers(metavar="COMMAND", title="commands")
-    for name, summary in COMMANDS.items():
+    for name, summary in summarize_commands().items():
         command = commands.add_parser(name, help=summary)
         if name == detailed:
             _import_command(name).add_arguments(command)
@@ -167,7 +169,7 @@ def make_main_parser(detailed: str | None = None) -> CommandParser:
 
 
 def make_parser(name: str) -> CommandParser:
-    """Return the parser of the command `name`, one of `COMMANDS`; `make docs` makes the command reference from it."""
+    """Return the parser of a command by name; `make docs` makes the command reference from it."""
     command = _import_command(name)
     parser = CommandParser(
         prog=f"rankless {name}", description=command.HELP, allow_abbrev=getattr(command, "ABBREVIATES", False)
@@ -177,7 +179,8 @@ def make_parser(name: str) -> CommandParser:
 
 
 def _import_command(name: str) -> ModuleType:
-    return importlib.import_module(f"rankless.cli.{name}")
+    extension = None if name in COMMANDS else find_command(name)
+    return importlib.import_module(f"rankless.cli.{name}" if extension is None else extension.module)
 
 
 def _run_command(name: str, given: Sequence[str]) -> int:

@@ -5,7 +5,7 @@ import argparse
 import argcomplete
 from argcomplete.shell_integration import shellcode
 
-from rankless.cli import COMMANDS, make_main_parser
+from rankless.cli import make_main_parser, summarize_commands
 
 NAME = "completion"
 HELP = (
@@ -32,5 +32,5 @@ def answer_shell(line: str) -> None:
     The shell calls `rankless` for each completion, so this imports no command but the one on the line.
     """
     words = line.split()
-    command = words[1] if len(words) > 1 and words[1] in COMMANDS else None
+    command = words[1] if len(words) > 1 and words[1] in summarize_commands() else None
     argcomplete.autocomplete(make_main_parser(command))

@@ -2,7 +2,7 @@
 
 import argparse
 
-from rankless.cli import COMMANDS, make_main_parser, make_parser
+from rankless.cli import make_main_parser, make_parser, summarize_commands
 
 NAME = "help"
 HELP = "Show all commands, or the options of one, as its --help does."
@@ -13,7 +13,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "command",
         nargs="?",
-        choices=tuple(COMMANDS),
+        choices=tuple(summarize_commands()),
         metavar="COMMAND",
         help="Command to show. Default: all, in short.",
     )

@@ -145,7 +145,7 @@ def _find_rank_and_world_size() -> tuple[int, int]:
     """Return this process's rank and world size. Raises `ConfigError` for a launched process that has not joined."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
-    launched = environment.read_worker_config() or environment.read_horovod_worker() or environment.read_torchrun()
+    launched = environment.read_worker_config() or environment.read_launched_worker() or environment.read_torchrun()
     if launched is not None and launched.world_size != 1:
         raise ConfigError(
             expected="a process that joins its job before it makes a sampler",

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from rankless.config.distributed_variables import TorchrunWorker
+from rankless.config.extensions import list_extensions
 from rankless.config.run_config import RunConfig
 from rankless.config.worker_config import WorkerConfig
 from rankless.records.encoding import encode_json
 
 if TYPE_CHECKING:
     from rankless.config.cluster_variables import ClusterWorker
-    from rankless.config.horovod_variables import HorovodWorker
+    from rankless.config.launched_worker import LaunchedWorker
 
 WORKER_PLAN = "RANKLESS_WORKER_PLAN"
 LOG_FOLDER = "RANKLESS_LOG_DIR"
@@ -28,15 +29,11 @@ HANG_TIMEOUT = "RANKLESS_HANG_TIMEOUT"
 BACKEND = "RANKLESS_BACKEND"
 PORT_TEST = "RANKLESS_PORT_TEST"
 PRELOAD = "RANKLESS_PRELOAD"
-HOROVOD = "RANKLESS_HOROVOD"
-HOROVOD_SERVER = "GLOO_RENDEZVOUS_ADDR"
-"""Horovod's launcher names its server by this variable, with `HOROVOD_` before it."""
-FUNCTION_KEY = "RANKLESS_FUNCTION_KEY"
 _CUDA_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 _TITLE_WITHOUT_ENVIRONMENT = "SPT_NOENV"
 _CARRIED = (
     *("RANKLESS_", "PYTHON", "TORCH", "PYTORCH_", "NCCL_", "GLOO_", "OMP_", "MKL_", "OPENBLAS_"),
-    *("CUDA_DEVICE", "HF_", "HOROVOD_"),
+    *("CUDA_DEVICE", "HF_"),
 )
 _HOST_SPECIFIC = ("HOME", "USER", "LOGNAME", "SHELL", "PWD", "OLDPWD", "HOSTNAME", "TMPDIR", "DISPLAY", "_")
 _LOGIN_SPECIFIC = ("SSH_", "XDG_", "DBUS_", "BASH_FUNC_")
@@ -139,11 +136,12 @@ def wants_port_test() -> bool:
 
 
 def carried_variables() -> dict[str, str]:
-    """Return the variables that other hosts' agents get: those that torch, its libraries and Python read."""
+    """Return the variables that other hosts' agents get: those that torch, its libraries, Python or extensions read."""
+    carried = (*_CARRIED, *(prefix for extension in list_extensions() for prefix in extension.variables))
     return {
         name: value
         for name, value in os.environ.items()
-        if name.startswith(_CARRIED) and name not in (TOKEN_FILE, WORKER_PLAN)
+        if name.startswith(carried) and name not in (TOKEN_FILE, WORKER_PLAN)
     }
 
 
@@ -156,20 +154,15 @@ def exported_variables() -> dict[str, str]:
     }
 
 
-def horovod_choice() -> Literal["never", "missing", "always"]:
-    """Return when `import horovod` imports Rankless's API: if none is installed, or as RANKLESS_HOROVOD says (0, 1)."""
+def alias_choice(variable: str) -> Literal["never", "missing", "always"]:
+    """Return when an import name is an extension's: if no real package is installed, or as the variable says (0, 1)."""
     choices: dict[str, Literal["never", "always"]] = {"0": "never", "1": "always"}
-    return choices.get(os.environ.get(HOROVOD, ""), "missing")
+    return choices.get(os.environ.get(variable, ""), "missing")
 
 
-def with_function_key(key: bytes) -> dict[str, str]:
-    """Return this process's environment and the key of a function, for a `horovodrun` that runs the function."""
-    return {**os.environ, FUNCTION_KEY: key.hex()}
-
-
-def take_function_key() -> bytes:
-    """Return the key from `with_function_key` and remove it, so that child processes do not get it."""
-    return bytes.fromhex(os.environ.pop(FUNCTION_KEY, ""))
+def take(name: str) -> str:
+    """Return a variable and remove it, so that child processes do not get it; "" if it is not set."""
+    return os.environ.pop(name, "")
 
 
 def python_path_from(folder: str) -> str:
@@ -201,9 +194,9 @@ def ssh_addresses() -> tuple[str, str]:
     return (words[2], words[0]) if len(words) == 4 else ("127.0.0.1", "127.0.0.1")
 
 
-def horovod_variables() -> dict[str, str]:
-    """Return Horovod's variables, without the `HOROVOD_` prefix."""
-    return {name.removeprefix("HOROVOD_"): value for name, value in os.environ.items() if name.startswith("HOROVOD_")}
+def variables_without_prefix(prefix: str) -> dict[str, str]:
+    """Return the variables whose names begin with the prefix, without it."""
+    return {name.removeprefix(prefix): value for name, value in os.environ.items() if name.startswith(prefix)}
 
 
 def spawned_environment(rank: int, count: int, port: int) -> dict[str, str]:
@@ -292,22 +285,24 @@ def is_child_of_worker() -> bool:
 
 
 def is_launched() -> bool:
-    """Whether a launcher has started this process: ours, torchrun, Horovod's, a cluster's, or one like them."""
-    return WORKER_PLAN in os.environ or read_torchrun() is not None or HOROVOD_SERVER in horovod_variables()
+    """Whether a launcher has started this process: ours, torchrun, an extension's, a cluster's, or one like them."""
+    return WORKER_PLAN in os.environ or read_torchrun() is not None or _find_reader() is not None
 
 
-def read_horovod_worker() -> "HorovodWorker | None":
-    """Return what Horovod's own launcher has set, or None in a process of another launcher or of none.
+def read_launched_worker() -> "LaunchedWorker | None":
+    """Return what the launcher of another system has set, or None in a process of another launcher or of none.
 
     Raises `JoinError` for invalid values.
     """
-    variables = horovod_variables()
-    if WORKER_PLAN in os.environ or HOROVOD_SERVER not in variables:
-        return None
-    # Imported here: most processes are not started by Horovod's launcher.
-    reader = importlib.import_module("rankless.config.horovod_variables")
-    worker: HorovodWorker | None = reader.horovod_worker(variables)
-    return worker
+    module = None if WORKER_PLAN in os.environ else _find_reader()
+    # Imported here: most processes are not started by such a launcher.
+    return None if module is None else importlib.import_module(module).read_worker(dict(os.environ))
+
+
+def _find_reader() -> str | None:
+    """Return the module of the extension whose launcher has started this process."""
+    declared = (extension.launched for extension in list_extensions())
+    return next((each.module for each in declared if each is not None and os.environ.get(each.variable)), None)
 
 
 def rank_and_size() -> tuple[int | None, int | None]:

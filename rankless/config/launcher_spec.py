@@ -13,7 +13,7 @@ class LauncherSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A launcher other than `rankless run`, and how its command line sets it up."""
 
     name: str
-    """A package of `rankless.launchers`."""
+    """An extension with a launcher profile."""
     settings: bytes
     """The launcher's own settings as JSON. Only its package reads them."""
 

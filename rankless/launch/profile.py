@@ -1,19 +1,19 @@
 """The launcher profile: everything in which a run under another launcher differs from a plain `rankless run`.
 
 A program that was written for another launcher expects that launcher's environment variables, log files
-and output. The package `rankless.launchers.<name>` describes them in its `profile.py`. This module defines what such a
+and output. An extension with the launcher's name describes them. This module defines what such a
 profile consists of and loads it by name. Nothing else in `launch` knows which launchers exist.
 """
 
 import contextlib
 import functools
 import importlib
-import importlib.util
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple, Protocol
 
 from rankless.config.environment import python_path_from, user_visible_devices
+from rankless.config.extensions import find_extension
 from rankless.config.launcher_spec import LauncherSpec
 from rankless.config.run_config import AgreedJobConfig, RunConfig
 from rankless.config.servers import ServerConfig, ServersConfig
@@ -192,15 +192,15 @@ def load_profile(launcher: LauncherSpec | None) -> LauncherProfile:
     """Return the profile of a run. Raises `LaunchError` for a launcher that this Rankless does not have."""
     if launcher is None:
         return PlainProfile()
-    module = f"rankless.launchers.{launcher.name}.profile"
     # The name may come from another host: it must not reach any module but a launcher's profile.
-    if not launcher.name.isidentifier() or not _exists(module):
+    extension = find_extension(launcher.name)
+    if extension is None or not extension.launcher:
         raise LaunchError(
             expected="a launcher that this Rankless has",
             found=repr(launcher.name),
             fix="install the same version of Rankless on all hosts",
         )
-    profile: LauncherProfile = importlib.import_module(module).make_profile(launcher.settings)
+    profile: LauncherProfile = importlib.import_module(extension.launcher).make_profile(launcher.settings)
     return profile
 
 
@@ -219,10 +219,3 @@ def log_file_of(worker: WorkerConfig, source: Source) -> str:
 
 def _gpu(device: str) -> int:
     return int(device.removeprefix("cuda:"))
-
-
-def _exists(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # not even its package
-        return False

@@ -24,6 +24,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from rankless.config.extensions import list_aliases
 from rankless.config.run_config import Program
 from rankless.config.script_source import names_rankless, names_word
 from rankless.config.worker_config import HostConfig, WorkerLaunch
@@ -32,7 +33,7 @@ from rankless.records.encoding import encode_json
 from rankless.records.events import Exited, Notice, Started
 from rankless.runtime.fast_exit import FastExit
 from rankless.runtime.fork_server_protocol import CUT, KILL, decode_signals, receive_worker_launch
-from rankless.runtime.hooks.import_aliases import ALIASES, is_alias_active
+from rankless.runtime.hooks.import_aliases import is_alias_active
 from rankless.runtime.preload import preload
 from rankless.runtime.process_tree import (
     EndedChild,
@@ -129,8 +130,9 @@ def _optimizer_modules(program: Program) -> tuple[str, ...]:
 
 def _alias_modules(program: Program) -> tuple[str, ...]:
     """Return what to preload for the aliased packages that the program names: a second and more of each worker."""
-    named = [name for name in ALIASES if names_word(program, name) and is_alias_active(name)]
-    return tuple(module for name in named for module in ALIASES[name].preload)
+    aliases = list_aliases()
+    named = [name for name in aliases if names_word(program, name) and is_alias_active(name)]
+    return tuple(module for name in named for module in aliases[name].preload)
 
 
 def serve_run(config: HostConfig, *, fast_exit: FastExit, warm: bool, cores: Cores) -> Callable[[], None] | None:

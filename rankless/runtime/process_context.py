@@ -241,8 +241,8 @@ def join(
         return _join_as_worker(config, find_info, again)
     if parameters is not None:
         return _join_with_parameters(parameters, make_observer)
-    horovod = environment.read_horovod_worker()
-    if horovod is not None and horovod.world_size > 1 and not dist.is_initialized():
+    launched = environment.read_launched_worker()
+    if launched is not None and launched.world_size > 1 and not dist.is_initialized():
         return _join_with_store(find_info(), make_observer)
     torchrun = environment.read_torchrun()
     # A forked child of a worker has inherited the worker's group, and must not use it.

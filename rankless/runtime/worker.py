@@ -15,6 +15,7 @@ from typing import NoReturn
 import msgspec
 
 from rankless.config import environment
+from rankless.config.extensions import ImportAlias
 from rankless.config.import_time_variables import changes_too_late
 from rankless.config.run_config import Program
 from rankless.config.script_source import names_rankless
@@ -238,7 +239,7 @@ class WorkerProcess:
                 self._notify, world_size=self._config.world_size
             )
 
-    def _warn_of_installed(self, alias: import_aliases.ImportAlias, file: str) -> None:
+    def _warn_of_installed(self, alias: ImportAlias, file: str) -> None:
         # Its own launcher's variables bring it together with the other ranks, or that launcher warns itself.
         size = self._config.world_size
         is_served = not environment.snapshot().keys().isdisjoint(alias.launcher_variables)

@@ -9,7 +9,7 @@ CONSTRUCTORS = {
     *("tensor", "zeros"),
 }
 AS_A_SCRIPT = (
-    "compat/horovod/selftest.py",
+    "extensions/horovod/selftest.py",
     "launch/startup_test_job.py",
     "runtime/doctor_collective_test.py",
 )

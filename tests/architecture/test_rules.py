@@ -9,7 +9,7 @@ from pathlib import Path
 
 from architecture.sources import PACKAGE, ROOT, parsed, python_files, short
 
-MOST_MODULES = 20
+MOST_MODULES = 24
 """In one folder, beside its `__init__.py`."""
 CROWDED_FOLDERS: dict[str, str] = {}
 
@@ -21,14 +21,15 @@ IMPORTED_LATE = {
     "rankless/config/environment.py": "reads the variables of foreign launchers only if they exist",
     "rankless/jobs/job_tables.py": "only jobs with tables need numba",
     "rankless/launch/profile.py": "loads a launcher's profile by name, so that a plain run loads none",
-    "rankless/launchers/horovodrun/profile.py": "the HTTP server costs 20 ms, and most jobs need none",
+    "rankless/extensions/horovodrun/profile.py": "the HTTP server costs 20 ms, and most jobs need none",
     "rankless/parameter_server/__init__.py": "servers are processes that import it, and must not import torch",
     "rankless/runtime/fork_server.py": "preloads what the workers will import",
     "rankless/runtime/hooks/at_start/sitecustomize.py": "runs in every Python below a worker, and must cost nothing",
     "rankless/runtime/hooks/import_aliases.py": "imports the module behind an alias when a script asks for it",
     "rankless/runtime/hooks/default_group.py": "only a script that makes a process group needs what makes one",
     "rankless/runtime/preload.py": "imports the modules that the user names",
-    "rankless/runtime/rendezvous/job_rendezvous.py": "only processes of Horovod's own launcher need its protocol",
+    "rankless/extensions/horovodrun/launched_worker.py": "reads variables without torch, which a rendezvous needs",
+    "rankless/config/extensions.py": "importlib.metadata takes 50 ms, and most commands need no other package",
     "rankless/runtime/worker.py": "a worker imports torch and numpy when the script does",
     "rankless/terminal/progress_observer.py": "rich is imported at the first progress record",
 }
@@ -40,9 +41,9 @@ BROAD_EXCEPTS = {
     "rankless/collectives/backends/messages/point_to_point.py": "the other ranks learn of it, and it is raised again",
     "rankless/collectives/backends/operation_queue.py": "the caller that waits gets the error; the others learn of it",
     "rankless/collectives/checked_collectives.py": "the error belongs to the caller that waits for the collective",
-    "rankless/compat/horovod/data/data_loader_base.py": "the loop raises the error of the thread that reads",
-    "rankless/compat/horovod/runner/util/threads.py": "Horovod's in_thread prints the error of any function",
-    "rankless/compat/horovod/runner/run_task.py": "the function's error travels to the process that called horovod.run",
+    "rankless/extensions/horovod/data/data_loader_base.py": "the loop raises the error of the thread that reads",
+    "rankless/extensions/horovod/runner/util/threads.py": "Horovod's in_thread prints the error of any function",
+    "rankless/extensions/horovod/runner/run_task.py": "the error travels to the process that called horovod.run",
     "rankless/compiler/codegen/codegen.py": "operators are foreign code; the error gets the line of the script",
     "rankless/compiler/pipeline/measured_work.py": "operators are foreign code; one that fails is estimated",
     "rankless/compiler/probing/row_checks.py": "operators are foreign code; one that fails is not compared",
@@ -77,7 +78,7 @@ BROAD_EXCEPTS = {
 ENVIRONMENT_READERS = {
     "rankless/config/servers.py": "reads and writes the configuration of server processes, which no worker has",
     "rankless/cli/__init__.py": "looks for a completing shell's variable before it imports anything",
-    "rankless/compat/horovod/common/util.py": "Horovod's util changes the environment for the caller, as its own does",
+    "rankless/extensions/horovod/common/util.py": "changes the environment for the caller, as Horovod's own does",
     "rankless/compiler/guards/guard_discovery.py": "recognizes os.environ among the objects that a job reads",
     "rankless/compiler/guards/python_tracer.py": "recognizes reads of os.environ in the code of a job",
 }
@@ -92,11 +93,11 @@ DIRECT_ENCODERS = {
     "rankless/checkpoint/manifest.py": "likewise",
     "rankless/checkpoint/tensor_file_writer.py": "likewise",
     "rankless/collectives/typed_values.py": "values of the script arrive as they were: such text is packed as bytes",
-    "rankless/compat/horovod/engine/messages.py": "names of tensors come back in answers; Horovod refuses others too",
+    "rankless/extensions/horovod/engine/messages.py": "names of tensors come back in answers",
     "rankless/context/optimizer_fingerprint.py": "its encoder is given to encode_msgpack",
     "rankless/parameter_server/served_weights.py": "encodes digests",
     "rankless/runtime/rendezvous/file.py": "encodes addresses",
-    "rankless/runtime/rendezvous/horovod.py": "likewise",
+    "rankless/extensions/horovod/launched_rendezvous.py": "likewise",
     "rankless/runtime/rendezvous/tcp.py": "likewise",
 }
 

@@ -25,16 +25,16 @@ LONG_FUNCTIONS = {
     "rankless/jobs/job.py:__call__": REFERENCE,
 }
 FOREIGN_NAMES = {
-    "rankless/compat/horovod/common": "scripts import horovod.common.…",
-    "rankless/compat/horovod/common/util.py": "scripts import horovod.common.util",
-    "rankless/compat/horovod/runner/common": "tools import horovod.runner.common.…",
-    "rankless/compat/horovod/runner/common/util": "tools import horovod.runner.common.util.…",
-    "rankless/compat/horovod/runner/util": "tools import horovod.runner.util.threads",
+    "rankless/extensions/horovod/common": "scripts import horovod.common.…",
+    "rankless/extensions/horovod/common/util.py": "scripts import horovod.common.util",
+    "rankless/extensions/horovod/runner/common": "tools import horovod.runner.common.…",
+    "rankless/extensions/horovod/runner/common/util": "tools import horovod.runner.common.util.…",
+    "rankless/extensions/horovod/runner/util": "tools import horovod.runner.util.threads",
 }
 FOREIGN_CLASSES = {
-    "rankless/compat/horovod/common/elastic.py": "tools import Horovod's WorkerNotificationManager",
-    "rankless/compat/horovod/torch/elastic/state.py": "users derive from Horovod's StateHandler and its kin",
-    "tests/compat/test_hvd_elastic_state.py": "derives from it as they do",
+    "rankless/extensions/horovod/common/elastic.py": "tools import Horovod's WorkerNotificationManager",
+    "rankless/extensions/horovod/torch/elastic/state.py": "users derive from Horovod's StateHandler and its kin",
+    "tests/extensions/horovod/test_hvd_elastic_state.py": "derives from it as they do",
 }
 AS_USERS_WRITE = PACKAGE.parent / "tests/scripts/training"
 """Scripts in the shape that their authors give them: a long `main`, say."""
@@ -50,11 +50,11 @@ HOROVODS = {
 """Functions that scripts call by Horovod's signatures."""
 MANY_PARAMETERS = {
     **{
-        f"rankless/compat/horovod/{file}:{name}": "takes what Horovod's function takes, under its names"
+        f"rankless/extensions/horovod/{file}:{name}": "takes what Horovod's function takes, under its names"
         for file, names in HOROVODS.items()
         for name in names
     },
-    "rankless/compat/horovod/runner/__init__.py:run": "is horovod.run",
+    "rankless/extensions/horovod/runner/__init__.py:run": "is horovod.run",
     "rankless/collectives/distributed_sampler.py:__init__": "takes what torch's DistributedSampler takes, and padding=",
     "rankless/api.py:job": "the one decorator of the package: every switch of a job is one of its keywords",
     "rankless/api.py:loader": "takes what torch's DataLoader takes, under its names",

@@ -2,8 +2,8 @@
 
 import pytest
 
-from rankless.config.horovod_variables import HorovodWorker, horovod_worker
 from rankless.errors import JoinError
+from rankless.extensions.horovodrun.launched_worker import HorovodWorker, horovod_worker
 from rankless.records.elastic_messages import RankAssignment
 
 VARIABLES = {

@@ -41,9 +41,11 @@ IN_SOAK = {
     "rankless fleetrun --server_num=2 --worker_num=2 examples/word2vec.py --files 5 --epochs 1": (
         "the same with wide_and_deep.py is run here"
     ),
-    "rankless torchrun --standalone --nproc-per-node 2 train.py": "tests/cli/test_torchrun.py",
-    "rankless fleetrun --nproc_per_node=2 --log_dir=log train.py": "tests/cli/test_fleetrun.py",
-    "rankless horovodrun -np 2 python -m rankless.compat.horovod.selftest -v": "tests/compat/test_selftest.py",
+    "rankless torchrun --standalone --nproc-per-node 2 train.py": "tests/extensions/torchrun/test_torchrun.py",
+    "rankless fleetrun --nproc_per_node=2 --log_dir=log train.py": "tests/extensions/fleetrun/test_fleetrun.py",
+    "rankless horovodrun -np 2 python -m rankless.extensions.horovod.selftest -v": (
+        "tests/extensions/horovod/test_selftest.py"
+    ),
     "rankless doctor --json": "tests/launch/test_doctor.py; `rankless doctor` is run here",
     "rankless run -n 2 examples/foreign/ddp.py": "tests/examples/test_foreign.py",
     "rankless run -n 2 examples/foreign/fsdp2.py": "tests/examples/test_foreign.py",
@@ -59,12 +61,14 @@ IN_SOAK = {
     "rankless verify -n 2 after_torch.py": "tests/docs/test_from_torch.py compares it with what torchrun prints",
     "rankless verify -n 2 after_fsdp2.py": "tests/docs/test_from_torch.py, likewise",
     "rankless verify -n 2 after_accelerate.py": "tests/docs/test_from_torch.py, likewise",
-    "rankless fleetrun --nproc_per_node=2 examples/foreign/fleet_digits.py --epochs 1": "tests/cli/test_fleetrun.py",
+    "rankless fleetrun --nproc_per_node=2 examples/foreign/fleet_digits.py --epochs 1": (
+        "tests/extensions/fleetrun/test_fleetrun.py"
+    ),
     "rankless launch --nproc_per_node 2 --master_addr 127.0.0.1 examples/plain_lenet.py --epochs 1": (
-        "tests/cli/test_launch.py"
+        "tests/extensions/torchrun/test_launch.py"
     ),
     "rankless torchrun --nnodes=1 --node_rank=0 --nproc_per_node=2 --tee 3 examples/plain_lenet.py --epochs 1": (
-        "tests/cli/test_torchrun.py"
+        "tests/extensions/torchrun/test_torchrun.py"
     ),
 }
 

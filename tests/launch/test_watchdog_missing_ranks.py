@@ -2,11 +2,13 @@
 
 import os
 import sysconfig
+from pathlib import Path
 
 import msgspec
 import pytest
 import torch
 
+from rankless.config.extensions import list_extensions
 from rankless.launch.watchdog import stack_classifier
 from rankless.launch.watchdog.missing_ranks import BLOCKED_SECONDS, DEADLOCK_SECONDS, WAITS_FOR_DISK, diagnose
 from rankless.launch.watchdog.phases import PHASES
@@ -258,12 +260,17 @@ def test_a_line_that_waits_in_a_store_is_a_rendezvous(text, collective, tmp_path
 def test_every_module_that_the_classifier_lists_exists():
     listed = [
         *stack_classifier._WAITING_MODULES,
-        "compat/horovod/engine/rendezvous.py",
         *stack_classifier._MODULE_LABELS,
         "api.py",
-        "compat/horovod/torch/",
     ]
     assert [path for path in listed if not os.path.exists(os.path.join(PACKAGE_FOLDER, path))] == []
+
+
+def test_every_file_that_an_extension_declares_exists():
+    for extension in list_extensions():
+        stacks = extension.stacks
+        beginnings = (*stacks.waits, *stacks.joins, *stacks.labels, *stacks.calls)
+        assert [each for each in beginnings if not list(Path(extension.folder).glob(f"{each}*"))] == []
 
 
 def test_a_lock_is_not_a_collective():

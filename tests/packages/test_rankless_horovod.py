@@ -13,7 +13,7 @@ from architecture.sources import ROOT
 
 pytestmark = pytest.mark.slow
 
-SAME = "import horovod.common, rankless.compat.horovod.common as own; assert horovod.common is own; print('ours')"
+SAME = "import horovod.common, rankless.extensions.horovod.common as own; assert horovod.common is own; print('ours')"
 
 
 def run(*words: str | Path, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -25,7 +25,7 @@ os.environ.update(json.loads(sys.argv[1]))
 """
 TRAIN = """
 import torch
-import rankless.compat.horovod.torch as hvd
+import rankless.extensions.horovod.torch as hvd
 
 for _ in range(2):
     hvd.init()
@@ -57,7 +57,7 @@ for _ in rankless.loader(torch.utils.data.TensorDataset(torch.ones(4, 2)), batch
 """
 OWN_GROUP = """
 import torch.distributed as dist
-import rankless.compat.horovod.torch as hvd
+import rankless.extensions.horovod.torch as hvd
 dist.init_process_group("gloo", init_method=sys.argv[2], rank=int(os.environ["OMPI_COMM_WORLD_RANK"]), world_size=2)
 hvd.init()
 print(hvd.rank(), hvd.size())

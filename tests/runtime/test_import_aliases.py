@@ -12,20 +12,21 @@ from support.warm_runs import rankless as rankless_here
 from support.warm_runs import run_script
 
 import rankless as package
+from rankless.config import extensions
 from rankless.config.environment import python_path_from
 from rankless.runtime.hooks.at_start import sitecustomize
-from rankless.runtime.hooks.import_aliases import ALIASES, AT_START, AliasFinder
+from rankless.runtime.hooks.import_aliases import AT_START, AliasFinder
 
 pytestmark = pytest.mark.slow
 
 SAME = """
 import horovod, horovod.common.exceptions as there
-import rankless.compat.horovod as own
-import rankless.compat.horovod.common.exceptions as here
+import rankless.extensions.horovod as own
+import rankless.extensions.horovod.common.exceptions as here
 from horovod.common.exceptions import HorovodInternalError
 assert horovod is own and there is here and horovod.common is own.common
 assert HorovodInternalError is here.HorovodInternalError
-assert there.__spec__.name == here.__name__ == "rankless.compat.horovod.common.exceptions"
+assert there.__spec__.name == here.__name__ == "rankless.extensions.horovod.common.exceptions"
 """
 SPAWNING = (
     """
@@ -166,7 +167,7 @@ def test_workers_get_the_same_objects_with_rankless_horovod_installed(tmp_path: 
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     (tmp_path / "none").mkdir()
     (tmp_path / "none/train.py").write_text(
-        "import sys\nprint('rankless.compat.horovod.torch' in sys.modules)\n" + SAME
+        "import sys\nprint('rankless.extensions.horovod.torch' in sys.modules)\n" + SAME
     )
     done = rankless("run", "-n", "2", "none/train.py", folder=tmp_path, PYTHONPATH=path)
     assert output_of(done) == "True\n", "imported once, for all workers"
@@ -229,10 +230,10 @@ def test_a_worker_imports_no_aliased_package_that_its_script_does_not_name(tmp_p
 
 def test_the_finder_answers_no_other_names():
     finder = AliasFinder()
-    for name in ("horovodx", "torch", "rankless.compat.horovod", "mine.horovod"):
+    for name in ("horovodx", "torch", "rankless.extensions.horovod", "mine.horovod"):
         assert finder.find_spec(name) is None
 
 
-def test_sitecustomize_has_the_same_aliases_and_the_folder_of_this_package():
-    assert tuple(ALIASES) == sitecustomize.ALIASES
+def test_sitecustomize_looks_for_extensions_in_this_package():
     assert Path(sitecustomize.ROOT) == Path(package.__file__).parents[1]
+    assert Path(sitecustomize.EXTENSIONS) == extensions.FOLDER

@@ -23,7 +23,7 @@ def error_of(call: Callable[[], Any]) -> tuple[str, str] | None:
 
 
 def _call_initialized(_: Mesh, function: Callable[..., Any], *arguments: Any) -> Any:
-    import rankless.compat.horovod.torch as hvd  # noqa: PLC0415  # most tests' workers never need it
+    import rankless.extensions.horovod.torch as hvd  # noqa: PLC0415  # most tests' workers never need it
 
     hvd.init()
     try:

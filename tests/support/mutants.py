@@ -206,7 +206,7 @@ def try_mutant(folder: Path, tree: Path, number: int, mutant: Mutant, durations:
         set(noted.read_text().splitlines()) if noted.exists() else [], key=lambda test: durations.get(test, 5.0)
     )
     change(tree, mutant, mutant.changed)
-    command = [
+    command: list[object] = [
         tree / ".venv/bin/python",
         "-m",
         "pytest",
@@ -225,7 +225,7 @@ def try_mutant(folder: Path, tree: Path, number: int, mutant: Mutant, durations:
             if left <= 1:
                 break
             done = subprocess.run(
-                ["timeout", "--kill-after=5", str(left), *command, *tests[first : first + 20]],
+                ["timeout", "--kill-after=5", str(left), *map(str, command), *tests[first : first + 20]],
                 cwd=tree, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
             )  # fmt: skip
             if done.returncode not in (0, 124, 137):
@@ -252,9 +252,8 @@ def show(folder: Path, mutants: list[Mutant]) -> None:
     for number, row in sorted(rows.items()):
         if not row["killed"]:
             mutant = mutants[number]
-            print(
-                f"{number}: {mutant.file} {mutant.function}: {mutant.text!r} -> {mutant.changed!r}; {row['tests']} tests"
-            )
+            change = f"{mutant.text!r} -> {mutant.changed!r}"
+            print(f"{number}: {mutant.file} {mutant.function}: {change}; {row['tests']} tests")
 
 
 def main() -> None:

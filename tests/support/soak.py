@@ -40,7 +40,7 @@ LONG = (
     "tests/ownership/test_states_on_grids.py",
     "tests/verify/test_real_scripts.py",
     "tests/verify/test_right_scripts.py",
-    "tests/compat/test_conformance.py",
+    "tests/extensions/horovod/test_conformance.py",
     "tests/compiler/test_random_programs.py",
     "tests/jobs/test_mesh_matrix.py",
     "tests/jobs/test_pipeline_matrix.py",

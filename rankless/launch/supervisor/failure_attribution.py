@@ -14,6 +14,7 @@ from typing import Literal
 
 import msgspec
 
+from rankless.config.extensions import list_extensions
 from rankless.errors import LostWorkerError
 from rankless.launch.signals import name_signal
 from rankless.launch.supervisor.error_lines import find_line, first_line
@@ -57,7 +58,7 @@ TIMEOUT_SETTLING_SECONDS = 1.5
 _LOST_CONNECTION = re.compile(
     r"Connection (closed by peer|reset by peer|refused)|Broken pipe|Connection was likely closed"
     r"|remote process exited or there was a network error|Socket Timeout|failed to recv, got 0 bytes"
-    r"|rank \d+ (raised|failed)\b|Horovod has been shut down"
+    r"|rank \d+ (raised|failed)\b"
     r"|the process of rank \d+ has ended|rank \d+ (aborted|has closed) the group|the launcher ends the run"
     r"|the connection to (rank \d+|a rank of another host) is lost|cannot go on with the ranks of other hosts"
     r"|rank \d+ left a collective because of an exception|rank \d+ found that the calls of the ranks do not match"
@@ -71,8 +72,6 @@ _WHILE = " while workers ran"
 
 MAX_SHOWN_CHARS = 400
 """Limit for the names that a rank has not submitted. Its error has all of them."""
-_STALLED = re.compile(r"Stalled for more than (\S+) seconds\.\nMissing ranks:\n((?:\d+: \[.*\]\n?)+)")
-"""The message with which Horovod's stall check ends a job, if the user has enabled that."""
 
 Cause = Literal["raised", "left", "signal", "exit", "lost", "timeout", "host", "interrupted", "hang", "stalled"]
 
@@ -145,7 +144,10 @@ def is_secondary_failure(record: Raised | GroupTeardown) -> bool:
     """
     if record.error_type == LostWorkerError.__name__:
         return True
-    found = [each[0] for each in _LOST_CONNECTION.finditer(record.traceback + record.message)]
+    text = record.traceback + record.message
+    if any(re.search(pattern, text) for each in list_extensions() for pattern in each.failures.secondary):
+        return True
+    found = [each[0] for each in _LOST_CONNECTION.finditer(text)]
     own = (f"rank {record.rank} raised", f"rank {record.rank} failed")
     return any(not each.startswith(own) for each in found) or has_lost_server(record)
 
@@ -337,8 +339,10 @@ def _find_unreported_exits(records: Sequence[AnyRecord], *, after: int) -> list[
 
 
 def _find_stalled_rank(secondary: Sequence[Raised]) -> Verdict | None:
-    """Find the rank that Horovod's stall check names."""
-    match = next((match for record in secondary if (match := _STALLED.search(record.message))), None)
+    """Find the rank that the message of an extension names as the one for which others waited too long."""
+    patterns = [extension.failures.stalled for extension in list_extensions() if extension.failures.stalled]
+    found = (re.search(pattern, record.message) for record in secondary for pattern in patterns)
+    match = next(filter(None, found), None)
     if match is None:
         return None
     missing = match[2].splitlines()

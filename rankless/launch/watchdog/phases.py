@@ -5,9 +5,12 @@ docs/explanation/watchdog.md shows it. Every phase has an end: a process that wa
 the phase's time, and ends the run within `--hang-timeout`.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+from rankless.config.extensions import list_extensions
 
 MIN_STALL_SECONDS = 10.0
 """The shortest pause between two steps that the watchdog reports."""
@@ -77,7 +80,6 @@ PHASES: tuple[RunPhase, ...] = (
             "torch/distributed/elastic/utils/store.py",
             "rankless/runtime/rendezvous/",
             "rankless/runtime/hooks/default_group",
-            "rankless/compat/horovod/engine/rendezvous",
         ),
     ),
     RunPhase(
@@ -142,6 +144,14 @@ PHASES: tuple[RunPhase, ...] = (
 BY_NAME: Mapping[str, RunPhase] = {phase.name: phase for phase in PHASES}
 
 
+@functools.cache
+def extension_files(kind: Literal["waits", "joins"]) -> tuple[str, ...]:
+    """Return the beginnings of the files of extensions in which ranks wait for others, or join them, with slashes."""
+    return tuple(
+        f"{extension.folder}/{file}" for extension in list_extensions() for file in getattr(extension.stacks, kind)
+    )
+
+
 def find_phase(files: Sequence[str], *, is_joining: bool, is_at_end: bool) -> PhaseName:
     """Return the phase of a rank whose script runs.
 
@@ -152,7 +162,10 @@ def find_phase(files: Sequence[str], *, is_joining: bool, is_at_end: bool) -> Ph
     """
     if is_joining:
         return "joining"
+    joining = extension_files("joins")
     for file in files:
+        if file.startswith(joining):
+            return "joining"
         for phase in PHASES:
             if any(part in file for part in phase.files):
                 return phase.name

@@ -6,7 +6,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rankless.launch.watchdog.phases import BY_NAME, PhaseName, find_phase
+from rankless.config.extensions import list_extensions
+from rankless.launch.watchdog.phases import BY_NAME, PhaseName, extension_files, find_phase
 from rankless.launch.watchdog.stacks import Frame
 from rankless.user_code import PACKAGE_FOLDER, STANDARD_FOLDER, is_library
 
@@ -33,7 +34,6 @@ _GPU_CALLS = (".item(", ".tolist(", ".cpu(", ".numpy(", "synchronize(", ".to(")
 _WAITING_MODULES = (
     "collectives/",
     "compiler/",
-    "compat/horovod/engine/",
     "parameter_server/servers/",
     "runtime/rendezvous/",
     "runtime/process_context.py",
@@ -49,9 +49,6 @@ _MODULE_LABELS = {
     "parameter_server/servers/client.py": "a request to the servers",
     "parameter_server/servers/served_table.py": "a request to the servers",
     "runtime/worker.py": "the end of the script",
-    "compat/horovod/context.py": "hvd.init",
-    "compat/horovod/common/basics.py": "hvd.init",
-    "compat/horovod/torch/optimizer.py": "the step of hvd.DistributedOptimizer",
 }
 _MAX_FRAMES = 6
 
@@ -189,7 +186,7 @@ def _find_collective(inner: Sequence[Frame]) -> str:
     if any(file.endswith(_DDP) for file in files):
         starts = any(frame.function == "__init__" for frame, file in zip(inner, files, strict=True) if _DDP in file)
         return f"DistributedDataParallel's {'start' if starts else 'forward'}"
-    if inner and files[0].startswith(PACKAGE_FOLDER) and _package_path(files[0]).startswith(_WAITING_MODULES):
+    if inner and _is_waiting_file(files[0]):
         return _name_rankless_call(inner, files)
     named = [frame.function for frame, file in zip(inner, files, strict=True) if file.endswith(_C10D)]
     if any(file.startswith(PACKAGE_FOLDER) for file in files) and (
@@ -204,8 +201,13 @@ def _find_collective(inner: Sequence[Frame]) -> str:
         return others[-1]
     if inner and files[0].endswith(_BACKWARD[0]) and inner[0].function == _BACKWARD[1]:
         return "backward()"
-    waits = any(file.startswith(PACKAGE_FOLDER) and _package_path(file).startswith(_WAITING_MODULES) for file in files)
-    return _name_rankless_call(inner, files) if waits else ""
+    return _name_rankless_call(inner, files) if any(map(_is_waiting_file, files)) else ""
+
+
+def _is_waiting_file(file: str) -> bool:
+    """Whether ranks wait for others in a file of Rankless or of an extension."""
+    is_own = file.startswith(PACKAGE_FOLDER) and _package_path(file).startswith(_WAITING_MODULES)
+    return is_own or file.startswith(extension_files("waits"))
 
 
 def _is_rendezvous(inner: Sequence[Frame]) -> bool:
@@ -213,6 +215,7 @@ def _is_rendezvous(inner: Sequence[Frame]) -> bool:
     files = [frame.file.replace(os.sep, "/") for frame in inner]
     return any(
         any(part in file for part in BY_NAME["joining"].files)
+        or file.startswith(extension_files("joins"))
         or (file.endswith(_C10D) and frame.function in _RENDEZVOUS_CALLS)
         for frame, file in zip(inner, files, strict=True)
     )
@@ -229,18 +232,30 @@ def _package_path(file: str) -> str:
 
 def _name_rankless_call(inner: Sequence[Frame], files: Sequence[str]) -> str:
     """Return the Rankless call that the script made, from the outermost frame of the package."""
-    ours = [
-        (frame, _package_path(file))
-        for frame, file in zip(inner, files, strict=True)
-        if file.startswith(PACKAGE_FOLDER)
-    ]
-    for frame, file in reversed(ours):
+    for frame, file in reversed(list(zip(inner, files, strict=True))):
+        name = _name_extension_call(frame, file)
+        if name:
+            return name
+        if not file.startswith(PACKAGE_FOLDER):
+            continue
+        file = _package_path(file)
         if file in _MODULE_LABELS:
             return _MODULE_LABELS[file]
         if file == "api.py" and not frame.function.startswith("_"):
             return f"rankless.{frame.function}"
-        if file.startswith("compat/horovod/torch/") and not frame.function.startswith("_"):
-            return f"hvd.{frame.function}"
         if file.startswith("collectives/") and not frame.function.startswith("_"):
             return f"rankless.collectives.{frame.function}"
     return "a call of Rankless"
+
+
+def _name_extension_call(frame: Frame, file: str) -> str:
+    """Return what an extension calls a wait in one of its files; "" if it has no name for it."""
+    for extension in list_extensions():
+        inside = file.removeprefix(f"{extension.folder}/")
+        if inside == file:
+            continue
+        if inside in extension.stacks.labels:
+            return extension.stacks.labels[inside]
+        prefix = next((name for folder, name in extension.stacks.calls.items() if inside.startswith(folder)), "")
+        return f"{prefix}.{frame.function}" if prefix and not frame.function.startswith("_") else ""
+    return ""

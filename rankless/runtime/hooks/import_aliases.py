@@ -1,14 +1,15 @@
-"""Import aliases: `import horovod.torch` in a script is `rankless.compat.horovod.torch`, one module under two names.
+"""Import aliases: an import of another system's package in a script imports a package of an extension.
 
-`ALIASES` lists the import names. Nothing of an aliased package is imported before a script imports its name.
+It is one module under two names. Extensions declare the names (`config.extensions`). Nothing of such a package is
+imported before a script imports its name.
 
 Note [three ways into a process]: a worker installs the finder itself. A process that a worker starts (a spawn child, a
 command, a Python below a shell) finds it through PYTHONPATH, whose first folder is `at_start`. Under other launchers,
-and in plain Python, a `.pth` file installs it; that file is a distribution of its own (packages/rankless-horovod). See
-docs/decisions/0015.
+and in plain Python, a `.pth` file installs it. That file is a distribution of its own, such as
+packages/rankless-horovod. See docs/decisions/0015.
 
 Note [the same objects]: a finder at the end of `sys.meta_path`, an entry in `sys.modules` or a folder of imports would
-execute modules twice. Then `except HorovodInternalError` would miss the errors of the other copy.
+execute modules twice. Then an `except` of a script would miss the errors of the other copy.
 """
 
 import importlib
@@ -19,56 +20,19 @@ from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
-from typing import NamedTuple
+
+from rankless.config import environment
+from rankless.config.extensions import ImportAlias, find_extension, is_own
 
 AT_START = os.path.join(os.path.dirname(os.path.abspath(__file__)), "at_start")
 """The folder for PYTHONPATH: an interpreter that finds it there has the finder from its start."""
 
 
-class ImportAlias(NamedTuple):
-    """An import name that a package of Rankless answers, unless the real package is installed."""
-
-    target: str
-    """The package of Rankless."""
-    choice: str
-    """The function of `config.environment` that says when the name is ours: "never", "missing" or "always"."""
-    preload: tuple[str, ...]
-    """What the fork server imports for programs that name the package."""
-    missing_text: str
-    """What a ModuleNotFoundError says of a part that Rankless does not have."""
-    reported_part: str
-    """The part of an installed real package whose import is reported."""
-    launcher_variables: tuple[str, ...]
-    """The environment variables under which the real package finds the other ranks, so that no warning is due."""
-    warning: str
-    """For the user, if a real package is alone in each worker: with the package's `file`, and `world_size`."""
-
-
-ALIASES = {
-    "horovod": ImportAlias(
-        target="rankless.compat.horovod",
-        choice="horovod_choice",
-        preload=("rankless.compat.horovod.torch",),
-        missing_text=(
-            "Rankless has Horovod's API for PyTorch only (horovod.torch, horovod.common, horovod.runner); an "
-            "installed Horovod would take precedence, see docs/guides/from-horovod.md"
-        ),
-        reported_part="horovod.torch",
-        launcher_variables=("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_ELASTIC"),
-        warning=(
-            "`import horovod.torch` is the one installed, {file}: here it is alone in each of the {world_size} "
-            "processes, which train separately; RANKLESS_HOROVOD=1 selects Rankless's, and `rankless horovodrun` with "
-            "RANKLESS_HOROVOD=0 connects the ranks of the installed one"
-        ),
-    )
-}
-"""By import name. `at_start/sitecustomize.py` names the same ones, because it may not import this module."""
-
 InstalledObserver = Callable[[ImportAlias, str], None]
 
 
 class AliasFinder(MetaPathFinder):
-    """Answers the names in `ALIASES`, and what is below them, with modules of Rankless.
+    """Answers the names that extensions declare, and what is below them, with their modules.
 
     A name for which the real package is installed stays with that package. `on_installed` is called once, with the
     alias and the real package's file, when a script imports the reported part of it.
@@ -76,6 +40,8 @@ class AliasFinder(MetaPathFinder):
 
     def __init__(self, on_installed: InstalledObserver | None = None) -> None:
         self._on_installed = on_installed
+        self.others: set[str] = set()
+        """The extensions of other packages whose import names it answers."""
         self._is_real: dict[str, bool] = {}
         self._searching = False
 
@@ -87,7 +53,7 @@ class AliasFinder(MetaPathFinder):
         Raises ModuleNotFoundError, which lists what there is, for a part that Rankless does not have.
         """
         name = fullname.partition(".")[0]
-        alias = ALIASES.get(name)
+        alias = self._find_alias(name)
         if alias is None or self._searching:
             return None
         if self.is_real_package(name):
@@ -106,8 +72,8 @@ class AliasFinder(MetaPathFinder):
     def is_real_package(self, name: str) -> bool:
         """Return whether an import of `name` is left to the real package, by the user's choice or what is installed."""
         if name not in self._is_real:
-            environment = importlib.import_module("rankless.config.environment")
-            choice = getattr(environment, ALIASES[name].choice)()
+            alias = self._find_alias(name)
+            choice = "never" if alias is None else environment.alias_choice(alias.variable)
             self._is_real[name] = choice == "never" or (choice == "missing" and self.installed_file(name) is not None)
         return self._is_real[name]
 
@@ -119,6 +85,12 @@ class AliasFinder(MetaPathFinder):
         finally:
             self._searching = False
         return None if spec is None else spec.origin
+
+    def _find_alias(self, name: str) -> ImportAlias | None:
+        """Return what the extension of that name declares of its import name; None if there is none."""
+        # Every import asks. So only the folder of Rankless's own extensions is looked at.
+        extension = find_extension(name) if name in self.others or is_own(name) else None
+        return None if extension is None else extension.import_alias
 
     def _report_installed(self, alias: ImportAlias, name: str, fullname: str) -> None:
         file = getattr(sys.modules.get(name), "__file__", None)
@@ -149,13 +121,19 @@ class _SameModule(Loader):
         return code if isinstance(code, CodeType) else None
 
 
-def install(on_installed: InstalledObserver | None = None) -> AliasFinder:
-    """Put a finder at the front of `sys.meta_path`, unless one is there, and return it."""
-    for finder in sys.meta_path:
-        if isinstance(finder, AliasFinder):
-            return finder
-    finder = AliasFinder(on_installed)
-    sys.meta_path.insert(0, finder)
+def install(on_installed: InstalledObserver | None = None, *, other: str | None = None) -> AliasFinder:
+    """Put a finder at the front of `sys.meta_path`, unless one is there, and return it.
+
+    Args:
+        on_installed: Called with the alias and the file of an installed real package when a script imports that.
+        other: An extension of another package, whose import name the finder answers too.
+    """
+    finder = next((each for each in sys.meta_path if isinstance(each, AliasFinder)), None)
+    if finder is None:
+        finder = AliasFinder(on_installed)
+        sys.meta_path.insert(0, finder)
+    if other is not None:
+        finder.others.add(other)
     return finder
 
 

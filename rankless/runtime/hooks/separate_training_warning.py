@@ -1,7 +1,7 @@
 """Warns if each of several workers trains a model of its own, because nothing in the script connects them.
 
-A script without a job, a process group or Horovod runs once per worker, and each copy trains alone. The hook looks at
-the second step of an optimizer and then removes itself, so later steps cost nothing.
+A script without a job, a process group or an extension's API runs once per worker, and each copy trains alone. The hook
+looks at the second step of an optimizer and then removes itself, so later steps cost nothing.
 """
 
 import sys
@@ -12,10 +12,11 @@ from typing import Any
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from rankless.config.extensions import list_aliases
 from rankless.user_code import script_line
 
-CONNECTING_MODULES = ("horovod", "rankless.compat.horovod", "mpi4py", "ray")
-"""Modules by which a script may connect its processes without torch.distributed."""
+CONNECTING_MODULES = ("mpi4py", "ray")
+"""Modules by which a script may connect its processes without torch.distributed, beside those of extensions."""
 
 
 def warn_on_separate_training(notify: Callable[[str], None], *, world_size: int) -> None:
@@ -47,10 +48,11 @@ def warn_on_separate_training(notify: Callable[[str], None], *, world_size: int)
 
 def is_connected() -> bool:
     """Return whether this process has joined others, or has loaded a library that does."""
+    names = {*CONNECTING_MODULES, *(each for name, alias in list_aliases().items() for each in (name, alias.target))}
     joined = sys.modules.get("rankless.runtime.current_context")
     if joined is not None and joined.join_line() is not None:
         return True
-    return (dist.is_available() and dist.is_initialized()) or any(name in sys.modules for name in CONNECTING_MODULES)
+    return (dist.is_available() and dist.is_initialized()) or any(name in sys.modules for name in names)
 
 
 def is_alone_with_accelerate(frame: FrameType | None) -> bool:

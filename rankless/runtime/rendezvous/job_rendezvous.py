@@ -1,25 +1,19 @@
 """The rendezvous of this process with the ranks of its job, whichever launcher has started them."""
 
-import importlib
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
 from rankless.config import environment
 from rankless.config.distributed_variables import TorchrunWorker
-from rankless.config.hosts import interface_towards
 from rankless.config.worker_config import WorkerConfig
 from rankless.errors import JoinError
 from rankless.records.elastic_messages import RankAssignment
-from rankless.records.local_ranks import assign_ranks
 from rankless.runtime.rendezvous.parameters import RendezvousParameters
 from rankless.runtime.rendezvous.run_store import open_worker_store
 from rankless.runtime.rendezvous.tcp import join_tcp_rendezvous
-
-if TYPE_CHECKING:
-    from rankless.config.horovod_variables import HorovodWorker
 
 JOIN_TIMEOUT_SECONDS = 1800.0
 LOOPBACK = "127.0.0.1"
@@ -47,17 +41,18 @@ class RendezvousInfo:
 def find_rendezvous_info() -> RendezvousInfo:
     """Find rank, size and store of this process, and wait for the other ranks if that takes a rendezvous.
 
-    Reads what the launcher says: Rankless, Horovod's own, torchrun, mpirun, srun or Kubernetes. Without a launcher,
+    Reads what the launcher says: Rankless, an extension's, torchrun, mpirun, srun or Kubernetes. Without a launcher,
     uses the default group of torch.distributed; without that, returns a job of one. Raises JoinError if some ranks do
     not join.
     """
     config = environment.read_worker_config()
     if config is not None:
         return _from_worker_config(config)
-    horovod = environment.read_horovod_worker()
-    if horovod is not None:
-        # Before torchrun's variables: a pod may set those as a whole, and horovodrun passes them to all its workers.
-        return _join_by_horovod(horovod)
+    launched = environment.read_launched_worker()
+    if launched is not None:
+        # Before torchrun's variables: a pod may set those as a whole, and a launcher may pass them to all its workers.
+        info: RendezvousInfo = launched.join(print_notice)
+        return info
     torchrun = environment.read_torchrun()
     has_group = dist.is_available() and dist.is_initialized() and not environment.is_child_of_worker()
     if torchrun is not None and torchrun.world_size != 1 and not (has_group and prefers_group(torchrun)):
@@ -140,23 +135,6 @@ def _join_by_torchrun(torchrun: TorchrunWorker) -> RendezvousInfo:
         size=torchrun.world_size,
         store=rendezvous.store,
         address=LOOPBACK if rendezvous.is_on_one_host else parameters.host,
-    )
-
-
-def _join_by_horovod(worker: "HorovodWorker") -> RendezvousInfo:
-    if worker.world_size == 1:
-        return RendezvousInfo(rank=0, size=1, store=dist.HashStore(), assignment=worker.assignment)  # type: ignore[attr-defined]  # as above
-    # Imported here: only processes of Horovod's own launcher need it.
-    horovod = importlib.import_module("rankless.runtime.rendezvous.horovod")
-    rendezvous, address = horovod.join_horovod_rendezvous(worker, print_notice)
-    environment.prefer_interface(worker.interface or interface_towards(worker.address)[0])
-    hosts = [one.host for one in rendezvous.participants]
-    return RendezvousInfo(
-        rank=worker.rank,
-        size=worker.world_size,
-        store=rendezvous.store,
-        address=address.host,
-        assignment=worker.assignment or assign_ranks(hosts)[worker.rank],
     )
 
 

@@ -50,7 +50,7 @@ class HostWaits:
         self._limit_seconds = member.timeout_seconds
         self._error: CollectiveError | None = None
         self._ending = threading.RLock()
-        """Held until the first error is known: another thread of this rank that fails meanwhile raises that one, too."""
+        """Held until the first error is known. Another thread of this rank that fails meanwhile raises it, too."""
         self._is_closed = False
         self.watch: Callable[[], None] | None = None
         """Called now and then while a collective waits. It raises a `CollectiveError` if the wait is in vain."""

@@ -16,17 +16,18 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-ALIASES = ("horovod",)
-"""The names in `import_aliases.ALIASES`."""
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(_FOLDER))))
+EXTENSIONS = os.path.join(ROOT, "rankless", "extensions")
+"""Only an extension that has the import's name may have an alias for it."""
 
 
 class _OnDemand:
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
         """Do what `AliasFinder` does; that finder replaces this one at the first such import."""
-        if name.partition(".")[0] not in ALIASES:
+        top = name.partition(".")[0]
+        if not os.path.exists(os.path.join(EXTENSIONS, top, "extension.toml")):
             return None
         sys.meta_path.remove(_OnDemand)
         is_added = ROOT not in sys.path
@@ -34,7 +35,6 @@ class _OnDemand:
             sys.path.append(ROOT)
         try:
             aliases = importlib.import_module("rankless.runtime.hooks.import_aliases")
-            importlib.import_module("rankless.config.environment")  # which `AliasFinder` asks
         except (ImportError, SyntaxError, TypeError):  # another Python: an older one, or without what Rankless needs
             if is_added:
                 sys.path.remove(ROOT)

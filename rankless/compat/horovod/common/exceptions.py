@@ -1,9 +1,0 @@
-"""The exceptions that Horovod's calls raise, under the module name from which scripts import them."""
-
-from rankless.compat.horovod.exceptions import (
-    HorovodInternalError,
-    HorovodVersionMismatchError,
-    HostsUpdatedInterrupt,
-)
-
-__all__ = ["HorovodInternalError", "HorovodVersionMismatchError", "HostsUpdatedInterrupt"]

@@ -1,5 +1,0 @@
-"""How hosts change, and who is told, under the module name from which tools import them."""
-
-from rankless.compat.horovod.common.elastic import HostUpdateResult, WorkerNotificationManager
-
-__all__ = ["HostUpdateResult", "WorkerNotificationManager"]

@@ -1,0 +1,219 @@
+"""What extensions declare. An extension is the API or the command line of another system, built on Rankless.
+
+The core imports no extension and names none. It reads the `extension.toml` of each: those in `rankless/extensions`, and
+those of installed packages with an entry point in the group `rankless.extensions`, whose value is a top-level package.
+It imports a module of an extension only when a script or a command uses it.
+"""
+
+import functools
+import importlib
+import importlib.util
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rankless.errors import ConfigError
+
+FOLDER = Path(__file__).parents[1] / "extensions"
+"""The extensions that come with Rankless."""
+FILE = "extension.toml"
+ENTRY_POINTS = "rankless.extensions"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """A command `rankless NAME`."""
+
+    help: str
+    """What `rankless --help` shows."""
+    module: str
+    """Where the command is. `rankless.cli` says what such a module has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportAlias:
+    """The name of the extension is also an import name that a package answers, unless the real package is installed."""
+
+    target: str
+    """The package that answers."""
+    variable: str
+    """The environment variable by which users choose: 0 never takes ours, 1 always does."""
+    preload: tuple[str, ...] = ()
+    """What the fork server imports for programs that name the package."""
+    missing_text: str
+    """What a ModuleNotFoundError says of a part that the package does not have."""
+    reported_part: str
+    """The part of an installed real package whose import is reported."""
+    launcher_variables: tuple[str, ...] = ()
+    """The environment variables under which the real package finds the other ranks, so that no warning is due."""
+    warning: str
+    """For the user, if a real package is alone in each worker: with the package's `file`, and `world_size`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchedProcesses:
+    """Processes that a launcher of another system starts, and that `rankless.init` brings together."""
+
+    variable: str
+    """The environment variable by which that launcher is recognized."""
+    module: str
+    """Has `read_worker(variables)`, which returns a `config.launched_worker.LaunchedWorker`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stacks:
+    """How the watchdog reads the extension's frames. Files are relative to the extension's folder."""
+
+    waits: tuple[str, ...] = ()
+    """Files, or beginnings of them, in which a rank waits for other ranks."""
+    joins: tuple[str, ...] = ()
+    """Those in which it waits for ranks that have not joined."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """What a report calls a wait within a file."""
+    calls: Mapping[str, str] = field(default_factory=dict)
+    """The name under which scripts call the functions of a folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failures:
+    """How the extension's errors say which rank is at fault."""
+
+    secondary: tuple[str, ...] = ()
+    """Regular expressions for messages of a rank that another rank's failure has ended."""
+    stalled: str = ""
+    """A regular expression for the message that names ranks for which others waited too long. Its first group is the
+    seconds, its second lines of a rank and what it has not submitted, such as `1: [loss]`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListeningSocket:
+    """A socket that accepts connections, for the table of all sockets of a run."""
+
+    name: str
+    kinds: tuple[str, ...] = ()
+    """The kinds of runs that may have it; none means all."""
+    holder: str
+    """The process that has it: agent, worker or server."""
+    address: str
+    """Where it listens on one host: an address, or the beginning of the path or name of a Unix socket."""
+    on_hosts: str = ""
+    """Where it listens in runs on several hosts; "" if only runs on one host have it."""
+    lasts: str
+    access: str
+    """What a client must show."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extension:
+    """What an extension adds, as its `extension.toml` says."""
+
+    name: str = ""
+    """The name of its folder, or of its entry point."""
+    folder: str = ""
+    commands: Mapping[str, Command] = field(default_factory=dict)
+    launcher: str = ""
+    """A module with `make_profile(settings)`, which returns the `LauncherProfile` of runs whose launcher has the
+    extension's name."""
+    import_alias: ImportAlias | None = None
+    launched: LaunchedProcesses | None = None
+    variables: tuple[str, ...] = ()
+    """Beginnings of the environment variables that other hosts get too."""
+    stacks: Stacks = Stacks()
+    failures: Failures = Failures()
+    run_kinds: tuple[str, ...] = ()
+    """The kinds of runs that it adds to the table of sockets and files. Their logs have the modes that the other
+    system's users expect."""
+    spanning_kinds: tuple[str, ...] = ()
+    """Those of them that may have several hosts."""
+    sockets: tuple[ListeningSocket, ...] = ()
+
+
+_PARTS: Mapping[str, type] = {
+    "import_alias": ImportAlias,
+    "launched": LaunchedProcesses,
+    "stacks": Stacks,
+    "failures": Failures,
+}
+
+
+@functools.cache
+def find_extension(name: str) -> Extension | None:
+    """Return what the extension of that name declares; None if there is none."""
+    if is_own(name):
+        return _read(name, FOLDER / name)
+    installed = _list_installed().get(name)
+    return None if installed is None else _read(name, installed)
+
+
+def is_own(name: str) -> bool:
+    """Return whether an extension of that name comes with Rankless."""
+    return name.isidentifier() and os.path.exists(os.path.join(FOLDER, name, FILE))
+
+
+@functools.cache
+def list_extensions() -> tuple[Extension, ...]:
+    """Return what all extensions declare: those that come with Rankless, and those of other packages, each by name."""
+    return (*_list_own(), *(_read(name, folder) for name, folder in sorted(_list_installed().items())))
+
+
+def find_command(name: str) -> Command | None:
+    """Return the command of that name, if an extension has it."""
+    own = (extension.commands.get(name) for extension in _list_own())
+    return next(filter(None, own), None) or list_commands().get(name)
+
+
+def list_commands() -> dict[str, Command]:
+    """Return the commands of all extensions by name."""
+    return {name: command for extension in list_extensions() for name, command in extension.commands.items()}
+
+
+def list_aliases() -> dict[str, ImportAlias]:
+    """Return the import names that extensions answer."""
+    return {each.name: each.import_alias for each in list_extensions() if each.import_alias is not None}
+
+
+@functools.cache
+def _list_own() -> tuple[Extension, ...]:
+    return tuple(_read(name, FOLDER / name) for name in sorted(os.listdir(FOLDER)) if is_own(name))
+
+
+@functools.cache
+def _list_installed() -> Mapping[str, Path]:
+    """Return the folders of extensions in other packages, which are not imported."""
+    found = {}
+    # Imported here: it takes 50 ms, and most commands ask for no extension of another package.
+    for entry in importlib.import_module("importlib.metadata").entry_points(group=ENTRY_POINTS):
+        spec = importlib.util.find_spec(entry.value)
+        for folder in (spec.submodule_search_locations if spec is not None else None) or ():
+            if (Path(folder) / FILE).is_file() and not is_own(entry.name):
+                found[entry.name] = Path(folder)
+    return found
+
+
+def _read(name: str, folder: Path) -> Extension:
+    try:
+        content = tomllib.loads((folder / FILE).read_text())
+        return Extension(name=name, folder=str(folder), **_convert(content))
+    except (TypeError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            expected=f"the declaration of an extension in {folder / FILE}",
+            found=str(error).replace("__init__() ", ""),
+            fix="correct the file; `rankless.config.extensions.Extension` has the fields",
+        ) from None
+
+
+def _convert(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of `Extension` for the content of a file."""
+    found: dict[str, Any] = {name: tuple(item) if isinstance(item, list) else item for name, item in content.items()}
+    for name, kind in _PARTS.items():
+        if name in found:
+            lists = {key: tuple(item) if isinstance(item, list) else item for key, item in found[name].items()}
+            found[name] = kind(**lists)
+    found["commands"] = {name: Command(**command) for name, command in content.get("commands", {}).items()}
+    found["sockets"] = tuple(
+        ListeningSocket(**{**socket, "kinds": tuple(socket.get("kinds", ()))}) for socket in content.get("sockets", ())
+    )
+    return found

@@ -1,0 +1,245 @@
+"""The profile of Paddle's programs: PADDLE_ variables, endpoints, `workerlog.N` files, and the table of variables."""
+
+import contextlib
+import os
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from rankless.config.hosts import Endpoint, parse_endpoint
+from rankless.config.launcher_spec import decode_settings
+from rankless.config.run_config import AgreedJobConfig, RunConfig
+from rankless.config.servers import ServerConfig, ServersConfig
+from rankless.config.worker_config import WorkerConfig, WorkerLaunch
+from rankless.extensions.fleetrun.profile_settings import FleetrunSettings
+from rankless.extensions.fleetrun.tables import (
+    HETEROGENEOUS_ENDPOINTS,
+    HETEROGENEOUS_LOG_NAME,
+    LOG_NAME,
+    SERVER_LOG_NAME,
+    format_environment_table,
+    format_server_lines,
+    format_worker_line,
+    name_endpoint,
+)
+from rankless.launch.ports import reserve_master_port
+from rankless.launch.profile import LauncherProfile, VisibleDevices, WorkerLogFiles, show_gpus
+
+FIRST_PORT = 6070
+"""Paddle's first port of a host's endpoints. Several hosts use it because they do not tell each other of free ones."""
+ENDPOINTS = "PADDLE_TRAINER_ENDPOINTS"
+HTTP_ENDPOINT = "PADDLE_GLOO_HTTP_ENDPOINT"
+STOP_GRACE_SECONDS = 30.0
+SERVER_ENDPOINTS = "PADDLE_PSERVERS_IP_PORT_LIST"
+
+
+def make_profile(settings: bytes) -> LauncherProfile:
+    """Return the profile for the settings of a `LauncherSpec`."""
+    return FleetrunProfile(decode_settings(settings, FleetrunSettings))
+
+
+@dataclass(frozen=True)
+class FleetrunProfile(LauncherProfile):
+    """How fleetrun runs a program."""
+
+    settings: FleetrunSettings
+
+    @property
+    def stop_grace_seconds(self) -> float:
+        """As long as Paddle's launcher waits for its processes."""
+        return STOP_GRACE_SECONDS
+
+    @property
+    def run_name(self) -> str | None:
+        """`--job_id`."""
+        return self.settings.job_id
+
+    @property
+    def shows_summary(self) -> bool:
+        """fleetrun writes none."""
+        return False
+
+    @property
+    def withholds_tracebacks(self) -> bool:
+        """fleetrun shows the first worker's log file as it is."""
+        return False
+
+    @property
+    def plain_process_option(self) -> str | None:
+        """fleetrun has none."""
+        return None
+
+    @property
+    def has_private_logs(self) -> bool:
+        """Return False: the umask of the user decides who may read them."""
+        return False
+
+    def log_files(self, folder: str, rank: int, local_rank: int) -> WorkerLogFiles:
+        """Return the path of a worker's log file, under Paddle's name."""
+        return WorkerLogFiles(os.path.join(folder, self._log_name(rank)))
+
+    def _log_name(self, rank: int) -> str:
+        """Return Paddle's name of a worker's log file. Paddle numbers the workers of each kind."""
+        before = sum(each < rank for each in self.settings.heterogeneous)
+        if self._is_heterogeneous(rank):
+            return HETEROGENEOUS_LOG_NAME.format(before)
+        return LOG_NAME.format(rank - before)
+
+    def _is_heterogeneous(self, rank: int) -> bool:
+        """Return whether a worker is heterogeneous."""
+        return rank in self.settings.heterogeneous
+
+    def link_logs(
+        self, folder: str, ranks: Sequence[int], start: AgreedJobConfig, *, servers: Sequence[int] = ()
+    ) -> None:
+        """Link `workerlog.N` and `serverlog.N` beside the run's folder to this run's.
+
+        Links of an earlier, larger run are removed.
+        """
+        log_folder, run = os.path.split(folder)
+        for name in (*map(self._log_name, ranks), *map(SERVER_LOG_NAME.format, servers)):
+            path = os.path.join(log_folder, name)
+            if os.path.isfile(path) and not os.path.islink(path):
+                os.replace(path, path + ".old")  # Paddle has written it: it is the user's
+            link = os.path.join(log_folder, f".{name}-{secrets.token_hex(3)}")
+            os.symlink(os.path.join(run, name), link)
+            os.replace(link, path)
+        server_count = 0 if start.servers is None else len(start.servers.addresses)
+        heterogeneous = len(self.settings.heterogeneous)
+        counts = {
+            LOG_NAME.format(""): start.world_size - heterogeneous,
+            SERVER_LOG_NAME.format(""): server_count,
+            HETEROGENEOUS_LOG_NAME.format(""): heterogeneous,
+        }
+        for name in os.listdir(log_folder):
+            path, stem, number = os.path.join(log_folder, name), *name.partition(".")[::2]
+            count = counts.get(f"{stem}.")
+            if os.path.islink(path) and count is not None and number.isdigit() and int(number) >= count:
+                with contextlib.suppress(FileNotFoundError):  # another host on the same disk was faster
+                    os.unlink(path)
+
+    def server_log_file(self, folder: str, index: int) -> str:
+        """Return the path of a server's log file, under Paddle's name."""
+        return os.path.join(folder, SERVER_LOG_NAME.format(index))
+
+    def visible_devices(self, devices: Sequence[str]) -> VisibleDevices:
+        """Return the devices among the GPUs of all shares; workers see no GPU at all if the user asks for the CPU."""
+        found = show_gpus(devices, self.settings.gpus)
+        return found._replace(cuda_variable="") if self.settings.hides_gpus and not found.cuda_variable else found
+
+    def worker_environment(
+        self, worker: WorkerConfig, start: AgreedJobConfig, *, elastic_host: str | None = None
+    ) -> Mapping[str, str | None]:
+        """Return Paddle's variables besides those of a plain run. The endpoints come from `open_services`."""
+        rank, size, local_rank = str(worker.rank), str(worker.world_size), str(worker.local_rank)
+        own = (start.launcher_variables[ENDPOINTS] or "").split(",")[worker.rank]
+        address, _, port = own.rpartition(":")
+        return {
+            **super().worker_environment(worker, start),
+            "PADDLE_TRAINER_ID": rank,
+            "PADDLE_TRAINERS_NUM": size,
+            "PADDLE_CURRENT_ENDPOINT": own,
+            "PADDLE_MASTER": endpoint(worker.master_address, worker.master_port),
+            "PADDLE_GLOBAL_RANK": rank,
+            "PADDLE_GLOBAL_SIZE": size,
+            "PADDLE_LOCAL_RANK": local_rank,
+            "PADDLE_LOCAL_SIZE": str(worker.local_world_size),
+            "PADDLE_RANK_IN_NODE": local_rank,
+            "PADDLE_NNODES": str(worker.host_count),
+            "PADDLE_JOB_ID": self.settings.job_id or worker.run_id,
+            "PADDLE_PORT": port,
+            "PADDLE_DISTRI_BACKEND": "nccl" if worker.backend == "nccl" else "gloo",
+            "POD_IP": address.strip("[]"),
+            "TRAINING_ROLE": "HETER_TRAINER" if self._is_heterogeneous(worker.rank) else "TRAINER",
+            "FLAGS_selected_gpus": self.settings.selected(worker.local_rank),
+            **self._list_heterogeneous(start),
+            **({} if worker.servers is None else {SERVER_ENDPOINTS: _list_endpoints(worker.servers)}),
+        }
+
+    def _list_heterogeneous(self, start: AgreedJobConfig) -> Mapping[str, str]:
+        """Return Paddle's variable with the endpoints of heterogeneous workers, if there are any."""
+        if not self.settings.heterogeneous:
+            return {}
+        endpoints = (start.launcher_variables[ENDPOINTS] or "").split(",")
+        return {HETEROGENEOUS_ENDPOINTS: ",".join(endpoints[rank] for rank in self.settings.heterogeneous)}
+
+    def server_environment(
+        self, server: ServerConfig, servers: ServersConfig, start: AgreedJobConfig
+    ) -> Mapping[str, str | None]:
+        """Return Paddle's variables of a server."""
+        address, _, port = name_endpoint(server.address).rpartition(":")
+        return {
+            **start.launcher_variables,
+            "TRAINING_ROLE": "PSERVER",
+            SERVER_ENDPOINTS: _list_endpoints(servers),
+            "PADDLE_PORT": port,
+            "POD_IP": address.strip("[]"),
+            "PADDLE_TRAINERS_NUM": str(server.worker_count),
+        }
+
+    @contextlib.contextmanager
+    def open_services(
+        self, config: RunConfig, *, addresses: Sequence[str], worker_counts: Sequence[int], store_address: str
+    ) -> Iterator[Mapping[str, str | None]]:
+        """Yield every rank's endpoint, at which a script may open its own group. Rankless does not use them.
+
+        On one host each is a free port, held until the run ends. Otherwise ports count up from the first, as in Paddle.
+        """
+        with contextlib.ExitStack() as stack:
+            wanted = self._list_endpoints(addresses, worker_counts)
+            if config.servers is not None:
+                wanted.append(self._http_endpoint(config, addresses[0]))
+            is_single = len(addresses) == 1 and self.settings.first_port is None
+            ports = None if is_single else _CountedPorts(self.settings.first_port or FIRST_PORT, wanted)
+            found = []
+            for each in wanted:
+                port = each.port or (
+                    stack.enter_context(reserve_master_port()).getsockname()[1] if ports is None else ports.take(each)
+                )
+                found.append(endpoint(each.host, port))
+            http = {} if config.servers is None else {HTTP_ENDPOINT: found.pop()}
+            yield {ENDPOINTS: ",".join(found), **http}
+
+    def _list_endpoints(self, addresses: Sequence[str], worker_counts: Sequence[int]) -> list[Endpoint]:
+        """Return each worker's endpoint, without a port if the user has given none."""
+        if self.settings.endpoints:
+            return list(map(parse_endpoint, self.settings.endpoints))
+        hosts = zip(addresses, worker_counts, strict=True)
+        return [Endpoint(address) for address, count in hosts for _ in range(count)]
+
+    def _http_endpoint(self, config: RunConfig, first_address: str) -> Endpoint:
+        """Return the address of the first server with `--http_port`, as in Paddle."""
+        servers = () if config.servers is None else config.servers.endpoints
+        return Endpoint(parse_endpoint((*servers, first_address)[0]).host, self.settings.http_port)
+
+    def opening_text(
+        self, config: RunConfig, lead: WorkerLaunch, start: AgreedJobConfig, *, folder: str, first_host: str
+    ) -> str:
+        """Return Paddle's table of the first worker's variables, and lines about this host's servers and workers."""
+        table = format_environment_table(lead.environment, local_count=config.worker_count)
+        servers = "" if start.servers is None else format_server_lines(config, start.servers, lead.config.host, folder)
+        logs = [self._log_name(lead.config.rank + number) for number in range(config.worker_count)]
+        return table + servers + format_worker_line(config, lead.config, logs, folder=folder, first_host=first_host)
+
+
+def _list_endpoints(servers: ServersConfig) -> str:
+    return ",".join(map(name_endpoint, servers.addresses[: servers.part_count]))
+
+
+def endpoint(address: str, port: int) -> str:
+    """Return HOST:PORT, also for an IPv6 address."""
+    return str(Endpoint(address, port))
+
+
+class _CountedPorts:
+    """Ports that count up on each host from the first, without those that the user has given there."""
+
+    def __init__(self, first: int, given: Sequence[Endpoint]) -> None:
+        self._first = first
+        self._taken = {(each.host, each.port) for each in given}
+
+    def take(self, wanted: Endpoint) -> int:
+        """Return the next port of a host."""
+        port = next(port for port in range(self._first, 2**16) if (wanted.host, port) not in self._taken)
+        self._taken.add((wanted.host, port))
+        return port
