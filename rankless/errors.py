@@ -20,7 +20,6 @@ RanklessError            base of all errors below
 StepsDone (SystemExit)   the normal end of a run that was limited to a number of steps
 
 Every error in the tree says what Rankless expected, what it found, and how to fix it.
-Horovod's own exceptions, such as `HorovodInternalError`, are in `horovod.common.exceptions`, where Horovod has them.
 """
 
 from collections.abc import Callable

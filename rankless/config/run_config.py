@@ -67,7 +67,7 @@ class RunObservation(msgspec.Struct, frozen=True, kw_only=True):
     is_reference: bool = False
     """The script is the plain one of `--against`, so its optimizers' steps are recorded instead of jobs."""
     is_foreign: bool = False
-    """The script calls no job, as one of DDP or Horovod. Its optimizers' steps are recorded on every rank."""
+    """The script calls no job, as one of DDP. Its optimizers' steps are recorded on every rank."""
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True):

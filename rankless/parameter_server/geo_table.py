@@ -4,7 +4,7 @@ Note [geo]: a worker has its latest rows, and the base: what it knows of the ser
 (latest - base) / W of the rows that it has trained since the last exchange, and adds this to the base. The servers add
 it to their rows. Then the worker adds to its latest rows what the servers' rows are ahead of the base, and these become
 the base. No worker waits. What the servers still lack goes with later exchanges of the same rows, and is dropped when
-workers meet. The name is Paddle's, as is the rule.
+workers meet. The name and the rule are those of Paddle.
 """
 
 import dataclasses

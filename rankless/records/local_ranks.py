@@ -1,4 +1,4 @@
-"""The local and cross ranks of a job, in Horovod's terms."""
+"""The local ranks of a job, within each host, and its cross ranks: among the workers of equal local rank."""
 
 from collections import Counter
 from collections.abc import Hashable, Sequence

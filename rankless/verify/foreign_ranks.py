@@ -1,8 +1,8 @@
 """Make the recordings of a script that divides its own data comparable with those of a run on one worker.
 
-A rank of a DDP, Horovod, Accelerate or Fabric script computes the loss of its own rows. The loss of the whole batch is
-the mean over the ranks, weighted by their rows. Gradients and parameters are whole after the reduction, and stay as
-they are.
+A rank of a script of DDP, Accelerate or another framework computes the loss of its own rows. The loss of the whole
+batch is the mean over the ranks, weighted by their rows. Gradients and parameters are whole after the reduction, and
+stay as they are.
 """
 
 from collections.abc import Sequence

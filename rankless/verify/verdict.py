@@ -95,7 +95,7 @@ class VerifyReport(Figures, frozen=True, kw_only=True):
     first_value: FirstDifferingValue | None = None
     """The first value that differs, in the job call where the runs diverge; null if not searched or not found."""
     cause: Cause | None = None
-    """Why a script that divides its own data, as one of DDP or Horovod, trains otherwise on several ranks."""
+    """Why a script that divides its own data, as one of DDP, trains otherwise on several ranks."""
     not_covered: tuple[str, ...] = ()
     """What the comparison did not cover."""
 

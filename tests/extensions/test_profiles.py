@@ -13,9 +13,9 @@ from rankless.config.extensions import list_extensions
 from rankless.config.launcher_spec import LauncherSpec, decode_settings, make_launcher_spec
 from rankless.config.run_config import RunRequest
 from rankless.errors import LaunchError
-from rankless.extensions.fleetrun.profile_settings import FleetrunSettings, make_fleetrun_spec
-from rankless.extensions.horovodrun.profile_settings import HorovodrunSettings, NamedHost, make_horovodrun_spec
-from rankless.extensions.torchrun.profile_settings import ShownStream, TorchrunSettings, make_torchrun_spec
+from rankless.extensions.fleetrun.profile import FleetrunSettings, make_fleetrun_spec
+from rankless.extensions.horovodrun.settings import HorovodrunSettings, NamedHost, make_horovodrun_spec
+from rankless.extensions.torchrun.profile import ShownStream, TorchrunSettings, make_torchrun_spec
 from rankless.launch.profile import LauncherProfile, PlainProfile, load_profile
 
 NAMES = [extension.name for extension in list_extensions() if extension.launcher]

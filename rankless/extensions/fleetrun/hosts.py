@@ -14,7 +14,7 @@ from rankless.config.hosts import (
 from rankless.config.run_config import UNKNOWN_HOST, Cluster
 from rankless.config.server_hosts import add_heterogeneous
 from rankless.errors import ConfigError
-from rankless.extensions.fleetrun.parsed_options import FleetrunFlags
+from rankless.extensions.fleetrun.parser import FleetrunFlags
 
 
 def make_cluster(

@@ -8,7 +8,7 @@ from rankless.config.server_hosts import find_worker_hosts, order_workers
 from rankless.config.servers import RequestedServers
 from rankless.errors import ConfigError
 from rankless.extensions.fleetrun.hosts import count_hosts
-from rankless.extensions.fleetrun.parsed_options import FleetrunFlags
+from rankless.extensions.fleetrun.parser import FleetrunFlags
 
 SERVER_FLAGS = ("server_num", "servers", "worker_num", "workers", "http_port", "gloo_port")
 """As in Paddle, any one of them requests servers."""

@@ -11,9 +11,8 @@ from rankless.config.validation import count_gpus
 from rankless.errors import ConfigError
 from rankless.extensions.fleetrun.hosts import make_cluster
 from rankless.extensions.fleetrun.parameter_server_options import ParameterServerJob, read_parameter_server_job
-from rankless.extensions.fleetrun.parsed_options import FleetrunFlags
-from rankless.extensions.fleetrun.parser import user_first_port
-from rankless.extensions.fleetrun.profile_settings import FleetrunSettings, make_fleetrun_spec, share_out
+from rankless.extensions.fleetrun.parser import FleetrunFlags, user_first_port
+from rankless.extensions.fleetrun.profile import FleetrunSettings, make_fleetrun_spec, share_out
 
 _CPU_BACKENDS = ("gloo",)
 _GPU_BACKENDS = ("nccl",)

@@ -8,10 +8,9 @@ from rankless.config.run_config import RunConfig
 from rankless.config.validation import make_run_config
 from rankless.extensions.horovodrun.build_table import HOROVOD_VERSION, build_table
 from rankless.extensions.horovodrun.config_file import complete_flags, read_config, unknown_keys
-from rankless.extensions.horovodrun.parsed_options import HorovodrunFlags
-from rankless.extensions.horovodrun.parser import add_flags, read_flags
-from rankless.extensions.horovodrun.profile_settings import HorovodrunSettings
+from rankless.extensions.horovodrun.parser import HorovodrunFlags, add_flags, read_flags
 from rankless.extensions.horovodrun.run_config import describe_ignored_options, horovodrun_program, horovodrun_request
+from rankless.extensions.horovodrun.settings import HorovodrunSettings
 from rankless.launch import agent
 from rankless.runtime.hooks.import_aliases import installed_package
 from rankless.terminal.progress_observer import ProgressObserver

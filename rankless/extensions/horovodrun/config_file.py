@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from rankless.errors import ConfigError
-from rankless.extensions.horovodrun.parsed_options import HorovodrunFlags
+from rankless.extensions.horovodrun.parser import HorovodrunFlags
 
 SECTIONS: Mapping[str, Mapping[str, str]] = {
     "params": {

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from rankless.config.elastic import Elastic
 from rankless.extensions.horovodrun.hosts import list_hosts
 from rankless.extensions.horovodrun.launched_worker import horovod_variables
-from rankless.extensions.horovodrun.parsed_options import HorovodrunFlags
+from rankless.extensions.horovodrun.parser import HorovodrunFlags
 
 ELASTIC_SECONDS = 600.0
 """horovodrun's default, without `--elastic-timeout` and HOROVOD_ELASTIC_TIMEOUT."""

@@ -18,8 +18,8 @@ from rankless.config.hosts import (
 from rankless.config.run_config import Cluster
 from rankless.errors import ConfigError
 from rankless.extensions.horovodrun.launched_worker import horovod_variables
-from rankless.extensions.horovodrun.parsed_options import HorovodrunFlags
-from rankless.extensions.horovodrun.profile_settings import NamedHost
+from rankless.extensions.horovodrun.parser import HorovodrunFlags
+from rankless.extensions.horovodrun.settings import NamedHost
 
 START_SECONDS = 30.0
 """horovodrun's default, without `--start-timeout` and HOROVOD_START_TIMEOUT."""

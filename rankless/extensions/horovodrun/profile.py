@@ -12,7 +12,7 @@ from rankless.config.run_config import AgreedJobConfig, RunConfig
 from rankless.config.worker_config import WorkerConfig
 from rankless.extensions.horovodrun.installed_horovod import may_be_imported
 from rankless.extensions.horovodrun.launched_worker import rank_variables
-from rankless.extensions.horovodrun.profile_settings import HorovodrunSettings
+from rankless.extensions.horovodrun.settings import HorovodrunSettings
 from rankless.launch.profile import LauncherProfile, OutputHosts, VisibleDevices, WorkerLogFiles, log_file_of
 from rankless.launch.worker_output import SOURCES, FollowedFile
 from rankless.records.elastic_messages import RankAssignment

@@ -14,8 +14,8 @@ from rankless.config.validation import count_gpus
 from rankless.errors import ConfigError
 from rankless.extensions.horovodrun.elastic_options import make_elastic
 from rankless.extensions.horovodrun.hosts import fill_hosts, make_cluster, name_hosts
-from rankless.extensions.horovodrun.parsed_options import HorovodrunFlags
-from rankless.extensions.horovodrun.profile_settings import HorovodrunSettings, NamedHost, make_horovodrun_spec
+from rankless.extensions.horovodrun.parser import HorovodrunFlags
+from rankless.extensions.horovodrun.settings import HorovodrunSettings, NamedHost, make_horovodrun_spec
 
 _MIB = 1 << 20
 _NOT_NEGATIVE = (

@@ -10,8 +10,7 @@ import msgspec
 
 from rankless.config.run_config import Program
 from rankless.config.validation import check_program, make_run_config
-from rankless.extensions.torchrun.parsed_options import TorchrunFlags
-from rankless.extensions.torchrun.parser import add_flags, read_flags
+from rankless.extensions.torchrun.parser import TorchrunFlags, add_flags, read_flags
 from rankless.extensions.torchrun.run_config import (
     describe_ignored_options,
     torchrun_program,

@@ -7,7 +7,7 @@ import msgspec
 from rankless.config.hosts import addresses_of, numbered_hosts, own_addresses
 from rankless.config.run_config import UNKNOWN_HOST, Cluster
 from rankless.errors import ConfigError
-from rankless.extensions.torchrun.parsed_options import TorchrunFlags
+from rankless.extensions.torchrun.parser import TorchrunFlags
 
 STATIC_PORT = 29500
 RENDEZVOUS_PORT = 29400

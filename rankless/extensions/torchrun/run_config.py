@@ -17,8 +17,8 @@ from rankless.config.run_config import Program, ProgramKind, RunRequest
 from rankless.config.validation import count_gpus
 from rankless.errors import ConfigError
 from rankless.extensions.torchrun.hosts import make_cluster, make_hosts
-from rankless.extensions.torchrun.parsed_options import TorchrunFlags
-from rankless.extensions.torchrun.profile_settings import ShownStream, TorchrunSettings, make_torchrun_spec
+from rankless.extensions.torchrun.parser import TorchrunFlags
+from rankless.extensions.torchrun.profile import ShownStream, TorchrunSettings, make_torchrun_spec
 from rankless.launch.worker_output import Source
 
 LOCAL_RANK = "${local_rank}"

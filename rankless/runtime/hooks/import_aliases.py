@@ -5,8 +5,7 @@ imported before a script imports its name.
 
 Note [three ways into a process]: a worker installs the finder itself. A process that a worker starts (a spawn child, a
 command, a Python below a shell) finds it through PYTHONPATH, whose first folder is `at_start`. Under other launchers,
-and in plain Python, a `.pth` file installs it. That file is a distribution of its own, such as
-packages/rankless-horovod. See docs/decisions/0015.
+and in plain Python, a `.pth` file installs it, which is a distribution of its own. See docs/decisions/0015.
 
 Note [the same objects]: a finder at the end of `sys.meta_path`, an entry in `sys.modules` or a folder of imports would
 execute modules twice. Then an `except` of a script would miss the errors of the other copy.

@@ -1,4 +1,4 @@
-"""Record a script that calls no job, from outside: a plain script, or one of DDP, Horovod, Accelerate or Fabric.
+"""Record a script that calls no job, from outside: a plain script, or one of DDP or another framework.
 
 Note [recording from outside]: PyTorch's hooks observe the script. The first forward of an outermost module registers
 the model before anything changes it. A call of `backward` provides the losses. The end of an optimizer step provides

@@ -12,10 +12,8 @@ from rankless.config.run_config import UNKNOWN_HOST, AgreedJobConfig, Cluster, P
 from rankless.errors import ConfigError
 from rankless.extensions.fleetrun import command as fleetrun
 from rankless.extensions.fleetrun import hosts
-from rankless.extensions.fleetrun.parsed_options import FleetrunFlags
-from rankless.extensions.fleetrun.parser import FLAGS, list_arguments, read_flags
-from rankless.extensions.fleetrun.profile import ENDPOINTS
-from rankless.extensions.fleetrun.profile_settings import share_out
+from rankless.extensions.fleetrun.parser import FLAGS, FleetrunFlags, list_arguments, read_flags
+from rankless.extensions.fleetrun.profile import ENDPOINTS, share_out
 from rankless.extensions.fleetrun.run_config import describe_ignored_options, fleetrun_program, fleetrun_request
 from rankless.extensions.fleetrun.tables import format_arguments_table, format_environment_table, format_worker_line
 from rankless.launch import log_files

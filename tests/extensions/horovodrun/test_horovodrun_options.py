@@ -17,15 +17,14 @@ from rankless.config.validation import make_run_config
 from rankless.errors import ConfigError
 from rankless.extensions.horovodrun import command as horovodrun
 from rankless.extensions.horovodrun import hosts as horovodrun_hosts
-from rankless.extensions.horovodrun.parsed_options import HorovodrunFlags
-from rankless.extensions.horovodrun.parser import read_flags
-from rankless.extensions.horovodrun.profile_settings import HorovodrunSettings, NamedHost
+from rankless.extensions.horovodrun.parser import HorovodrunFlags, read_flags
 from rankless.extensions.horovodrun.run_config import (
     describe_ignored_options,
     horovodrun_program,
     horovodrun_request,
     worker_variables,
 )
+from rankless.extensions.horovodrun.settings import HorovodrunSettings, NamedHost
 
 HERE = "10.7.0.1"
 """What this machine is called in these tests; 10.7.0.2 and 10.7.0.3 are others."""

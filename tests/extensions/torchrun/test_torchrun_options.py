@@ -18,9 +18,8 @@ from rankless.extensions.torchrun import command as torchrun
 from rankless.extensions.torchrun import launch_command as launch
 from rankless.extensions.torchrun import run_config as torchrun_run_config
 from rankless.extensions.torchrun.hosts import make_hosts
-from rankless.extensions.torchrun.parsed_options import TorchrunFlags
-from rankless.extensions.torchrun.parser import FLAGS, read_flags
-from rankless.extensions.torchrun.profile_settings import TorchrunSettings
+from rankless.extensions.torchrun.parser import FLAGS, TorchrunFlags, read_flags
+from rankless.extensions.torchrun.profile import TorchrunSettings
 from rankless.extensions.torchrun.run_config import (
     describe_ignored_options,
     torchrun_program,

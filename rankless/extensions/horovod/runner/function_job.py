@@ -21,7 +21,7 @@ import msgspec
 from rankless.config import environment
 from rankless.extensions.horovod.runner.run_task import FUNCTION_KEY
 from rankless.extensions.horovodrun.hosts import fill_hosts, make_cluster
-from rankless.extensions.horovodrun.parsed_options import HorovodrunFlags
+from rankless.extensions.horovodrun.parser import HorovodrunFlags
 from rankless.runtime.subprocess_command import rankless_command
 
 KEY_BYTES = 32

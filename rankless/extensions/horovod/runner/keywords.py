@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from rankless.extensions.horovodrun.parsed_options import HorovodrunFlags
+from rankless.extensions.horovodrun.parser import HorovodrunFlags
 
 _SAME_NAMES = (
     *("reset_limit", "hosts", "hostfile", "start_timeout", "ssh_port", "ssh_identity_file", "output_filename"),

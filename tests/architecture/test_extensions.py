@@ -1,0 +1,31 @@
+"""The core names no extension. What an extension adds comes through its declaration."""
+
+import re
+
+from architecture.sources import python_files, short
+
+NAMES = re.compile(r"\b(rankless\.extensions\.\w+|hvd|fleetrun)\b|horovod|torchrun", re.IGNORECASE)
+NAMED = {
+    "rankless/api.py": "tells users which launchers are recognized",
+    "rankless/config/cluster_variables.py": "a time limit of torchrun's",
+    "rankless/config/distributed_variables.py": "the variables of torch.distributed, which torchrun sets first",
+    "rankless/config/environment.py": "likewise",
+    "rankless/config/worker_config.py": "likewise",
+    "rankless/collectives/distributed_sampler.py": "likewise",
+    "rankless/runtime/process_context.py": "likewise",
+    "rankless/runtime/rendezvous/job_rendezvous.py": "likewise; advises users of mpirun",
+    "rankless/runtime/redirect_output.py": "compares with torchrun",
+    "rankless/runtime/hooks/destroyed_groups.py": "compares with torchrun",
+    "rankless/runtime/worker.py": "names the option of each command that starts plain processes",
+    "rankless/launch/access_inventory.py": "a kind of run may have parameter servers",
+    "rankless/launch/elastic/driver_actions.py": "elastic jobs are Horovod's so far",
+    "rankless/launch/elastic/membership.py": "likewise",
+    "rankless/launch/watchdog/phases.py": "a table for users",
+    "rankless/verify/causes.py": "names the call that mends a script",
+}
+"""Files of the core that name an extension, with the reason."""
+
+
+def test_the_core_names_extensions_only_where_a_reason_is_listed():
+    core = [file for file in python_files("rankless") if not short(file).startswith("rankless/extensions/")]
+    assert {short(file) for file in core if NAMES.search(file.read_text())} == set(NAMED)
