@@ -3,30 +3,10 @@
 Jobs and loaders call them through these protocols, so that they import no recorder.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
-from torch import Tensor, nn
-
-
-class JobRecorder(Protocol):
-    """Records job results and training steps for `rankless verify`."""
-
-    def register(self, name: str, module: nn.Module) -> str:
-        """Add a model whose parameters are recorded, and return the name under which they are recorded."""
-        ...
-
-    def record_call(self, *, job: str, line: str, results: Any) -> None:
-        """Record the result of one job call."""
-        ...
-
-    def record_step(self, *, job: str, model: Mapping[str, nn.Module]) -> None:
-        """Record the parameters of a job's models after an optimizer step."""
-        ...
-
-    def finish(self, *, stopped: bool = False) -> None:
-        """Write the end of the recording."""
-        ...
+from torch import Tensor
 
 
 class CompiledProgramRecorder(Protocol):

@@ -2,8 +2,14 @@
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
+from typing import Any
+from weakref import WeakKeyDictionary
 
+from torch import Tensor
+
+from rankless.context.accumulation_passes import AccumulationPass
+from rankless.context.step_events import ObservedJob, StepParticipant
 from rankless.records.events import AnyRecord, Progress
 
 RECORD_INTERVAL_SECONDS = 0.2
@@ -66,7 +72,7 @@ class EpochMeter:
         return (self.steps - self.step) * (self.trained_rows / self.step) / rate if rate > 0 else None
 
 
-class ProgressMeter:
+class ProgressMeter(StepParticipant):
     """Makes progress records of a script's train jobs: one per 0.2 s at most, and the last one of each epoch.
 
     Without `record` it makes none. After each step, `publish_totals` gets the calls of the train job that was called
@@ -92,19 +98,25 @@ class ProgressMeter:
         self._has_captured = False
         self._record = record
         self._clock = clock
+        self._passes: MutableMapping[AccumulationPass, EpochMeter] = WeakKeyDictionary()
         self._current: EpochMeter | None = None
         self._pass_of_job: dict[str, EpochMeter] = {}
         self._epochs: dict[str, int] = {}
         self._recorded_at: float | None = None
 
-    def begin_epoch(self, *, steps: int | None) -> EpochMeter:
-        """Return the meter of a new pass over a loader of so many batches (None if unknown)."""
-        return EpochMeter(steps=steps, now=self._seconds())
+    def begin_pass(self, loader_pass: AccumulationPass, *, batches: int | None) -> None:
+        """Begin to measure a pass."""
+        self._passes[loader_pass] = EpochMeter(steps=batches, now=self._seconds())
 
-    def record_batch(self, epoch: EpochMeter, *, rows: int) -> None:
+    def begin_batch(self, loader_pass: AccumulationPass, *, rows: int) -> None:
         """Count a batch that a loader yields in this pass."""
-        self._current = epoch
-        epoch.count_batch(rows)
+        self._current = self._passes[loader_pass]
+        self._current.count_batch(rows)
+
+    def end_call(self, job: ObservedJob, _result: Any, loss: Tensor | None) -> None:
+        """Count a call of a train job."""
+        if loss is not None:
+            self.record_step(job=job.name, loss=lambda: float(loss))
 
     def record_step(self, *, job: str, loss: Callable[[], float]) -> None:
         """Count a step of a train job. Calls `loss`, which must not communicate, if a record is due."""
@@ -122,12 +134,13 @@ class ProgressMeter:
         elif epoch.steps is None:
             epoch.unrecorded = lambda: self._make_record(job, epoch, loss, last=True)
 
-    def note_capture(self) -> None:
+    def begin_capture(self, _job: ObservedJob) -> None:
         """Exclude the time of the current step from all rates: it captures a job."""
         self._has_captured = True
 
-    def end_epoch(self, epoch: EpochMeter) -> None:
+    def end_pass(self, loader_pass: AccumulationPass) -> None:
         """End a pass. If its length was unknown, record its last step now."""
+        epoch = self._passes.pop(loader_pass)
         if epoch.unrecorded is not None and self._record is not None:
             self._record(epoch.unrecorded())
             epoch.unrecorded = None

@@ -21,13 +21,12 @@ from rankless.context.accumulation_passes import LoaderPasses
 from rankless.context.hidden_gradients import HiddenGradients
 from rankless.context.independent_workers import IndependentWorkers
 from rankless.context.model_change_detector import ModelChangeDetector
-from rankless.context.observers import CallInspector, CompiledProgramRecorder, JobRecorder
+from rankless.context.observers import CallInspector, CompiledProgramRecorder
 from rankless.context.operations import Operations
 from rankless.context.optimizer_changes import OptimizerChanges
 from rankless.context.redundant_step_calls import LeftoverCalls
-from rankless.context.step_limit import StepLimit
+from rankless.context.step_events import StepEvents
 from rankless.context.table_sharing import TableSharing
-from rankless.context.training_progress import ProgressMeter
 from rankless.context.upcoming_batches import UpcomingBatches
 from rankless.errors import RanklessError
 from rankless.ownership.divided_owner import DividedOwner
@@ -116,8 +115,8 @@ class World:
     """Shows the user a notice, once."""
     send_record: Callable[[AnyRecord], None]
     """Sends a record to the observers of the run."""
-    recorder: JobRecorder | None = None
-    """Records job results, in runs of `rankless verify`. The runtime closes it when the process leaves."""
+    events: StepEvents = field(default_factory=StepEvents)
+    """Tells the participants of the run what jobs and loaders do."""
     perturbation_seed: int | None = None
     """The seed of the perturbation, in the run with which `rankless verify` measures rounding noise."""
     dtype: torch.dtype | None = None
@@ -128,14 +127,10 @@ class World:
     """Finds calls of a plain training loop beside jobs."""
     optimizer_changes: OptimizerChanges = field(default_factory=OptimizerChanges)
     """Knows which optimizers the script has changed outside jobs."""
-    limit: StepLimit | None = None
-    """Counts training steps, and ends the script after the last one that the run needs."""
     programs: CompiledProgramRecorder | None = None
     """Receives the programs of jobs, for `rankless plan` and `rankless verify`. Rank 0 only."""
     inspector: CallInspector | None = None
     """Records every value of one job call, in runs in which `rankless verify` finds the first difference."""
-    meter: ProgressMeter | None = None
-    """Receives batches from loaders and steps from train jobs. None if nobody shows progress."""
     passes: LoaderPasses = field(default_factory=LoaderPasses)
     """Receives batches and ends of passes from loaders, for jobs that accumulate several calls into a step."""
     hidden_gradients: HiddenGradients = field(default_factory=HiddenGradients)

@@ -75,7 +75,7 @@ class BatchSource:
         batches: Iterator[Any] = iter(())
         requests: RequestSampler | None = None
         if mesh.rank == 0 or not first_rank_reads:
-            plainly = world.recorder is not None and mesh.size == 1 and not self._order.is_stream
+            plainly = world.events.compares_values and mesh.size == 1 and not self._order.is_stream
             batches, requests = self._read(current, mesh, stream_state, plainly=plainly and not current.resumed)
         if current.resumed:
             # The interrupted run had made the draws of iter() before it saved its state.

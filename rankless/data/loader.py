@@ -192,12 +192,12 @@ class Loader(Generic[Batch]):
             world.notify("pin_memory=True has no effect: there is no accelerator")
 
     def _yield_batches(self, reads: Iterator[BatchRead], current: Pass, world: World) -> Iterator[Any]:
-        meter, loader_pass = world.meter, world.passes.begin(batches=self._count_steps_left(current))
-        epoch = meter.begin_epoch(steps=self._count_steps_left(current)) if meter is not None else None
+        batches = self._count_steps_left(current)
+        loader_pass = world.passes.begin(batches=batches)
+        world.events.begin_pass(loader_pass, batches=batches)
         try:
             for read, batch in self._iterate_batches(reads, current, world):
-                if meter is not None and epoch is not None:
-                    meter.record_batch(epoch, rows=read.request.rows or 0)
+                world.events.begin_batch(loader_pass, rows=read.request.rows or 0)
                 current.count_batch(read.request.digest)
                 world.passes.start_batch(loader_pass)
                 yield batch
@@ -206,8 +206,7 @@ class Loader(Generic[Batch]):
             raise
         current.is_over = True
         world.passes.end(loader_pass)
-        if meter is not None and epoch is not None:
-            meter.end_epoch(epoch)
+        world.events.end_pass(loader_pass)
 
     def _iterate_batches(
         self, reads: Iterator[BatchRead], current: Pass, world: World

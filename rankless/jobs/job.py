@@ -202,11 +202,7 @@ class Job(Generic[Parameters, Result]):
             raise failure from failure.__cause__
         world = world.current
         world.present_owner.end_call()
-        if world.recorder is not None:
-            world.recorder.record_call(job=job.name, line=job.line, results=outcome.result)
-        loss = outcome.loss
-        if world.meter is not None and loss is not None:
-            world.meter.record_step(job=job.name, loss=lambda: float(loss))
+        world.events.end_call(job, outcome.result, outcome.loss)
         if self._stepped and self._stepper is not None:
             self._stepper.report_step()
         if not job.trains:
@@ -226,9 +222,7 @@ class Job(Generic[Parameters, Result]):
         if job.trains and count_group_parameters(job) != self._group_sizes:
             require_fitting_optimizers(job)
             self._group_sizes = count_group_parameters(job)
-        if world.recorder is not None:
-            for name, module in job.modules.items():
-                world.recorder.register(name, module)
+        world.events.begin_call(job)
         arguments = flatten_arguments(args, kwargs, job.device(world.mesh.device))
         if self._batch_dims is not None:
             arguments = self._batch_dims.apply(arguments)

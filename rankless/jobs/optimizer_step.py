@@ -42,7 +42,7 @@ class OptimizerStepper:
         self._owner = world.owner
         self._hides = hides_gradients(job, world)
         self._hidden: list[tuple[Tensor, Tensor | None]] = []
-        """Parameters without `.grad` after the last call, and the gradients that a recorder compares."""
+        """Parameters without `.grad` after the last call, and the gradients that a participant compares."""
         self._parameters: Sequence[Tensor] = ()
         self._train_calls = 0
         """How many calls of all train jobs there had been at the last call."""
@@ -140,12 +140,9 @@ class OptimizerStepper:
                 self.report_step()
 
     def report_step(self) -> None:
-        """Report the latest step to the recorder and the step limit of this run."""
-        if self._world.recorder is not None:
-            with self._show_gradients():
-                self._world.recorder.record_step(job=self._job.name, model=self._job.modules)
-        if self._world.limit is not None:
-            self._world.limit.count_step()
+        """Tell the participants of the run of the latest step."""
+        with self._show_gradients():
+            self._world.events.end_step(self._job)
 
     def unfinished_calls(self) -> str | None:
         """Describe the calls without a step, or return None."""
@@ -182,9 +179,9 @@ class OptimizerStepper:
                     f"{self._job.line}: parameters of job {self._job.name!r} have no .grad after a call, because each "
                     "worker has its part of the gradients only; with gradient_norm=True the job has their norm"
                 )
-        is_recorded = self._world.recorder is not None
+        is_compared = self._world.events.compares_values
         self._hidden = [
-            (parameter, parameter.grad if is_recorded else None)
+            (parameter, parameter.grad if is_compared else None)
             for parameter in self._world.hidden_gradients.select(self._parameters)
         ]
         for parameter, _ in self._hidden:
@@ -192,7 +189,7 @@ class OptimizerStepper:
 
     @contextlib.contextmanager
     def _show_gradients(self) -> Iterator[None]:
-        """Within the context, parameters have their whole gradients, which a recorder compares."""
+        """Within the context, parameters have their whole gradients, which a participant compares."""
         for parameter, hidden in self._hidden:
             parameter.grad = self._owner.gather_gradient(parameter) if hidden is None else hidden
         try:

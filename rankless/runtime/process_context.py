@@ -7,7 +7,7 @@ import random
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from rankless.config.plan_file import read_plan
 from rankless.config.run_config import Backend
 from rankless.config.worker_config import WorkerConfig
 from rankless.context.independent_workers import IndependentWorkers
+from rankless.context.step_events import StepEvents, StepParticipant
 from rankless.context.step_limit import StepLimit
 from rankless.context.table_sharing import TableSharing
 from rankless.context.training_progress import ProgressMeter
@@ -95,6 +96,7 @@ class ProcessContext:
         if config is not None and config.recovery_descriptor is not None and mesh.size > 1:
             member = ElasticMember(socket.socket(fileno=config.recovery_descriptor), config)
         recovery = None if member is None else WorkerRecovery(member, self, tables)
+        has_meter = mesh.rank == 0 or recovery is not None  # another worker may take rank 0's place
         self.world = World(
             mesh=Mesh.solo(mesh.device) if trains_alone else workers,
             independent=IndependentWorkers(workers, tables, staleness) if trains_alone else None,
@@ -102,7 +104,7 @@ class ProcessContext:
             notify=self.notify,
             send_record=observer,
             **({} if config is None else self._make_recorders(config)),
-            meter=self._make_meter(progress=progress) if mesh.rank == 0 or recovery is not None else None,
+            events=StepEvents(self._list_participants(has_meter=has_meter, progress=progress)),
             servers=servers,
             started=None if recovery is None else StartedWorkers.of(mesh),
             recovery=recovery,
@@ -119,18 +121,10 @@ class ProcessContext:
         observation, rank = config.observation, self._rank
         if observation.is_foreign:
             return {}  # the script is recorded from outside
-        limit = observation.stop_after_steps
         inspected = None if config.recording is None else observation.inspected
-        inputs = InputDigests() if observation.inputs else None
-        if inputs is not None:
-            inputs.start()
         return {
-            "recorder": None
-            if config.recording is None
-            else RunRecorder(config.recording, rank, survey=survey_script, inputs=inputs),
             "perturbation_seed": config.perturbation_seed,
             "dtype": None if config.dtype is None else getattr(torch, config.dtype),
-            "limit": None if limit is None else StepLimit(limit, at_end=lambda: self._close_recorders(stopped=True)),
             "programs": make_program_recorder(config, rank),
             "plan": None if config.plan is None else read_plan(config.plan),
             "inspector": None
@@ -138,9 +132,23 @@ class ProcessContext:
             else ValueInspector(InspectedCallRecorder(str(config.recording), rank, inspected)),
         }
 
+    def _list_participants(self, *, has_meter: bool, progress: bool) -> Iterator[StepParticipant]:
+        """Yield the participants of the run, in the order in which they hear of a step."""
+        # A foreign script is recorded from outside.
+        config = None if self._config is None or self._config.observation.is_foreign else self._config
+        if config is not None and config.recording is not None:
+            inputs = InputDigests() if config.observation.inputs else None
+            if inputs is not None:
+                inputs.start()
+            yield RunRecorder(config.recording, self._rank, survey=survey_script, inputs=inputs)
+        if has_meter:
+            yield self._make_meter(progress=progress)
+        if config is not None and config.observation.stop_after_steps is not None:
+            steps = config.observation.stop_after_steps
+            yield StepLimit(steps, at_end=lambda: self._close_recorders(stopped=True))
+
     def _close_recorders(self, *, stopped: bool) -> None:
-        if self.world.recorder is not None:
-            self.world.recorder.finish(stopped=stopped)
+        self.world.events.close(stopped=stopped)
         if self.world.programs is not None:
             self.world.programs.finish(survey_script(()).jobs)
 

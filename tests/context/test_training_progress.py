@@ -2,11 +2,13 @@
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 import torch
 from torch.utils.data import TensorDataset
 
+from rankless.context.step_events import StepEvents
 from rankless.context.training_progress import ProgressMeter
 from rankless.context.world import World
 from rankless.data.loader import Loader, LoaderOptions
@@ -32,7 +34,7 @@ class Script:
         self.totals, self.rate = (steps, samples, nanoseconds), rate
 
     def loader(self, **options: Any) -> Loader:
-        world = World(mesh=Mesh.solo(), notify=print, send_record=print, meter=self.meter)
+        world = World(mesh=Mesh.solo(), notify=print, send_record=print, events=StepEvents([self.meter]))
         return Loader(self.dataset, options=LoaderOptions(batch_size=10, **options), world=lambda: world)
 
     def train(self, seconds: float, job: str = "train") -> None:
@@ -94,7 +96,7 @@ def test_steps_that_capture_a_job_count_in_no_rate():
     script = Script()
     for step, _ in enumerate(script.loader()):
         if step in (0, 6):
-            script.meter.note_capture()
+            script.meter.begin_capture(ANY)
         script.train(30 if step in (0, 6) else 1)
     rates = [record.samples_per_second for record in script.records]
     assert rates == [0.0, *[10.0] * 9]

@@ -369,8 +369,7 @@ class ProgramCache:
         namespaces = [] if sizes is None else list_namespaces(job.function, job.modules)
         before = [dict(names) for names in namespaces]
         try:
-            if self._world.meter is not None:
-                self._world.meter.note_capture()
+            self._world.events.begin_capture(job)
             device = job.device(self._world.mesh.device)
             captured = capture(source, arguments.unflatten, shapes, device, sizes=sizes, reads=reads)
         finally:

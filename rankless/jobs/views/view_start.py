@@ -37,7 +37,7 @@ def make_view(job: JobDefinition, world: World) -> JobView:
     if job.view == "mirrored":
         return MirroredView(job, world)
     # Values are computed again in a program. The run that `verify` compares with is the plain script.
-    recomputes = job.recomputed_fraction > 0 and world.recorder is None
+    recomputes = job.recomputed_fraction > 0 and not world.events.compares_values
     if world.mesh.size == 1 and not recomputes:
         return PlainView(job, world)
     return ConsistentView(job, world) if job.captured else WholeBatchView(job, world)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from rankless.compiler.capture.results import list_named_leaves
+from rankless.context.step_events import ObservedJob, StepParticipant
 from rankless.context.table_sharing import find_tables
 from rankless.records.recorded_calls import (
     TEXT,
@@ -33,7 +34,7 @@ from rankless.verify.recording.input_digests import InputDigests
 from rankless.verify.recording.tensor_sketch import Sketcher, widen
 
 
-class RunRecorder:
+class RunRecorder(StepParticipant):
     """One rank's file of results, open from the start of the script to its end.
 
     `inputs` collects what the models get as input, if the steps of jobs are recorded with it.
@@ -57,6 +58,28 @@ class RunRecorder:
         self._gathered: dict[int, Tensor] = {}
         self._survey = survey
         self._inputs = inputs
+
+    @property
+    def compares_values(self) -> bool:
+        """Whether it compares values with another run's: always."""
+        return True
+
+    def begin_call(self, job: ObservedJob) -> None:
+        """Record the state of the job's models before their first step."""
+        for name, module in job.modules.items():
+            self.register(name, module)
+
+    def end_call(self, job: ObservedJob, result: Any, _loss: Tensor | None) -> None:
+        """Record a call and its whole results."""
+        self.record_call(job=job.name, line=job.line, results=result)
+
+    def end_step(self, job: ObservedJob) -> None:
+        """Record the step of the latest call."""
+        self.record_step(job=job.name, model=job.modules)
+
+    def close(self, *, stopped: bool) -> None:
+        """Write the end of the recording."""
+        self.finish(stopped=stopped)
 
     def register(self, name: str, module: nn.Module) -> str:
         """Record a model's state before its first step under a unique name, and return that name. Idempotent."""
