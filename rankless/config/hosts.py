@@ -11,6 +11,7 @@ import psutil  # type: ignore[import-untyped]  # it has no stubs
 
 from rankless.errors import ConfigError
 
+LOOPBACK = "127.0.0.1"
 DEFAULT_PORT = 9988
 
 _ITEM = re.compile(r"^(?:(?P<user>[^@\[\]:]+)@)?(?P<address>\[[0-9A-Fa-f:.%\w]+\]|[^@\[\]:]+)(?::(?P<workers>[^:]*))?$")

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import importlib
 import os
 import sys
 import time
@@ -11,19 +12,17 @@ from dataclasses import dataclass, field
 from typing import TextIO
 
 from rankless.config.run_config import RunConfig
-from rankless.launch.elastic.driver import DriverContext, run_elastic
 from rankless.launch.elastic.survivors import make_survivors
 from rankless.launch.job_setup import ReadyJob, set_up_job
 from rankless.launch.log_files import make_run_folder
 from rankless.launch.ports import require_own_address
 from rankless.launch.profile import load_profile
-from rankless.launch.rendezvous.leader import RendezvousInterrupted
 from rankless.launch.rendezvous.peers import FollowerPeers, LeaderPeer
 from rankless.launch.servers.common_start import CommonStart
 from rankless.launch.servers.lost_servers import LostServers
 from rankless.launch.servers.processes import ServerProcesses, ServerRow
 from rankless.launch.servers.server_configs import list_lone_servers, make_server_launches
-from rankless.launch.signals import Interrupts, name_signal
+from rankless.launch.signals import Interrupts, RendezvousInterrupted, name_signal
 from rankless.launch.startup_table import WorkerTable
 from rankless.launch.status.live_run_page import LiveRunPage, make_live_run, measure_live_run
 from rankless.launch.status.process_identity import identify_agent
@@ -92,10 +91,12 @@ def run(
     streams = TerminalStreams(out=out, err=err, hide_progress=hide_progress, cursor=cursor)
     with Interrupts(forwarding.numbers if forwarding is not None else ()) as interrupts, _titled(config):
         if config.elastic is not None:
-            driver_context = DriverContext(
+            # Imported here: few runs are elastic.
+            driver = importlib.import_module("rankless.launch.elastic.driver")
+            driver_context = driver.DriverContext(
                 interrupts=interrupts, on_record=on_record, notify=streams.notify, writes=streams.writers()
             )
-            return run_elastic(config, config.elastic, driver_context)
+            return int(driver.run_elastic(config, config.elastic, driver_context))
         try:
             with set_up_job(config, interrupts=interrupts, notify=streams.notify, token=context.token) as job:
                 context.on_joined()

@@ -11,6 +11,14 @@ PASSED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 """Signals that mean something to the script alone. Cluster managers send them to warn a job, and only to the agent."""
 
 
+class RendezvousInterrupted(Exception):
+    """A signal arrived before all hosts had joined."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
 class Interrupts:
     """Collects signals while it is entered in the main thread: `fileno` becomes readable when one arrives.
 

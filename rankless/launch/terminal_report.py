@@ -10,10 +10,9 @@ from rankless.errors import JoinError, LaunchError
 from rankless.launch.job_setup import ReadyJob
 from rankless.launch.log_files import run_folder
 from rankless.launch.profile import WorkerLogFiles, load_profile
-from rankless.launch.rendezvous.leader import RendezvousInterrupted
 from rankless.launch.rendezvous.peers import FollowerPeers, LeaderPeer
 from rankless.launch.servers.processes import ServerRow
-from rankless.launch.signals import name_signal
+from rankless.launch.signals import RendezvousInterrupted, name_signal
 from rankless.launch.summary_file import SummaryFile
 from rankless.launch.supervisor.failure_attribution import Verdict
 from rankless.launch.supervisor.secondary_failure_lines import SecondaryFailure

@@ -83,9 +83,8 @@ class ProcessContext:
         self._notified: set[str] = set()
         self._end_group = end_group
         self._has_left = False
-        self._desync_detector: SyncPointChecker | None = None
-        if mesh.size > 1:
-            self._desync_detector = DesyncDetector(mesh, notify=self.notify)
+        detector = DesyncDetector(mesh, notify=self.notify) if mesh.size > 1 else None
+        self._desync_detector: SyncPointChecker | None = detector
         self._has_agent = config is not None
         self._config = config
         servers = None if config is None else config.servers
@@ -96,7 +95,6 @@ class ProcessContext:
         if config is not None and config.recovery_descriptor is not None and mesh.size > 1:
             member = ElasticMember(socket.socket(fileno=config.recovery_descriptor), config)
         recovery = None if member is None else WorkerRecovery(member, self, tables)
-        has_meter = mesh.rank == 0 or recovery is not None  # another worker may take rank 0's place
         self.world = World(
             mesh=Mesh.solo(mesh.device) if trains_alone else workers,
             independent=IndependentWorkers(workers, tables, staleness) if trains_alone else None,
@@ -104,7 +102,7 @@ class ProcessContext:
             notify=self.notify,
             send_record=observer,
             **({} if config is None else self._make_recorders(config)),
-            events=StepEvents(self._list_participants(has_meter=has_meter, progress=progress)),
+            events=StepEvents(self._list_participants(progress=progress, recovers=recovery is not None)),
             servers=servers,
             started=None if recovery is None else StartedWorkers.of(mesh),
             recovery=recovery,
@@ -132,7 +130,7 @@ class ProcessContext:
             else ValueInspector(InspectedCallRecorder(str(config.recording), rank, inspected)),
         }
 
-    def _list_participants(self, *, has_meter: bool, progress: bool) -> Iterator[StepParticipant]:
+    def _list_participants(self, *, progress: bool, recovers: bool) -> Iterator[StepParticipant]:
         """Yield the participants of the run, in the order in which they hear of a step."""
         # A foreign script is recorded from outside.
         config = None if self._config is None or self._config.observation.is_foreign else self._config
@@ -141,7 +139,7 @@ class ProcessContext:
             if inputs is not None:
                 inputs.start()
             yield RunRecorder(config.recording, self._rank, survey=survey_script, inputs=inputs)
-        if has_meter:
+        if self._rank == 0 or recovers:  # another worker may take rank 0's place
             yield self._make_meter(progress=progress)
         if config is not None and config.observation.stop_after_steps is not None:
             steps = config.observation.stop_after_steps

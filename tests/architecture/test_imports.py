@@ -91,7 +91,7 @@ UNREACHABLE_ERRORS = {
     "rankless.launch.rendezvous.control_client.LeaderUnreachableError": "the launcher turns it into a JoinError",
     "rankless.launch.rendezvous.control_connection.ConnectionBrokenError": "the launcher turns it into a JoinError",
     "rankless.launch.rendezvous.control_client.TokenRejectedError": "the launcher turns it into a JoinError",
-    "rankless.launch.rendezvous.leader.RendezvousInterrupted": "the launcher turns it into exit code 130",
+    "rankless.launch.signals.RendezvousInterrupted": "the launcher turns it into exit code 130",
     "rankless.parameter_server.servers.wire.messages.MessageRefusedError": "the receiver counts and drops it",
     "rankless.parameter_server.servers.server_connection.TransferLostError": "the worker reads or restores again",
     "rankless.launch.rendezvous.control_connection.DifferentTokenError": "host 0 counts it as a rejected client",

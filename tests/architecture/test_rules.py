@@ -20,6 +20,8 @@ IMPORTED_LATE = {
     "rankless/cli/checkpoint.py": "an export needs torch, and the help of the command line must not",
     "rankless/config/environment.py": "reads the variables of foreign launchers only if they exist",
     "rankless/jobs/job_tables.py": "only jobs with tables need numba",
+    "rankless/launch/agent.py": "few runs are elastic",
+    "rankless/launch/job_setup.py": "most runs have one host",
     "rankless/launch/profile.py": "loads a launcher's profile by name, so that a plain run loads none",
     "rankless/extensions/horovodrun/profile.py": "the HTTP server costs 20 ms, and most jobs need none",
     "rankless/parameter_server/__init__.py": "servers are processes that import it, and must not import torch",

@@ -10,7 +10,7 @@ import msgspec
 
 from rankless.config.elastic import Elastic
 from rankless.config.environment import exported_variables, loopback_name, user_interfaces
-from rankless.config.hosts import interface_of, is_here
+from rankless.config.hosts import LOOPBACK, interface_of, is_here
 from rankless.config.run_config import AgreedJobConfig, RunConfig
 from rankless.launch.elastic.driver_actions import ElasticWorker
 from rankless.launch.elastic.local_workers import LocalWorkers
@@ -24,8 +24,6 @@ from rankless.launch.worker_output import Source, WorkerOutputFollower, Write
 from rankless.records.elastic_messages import DriverMessage, RoundEnded, RoundStarted, WorkerMessage
 from rankless.records.events import AnyRecord
 from rankless.runtime.rendezvous.store_server import StoreServer
-
-LOOPBACK_ADDRESS = "127.0.0.1"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +147,7 @@ class AllWorkers:
         first = next(member for member, each in current.assignments.items() if each.rank == 0)
         hosts = {self._host_of[member] for member in current.assignments}
         agents = [host.agent for host in hosts if isinstance(host, RemoteWorkers) and host.agent is not None]
-        own_address = agents[0].driver_address if agents else LOOPBACK_ADDRESS
+        own_address = agents[0].driver_address if agents else LOOPBACK
         own_interface = interface_of(own_address) if agents else loopback_name()
 
         def find_address(member: int) -> tuple[str, str]:
@@ -168,7 +166,7 @@ class AllWorkers:
     def _serve_store(self, host: LocalWorkers | RemoteWorkers) -> tuple[str, int]:
         """Return the address and the port at which workers of a host reach the store, and serve it there."""
         agent = host.agent if isinstance(host, RemoteWorkers) else None
-        address = LOOPBACK_ADDRESS if agent is None else agent.driver_address
+        address = LOOPBACK if agent is None else agent.driver_address
         if address not in self._store_ports:
             try:
                 listening = open_store_socket(address)

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 from rankless.config.backends import choose_backend
 from rankless.config.elastic import Elastic
+from rankless.config.hosts import LOOPBACK
 from rankless.config.run_config import AgreedJobConfig, RunConfig
-from rankless.launch.elastic.all_workers import LOOPBACK_ADDRESS, AllWorkers, LaunchContext
+from rankless.launch.elastic.all_workers import AllWorkers, LaunchContext
 from rankless.launch.elastic.discovery import DiscoveredHosts, FixedHosts
 from rankless.launch.elastic.driver_actions import Action, KillAction, StartAction
 from rankless.launch.elastic.membership import JobFailure, JobMembership
@@ -288,8 +289,8 @@ def _make_agreed_job_config(config: RunConfig) -> AgreedJobConfig:
         seed=config.seed,
         workers=(config.worker_count,),
         backend=choose_backend([config.devices], config.backend).name,
-        master_address=LOOPBACK_ADDRESS,
+        master_address=LOOPBACK,
         master_port=0,
-        store_address=LOOPBACK_ADDRESS,
+        store_address=LOOPBACK,
         store_port=0,
     )

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from rankless.launch.elastic.all_workers import LOOPBACK_ADDRESS
+from rankless.config.hosts import LOOPBACK
 from rankless.launch.elastic.worker_channels import WorkerChannels
 from rankless.launch.job_setup import ReadyJob
 from rankless.launch.rendezvous.peers import FollowerPeers, LeaderPeer, NoPeers
@@ -211,7 +211,7 @@ class SurvivorRounds:
     def _make_start(self, rank: int) -> RoundStarted:
         hosts = self._hosts
         assignments = assign_ranks([str(hosts.host_of[member]) for member in self._members])
-        address = hosts.addresses[hosts.host_of[self._members[0]]] if hosts.addresses else LOOPBACK_ADDRESS
+        address = hosts.addresses[hosts.host_of[self._members[0]]] if hosts.addresses else LOOPBACK
         assignment = assignments[self._members.index(rank)]
         return RoundStarted(round=self._round, assignment=assignment, address=address, must_sync=False)
 

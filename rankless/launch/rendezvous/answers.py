@@ -8,9 +8,8 @@ from typing import TypeVar
 
 from rankless.errors import JoinError, RanklessError
 from rankless.launch.rendezvous.control_server import ControlServer, HostDisconnected, HostReport, HostReported
-from rankless.launch.rendezvous.leader import RendezvousInterrupted
 from rankless.launch.rendezvous.messages import JoinRefused
-from rankless.launch.signals import Interrupts
+from rankless.launch.signals import Interrupts, RendezvousInterrupted
 
 ANSWER_TIMEOUT_SECONDS = 20.0
 """For one host's answer. An overloaded host may be late."""

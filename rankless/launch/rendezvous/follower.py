@@ -18,7 +18,7 @@ from rankless.launch.rendezvous.control_client import (
 from rankless.launch.rendezvous.control_connection import ConnectionBrokenError
 from rankless.launch.rendezvous.host_facts import HostFacts
 from rankless.launch.rendezvous.job_token import TOKEN_FOLDER, TokenSource
-from rankless.launch.rendezvous.leader import PROGRESS_SECONDS, RendezvousInterrupted
+from rankless.launch.rendezvous.leader import PROGRESS_SECONDS
 from rankless.launch.rendezvous.messages import (
     ControlMessage,
     JobStarted,
@@ -27,7 +27,7 @@ from rankless.launch.rendezvous.messages import (
     JoinRequest,
 )
 from rankless.launch.rendezvous.port_test import PortTester
-from rankless.launch.signals import Interrupts
+from rankless.launch.signals import Interrupts, RendezvousInterrupted
 
 Answer = Callable[[str, ControlMessage], ControlMessage | None]
 

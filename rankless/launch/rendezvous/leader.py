@@ -18,18 +18,10 @@ from rankless.launch.rendezvous.control_server import (
 from rankless.launch.rendezvous.host_facts import HostFacts, find_differences
 from rankless.launch.rendezvous.host_probe import ReachabilityProbe
 from rankless.launch.rendezvous.messages import JobStarted, JoinProgress, JoinRefused
-from rankless.launch.signals import Interrupts
+from rankless.launch.signals import Interrupts, RendezvousInterrupted
 from rankless.records.access.new_clients import RejectedClients
 
 PROGRESS_SECONDS = 5.0
-
-
-class RendezvousInterrupted(Exception):
-    """A signal arrived before all hosts had joined."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
 
 
 class AgentStarter(Protocol):

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 from rankless.errors import JoinError, LaunchError, RanklessError
 from rankless.launch.rendezvous.answers import INTERRUPTED
-from rankless.launch.rendezvous.leader import RendezvousInterrupted
 from rankless.launch.rendezvous.messages import JoinRefused, ServersRefused, ServersStarted, StartedServer
 from rankless.launch.rendezvous.peers import FollowerPeers, LeaderPeer, NoPeers
 from rankless.launch.servers.processes import ServerProcesses, ServerRow
-from rankless.launch.signals import Interrupts, name_signal
+from rankless.launch.signals import Interrupts, RendezvousInterrupted, name_signal
 from rankless.records.events import HostInterrupted, HostLost, Notice
 
 _POLL_SECONDS = 0.05

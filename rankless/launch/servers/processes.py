@@ -15,10 +15,9 @@ from dataclasses import dataclass
 
 from rankless.config.servers import CANNOT_GO_ON, DEFAULT_SERVER_RESTARTS, find_original
 from rankless.errors import LaunchError
-from rankless.launch.rendezvous.leader import RendezvousInterrupted
 from rankless.launch.servers.server_configs import ServerLaunch
 from rankless.launch.servers.server_process import ServerPhase, ServerProcess
-from rankless.launch.signals import Interrupts
+from rankless.launch.signals import Interrupts, RendezvousInterrupted
 from rankless.records.events import NO_RANK, ServerExited, ServerRestarted
 from rankless.records.live.live_run import ServerStage
 from rankless.runtime.process_tree import descendants, send_signal

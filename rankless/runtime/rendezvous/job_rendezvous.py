@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from rankless.config import environment
 from rankless.config.distributed_variables import TorchrunWorker
+from rankless.config.hosts import LOOPBACK
 from rankless.config.worker_config import WorkerConfig
 from rankless.errors import JoinError
 from rankless.records.elastic_messages import RankAssignment
@@ -16,7 +17,6 @@ from rankless.runtime.rendezvous.run_store import open_worker_store
 from rankless.runtime.rendezvous.tcp import join_tcp_rendezvous
 
 JOIN_TIMEOUT_SECONDS = 1800.0
-LOOPBACK = "127.0.0.1"
 OTHER_LAUNCHERS = {
     "mpirun": "start the job by `rankless horovodrun -np {size} …`, also instead of mpirun; or ",
     "srun": "start the job by `rankless run` on each host, with one task per host; or ",
