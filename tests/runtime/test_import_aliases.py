@@ -237,3 +237,26 @@ def test_the_finder_answers_no_other_names():
 def test_sitecustomize_looks_for_extensions_in_this_package():
     assert Path(sitecustomize.ROOT) == Path(package.__file__).parents[1]
     assert Path(sitecustomize.EXTENSIONS) == extensions.FOLDER
+
+
+def test_the_finder_answers_the_name_of_an_installed_extension_that_asks_for_it(tmp_path: Path):
+    """An extension of another package asks in its `.pth` file. Without that no import searches other packages."""
+    (tmp_path / "own_flow").mkdir()
+    (tmp_path / "own_flow/__init__.py").write_text("where = 'our own'\n")
+    (tmp_path / "own_flow/extension.toml").write_text(
+        "[import_alias]\ntarget = 'own_flow'\nvariable = 'OWN_FLOW'\nmissing_text = 'it has nn only'\n"
+        "reported_part = 'otherflow'\nwarning = ''\n"
+    )
+    information = tmp_path / "own_flow-1.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: own_flow\nVersion: 1.0\n")
+    (information / "entry_points.txt").write_text("[rankless.extensions]\notherflow = own_flow\n")
+    code = (
+        "from rankless.runtime.hooks.import_aliases import install; install(); "
+        "import importlib.util; assert importlib.util.find_spec('otherflow') is None; "
+        "install(other='otherflow'); import otherflow, own_flow; assert otherflow is own_flow; print(otherflow.where)\n"
+        "try:\n    import otherflow.layers\nexcept ModuleNotFoundError as error:\n    print(error)"
+    )
+    done = run_python(code, folder=tmp_path)
+    assert output_of(done) == "our own\nNo module named 'otherflow.layers': it has nn only\n"
+    assert "No module named 'otherflow'" in run_python(code, folder=tmp_path, OWN_FLOW="0").stderr
