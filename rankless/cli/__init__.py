@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import NoReturn, TextIO
 
-from rankless.config.extensions import find_command, list_commands
+from rankless.config.extensions import find_command, list_commands, list_problems
 from rankless.errors import RanklessError
 from rankless.version import VERSION
 
@@ -141,7 +141,8 @@ def _dispatch(arguments: Sequence[str] | None) -> int:
     parser = make_main_parser()
     if given and not given[0].startswith("-"):
         nearest = difflib.get_close_matches(given[0], summarize_commands(), n=1)
-        parser.error(f"unknown command {given[0]}" + (f"; did you mean {nearest[0]}?" if nearest else ""))
+        problems = "".join(f"\n{error}" for error in list_problems())
+        parser.error(f"unknown command {given[0]}" + (f"; did you mean {nearest[0]}?" if nearest else "") + problems)
     parser.parse_args(given)
     parser.print_help(sys.stderr)
     return 2

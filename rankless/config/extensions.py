@@ -155,8 +155,17 @@ def is_own(name: str) -> bool:
 
 @functools.cache
 def list_extensions() -> tuple[Extension, ...]:
-    """Return what all extensions declare: those that come with Rankless, and those of other packages, each by name."""
-    return (*_list_own(), *(_read(name, folder) for name, folder in sorted(_list_installed().items())))
+    """Return what all extensions declare: those that come with Rankless, and those of other packages, each by name.
+
+    Leaves out those of other packages whose declaration cannot be read: they must not keep a run from its end.
+    """
+    others = (item for item in _read_installed() if isinstance(item, Extension))
+    return (*_list_own(), *others)
+
+
+def list_problems() -> list[ConfigError]:
+    """Return what is wrong with extensions of other packages whose declaration cannot be read."""
+    return [item for item in _read_installed() if isinstance(item, ConfigError)]
 
 
 def find_command(name: str) -> Command | None:
@@ -193,11 +202,22 @@ def _list_installed() -> Mapping[str, Path]:
     return found
 
 
+@functools.cache
+def _read_installed() -> tuple[Extension | ConfigError, ...]:
+    found: list[Extension | ConfigError] = []
+    for name, folder in sorted(_list_installed().items()):
+        try:
+            found.append(_read(name, folder))
+        except ConfigError as error:
+            found.append(error)
+    return tuple(found)
+
+
 def _read(name: str, folder: Path) -> Extension:
     try:
         content = tomllib.loads((folder / FILE).read_text())
         return Extension(name=name, folder=str(folder), **_convert(content))
-    except (TypeError, AttributeError, ValueError) as error:
+    except (OSError, TypeError, AttributeError, ValueError) as error:
         raise ConfigError(
             expected=f"the declaration of an extension in {folder / FILE}",
             found=str(error).replace("__init__() ", ""),

@@ -44,10 +44,18 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
     (information / "entry_points.txt").write_text("[rankless.extensions]\nother = other\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    for cached in (extensions.find_extension, extensions.list_extensions, extensions._list_installed):
-        cached.cache_clear()
+    forget()
     yield tmp_path
-    for cached in (extensions.find_extension, extensions.list_extensions, extensions._list_installed):
+    forget()
+
+
+def forget() -> None:
+    for cached in (
+        extensions.find_extension,
+        extensions.list_extensions,
+        extensions._list_installed,
+        extensions._read_installed,
+    ):
         cached.cache_clear()
 
 
@@ -95,6 +103,17 @@ def test_a_wrong_declaration_names_the_file_and_the_field(text: str, found: str,
         extensions.find_extension("other")
     assert str(installed / "other/extension.toml") in str(raised.value.expected)
     assert found in str(raised.value.found)
+    assert "other" not in [extension.name for extension in extensions.list_extensions()]
+    assert [str(problem) for problem in extensions.list_problems()] == [str(raised.value)]
+
+
+def test_an_unknown_command_names_an_extension_that_cannot_be_read(installed: Path):
+    (installed / "other/extension.toml").write_text("lancher = 'other.profile'")
+    command = [sys.executable, "-m", "rankless", "otherrun"]
+    done = subprocess.run(command, cwd=installed, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "unknown command otherrun" in done.stderr
+    assert "unexpected keyword argument 'lancher'" in done.stderr
 
 
 @pytest.mark.parametrize("name", ["", "..", "a/b", "torchrun.profile", "nobody"])
