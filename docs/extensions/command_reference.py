@@ -14,13 +14,13 @@ class CommandReference(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         """Return the sections, in the order of `rankless --help`."""
-        return [self._section(name) for name in cli.COMMANDS]
+        return [self._section(name) for name in cli.summarize_commands()]
 
     def _section(self, name: str) -> nodes.section:
         parser = cli.make_parser(name)
         section = nodes.section(ids=[f"rankless-{name}"])
         section += nodes.title(text=f"rankless {name}")
-        section += nodes.paragraph(text=sentence(cli.COMMANDS[name]))
+        section += nodes.paragraph(text=sentence(cli.summarize_commands()[name]))
         usage = parser.format_usage().removeprefix("usage: ").strip()
         section += nodes.literal_block(usage, usage, language="text")
         section += options_table(parser)
