@@ -42,6 +42,8 @@ LONG = (
     "tests/verify/test_right_scripts.py",
     "tests/extensions/horovod/test_conformance.py",
     "tests/compiler/test_random_programs.py",
+    "tests/collectives/backends/test_failed_work.py",
+    "tests/jobs/test_accumulated_losses.py",
     "tests/jobs/test_mesh_matrix.py",
     "tests/jobs/test_pipeline_matrix.py",
 )
