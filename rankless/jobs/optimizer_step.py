@@ -141,8 +141,10 @@ class OptimizerStepper:
 
     def report_step(self) -> None:
         """Tell the participants of the run of the latest step."""
-        with self._show_gradients():
-            self._world.events.end_step(self._job)
+        events = self._world.events
+        # Gathering gradients takes all ranks, and time: a participant asks for it by `compares_values`.
+        with self._show_gradients() if events.compares_values else contextlib.nullcontext():
+            events.end_step(self._job)
 
     def unfinished_calls(self) -> str | None:
         """Describe the calls without a step, or return None."""

@@ -4,7 +4,8 @@ import msgspec
 
 from rankless.config.run_config import AgreedJobConfig
 from rankless.config.worker_config import WorkerConfig
-from rankless.extensions.horovodrun.settings import HorovodrunProfile, HorovodrunSettings, NamedHost
+from rankless.extensions.horovodrun.profile import HorovodrunProfile
+from rankless.extensions.horovodrun.settings import HorovodrunSettings, NamedHost
 
 MEETING = {"master_address": "127.0.0.1", "master_port": 1, "store_address": "127.0.0.1", "store_port": 2}
 START = AgreedJobConfig(run_id="run", seed=None, workers=(2, 1, 2), backend="gloo", **MEETING)

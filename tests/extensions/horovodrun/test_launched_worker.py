@@ -2,8 +2,9 @@
 
 import pytest
 
+from rankless.config import environment
 from rankless.errors import JoinError
-from rankless.extensions.horovodrun.launched_worker import HorovodWorker, horovod_worker
+from rankless.extensions.horovodrun.launched_worker import HorovodWorker, read_worker
 from rankless.records.elastic_messages import RankAssignment
 
 VARIABLES = {
@@ -19,6 +20,10 @@ VARIABLES = {
     "CONTROLLER": "gloo",
     "GLOO_IFACE": "eth0",
 }
+
+
+def horovod_worker(variables: dict[str, str]) -> HorovodWorker:
+    return read_worker({"PATH": "/bin", **{f"HOROVOD_{name}": value for name, value in variables.items()}})
 
 
 def test_a_worker_of_horovodrun():
@@ -41,10 +46,19 @@ def test_a_launcher_that_sets_fewer_variables():
 
 
 @pytest.mark.parametrize("address", [None, ""])
-def test_without_a_server_there_is_no_horovod_worker(address: str | None):
-    assert horovod_worker({}) is None
-    others = {name: value for name, value in VARIABLES.items() if name != "GLOO_RENDEZVOUS_ADDR"}
-    assert horovod_worker(others if address is None else {**others, "GLOO_RENDEZVOUS_ADDR": address}) is None
+def test_without_a_server_no_launcher_has_started_this_process(address: str | None, monkeypatch: pytest.MonkeyPatch):
+    for name, value in VARIABLES.items():
+        monkeypatch.setenv(f"HOROVOD_{name}", value)
+    assert environment.is_launched()
+    found = environment.read_launched_worker()
+    assert found is not None
+    assert (found.rank, found.world_size) == (3, 4)
+    if address is None:
+        monkeypatch.delenv("HOROVOD_GLOO_RENDEZVOUS_ADDR")
+    else:
+        monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_ADDR", address)
+    assert environment.read_launched_worker() is None
+    assert not environment.is_launched()
 
 
 @pytest.mark.parametrize(
