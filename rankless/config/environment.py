@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from rankless.config.distributed_variables import TorchrunWorker
-from rankless.config.extensions import list_extensions
+from rankless.config.extensions import LaunchedWorker, list_extensions
 from rankless.config.run_config import RunConfig
 from rankless.config.worker_config import WorkerConfig
 from rankless.records.encoding import encode_json
 
 if TYPE_CHECKING:
     from rankless.config.cluster_variables import ClusterWorker
-    from rankless.config.launched_worker import LaunchedWorker
 
 WORKER_PLAN = "RANKLESS_WORKER_PLAN"
 LOG_FOLDER = "RANKLESS_LOG_DIR"
@@ -289,7 +288,7 @@ def is_launched() -> bool:
     return WORKER_PLAN in os.environ or read_torchrun() is not None or _find_reader() is not None
 
 
-def read_launched_worker() -> "LaunchedWorker | None":
+def read_launched_worker() -> LaunchedWorker | None:
     """Return what the launcher of another system has set, or None in a process of another launcher or of none.
 
     Raises `JoinError` for invalid values.

@@ -9,11 +9,13 @@ import functools
 import importlib
 import importlib.util
 import os
+import re
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, Protocol, get_origin
 
 from rankless.errors import ConfigError
 
@@ -23,8 +25,20 @@ FILE = "extension.toml"
 ENTRY_POINTS = "rankless.extensions"
 
 
+class _Declared:
+    """A part of a declaration, whose fields have the types that the class says."""
+
+    def __post_init__(self) -> None:
+        for each in fields(self):  # type: ignore[arg-type]  # its subclasses are dataclasses
+            value: Any = getattr(self, each.name)
+            kind: Any = each.type if isinstance(each.type, UnionType) else get_origin(each.type) or each.type
+            is_right = isinstance(value, kind)
+            if not is_right or (each.type == tuple[str, ...] and not all(isinstance(item, str) for item in value)):
+                raise TypeError(f"{each.name} = {value!r}")
+
+
 @dataclass(frozen=True, kw_only=True)
-class Command:
+class Command(_Declared):
     """A command `rankless NAME`."""
 
     help: str
@@ -34,7 +48,7 @@ class Command:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImportAlias:
+class ImportAlias(_Declared):
     """The name of the extension is also an import name that a package answers, unless the real package is installed."""
 
     target: str
@@ -54,17 +68,35 @@ class ImportAlias:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LaunchedProcesses:
+class LaunchedProcesses(_Declared):
     """Processes that a launcher of another system starts, and that `rankless.init` brings together."""
 
     variable: str
     """The environment variable by which that launcher is recognized."""
     module: str
-    """Has `read_worker(variables)`, which returns a `config.launched_worker.LaunchedWorker`."""
+    """Has `read_worker(variables)`, which returns a `LaunchedWorker`."""
+
+
+class LaunchedWorker(Protocol):
+    """One process of a job, as the environment variables of its launcher describe it."""
+
+    @property
+    def rank(self) -> int:
+        """Its rank."""
+        ...
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes of the job."""
+        ...
+
+    def join(self, notify: Callable[[str], None]) -> Any:
+        """Wait for the other ranks, and return the `RendezvousInfo` of this process. Raises `JoinError`."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stacks:
+class Stacks(_Declared):
     """How the watchdog reads the extension's frames. Files are relative to the extension's folder."""
 
     waits: tuple[str, ...] = ()
@@ -78,7 +110,7 @@ class Stacks:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Failures:
+class Failures(_Declared):
     """How the extension's errors say which rank is at fault."""
 
     secondary: tuple[str, ...] = ()
@@ -87,9 +119,16 @@ class Failures:
     """A regular expression for the message that names ranks for which others waited too long. Its first group is the
     seconds, its second lines of a rank and what it has not submitted, such as `1: [loss]`."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for pattern in self.secondary:
+            re.compile(pattern)
+        if self.stalled and re.compile(self.stalled).groups != 2:
+            raise TypeError(f"stalled = {self.stalled!r}, which has not two groups")
+
 
 @dataclass(frozen=True, kw_only=True)
-class ListeningSocket:
+class ListeningSocket(_Declared):
     """A socket that accepts connections, for the table of all sockets of a run."""
 
     name: str
@@ -107,7 +146,7 @@ class ListeningSocket:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Extension:
+class Extension(_Declared):
     """What an extension adds, as its `extension.toml` says."""
 
     name: str = ""
@@ -148,6 +187,7 @@ def find_extension(name: str) -> Extension | None:
     return None if installed is None else _read(name, installed)
 
 
+@functools.cache
 def is_own(name: str) -> bool:
     """Return whether an extension of that name comes with Rankless."""
     return name.isidentifier() and os.path.exists(os.path.join(FOLDER, name, FILE))
@@ -217,7 +257,7 @@ def _read(name: str, folder: Path) -> Extension:
     try:
         content = tomllib.loads((folder / FILE).read_text())
         return Extension(name=name, folder=str(folder), **_convert(content))
-    except (OSError, TypeError, AttributeError, ValueError) as error:
+    except (OSError, TypeError, AttributeError, ValueError, re.error) as error:
         raise ConfigError(
             expected=f"the declaration of an extension in {folder / FILE}",
             found=str(error).replace("__init__() ", ""),

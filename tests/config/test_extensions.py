@@ -95,6 +95,11 @@ def test_its_command_is_one_of_rankless(installed: Path):
         ("[commands.otherrun]\nhelp = 'Help.'", "missing 1 required keyword-only argument: 'module'"),
         ("[stacks]\nwait = ['a']", "unexpected keyword argument 'wait'"),
         ("stacks = 3", "no attribute 'items'"),
+        ("variables = 'OTHER_'", "variables = 'OTHER_'"),
+        ("variables = [3]", "variables = (3,)"),
+        ("launcher = 3", "launcher = 3"),
+        ("[failures]\nsecondary = ['(']", "unterminated subpattern"),
+        ("[failures]\nstalled = 'no group'", "has not two groups"),
     ],
 )
 def test_a_wrong_declaration_names_the_file_and_the_field(text: str, found: str, installed: Path):

@@ -85,7 +85,7 @@ SCRIPT = "import sys; print(*(name for name in sys.modules if name.startswith('r
 
 
 def is_launchers(module: str) -> bool:
-    return module.startswith("rankless.extensions") and module != "rankless.config.extensions"
+    return module.startswith("rankless.extensions")
 
 
 @pytest.mark.ci_sample(1)

@@ -78,7 +78,9 @@ def test_the_source_archive_builds_the_same_package(built: Path):
         modules = {name for name in wheel_file.namelist() if name.startswith("rankless/")}
         packed = {name.partition("/")[2] for name in sources.getnames()}
     tracked = subprocess.run(["git", "ls-files", "rankless"], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert modules == {name for name in tracked.stdout.splitlines() if name.endswith((".py", "py.typed", "extension.toml"))}
+    assert modules == {
+        name for name in tracked.stdout.splitlines() if name.endswith((".py", "py.typed", "extension.toml"))
+    }
     assert modules <= packed
 
 

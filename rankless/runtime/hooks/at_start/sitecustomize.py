@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(_FOLDER))))
 EXTENSIONS = os.path.join(ROOT, "rankless", "extensions")
+NAMES = frozenset(os.listdir(EXTENSIONS))
 """Only an extension that has the import's name may have an alias for it."""
 
 
@@ -26,8 +27,7 @@ class _OnDemand:
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
         """Do what `AliasFinder` does; that finder replaces this one at the first such import."""
-        top = name.partition(".")[0]
-        if not os.path.exists(os.path.join(EXTENSIONS, top, "extension.toml")):
+        if name.partition(".")[0] not in NAMES:
             return None
         sys.meta_path.remove(_OnDemand)
         is_added = ROOT not in sys.path
