@@ -15,8 +15,8 @@ import torch.nn.functional as F
 import rankless
 from bench.table_models import TableModel, random_samples
 from rankless.parameter_server import worker_tables
-from rankless.parameter_server.served_parameters import ServedParameters
-from rankless.parameter_server.servers.client import ServerClient
+from rankless.extensions.servers.served_parameters import ServedParameters
+from rankless.extensions.servers.service.client import ServerClient
 
 FIELDS, BATCH, STEPS = 2, 2048, 40
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from rankless.parameter_server.tables.optimizers import AdagradSettings
-from rankless.parameter_server.tables.settings import TableSettings
-from rankless.parameter_server.tables.table import Table
+from rankless.extensions.servers.tables.optimizers import AdagradSettings
+from rankless.extensions.servers.tables.settings import TableSettings
+from rankless.extensions.servers.tables.table import Table
 
 WARMUP_PUSHES = 10
 

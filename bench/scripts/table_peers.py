@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch.distributed import rpc
 
-from rankless.parameter_server.tables.distinct_ids import find_distinct
-from rankless.parameter_server.tables.optimizers import SgdSettings
-from rankless.parameter_server.tables.settings import TableSettings
-from rankless.parameter_server.tables.table import Table
+from rankless.extensions.servers.tables.distinct_ids import find_distinct
+from rankless.extensions.servers.tables.optimizers import SgdSettings
+from rankless.extensions.servers.tables.settings import TableSettings
+from rankless.extensions.servers.tables.table import Table
 
 SGD = SgdSettings(lr=0.1)
 OPTIONS = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))

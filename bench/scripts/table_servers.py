@@ -27,11 +27,11 @@ import numpy as np
 
 from bench.pairs import measure
 from rankless.config.servers import ServerConfig, ServersConfig, server_environment
-from rankless.parameter_server.servers.client import ServerClient
-from rankless.parameter_server.tables.distinct_ids import find_distinct
-from rankless.parameter_server.tables.optimizers import SgdSettings
-from rankless.parameter_server.tables.settings import TableSettings
-from rankless.parameter_server.tables.table import Table
+from rankless.extensions.servers.service.client import ServerClient
+from rankless.extensions.servers.tables.distinct_ids import find_distinct
+from rankless.extensions.servers.tables.optimizers import SgdSettings
+from rankless.extensions.servers.tables.settings import TableSettings
+from rankless.extensions.servers.tables.table import Table
 
 SIZE = (4096, 16)
 ROWS = 400_000
@@ -129,7 +129,7 @@ def table_server(folder: str, *, tcp: bool, durable: bool, encrypted: bool) -> I
         ready_descriptor=writing,
         memory_descriptor=memory,
     )
-    command = [sys.executable, "-m", "rankless.parameter_server.servers.process"]
+    command = [sys.executable, "-m", "rankless.extensions.servers.service.process"]
     process = subprocess.Popen(command, env=server_environment(config), pass_fds=passed, stderr=subprocess.DEVNULL)
     os.close(writing)
     with os.fdopen(reading) as pipe:

@@ -4,8 +4,8 @@ import argparse
 import importlib
 import re
 
+from rankless.config.extensions import list_extensions
 from rankless.errors import ConfigError
-from rankless.parameter_server.tables.contents import STATE_COUNTS
 
 NAME = "checkpoint"
 HELP = (
@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     exported_tensors = importlib.import_module("rankless.checkpoint.export.exported_tensors")
     safetensors_files = importlib.import_module("rankless.checkpoint.export.safetensors_files")
     choice = exported_tensors.ExportChoice(
-        objects=objects, with_states=arguments.optimizer_states, state_counts=STATE_COUNTS
+        objects=objects, with_states=arguments.optimizer_states, state_counts=_read_state_counts()
     )
     result = safetensors_files.export_checkpoint(arguments.folder, arguments.to, choice, most_bytes=most_bytes)
     tensors = "1 tensor" if result.tensors == 1 else f"{result.tensors:,} tensors"
@@ -71,6 +71,12 @@ def parse_size(text: str) -> int:
             fix=f"leave it out for {DEFAULT_SIZE}",
         )
     return size
+
+
+def _read_state_counts() -> dict[str, int]:
+    """Return how many states a row of a table has, by the name of the optimizer that steps it."""
+    modules = [importlib.import_module(each.saved_rows) for each in list_extensions() if each.saved_rows]
+    return {name: count for module in modules for name, count in module.STATE_COUNTS.items()}
 
 
 def _split(text: str) -> list[str]:

@@ -128,6 +128,28 @@ class Failures(_Declared):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Role(_Declared):
+    """The kind of process that the extension adds to a run, beside its workers."""
+
+    module: str
+    """Has `make_role(config)`, which returns a `rankless.launch.roles.ProcessRole` for one host of a run."""
+    title: str
+    """What a message calls all its processes, as in "the parameter servers"."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorCheck(_Declared):
+    """A check of `rankless doctor` on each host."""
+
+    name: str
+    progress: str
+    """What the doctor says meanwhile, as in "testing a parameter server on each host"."""
+    module: str
+    """Has `run_check()`, which returns a `CheckResult`."""
+    timeout_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class ListeningSocket(_Declared):
     """A socket that accepts connections, for the table of all sockets of a run."""
 
@@ -160,6 +182,11 @@ class Extension(_Declared):
     launched: LaunchedProcesses | None = None
     variables: tuple[str, ...] = ()
     """Beginnings of the environment variables that other hosts get too."""
+    saved_rows: str = ""
+    """A module of an extension whose checkpoints have rows. Its `STATE_COUNTS` has, by the name of an optimizer, how
+    many states as long as its values a row has."""
+    role: Role | None = None
+    doctor_check: DoctorCheck | None = None
     stacks: Stacks = Stacks()
     failures: Failures = Failures()
     run_kinds: tuple[str, ...] = ()
@@ -173,6 +200,8 @@ class Extension(_Declared):
 _PARTS: Mapping[str, type] = {
     "import_alias": ImportAlias,
     "launched": LaunchedProcesses,
+    "role": Role,
+    "doctor_check": DoctorCheck,
     "stacks": Stacks,
     "failures": Failures,
 }

@@ -1,14 +1,14 @@
 """The configuration of a whole run: the request, what the agent runs, and what host 0 decides."""
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
 from rankless.config.elastic import Elastic
 from rankless.config.hosts import DEFAULT_PORT, Host
 from rankless.config.launcher_spec import LauncherSpec
-from rankless.config.servers import AgreedServers, RequestedServers
+from rankless.config.servers import RequestedServers
 from rankless.records.parallel_plan import PlannedAxis
 
 ProgramKind = Literal["script", "module", "code", "command"]
@@ -113,6 +113,21 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
         return sum(host.workers > 0 for host in self.hosts)
 
 
+class AgreedProcesses(msgspec.Struct, frozen=True, kw_only=True):
+    """The processes beside the workers, of one kind, on which all hosts of a run have agreed. It has no secret."""
+
+    addresses: tuple[str, ...]
+    """The address of each process, in their order, as its kind writes addresses."""
+    hosts: tuple[int, ...]
+    """The index of each process's host."""
+    salt: str = ""
+    """Random text. With the job's token, which no host sends, it gives the token of these processes."""
+
+    def on_host(self, host_index: int) -> list[int]:
+        """Return the numbers of the processes of a host."""
+        return [number for number, host in enumerate(self.hosts) if host == host_index]
+
+
 class AgreedJobConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What host 0 decides for all hosts once they have joined."""
 
@@ -135,8 +150,8 @@ class AgreedJobConfig(msgspec.Struct, frozen=True, kw_only=True):
     plan: PlanFile | None = None
     mesh: tuple[PlannedAxis, ...] = ()
     observation: RunObservation = RunObservation()
-    servers: AgreedServers | None = None
-    """The parameter servers of the run; None for a run without."""
+    roles: Mapping[str, AgreedProcesses] = {}
+    """The processes of the run beside its workers, by the name of the extension that they belong to."""
     most_lost_workers: int = 0
     """Without how many killed workers the others go on."""
 
@@ -144,6 +159,24 @@ class AgreedJobConfig(msgspec.Struct, frozen=True, kw_only=True):
     def world_size(self) -> int:
         """The number of workers of the job."""
         return sum(self.workers)
+
+    def has_roles(self, host_index: int) -> bool:
+        """Return whether a host has processes beside its workers."""
+        return any(host_index in processes.hosts for processes in self.roles.values())
+
+    def list_lone_processes(self) -> list[int]:
+        """Return the numbers of the processes beside the workers that are on hosts without workers."""
+        return [
+            number
+            for processes in self.roles.values()
+            for number, host in enumerate(processes.hosts)
+            if not self.workers[host]
+        ]
+
+    @property
+    def servers(self) -> AgreedProcesses | None:
+        """The parameter servers of the run; None for a run without."""
+        return self.roles.get("servers")
 
     def first_rank(self, host_index: int) -> int:
         """Return the rank of a host's first worker."""
@@ -210,6 +243,8 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
     heterogeneous_workers: int = 0
     """How many of the workers of this host compute the dense part of models, with GPUs if the host has any. The others
     look rows up, on the CPU. With a `cluster` its hosts have these numbers."""
+    options: Mapping[str, Mapping[str, Any]] = {}
+    """The options of extensions that the user gives, by the name of the extension."""
 
 
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -264,3 +299,8 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The parameter servers of the run; None for a run without."""
     request: RunRequest
     """The request. Each host makes its own `RunConfig` from it."""
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The extensions whose processes the run has beside its workers."""
+        return (*(() if self.servers is None else ("servers",)), *self.request.options)

@@ -66,21 +66,6 @@ class RequestedServers(msgspec.Struct, frozen=True, kw_only=True):
         return self.count * (1 + self.replicas)
 
 
-class AgreedServers(msgspec.Struct, frozen=True, kw_only=True):
-    """The servers of a run on which all its hosts have agreed. It has no secret."""
-
-    addresses: tuple[str, ...]
-    """ZeroMQ's address of each server, in their order; see Note [copies of servers]."""
-    hosts: tuple[int, ...]
-    """The index of each server's host."""
-    salt: str = ""
-    """Random text. With the job's token, which no host sends, it gives the token of the servers."""
-
-    def on_host(self, host_index: int) -> list[int]:
-        """Return the servers of a host."""
-        return [server for server, host in enumerate(self.hosts) if host == host_index]
-
-
 class ServersConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The servers of a run, as a worker sees them."""
 

@@ -1,5 +1,8 @@
 """The configuration of a host's processes: of each worker, of the workers' parent, and of a fork server."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import msgspec
 
 from rankless.config.run_config import Backend, PlanFile, Precision, Program, RunObservation
@@ -50,14 +53,22 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The inherited socket to the driver of an elastic job."""
     recovery_descriptor: int | None = None
     """The inherited socket to the agent, which tells survivors how to go on; None: a lost worker ends the run."""
-    servers: ServersConfig | None = None
-    """The parameter servers of the run; None for a run without."""
+    roles: Mapping[str, Any] = {}
+    """What the run's processes beside its workers are for a worker, by the name of their extension: plain values."""
+    inherited: tuple[int, ...] = ()
+    """Descriptors that workers inherit for those processes."""
     terminal: tuple[int, ...] = ()
     """Inherited descriptors of the agent's standard input, output and error; of the input alone; or none."""
     is_debugged: bool = False
     """Whether some rank of the run has the terminal for a debugger, so that this rank waits for it."""
     process_id: int | None = None
     """The worker's process id. A child inherits the environment but is not the worker."""
+
+    @property
+    def servers(self) -> ServersConfig | None:
+        """The parameter servers of the run; None for a run without."""
+        content = self.roles.get("servers")
+        return None if content is None else msgspec.convert(content, ServersConfig)
 
 
 class WorkerLaunch(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,7 +99,7 @@ class HostConfig(msgspec.Struct, frozen=True, kw_only=True):
         configs = [launch.config for launch in self.workers]
         pages = [each for config in configs for each in (config.status_descriptor, config.recovery_descriptor)]
         sockets = (self.control_descriptor, self.records_descriptor, self.launches_descriptor)
-        shared = {config.servers.lost_descriptor for config in configs if config.servers is not None}
+        shared = {descriptor for config in configs for descriptor in config.inherited}
         terminal = [each for config in configs for each in config.terminal]
         return [descriptor for descriptor in (*sockets, *pages, *shared, *terminal) if descriptor is not None]
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-EMBEDDING_MODULE = "rankless.parameter_server.embedding"
+EMBEDDING_MODULE = "rankless.extensions.servers.embedding"
 """It is imported if the script uses tables."""
 
 

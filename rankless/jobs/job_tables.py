@@ -13,7 +13,7 @@ from rankless.context.world import World
 from rankless.errors import TableError
 from rankless.jobs.definition import JobDefinition
 
-WORKER_TABLES = "rankless.parameter_server.worker_tables"
+WORKER_TABLES = "rankless.extensions.servers.worker_tables"
 
 
 class JobTables:

@@ -93,15 +93,6 @@ SOCKETS = (
         access="a token that ranks exchange in their group; it is sent as it is",
     ),
     ListeningSocket(
-        name="parameter server",
-        kinds=("parameter servers", "heterogeneous workers", "fleetrun"),
-        holder="server",
-        address="/",
-        on_hosts="each server's address, `--servers`",
-        lasts="the run",
-        access=f"on one host a folder that only the user enters; then {_TOKEN}. `--encrypt-servers` adds CURVE",
-    ),
-    ListeningSocket(
         name="store that a script opens itself",
         holder="worker",
         address="*",

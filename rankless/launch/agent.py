@@ -18,10 +18,7 @@ from rankless.launch.log_files import make_run_folder
 from rankless.launch.ports import require_own_address
 from rankless.launch.profile import load_profile
 from rankless.launch.rendezvous.peers import FollowerPeers, LeaderPeer
-from rankless.launch.servers.common_start import CommonStart
-from rankless.launch.servers.lost_servers import LostServers
-from rankless.launch.servers.processes import ServerProcesses, ServerRow
-from rankless.launch.servers.server_configs import list_lone_servers, make_server_launches
+from rankless.launch.roles import ProcessRow
 from rankless.launch.signals import Interrupts, RendezvousInterrupted, name_signal
 from rankless.launch.startup_table import WorkerTable
 from rankless.launch.status.live_run_page import LiveRunPage, make_live_run, measure_live_run
@@ -160,14 +157,10 @@ class HostRun:
         self._pages = pages = open_status_pages(config.worker_count)
         self._terminal_ends = duplicate_terminal(config, job.start)
         self._survivors = make_survivors(job)
-        self._lost_servers = LostServers(job.servers, job.start, names=job.names, peers=job.peers)
         channels = self._survivors.channels.descriptors
-        descriptors = WorkerDescriptors(pages, channels, self._lost_servers.descriptor, self._terminal_ends)
-        self._workers = make_worker_configs(config, job, folder=folder, descriptors=descriptors)
-        self._servers = ServerProcesses(
-            make_server_launches(config, job.start, job.servers, folder=folder, host_index=job.host_index),
-            max_restarts=0 if config.servers is None else config.servers.max_restarts,
-        )
+        descriptors = WorkerDescriptors(pages, channels, self._terminal_ends)
+        content = job.attach_roles(folder)
+        self._workers = make_worker_configs(config, job, folder=folder, descriptors=descriptors, content=content)
         self.live = LiveRunPage(measure_live_run(config, job, folder=folder))
         descriptor = self.live.descriptor
         self.report = RunReport(config, job, folder, agent=None if descriptor is None else identify_agent(descriptor))
@@ -176,10 +169,10 @@ class HostRun:
         self._watchdog = self._make_watchdog(folder)
         lead, is_quiet = self._workers[0] if self._workers else None, config.agent_output == "quiet"
         streams.write_error("" if is_quiet else self.report.format_opening(lead))
-        self._server_rows: Sequence[ServerRow] = ()
-        """On host 0 those of all hosts, once they serve."""
+        self._started_rows: Sequence[ProcessRow] = ()
+        """The processes beside the workers; on host 0 those of all hosts, once they serve."""
         self._table = WorkerTable(
-            lambda process_ids: "" if is_quiet else self.report.format_processes(lead, process_ids, self._server_rows),
+            lambda process_ids: "" if is_quiet else self.report.format_processes(lead, process_ids, self._started_rows),
             streams.write_table,
             world_size=job.start.world_size,
         )
@@ -208,18 +201,16 @@ class HostRun:
                 parent_process=lambda: None if self._parent is None else self._parent.process_id,
                 stacks_file=os.path.join(folder, f"stacks{job.host_index or ''}.txt"),
                 host_name=self.report.host_name,
-                list_servers=self._servers.list_rows,
+                list_servers=self._list_rows,
                 server_host_name=self.report.server_host_name,
-                lone_servers=()
-                if job.start.servers is None
-                else list_lone_servers(job.start.servers, job.start.workers),
+                lone_servers=job.start.list_lone_processes(),
             )
         )
 
     def run_to_end(
         self, on_record: Callable[[AnyRecord], None], *, fork_server: ForkServerPoolClient | None = None
     ) -> tuple[RunOutcome, bool]:
-        """Start the servers and the workers, supervise them, and end those that are left.
+        """Start all processes of this host, supervise them, and end those that are left.
 
         Returns:
             The outcome, and whether the output of the workers had the traceback of the rank that failed first.
@@ -228,21 +219,28 @@ class HostRun:
             for page in (*self._pages, *self._terminal_ends):
                 stack.callback(os.close, page)
             stack.callback(self._survivors.channels.close)
-            stack.callback(self._lost_servers.close)
-            stack.callback(self._servers.close, lambda: self._job.peers.poll(time.monotonic()))  # sends heartbeats
-            self._start_servers()
+            for role in self._job.roles:
+                stack.callback(role.stop, lambda: self._job.peers.poll(time.monotonic()))  # sends heartbeats
+            self._start_roles()
             return self._run_workers(on_record, fork_server)
 
-    def _start_servers(self) -> None:
-        """Start the servers of this host, and wait for those of the others."""
-        if self._config.servers is not None:
-            start = CommonStart(
-                servers=self._servers, peers=self._job.peers, names=self._job.names, notify=self._streams.notify
+    def _start_roles(self) -> None:
+        """Start the processes beside the workers of this host, and wait for those of the others."""
+        job = self._job
+        if job.roles:
+            # Imported here: most runs have workers alone.
+            common_start = importlib.import_module("rankless.launch.common_start")
+            start = common_start.CommonStart(
+                roles=job.roles, peers=job.peers, names=job.names, notify=self._streams.notify
             )
             with self.report.recorded_start():
-                self._server_rows = start.run(self._interrupts)
-            if self._lost_servers.warning:
-                self._streams.notify(self._lost_servers.warning)
+                self._started_rows = start.run(self._interrupts)
+            for warning in filter(None, (role.warning for role in job.roles)):
+                self._streams.notify(warning)
+
+    def _list_rows(self) -> list[ProcessRow]:
+        """Return what each process of this host beside its workers is, at present."""
+        return [row for role in self._job.roles for row in role.list_rows()]
 
     def _run_workers(
         self, on_record: Callable[[AnyRecord], None], fork_server: ForkServerPoolClient | None
@@ -263,7 +261,8 @@ class HostRun:
             outcome = supervisor.run_to_end()
             return outcome, self._show_root_cause(outcome.verdict)
         finally:
-            parent.close(timeout_seconds=1.0, spare=self._servers.list_process_ids())
+            others = (role.list_process_ids() for role in job.roles)
+            parent.close(timeout_seconds=1.0, spare=frozenset().union(*others))
             self._table.show()
             self._terminal.close()
             for _ in range(2):
@@ -275,12 +274,16 @@ class HostRun:
         """See `RunObserver`."""
         self._has_parent_ended = self._parent is not None and self._parent.poll() is not None
         self._terminal.measure()
-        # The servers of this host serve the workers of others, too.
-        return self._servers.poll() if not self._has_parent_ended or self._job.peers.are_running else []
+        # The processes beside the workers of this host serve the workers of others, too.
+        if self._has_parent_ended and not self._job.peers.are_running:
+            return []
+        return [record for role in self._job.roles for record in role.poll()]
 
     def judge(self, records: Sequence[AnyRecord]) -> Sequence[AnyRecord]:
         """See `RunObserver`."""
-        before, judged = self._survivors.first, self._survivors.judge(self._lost_servers.judge_hosts(records))
+        for role in self._job.roles:
+            records = role.cover_hosts(records)
+        before, judged = self._survivors.first, self._survivors.judge(records)
         if self._survivors.first != before:
             self._show_next_worker(before)
         return judged
@@ -295,9 +298,11 @@ class HostRun:
             if after.path not in {stream.path for stream in shown}:
                 self._terminal.add(after, position=count_common_bytes(before.path, after.path))
 
-    def judge_servers(self, records: Sequence[AnyRecord]) -> Sequence[AnyRecord]:
+    def cover_processes(self, records: Sequence[AnyRecord]) -> Sequence[AnyRecord]:
         """See `RunObserver`."""
-        return self._lost_servers.judge_servers(records)
+        for role in self._job.roles:
+            records = role.cover_processes(records)
+        return records
 
     def receive(self, record: AnyRecord) -> None:
         """See `RunObserver`."""
@@ -325,7 +330,8 @@ class HostRun:
         """See `RunObserver`."""
         peers = self._job.peers
         self._survivors.tick()
-        self._lost_servers.tick()
+        for role in self._job.roles:
+            role.tick()
         if self._has_parent_ended or self._table.is_due(time.monotonic()):
             self._table.show()
         if self._has_parent_ended:
@@ -333,7 +339,7 @@ class HostRun:
         elif self._table.is_shown and not (isinstance(peers, LeaderPeer) and peers.has_unsent_data):
             self._terminal.pump()  # otherwise the output stays in the files until the connection catches up
         self._show_notices()
-        self.live.set_servers(self._servers.list_rows())
+        self.live.set_servers(self._list_rows())
         self.live.publish()
         return self._watchdog.tick(time.monotonic())
 

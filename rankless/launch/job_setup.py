@@ -12,12 +12,11 @@ import msgspec
 
 from rankless.config.backends import ABORTABLE, choose_abortable_backend, choose_backend, count_most_lost
 from rankless.config.run_config import AgreedJobConfig, RunConfig
-from rankless.config.servers import AgreedServers, ServersConfig
 from rankless.launch.log_files import make_run_id
 from rankless.launch.ports import open_store_socket, reserve_master_port
 from rankless.launch.profile import load_profile
 from rankless.launch.rendezvous.peers import FollowerPeers, LeaderPeer, NoPeers
-from rankless.launch.servers.addresses import reserve_server_addresses
+from rankless.launch.roles import ProcessRole, RoleHost, WorkerContent, open_roles
 from rankless.launch.signals import Interrupts
 from rankless.runtime.rendezvous.store_server import StoreServer
 
@@ -39,8 +38,21 @@ class ReadyJob:
     """The store of all ranks; on host 0 only."""
     store_token: str = ""
     """What the store asks for. No host sends it over the control channel."""
-    servers: ServersConfig | None = None
-    """The parameter servers of the run. No host sends their token over the control channel."""
+    roles: Sequence[ProcessRole] = ()
+    """The kinds of processes that the run has beside its workers."""
+    token: bytes | None = None
+    """The secret of a run on several hosts. No host sends it over the control channel."""
+
+    def attach_roles(self, folder: str) -> WorkerContent:
+        """Prepare the processes of all roles on this host, with log files in its `folder`; see `ProcessRole.attach`."""
+        host = RoleHost(
+            start=self.start, names=self.names, host_index=self.host_index, peers=self.peers, token=self.token
+        )
+        contents = [role.attach(host, folder) for role in self.roles]
+        return WorkerContent(
+            roles={name: value for each in contents for name, value in each.roles.items()},
+            descriptors=[descriptor for each in contents for descriptor in each.descriptors],
+        )
 
 
 @contextlib.contextmanager
@@ -58,10 +70,8 @@ def set_up_job(
             start = make_start(config, [config.devices], store=listening, reserved=reserved)
             variables = stack.enter_context(open_services(config, start, [config.master_address]))
             start = msgspec.structs.replace(start, launcher_variables=variables)
-            servers = stack.enter_context(reserve_server_addresses(config.servers))
-            if servers is not None:
-                agreed = AgreedServers(addresses=servers.addresses, hosts=(0,) * len(servers.addresses))
-                start = msgspec.structs.replace(start, servers=agreed)
+            roles = stack.enter_context(open_roles(config))
+            start = msgspec.structs.replace(start, roles={role.name: role.reserve() for role in roles})
             store_token = secrets.token_hex(32)
             yield ReadyJob(
                 peers=NoPeers(),
@@ -69,7 +79,7 @@ def set_up_job(
                 devices=(config.devices,),
                 store=stack.enter_context(StoreServer([listening], token=store_token)),
                 store_token=store_token,
-                servers=servers,
+                roles=roles,
             )
         return
     # Imported here: most runs have one host.

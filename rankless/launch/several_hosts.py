@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import functools
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -20,7 +21,6 @@ from rankless.config.hosts import (
     own_addresses,
 )
 from rankless.config.run_config import AgreedJobConfig, Cluster, RunConfig
-from rankless.config.servers import ServersConfig, make_servers_config
 from rankless.errors import ConfigError, JoinError
 from rankless.launch.doctor.preflight import run_preflight
 from rankless.launch.job_setup import ReadyJob, make_start, open_services
@@ -32,18 +32,19 @@ from rankless.launch.rendezvous.host_facts import HostFacts, collect_host_facts
 from rankless.launch.rendezvous.job_token import (
     DeliveredToken,
     FixedToken,
-    derive_server_token,
     derive_store_token,
     make_follower_token_source,
     make_leader_token,
     needs_token_delivery,
 )
 from rankless.launch.rendezvous.leader import start_hosts, wait_for_hosts
+from rankless.launch.rendezvous.messages import ControlMessage, RoleMessage
 from rankless.launch.rendezvous.peers import FollowerPeers, LeaderPeer
 from rankless.launch.rendezvous.port_test import PortTest, run_port_test
 from rankless.launch.rendezvous.ssh import RemoteTask, SshAgent, SshTokenDelivery
-from rankless.launch.servers.host_agreement import ServerReservation, agree_on_servers
+from rankless.launch.roles import JoinedHosts, ProcessRole, open_roles
 from rankless.launch.signals import Interrupts
+from rankless.records.connection_attempts import UsedPort
 from rankless.runtime.rendezvous.store_server import StoreServer
 
 _ANYWHERE = ("192.0.2.1", "2001:db8::1")
@@ -93,8 +94,9 @@ def _set_up_as_leader(config: RunConfig, request: _SetupRequest) -> Iterator[Rea
     environment.apply(cluster.variables)
     token = make_leader_token(cluster) if request.token is None else request.token
     interface, address = _find_own_address(cluster, notify)
-    own = _collect_facts(config, cluster, address)
     with contextlib.ExitStack() as stack:
+        roles = stack.enter_context(open_roles(config))
+        own = _collect_facts(config, cluster, address, roles)
         if cluster.agent_start == "slurm":
             stack.callback(DeliveredToken(cluster).discard)
         server = ControlServer(_listen(address, cluster), token=token, host_count=len(cluster.hosts))
@@ -117,12 +119,10 @@ def _set_up_as_leader(config: RunConfig, request: _SetupRequest) -> Iterator[Rea
             launcher_variables=stack.enter_context(open_services(config, start, addresses)),
         )
         names = [cluster.hosts[0].address, *(_name(cluster, host, facts) for host in range(1, len(facts)))]
-        held = stack.enter_context(ServerReservation())
-        servers = agree_on_servers(
-            server, config.servers, held, facts=facts, names=names, interrupts=request.interrupts
-        )
-        start = msgspec.structs.replace(start, servers=servers)
-        _test_ports(server, request, start, names, listening)
+        hosts = JoinedHosts(server=server, facts=facts, names=names, interrupts=request.interrupts)
+        start = msgspec.structs.replace(start, roles={role.name: role.agree(hosts) for role in roles})
+        ports = [port for role in roles for port in role.list_ports(start.roles[role.name])]
+        _test_ports(hosts, request, start, listening, ports)
         store_token = derive_store_token(token, start.run_id)
         start_hosts(server, start)
         yield ReadyJob(
@@ -133,7 +133,8 @@ def _set_up_as_leader(config: RunConfig, request: _SetupRequest) -> Iterator[Rea
             interface=interface,
             store=stack.enter_context(StoreServer([listening], token=store_token)),
             store_token=store_token,
-            servers=_make_servers(config, start, token),
+            roles=roles,
+            token=token,
         )
 
 
@@ -144,16 +145,16 @@ def _set_up_as_follower(config: RunConfig, request: _SetupRequest) -> Iterator[R
 
     def collect_facts() -> HostFacts:
         _, address = interface_towards(cluster.hosts[0].address)
-        return _collect_facts(config, cluster, address)
+        return _collect_facts(config, cluster, address, roles)
 
-    with ServerReservation() as reservation:
+    with open_roles(config) as roles:
         joined = join_leader(
             cluster,
             collect_facts,
             tokens,
             interrupts=request.interrupts,
             notify=request.notify,
-            answer=reservation.answer,
+            answer=functools.partial(_answer, {role.name: role for role in roles}),
         )
         job = joined.started
         try:
@@ -167,18 +168,19 @@ def _set_up_as_follower(config: RunConfig, request: _SetupRequest) -> Iterator[R
                 devices=(config.devices,),
                 interface=interface,
                 store_token=derive_store_token(joined.token, job.start.run_id),
-                servers=_make_servers(config, job.start, joined.token),
+                roles=roles,
+                token=joined.token,
             )
         finally:
             joined.leader.close()
 
 
-def _make_servers(config: RunConfig, start: AgreedJobConfig, token: bytes) -> ServersConfig | None:
-    """Return the servers of a run on several hosts as workers see them, with the token that each host derives."""
-    if config.servers is None or start.servers is None:
+def _answer(roles: Mapping[str, ProcessRole], outward: str, message: ControlMessage) -> RoleMessage | None:
+    """Let a role do what host 0's requests, and return what to send it. Ignore other messages."""
+    role = roles.get(message.role) if isinstance(message, RoleMessage) else None
+    if role is None or not isinstance(message, RoleMessage):
         return None
-    server_token = derive_server_token(token, start.servers.salt)
-    return make_servers_config(config.servers, start.servers.addresses, server_token)
+    return RoleMessage(role=role.name, content=role.answer(outward, message.content))
 
 
 def require_own_name(cluster: Cluster) -> None:
@@ -253,20 +255,20 @@ def _listen(address: str, cluster: Cluster) -> socket.socket:
 
 
 def _test_ports(
-    server: ControlServer, request: _SetupRequest, start: AgreedJobConfig, names: Sequence[str], store: socket.socket
+    hosts: JoinedHosts, request: _SetupRequest, start: AgreedJobConfig, store: socket.socket, ports: Sequence[UsedPort]
 ) -> None:
-    """Let the hosts try the ports of the ranks and servers, unless the user does not want that."""
+    """Let the hosts try the ports of all processes, unless the user does not want that."""
     if environment.wants_port_test():
         test = PortTest(
-            names=names,
+            names=hosts.names,
             address=start.store_address,
             control_port=request.cluster.port,
             master_port=start.master_port,
             store=store,
             workers=start.workers,
-            servers=start.servers,
+            ports=ports,
         )
-        run_port_test(server, test, interrupts=request.interrupts, notify=request.notify)
+        run_port_test(hosts.server, test, interrupts=request.interrupts, notify=request.notify)
 
 
 def _start_agents(
@@ -299,14 +301,18 @@ def _make_task(config: RunConfig, cluster: Cluster, host_index: int, token: byte
     )
 
 
-def _collect_facts(config: RunConfig, cluster: Cluster, address: str) -> HostFacts:
+def _collect_facts(config: RunConfig, cluster: Cluster, address: str, roles: Sequence[ProcessRole]) -> HostFacts:
     kinds = [f" ({host.heterogeneous} heterogeneous)" if host.heterogeneous else "" for host in cluster.hosts]
     counts = [f"{host.workers}{kind}" for host, kind in zip(cluster.hosts, kinds, strict=True)]
     known = [f"{host.address}:{count}" for host, count in zip(cluster.hosts, counts, strict=True)]
     if not cluster.is_listed:
         known = [f"{len(counts)} hosts" + (f" of {counts[0]} workers" if kinds[0] else "")]
     return collect_host_facts(
-        config.program, hosts=known, devices=config.devices, address=address, servers=config.servers
+        config.program,
+        hosts=known,
+        devices=config.devices,
+        address=address,
+        roles={role.name: role.describe() for role in roles},
     )
 
 

@@ -70,9 +70,9 @@ class SummaryFile:
         self.summary = RunSummary(
             command_line=config.request.command or tuple(sys.argv),
             workers=job.start.world_size,
-            servers=0 if job.servers is None else len(job.servers.addresses),
-            replicas=0 if job.servers is None else job.servers.replicas,
-            server_restarts=() if job.servers is None else (0,) * len(job.servers.addresses),
+            servers=len(self._server_host_names),
+            replicas=0 if config.servers is None else config.servers.replicas,
+            server_restarts=(0,) * len(self._server_host_names),
             torch=torch_version(),
             python=platform.python_version(),
             log_folder=os.path.abspath(folder),

@@ -11,7 +11,7 @@ from rankless.launch.job_setup import ReadyJob
 from rankless.launch.log_files import run_folder
 from rankless.launch.profile import WorkerLogFiles, load_profile
 from rankless.launch.rendezvous.peers import FollowerPeers, LeaderPeer
-from rankless.launch.servers.processes import ServerRow
+from rankless.launch.roles import ProcessRow
 from rankless.launch.signals import RendezvousInterrupted, name_signal
 from rankless.launch.summary_file import SummaryFile
 from rankless.launch.supervisor.failure_attribution import Verdict
@@ -80,7 +80,7 @@ class RunReport:
         return format_hosts_line(config, folder=self._folder, worker_count=job.start.world_size, host_count=count)
 
     def format_processes(
-        self, lead: WorkerLaunch | None, process_ids: Mapping[int, int], servers: Sequence[ServerRow] = ()
+        self, lead: WorkerLaunch | None, process_ids: Mapping[int, int], servers: Sequence[ProcessRow] = ()
     ) -> str:
         """Return the tables of all servers and workers, to follow `format_opening`; "" if this host shows none."""
         config, job = self._config, self.job

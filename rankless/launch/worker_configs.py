@@ -5,15 +5,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import msgspec
-
 from rankless.config.environment import worker_environment
 from rankless.config.run_config import AgreedJobConfig, RunConfig
-from rankless.config.servers import ServersConfig
 from rankless.config.worker_config import WorkerConfig, WorkerLaunch
 from rankless.launch.job_setup import ReadyJob
 from rankless.launch.log_files import make_log_files
 from rankless.launch.profile import load_profile
+from rankless.launch.roles import WorkerContent
+
+_NO_CONTENT = WorkerContent()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,13 +34,11 @@ class WorkerDescriptors(NamedTuple):
     Args:
         pages: That of each worker's status page; empty for none.
         channels: That of each worker's end of the channel for rounds; empty for none.
-        lost_servers: That of the memory of `records.live.lost_servers`; None without copies of servers.
         terminal: Those that one worker gets of the agent's standard input, output and error; empty for none.
     """
 
     pages: Sequence[int] = ()
     channels: Sequence[int] = ()
-    lost_servers: int | None = None
     terminal: Sequence[int] = ()
 
 
@@ -58,7 +56,7 @@ class _Position:
     store_token: str = ""
     status_descriptor: int | None = None
     recovery_descriptor: int | None = None
-    servers: ServersConfig | None = None
+    content: WorkerContent = _NO_CONTENT
     terminal: Sequence[int] = ()
 
 
@@ -66,12 +64,18 @@ _NO_DESCRIPTORS = WorkerDescriptors()
 
 
 def make_worker_configs(
-    config: RunConfig, job: ReadyJob, *, folder: str, descriptors: WorkerDescriptors = _NO_DESCRIPTORS
+    config: RunConfig,
+    job: ReadyJob,
+    *,
+    folder: str,
+    descriptors: WorkerDescriptors = _NO_DESCRIPTORS,
+    content: WorkerContent = _NO_CONTENT,
 ) -> list[WorkerLaunch]:
-    """Return the configuration and environment of every worker of this host, in the order of their ranks."""
-    pages, channels, servers = descriptors.pages, descriptors.channels, job.servers
-    if servers is not None:
-        servers = msgspec.structs.replace(servers, lost_descriptor=descriptors.lost_servers)
+    """Return the configuration and environment of every worker of this host, in the order of their ranks.
+
+    `content` is what the roles of the run give the workers.
+    """
+    pages, channels = descriptors.pages, descriptors.channels
     visible = load_profile(config.launcher).visible_devices(config.devices)
     first = job.start.first_rank(job.host_index)
     return [
@@ -89,7 +93,7 @@ def make_worker_configs(
                 store_token=job.store_token,
                 status_descriptor=pages[local_rank] if pages else None,
                 recovery_descriptor=channels[local_rank] if channels else None,
-                servers=servers,
+                content=content,
                 terminal=descriptors.terminal if first + local_rank == (config.debug_rank or 0) else (),
             ),
             folder=folder,
@@ -166,7 +170,8 @@ def _make_launch(
         store_address=start.store_address,
         store_port=start.store_port or None,
         store_token=position.store_token,
-        servers=position.servers,
+        roles=position.content.roles,
+        inherited=tuple(position.content.descriptors),
         terminal=tuple(position.terminal),
         is_debugged=config.debug_rank is not None,
     )

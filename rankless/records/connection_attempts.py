@@ -37,3 +37,14 @@ class LinkSpeed(msgspec.Struct, frozen=True, kw_only=True, tag="speed"):
     round_trip_seconds: float = 0.0
     bytes_per_second: float = 0.0
     error: str = ""
+
+
+class UsedPort(msgspec.Struct, frozen=True, kw_only=True):
+    """A port that a process of the run will have."""
+
+    host_index: int
+    address: str
+    """The numeric address."""
+    port: int
+    use: str
+    """What the port is for, such as "server 1"."""

@@ -285,7 +285,7 @@ class ForkServer:
             config.status_descriptor,
             config.rounds_descriptor,
             config.recovery_descriptor,
-            None if config.servers is None else config.servers.lost_descriptor,
+            *config.inherited,
             *config.terminal,
         ]
         process = subprocess.Popen(

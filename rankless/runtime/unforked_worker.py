@@ -16,8 +16,7 @@ def main(fast_exit: FastExit) -> Callable[[], None]:
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=HostConfig)
     (launch,) = config.workers
     worker = launch.config
-    lost = None if worker.servers is None else worker.servers.lost_descriptor
-    inherited = (worker.rounds_descriptor, worker.recovery_descriptor, lost)
+    inherited = (worker.rounds_descriptor, worker.recovery_descriptor, *worker.inherited)
     for descriptor in (config.records_descriptor, *inherited):
         if descriptor is not None:
             os.set_inheritable(descriptor, False)

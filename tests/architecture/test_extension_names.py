@@ -17,10 +17,13 @@ NAMED = {
     "rankless/runtime/redirect_output.py": "compares with torchrun",
     "rankless/runtime/hooks/destroyed_groups.py": "compares with torchrun",
     "rankless/runtime/worker.py": "names the option of each command that starts plain processes",
-    "rankless/launch/access_inventory.py": "a kind of run may have parameter servers",
     "rankless/launch/elastic/driver_actions.py": "elastic jobs are Horovod's so far",
     "rankless/launch/elastic/membership.py": "likewise",
     "rankless/launch/watchdog/phases.py": "a table for users",
+    "rankless/parameter_server.py": "the public path of the extension `servers`",
+    "rankless/context/table_sharing.py": "finds the tables of a script; not a seam yet",
+    "rankless/jobs/job_tables.py": "likewise",
+    "rankless/compiler/guards/object_inspection.py": "likewise",
     "rankless/verify/causes.py": "names the call that mends a script",
 }
 """Files of the core that name an extension, with the reason."""

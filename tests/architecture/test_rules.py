@@ -20,11 +20,13 @@ IMPORTED_LATE = {
     "rankless/cli/checkpoint.py": "an export needs torch, and the help of the command line must not",
     "rankless/config/environment.py": "reads the variables of foreign launchers only if they exist",
     "rankless/jobs/job_tables.py": "only jobs with tables need numba",
-    "rankless/launch/agent.py": "few runs are elastic",
+    "rankless/launch/agent.py": "few runs are elastic, and few have processes beside workers",
     "rankless/launch/job_setup.py": "most runs have one host",
     "rankless/launch/profile.py": "loads a launcher's profile by name, so that a plain run loads none",
     "rankless/extensions/horovodrun/profile.py": "the HTTP server costs 20 ms, and most jobs need none",
-    "rankless/parameter_server/__init__.py": "servers are processes that import it, and must not import torch",
+    "rankless/parameter_server.py": "what it shows is used without torch too, in servers and in the help of commands",
+    "rankless/launch/roles.py": "loads a role by name, so that a run with workers alone loads none",
+    "rankless/launch/doctor/probe_server.py": "loads the check of an extension by name",
     "rankless/runtime/fork_server.py": "preloads what the workers will import",
     "rankless/runtime/hooks/at_start/sitecustomize.py": "runs in every Python below a worker, and must cost nothing",
     "rankless/runtime/hooks/import_aliases.py": "imports the module behind an alias when a script asks for it",
@@ -69,7 +71,7 @@ BROAD_EXCEPTS = {
     "rankless/jobs/programs/program_cache.py": "capture with symbolic sizes may fail in the script's code",
     "rankless/launch/rendezvous/follower.py": "the connection is closed, and the error is raised again",
     "rankless/launch/spawn_function.py": "the workers are ended, and the error is raised again",
-    "rankless/parameter_server/servers/table_requests.py": "a step that fails half-way is refused to all workers",
+    "rankless/extensions/servers/service/table_requests.py": "a step that fails half-way is refused to all workers",
     "rankless/runtime/recovery/worker_recovery.py": "it is raised again unless the agent says that a worker is lost",
     "rankless/runtime/preload.py": "a preloaded module is foreign code; the workers import it themselves",
     "rankless/runtime/spawned_function.py": "the function's error travels to the process that called spawn",
@@ -97,7 +99,7 @@ DIRECT_ENCODERS = {
     "rankless/collectives/typed_values.py": "values of the script arrive as they were: such text is packed as bytes",
     "rankless/extensions/horovod/engine/messages.py": "names of tensors come back in answers",
     "rankless/context/optimizer_fingerprint.py": "its encoder is given to encode_msgpack",
-    "rankless/parameter_server/served_weights.py": "encodes digests",
+    "rankless/extensions/servers/served_weights.py": "encodes digests",
     "rankless/runtime/rendezvous/file.py": "encodes addresses",
     "rankless/extensions/horovod/launched_rendezvous.py": "likewise",
     "rankless/runtime/rendezvous/tcp.py": "likewise",
@@ -222,8 +224,8 @@ def test_text_of_any_kind_is_encoded_in_one_file():
     encoders = {
         short(file)
         for file in python_files("rankless")
-        if not file.is_relative_to(ROOT / "rankless" / "parameter_server" / "servers")
-        and not file.is_relative_to(ROOT / "rankless" / "parameter_server" / "tables")
+        if not file.is_relative_to(ROOT / "rankless" / "extensions" / "servers" / "service")
+        and not file.is_relative_to(ROOT / "rankless" / "extensions" / "servers" / "tables")
         for node in ast.walk(parsed(file))
         if isinstance(node, ast.Attribute)
         and ast.unparse(node).startswith(("msgspec.json.", "msgspec.msgpack."))

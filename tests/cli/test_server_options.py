@@ -283,7 +283,7 @@ TRAINING = """
 import json, os
 import torch, rankless
 
-servers = json.loads(os.environ["RANKLESS_WORKER_PLAN"])["servers"]
+servers = json.loads(os.environ["RANKLESS_WORKER_PLAN"])["roles"].get("servers")
 with open(f"seen-{os.environ['WORLD_SIZE']}-{os.environ['RANK']}", "w") as file:
     file.write(str(0 if servers is None else len(servers["addresses"])))
 torch.manual_seed(0)

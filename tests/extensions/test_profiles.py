@@ -74,7 +74,7 @@ def test_a_name_that_is_no_launchers_reaches_no_module(name: str, monkeypatch: p
     monkeypatch.setattr(importlib, "import_module", lambda module: imported.append(module) or real(module))
     with pytest.raises(LaunchError, match="a launcher that this Rankless has"):
         load_profile(LauncherSpec(name=name, settings=b"{}"))
-    assert imported == []
+    assert [module for module in imported if module != "importlib.metadata"] == []
 
 
 def test_without_a_launcher_the_profile_is_that_of_a_plain_run():

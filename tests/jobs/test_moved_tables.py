@@ -64,7 +64,7 @@ READERS = """
 import os
 import torch, torch.nn.functional as F
 import rankless
-from rankless.parameter_server.servers.served_table import ServedTable
+from rankless.extensions.servers.service.served_table import ServedTable
 
 reads = 0
 honest = ServedTable.contents

@@ -140,7 +140,7 @@ def test_a_mesh_of_several_axes_is_refused_for_tables(tmp_path):
 FAULT = """
 import torch, torch.nn.functional as F
 import rankless
-from rankless.parameter_server.table_training import TableTraining
+from rankless.extensions.servers.table_training import TableTraining
 
 table = rankless.parameter_server.Embedding(4)
 optimizer = torch.optim.Adagrad(table.parameters(), 0.1)

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from rankless.launch.servers.processes import ServerRow
+from rankless.launch.roles import ProcessRow
 from rankless.launch.status.live_run_page import LiveRunPage
 from rankless.launch.status.running_runs import find_running_runs, read_live_run
 from rankless.records.events import Exited, Notice, ScriptFinished, Started
@@ -62,7 +62,7 @@ def test_starts_and_ends_of_workers_and_servers_are_published_together(page: Liv
     page.receive(Exited(rank=0, time_ns=0, exit_code=-9))
     page.receive(Notice(rank=0, time_ns=0, text="not about a process"))
     page.receive(Started(rank=5, time_ns=0, pid=1, log_file=""))  # no rank of the run
-    page.set_servers([ServerRow(index=0, process_id=8, address="ipc:///s", log_file="s.log", restarts=2)])
+    page.set_servers([ProcessRow(index=0, process_id=8, address="ipc:///s", log_file="s.log", restarts=2)])
     before = published(page)
     assert before is not None
     assert (before.servers, before.workers[1].process_id) == ((), None)

@@ -108,7 +108,7 @@ def listening(agent: psutil.Process) -> set[tuple[str, str]]:
     lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()]
     names = {line[6]: line[7] for line in lines if line[3] == "00010000" and len(line) > 7}
     for process in [agent, *agent.children(recursive=True)]:
-        is_server = "parameter server" in process.cmdline()[0] or "parameter_server.servers" in str(process.cmdline())
+        is_server = "parameter server" in process.cmdline()[0] or "extensions.servers.service" in str(process.cmdline())
         holder = "agent" if process.pid == agent.pid else "server" if is_server else "worker"
         for each in process.net_connections("tcp"):
             if each.status == psutil.CONN_LISTEN:

@@ -6,7 +6,7 @@ from rankless.launch.status.readings import ProcessReading, RunReading, ServerRe
 from rankless.launch.status.reports import measure_step_rate, report_running
 from rankless.launch.watchdog.process_stats import ProcessStats
 from rankless.launch.watchdog.stack_classifier import StackLocation
-from rankless.records.live.live_run import LiveRun, LiveServer, LiveWorker, ServerStage
+from rankless.records.live.live_run import LiveRun, LiveServer, LiveWorker, ProcessStage
 from rankless.records.live.run_status import RunStatus
 from rankless.records.live.server_activity import ServerActivity
 from rankless.records.worker_status import STEPS_KEPT, WorkerStatus
@@ -52,7 +52,7 @@ def test_steps_at_one_moment_have_no_rate():
     assert measure_step_rate(None, page_of(999.0, 999.0), NOW) is None
 
 
-def make_run(*, stage: ServerStage = "serves", servers: int = 1, exit_code: int | None = None) -> LiveRun:
+def make_run(*, stage: ProcessStage = "serves", servers: int = 1, exit_code: int | None = None) -> LiveRun:
     return LiveRun(
         layout=1,
         process_id=1,
@@ -104,7 +104,7 @@ def reading(
     server: ServerActivity | None = None,
     server_process: ProcessReading | None = None,
     collective: str = "",
-    stage: ServerStage = "serves",
+    stage: ProcessStage = "serves",
 ) -> RunReading:
     location = StackLocation(collective=collective, text="train.py:3")
     return RunReading(
@@ -183,7 +183,7 @@ def test_counters_of_an_earlier_process_of_a_server_make_no_rate():
     ],
 )
 def test_the_state_of_a_server_is_its_process_and_its_stage(
-    stage: ServerStage, found: ProcessReading | None, state: str
+    stage: ProcessStage, found: ProcessReading | None, state: str
 ):
     status = status_of(None, reading(NOW, process(), server_process=found, stage=stage))
     assert status.servers[0].state == state

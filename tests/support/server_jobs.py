@@ -10,7 +10,7 @@ from rankless.records.run_summary import RunSummary, decode_run_summary
 
 WAITING = """
 import json, os, signal
-addresses = json.loads(os.environ["RANKLESS_WORKER_PLAN"])["servers"]["addresses"]
+addresses = json.loads(os.environ["RANKLESS_WORKER_PLAN"])["roles"]["servers"]["addresses"]
 with open(f"addresses{os.environ['RANK']}", "w") as file:
     file.write(" ".join(addresses))
 with open(f"rank{os.environ['RANK']}.pid", "w") as file:

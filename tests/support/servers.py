@@ -1,6 +1,6 @@
 """A stand-in for the process of a parameter server, for tests of how servers start and end.
 
-It keeps the contract of `rankless.parameter_server.servers.process` and serves nothing.
+It keeps the contract of `rankless.extensions.servers.service.process` and serves nothing.
 """
 
 import os
@@ -50,7 +50,7 @@ DURABLE = SERVER + "answer()\n"
 ASK = """
 import json, os, signal, socket, time
 
-servers = json.loads(os.environ["RANKLESS_WORKER_PLAN"])["servers"]
+servers = json.loads(os.environ["RANKLESS_WORKER_PLAN"])["roles"].get("servers")
 addresses = [] if servers is None else servers["addresses"]
 
 def connect(address):
@@ -90,7 +90,7 @@ import importlib.util, sys
 class StandIn:
     @staticmethod
     def find_spec(name, path=None, target=None):
-        if name == "rankless.parameter_server.servers":
+        if name == "rankless.extensions.servers.service":
             return importlib.util.spec_from_file_location(
                 name, {folder!r} + "/__init__.py", submodule_search_locations=[{folder!r}]
             )

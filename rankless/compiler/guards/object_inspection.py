@@ -16,7 +16,7 @@ from rankless.errors import CaptureError
 from rankless.user_code import is_user_code
 
 NOT_RUN_IN_FORWARD = frozenset({"__init__", "__repr__", "__setstate__", "extra_repr", "reset_parameters"})
-ROWS_PACKAGE = "rankless.parameter_server."
+ROWS_PACKAGE = "rankless.extensions.servers."
 
 
 def list_methods(kind: type) -> list[FunctionType]:

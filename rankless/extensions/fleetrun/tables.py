@@ -4,8 +4,7 @@ import itertools
 import os
 from collections.abc import Mapping, Sequence
 
-from rankless.config.run_config import RunConfig
-from rankless.config.servers import AgreedServers
+from rankless.config.run_config import AgreedProcesses, RunConfig
 from rankless.config.worker_config import WorkerConfig
 from rankless.launch.supervisor.terminal_text import format_count, format_servers
 
@@ -58,7 +57,7 @@ def format_environment_table(environment: Mapping[str, str | None], *, local_cou
     return "\n".join([title, thick, head, thin, *body, thick]) + "\n"
 
 
-def format_server_lines(config: RunConfig, servers: AgreedServers, host_index: int, folder: str) -> str:
+def format_server_lines(config: RunConfig, servers: AgreedProcesses, host_index: int, folder: str) -> str:
     """Return lines about the parameter servers of all hosts, and about the log files of those of this host."""
     count, own = len(servers.addresses), servers.on_host(host_index)
     shown = [name_endpoint(address) for address in servers.addresses[:MOST_LINES]]

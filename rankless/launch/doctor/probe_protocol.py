@@ -111,11 +111,13 @@ class RelayTask(msgspec.Struct, frozen=True, kw_only=True, tag="relay"):
     timeout_seconds: float
 
 
-class CheckServers(msgspec.Struct, frozen=True, kw_only=True, tag="servers"):
-    """Request: start a parameter server, and see whether it goes on after a kill."""
+class CheckExtension(msgspec.Struct, frozen=True, kw_only=True, tag="check_extension"):
+    """Request: make the check that an extension declares."""
+
+    extension: str
 
 
-class ServersChecked(msgspec.Struct, frozen=True, kw_only=True, tag="served"):
+class ExtensionChecked(msgspec.Struct, frozen=True, kw_only=True, tag="extension_checked"):
     """Response: what was found."""
 
     result: CheckResult
@@ -140,7 +142,7 @@ ProbeRequest = (
     | MeasureLink
     | StartCollectiveProcess
     | RelayTask
-    | CheckServers
+    | CheckExtension
 )
 ProbeResponse = (
     ProbeReady
@@ -152,7 +154,7 @@ ProbeResponse = (
     | TorchImported
     | StoreServedMessage
     | AllReduceResult
-    | ServersChecked
+    | ExtensionChecked
     | ProbeDone
     | ProbeFailed
 )

@@ -4,6 +4,7 @@ It ends when either is closed.
 """
 
 import contextlib
+import importlib
 import selectors
 import socket
 import subprocess
@@ -16,13 +17,15 @@ from typing import IO
 import msgspec
 
 from rankless.config import environment
+from rankless.config.extensions import find_extension
 from rankless.launch.doctor.probe_protocol import (
     ApplyEnvironment,
+    CheckExtension,
     CheckHost,
-    CheckServers,
     ClockTime,
     ConnectionAttempts,
     ConnectToTargets,
+    ExtensionChecked,
     ListenersOpened,
     MeasureLink,
     OpenListeners,
@@ -33,12 +36,11 @@ from rankless.launch.doctor.probe_protocol import (
     ProbeResponse,
     ReadClock,
     RelayTask,
-    ServersChecked,
     StartCollectiveProcess,
 )
-from rankless.launch.doctor.server_checks import check_parameter_servers
 from rankless.launch.doctor.single_host_checks import check_host, read_host_identity
 from rankless.launch.rendezvous import link_test
+from rankless.records.check_results import CheckResult
 from rankless.records.collective_test_messages import MARK, AllReduceFailed, CollectiveTestResult
 from rankless.records.encoding import encode_json
 from rankless.runtime.fast_exit import FastExit
@@ -62,8 +64,8 @@ class ProbeServer:
         """Carry out a request and return the response."""
         if isinstance(request, CheckHost):
             return check_host(request)
-        if isinstance(request, CheckServers):
-            return ServersChecked(result=check_parameter_servers())
+        if isinstance(request, CheckExtension):
+            return ExtensionChecked(result=_check_extension(request.extension))
         if isinstance(request, ApplyEnvironment):
             environment.apply(request.environment)
             return ProbeDone()
@@ -143,6 +145,14 @@ def _serve() -> None:
         pass  # the doctor has ended
     finally:
         server.close()
+
+
+def _check_extension(name: str) -> CheckResult:
+    extension = find_extension(name)
+    assert extension is not None
+    assert extension.doctor_check is not None
+    result: CheckResult = importlib.import_module(extension.doctor_check.module).run_check()
+    return result
 
 
 def _send(response: ProbeResponse) -> None:

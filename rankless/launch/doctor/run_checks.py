@@ -4,21 +4,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from rankless.config.environment import carried_variables
+from rankless.config.extensions import DoctorCheck, list_extensions
 from rankless.config.hosts import Host, addresses_of, own_addresses
 from rankless.launch.doctor.collective_test import run_collective_test, start_collective_processes
 from rankless.launch.doctor.host_pairs import HostPairs, PairCheckContext
 from rankless.launch.doctor.probe_protocol import (
     ApplyEnvironment,
+    CheckExtension,
     CheckHost,
-    CheckServers,
+    ExtensionChecked,
     HostReport,
     ProbeFailed,
     ProbeRequest,
-    ServersChecked,
 )
 from rankless.launch.doctor.remote_probes import HostProbes
-from rankless.launch.doctor.server_checks import CHECK_NAME as SERVERS
-from rankless.launch.doctor.server_checks import TIMEOUT_SECONDS as SERVER_TIMEOUT_SECONDS
 from rankless.launch.doctor.startup_test import StartupTest
 from rankless.launch.rendezvous.host_facts import MAX_CLOCK_SKEW_SECONDS, find_differences
 from rankless.launch.rendezvous.host_probe import describe_reachability
@@ -42,7 +41,7 @@ class DoctorConfig:
     without_ssh: bool = False
     """Do not use ssh; check the other hosts only from outside."""
     quick: bool = False
-    """Skip the checks that import torch, and those of parameter servers."""
+    """Skip the checks that import torch, and those of extensions."""
 
 
 @dataclass
@@ -103,8 +102,10 @@ class _Diagnosis:
             report_progress("checking each host")
             self._check_hosts()
             if not self._config.quick:
-                report_progress("testing a parameter server on each host")
-                self._check_servers()
+                for extension in list_extensions():
+                    if extension.doctor_check is not None:
+                        report_progress(extension.doctor_check.progress)
+                        self._check_extension(extension.name, extension.doctor_check)
             pairs = None
             if len(self._hosts) > 1:
                 self._compare_versions()
@@ -176,14 +177,14 @@ class _Diagnosis:
                 self._results += with_place([result], self._names[index])
                 self._probes.ready.pop(index)
 
-    def _check_servers(self) -> None:
-        requests: dict[int, ProbeRequest] = {index: CheckServers() for index in self._probes.ready}
-        for index, response in self._probes.request(requests, SERVER_TIMEOUT_SECONDS + 30.0).items():
-            if isinstance(response, ServersChecked):
+    def _check_extension(self, name: str, check: DoctorCheck) -> None:
+        requests: dict[int, ProbeRequest] = {index: CheckExtension(extension=name) for index in self._probes.ready}
+        for index, response in self._probes.request(requests, check.timeout_seconds + 30.0).items():
+            if isinstance(response, ExtensionChecked):
                 result = response.result
             else:
                 text = response.text if isinstance(response, ProbeFailed) else "unexpected response"
-                result = make_failure(SERVERS, f"the probe failed: {text}", "run rankless doctor on that host alone")
+                result = make_failure(check.name, f"the probe failed: {text}", "run rankless doctor on that host alone")
             self._results += with_place([result], self._names[index])
 
     def _compare_versions(self) -> None:

@@ -21,10 +21,10 @@ from rankless.launch.rendezvous.messages import (
     JoinRequest,
     PortOpened,
     PortsTried,
+    ProcessesStarted,
     RecordingChunk,
-    ServersRefused,
-    ServersReserved,
-    ServersStarted,
+    RoleMessage,
+    StartRefused,
     WorkerMessageReceived,
     WorkerOutput,
     WorkerRecords,
@@ -38,9 +38,9 @@ _ACCEPTS_PER_POLL = 64
 HostReport = (
     PortOpened
     | PortsTried
-    | ServersReserved
-    | ServersRefused
-    | ServersStarted
+    | RoleMessage
+    | StartRefused
+    | ProcessesStarted
     | WorkerRecords
     | WorkerMessageReceived
     | RecordingChunk
@@ -61,7 +61,7 @@ class HostJoined:
 
 @dataclass(frozen=True)
 class HostReported:
-    """A host has sent a message about its ports, its servers or its workers."""
+    """A host has sent a message about its ports or its processes."""
 
     host: int
     message: HostReport

@@ -7,12 +7,12 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from importlib import metadata
+from types import MappingProxyType
 
 import msgspec
 
+from rankless.config.extensions import find_extension
 from rankless.config.run_config import Program
-from rankless.config.server_hosts import describe_servers, find_own_servers
-from rankless.config.servers import RequestedServers
 from rankless.version import VERSION
 
 MAX_CLOCK_SKEW_SECONDS = 30.0
@@ -20,6 +20,15 @@ NOT_INSTALLED = "not installed"
 _COMMON_VERSIONS = ("the version of Python", "the version of Rankless")
 """Those that also hosts without workers must share."""
 NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
+
+
+class RoleFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What one host knows of the processes of a role before the run starts."""
+
+    requested: tuple[str, ...]
+    """What all hosts must request alike, as texts to compare."""
+    own: tuple[int, ...] = ()
+    """Those of the processes whose given addresses are this host's."""
 
 
 class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,10 +45,8 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The job's hosts with their numbers of workers, as given on this host: "a:4"."""
     devices: tuple[str, ...]
     """The devices of this host's workers."""
-    servers: tuple[str, ...] = ()
-    """The parameter servers of the job, as given on this host."""
-    own_servers: tuple[int, ...] = ()
-    """Those of them whose given addresses are this host's."""
+    roles: Mapping[str, RoleFacts] = {}
+    """The processes of the job beside its workers, as given on this host, by the name of their role."""
     address: str = ""
     """This host's address on its route to host 0."""
     time_seconds: float
@@ -61,7 +68,7 @@ def collect_host_facts(
     hosts: Sequence[str],
     devices: Sequence[str],
     address: str = "",
-    servers: RequestedServers | None = None,
+    roles: Mapping[str, RoleFacts] = MappingProxyType({}),
 ) -> HostFacts:
     """Return the facts of this host."""
     return HostFacts(
@@ -72,8 +79,7 @@ def collect_host_facts(
         arguments=program.arguments,
         hosts=tuple(hosts),
         devices=tuple(devices),
-        servers=describe_servers(servers),
-        own_servers=find_own_servers(servers),
+        roles=roles,
         address=address,
         time_seconds=time.time(),
     )
@@ -160,15 +166,18 @@ def _find_differences_in_hosts(here: HostFacts, there: HostFacts) -> list[HostDi
                 fix="name the same hosts, in the same order, with the same numbers of workers, on every host",
             )
         )
-    if there.servers != here.servers:
-        found.append(
-            HostDifference(
-                what="the parameter servers",
-                there=", ".join(there.servers) or "none",
-                here=", ".join(here.servers) or "none",
-                fix="give the same options about servers on every host",
+    for name in sorted(here.roles.keys() | there.roles.keys()):
+        requested = [each.roles[name].requested if name in each.roles else () for each in (there, here)]
+        if requested[0] != requested[1]:
+            extension = find_extension(name)
+            found.append(
+                HostDifference(
+                    what=name if extension is None or extension.role is None else extension.role.title,
+                    there=", ".join(requested[0]) or "none",
+                    here=", ".join(requested[1]) or "none",
+                    fix=f"give the same options about {name} on every host",
+                )
             )
-        )
     return found
 
 

@@ -1,6 +1,6 @@
 """The messages between the agents of several hosts: one tagged union, decoded by type and never unpickled."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -11,7 +11,7 @@ from rankless.records.connection_attempts import ConnectionAttempt, ConnectionTa
 from rankless.records.elastic_messages import DriverMessage, WorkerMessage
 from rankless.records.events import AnyRecord
 
-PROTOCOL = 5
+PROTOCOL = 6
 HEARTBEAT_SECONDS = 1.0
 HEARTBEAT_TIMEOUT_SECONDS = 4.0
 """An agent that sends nothing for so long counts as lost."""
@@ -38,15 +38,15 @@ class ServerHello(msgspec.Struct, frozen=True, kw_only=True, tag="challenge"):
     nonce: bytes
 
 
-class StartedServer(msgspec.Struct, frozen=True, kw_only=True):
-    """A parameter server that serves, as the table at the start shows it."""
+class StartedProcess(msgspec.Struct, frozen=True, kw_only=True):
+    """A process beside the workers that serves, as the table at the start shows it."""
 
     index: int
     process_id: int
     address: str
     log_file: str
     copy_of: int | None = None
-    """The server of which it is the copy; None if it is none."""
+    """The process of which it is the copy; None if it is none."""
 
 
 class JoinRequest(msgspec.Struct, frozen=True, kw_only=True, tag="join_request"):
@@ -79,51 +79,40 @@ class JoinProgress(msgspec.Struct, frozen=True, kw_only=True, tag="join_progress
     text: str
 
 
-class ReserveServers(msgspec.Struct, frozen=True, kw_only=True, tag="reserve_servers"):
-    """The receiver reserves the addresses of its parameter servers."""
+class RoleMessage(msgspec.Struct, frozen=True, kw_only=True, tag="role"):
+    """A message between the agents about the processes of a role, which alone knows what is in it."""
 
-    endpoints: tuple[str, ...]
-    """HOST:PORT of each, or HOST for a free port."""
-
-
-class ServersReserved(msgspec.Struct, frozen=True, kw_only=True, tag="servers_reserved"):
-    """The addresses that the sender has reserved, in the order of the endpoints."""
-
-    addresses: tuple[str, ...]
+    role: str
+    content: Any
+    """Plain values, as `msgspec.to_builtins` returns them."""
 
 
-class ServersRefused(msgspec.Struct, frozen=True, kw_only=True, tag="servers_refused"):
-    """The sender cannot reserve an address of its servers, or a server of it does not serve."""
+class StartRefused(msgspec.Struct, frozen=True, kw_only=True, tag="start_refused"):
+    """A process of the sender beside its workers does not serve."""
 
     expected: str
     found: str
     fix: str
 
 
-class ServersStarted(msgspec.Struct, frozen=True, kw_only=True, tag="servers_started"):
-    """All servers of the sender serve."""
+class ProcessesStarted(msgspec.Struct, frozen=True, kw_only=True, tag="processes_started"):
+    """All processes of the sender beside its workers serve."""
 
-    servers: tuple[StartedServer, ...]
+    processes: tuple[StartedProcess, ...]
 
 
 class StartWorkers(msgspec.Struct, frozen=True, kw_only=True, tag="start_workers"):
-    """All servers of all hosts serve. The receiver starts its workers."""
-
-
-class ServersLost(msgspec.Struct, frozen=True, kw_only=True, tag="servers_lost"):
-    """The run goes on without these servers, because others have the same tables. The receiver tells its workers."""
-
-    servers: tuple[int, ...]
+    """All processes beside the workers of all hosts serve. The receiver starts its workers."""
 
 
 class OpenPort(msgspec.Struct, frozen=True, kw_only=True, tag="open_port"):
-    """The receiver listens on a free port, and on those of its servers, for clients that know the secret."""
+    """The receiver listens on a free port, and on the given ones, for clients that know the secret."""
 
     secret: bytes
     host_index: int
     """The index of the receiving host."""
-    servers: tuple[str, ...] = ()
-    """ZeroMQ's addresses of the receiver's servers, which do not run yet."""
+    ports: tuple[tuple[str, int], ...] = ()
+    """The addresses and ports of the receiver's processes beside its workers, which do not run yet."""
 
 
 class PortOpened(msgspec.Struct, frozen=True, kw_only=True, tag="port_opened"):
@@ -219,12 +208,10 @@ ControlMessage = (
     | JoinRefused
     | JobStarted
     | JoinProgress
-    | ReserveServers
-    | ServersReserved
-    | ServersRefused
-    | ServersStarted
+    | RoleMessage
+    | StartRefused
+    | ProcessesStarted
     | StartWorkers
-    | ServersLost
     | OpenPort
     | PortOpened
     | ConnectToPorts

@@ -4,9 +4,9 @@ There are three cases: no other hosts, the followers that host 0 leads, and the 
 """
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -25,12 +25,12 @@ from rankless.launch.rendezvous.messages import (
     HostEnded,
     JobEnded,
     JoinRefused,
+    ProcessesStarted,
     RankStatusRequest,
     RecordingChunk,
+    RoleMessage,
     SendToWorker,
-    ServersLost,
-    ServersRefused,
-    ServersStarted,
+    StartRefused,
     StartWorkers,
     StopMode,
     StopWorkers,
@@ -162,8 +162,8 @@ class FollowerPeers:
         self._start = start
         self._names = names
         self._show: Callable[[Source, bytes], None] = lambda _source, _data: None
-        self.started_servers: dict[int, ServersStarted | ServersRefused] = {}
-        """What each other host has sent of the start of its servers, by host index."""
+        self.started_processes: dict[int, ProcessesStarted | StartRefused] = {}
+        """What each other host has sent of the start of its processes beside its workers, by host index."""
         self._worker_messages: list[tuple[int, WorkerMessage]] = []
         self._rejections: list[str] = []
         self._rejected = RejectedClients("the port for other hosts", self._rejections.append)
@@ -194,9 +194,9 @@ class FollowerPeers:
                 self._show(event.message.source, event.message.data)
             elif isinstance(event, HostReported) and isinstance(event.message, HostEnded):
                 self._take_end(event.host, event.message, records)
-            elif isinstance(event, HostReported) and isinstance(event.message, ServersStarted | ServersRefused):
-                self.started_servers[event.host] = event.message
-            elif isinstance(event, HostDisconnected) and (not event.has_ended or self._has_servers(event.host)):
+            elif isinstance(event, HostReported) and isinstance(event.message, ProcessesStarted | StartRefused):
+                self.started_processes[event.host] = event.message
+            elif isinstance(event, HostDisconnected) and (not event.has_ended or self._start.has_roles(event.host)):
                 records.append(self._make_lost_record(event.host, f"was lost: {event.reason}"))
             elif isinstance(event, ConnectionRejected):
                 self._rejected.add(event.address, event.reason)
@@ -249,16 +249,13 @@ class FollowerPeers:
         """Let all followers start their workers."""
         self._server.broadcast(StartWorkers())
 
-    def send_lost_servers(self, servers: Collection[int]) -> None:
-        """Tell all followers which servers are lost, so that their workers go on without them."""
-        self._server.broadcast(ServersLost(servers=tuple(sorted(servers))))
+    def send_to_role(self, role: str, content: Any) -> None:
+        """Send plain values to a role of all followers."""
+        self._server.broadcast(RoleMessage(role=role, content=content))
 
     def refuse_start(self, refusal: JoinRefused) -> None:
         """Tell all followers that the job does not start."""
         self._server.broadcast(refusal)
-
-    def _has_servers(self, host: int) -> bool:
-        return self._start.servers is not None and host in self._start.servers.hosts
 
     def _take_end(self, host: int, end: HostEnded, records: list[AnyRecord]) -> None:
         """Add what the end of a host says to `records`."""
@@ -292,9 +289,8 @@ class LeaderPeer:
         self._has_status_request = False
         self._stop: StopMode | None = None
         self.may_start_workers = False
-        """Whether all servers of all hosts serve."""
-        self.lost_servers: set[int] = set()
-        """The servers without which the run goes on."""
+        """Whether all processes beside the workers of all hosts serve."""
+        self._role_messages: list[RoleMessage] = []
         self.refusal: JoinRefused | None = None
         """Why the job does not start, if it does not."""
         self._worker_messages: list[tuple[int, DriverMessage]] = []
@@ -335,14 +331,20 @@ class LeaderPeer:
             self._worker_messages.append((message.number, message.message))
         elif isinstance(message, StartWorkers):
             self.may_start_workers = True
-        elif isinstance(message, ServersLost):
-            self.lost_servers |= set(message.servers)
+        elif isinstance(message, RoleMessage):
+            self._role_messages.append(message)
         elif isinstance(message, JoinRefused):
             self.refusal = message
 
-    def send_server_start(self, message: ServersStarted | ServersRefused) -> None:
-        """Tell host 0 that this host's servers serve, or why they do not."""
+    def send_start(self, message: ProcessesStarted | StartRefused) -> None:
+        """Send host 0 that this host's processes beside its workers serve, or why they do not."""
         self._connection.send(message)
+
+    def take_role_contents(self, role: str) -> list[Any]:
+        """Return what host 0 has sent to a role since the last call, as plain values."""
+        taken = [message.content for message in self._role_messages if message.role == role]
+        self._role_messages = [message for message in self._role_messages if message.role != role]
+        return taken
 
     def send_records(self, records: Sequence[AnyRecord]) -> None:
         """Send records to host 0."""

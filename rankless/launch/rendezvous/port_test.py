@@ -16,7 +16,6 @@ from typing import TypeVar
 import psutil  # type: ignore[import-untyped]  # it has no stubs
 
 from rankless.config.environment import PORT_TEST, user_interfaces
-from rankless.config.servers import AgreedServers, parse_server_address
 from rankless.errors import JoinError
 from rankless.launch.rendezvous.answers import ANSWER_TIMEOUT_SECONDS, announced_failures, receive_answers
 from rankless.launch.rendezvous.control_server import ControlServer
@@ -29,7 +28,7 @@ from rankless.launch.rendezvous.messages import (
     PortsTried,
 )
 from rankless.launch.signals import Interrupts
-from rankless.records.connection_attempts import ConnectionAttempt, ConnectionTarget
+from rankless.records.connection_attempts import ConnectionAttempt, ConnectionTarget, UsedPort
 
 CONNECT_TIMEOUT_SECONDS = 5.0
 """For one connection: the kernel repeats its first packet after 1 and 3 s."""
@@ -64,7 +63,7 @@ class PortTester:
             )
         elif isinstance(message, OpenPort):
             self._host_index, self._secret = message.host_index, message.secret
-            for address, port in map(parse_server_address, message.servers):
+            for address, port in message.ports:
                 self.listen(address, port)
             return PortOpened(address=self._address, port=self.listen(self._address))
         return None
@@ -105,31 +104,26 @@ class PortTest:
     store: socket.socket
     """The listening socket on which rank 0 will serve the store."""
     workers: Sequence[int]
-    """The number of workers of every host. One without workers needs the ports of its servers alone."""
-    servers: AgreedServers | None = None
-    """The parameter servers, which do not run yet."""
+    """The number of workers of every host. One without workers needs the ports of its other processes alone."""
+    ports: Sequence[UsedPort] = ()
+    """Those of processes beside the workers, which do not run yet."""
 
     @property
     def uses(self) -> Mapping[tuple[int, int], str]:
         """What the ports that are no free ones are for, by host index and port."""
         uses = {(0, self.master_port): "MASTER_PORT", (0, self.store.getsockname()[1]): "the store"}
-        if self.servers is not None:
-            for index, (host, address) in enumerate(zip(self.servers.hosts, self.servers.addresses, strict=True)):
-                uses[host, parse_server_address(address)[1]] = f"server {index}"
-        return uses
+        return uses | {(each.host_index, each.port): each.use for each in self.ports}
 
-    def servers_of(self, host: int) -> tuple[str, ...]:
-        """Return the addresses of a host's servers."""
-        return (
-            () if self.servers is None else tuple(self.servers.addresses[each] for each in self.servers.on_host(host))
-        )
+    def ports_of(self, host: int) -> tuple[tuple[str, int], ...]:
+        """Return the addresses and ports of a host's processes beside its workers."""
+        return tuple((each.address, each.port) for each in self.ports if each.host_index == host)
 
-    def server_targets(self, host: int, opened: Collection[int]) -> tuple[ConnectionTarget, ...]:
-        """Return the addresses of servers that a host tries: those of the other hosts that have opened ports."""
+    def used_targets(self, host: int, opened: Collection[int]) -> tuple[ConnectionTarget, ...]:
+        """Return those of the used ports that a host tries: on the other hosts that have opened theirs."""
         return tuple(
             ConnectionTarget(host_index=other, address=address, port=port)
             for other in sorted(set(opened) - {host})
-            for address, port in map(parse_server_address, self.servers_of(other))
+            for address, port in self.ports_of(other)
         )
 
 
@@ -168,11 +162,11 @@ class _Conversation:
     def run(self, test: PortTest) -> dict[int, Sequence[ConnectionAttempt]]:
         """Return the outcomes of each host that has answered."""
         secret = secrets.token_bytes(SECRET_BYTES)
-        own = self._tester.receive(OpenPort(secret=secret, host_index=0, servers=test.servers_of(0)))
+        own = self._tester.receive(OpenPort(secret=secret, host_index=0, ports=test.ports_of(0)))
         assert own is not None
         others = sorted(self._server.connected_hosts)
         for host in others:
-            self._server.send(host, OpenPort(secret=secret, host_index=host, servers=test.servers_of(host)))
+            self._server.send(host, OpenPort(secret=secret, host_index=host, ports=test.ports_of(host)))
         opened = {0: own, **self._receive(PortOpened, others)}
         fixed = [
             ConnectionTarget(host_index=0, address=test.address, port=test.store.getsockname()[1], has_probe=False)
@@ -181,9 +175,9 @@ class _Conversation:
             fixed.append(ConnectionTarget(host_index=0, address=test.address, port=test.master_port))
         ranked = {host: each for host, each in opened.items() if test.workers[host]}
         for host in sorted(ranked.keys() - {0}):
-            targets = (*_choose_targets(host, ranked), *fixed, *test.server_targets(host, opened))
+            targets = (*_choose_targets(host, ranked), *fixed, *test.used_targets(host, opened))
             self._server.send(host, ConnectToPorts(targets=targets))
-        self._tester.receive(ConnectToPorts(targets=(*_choose_targets(0, ranked), *test.server_targets(0, opened))))
+        self._tester.receive(ConnectToPorts(targets=(*_choose_targets(0, ranked), *test.used_targets(0, opened))))
         answers = self._receive(PortsTried, ranked.keys(), self._tester.take_result)
         return {host: answer.attempts for host, answer in answers.items()}
 
@@ -230,7 +224,7 @@ def _check_attempts(test: PortTest, attempts: Mapping[int, Sequence[ConnectionAt
     names = " and ".join(test.names[host] for host in concerned) if len(concerned) <= _MAX_LISTED else "all hosts"
     raise JoinError(
         expected="ports that the ranks need to be open between the hosts: MASTER_PORT, the store's port, "
-        f"{'' if test.servers is None else 'those of the servers, '}and the free ports that Gloo and NCCL choose",
+        f"{'those of the servers, ' if test.ports else ''}and the free ports that Gloo and NCCL choose",
         found="; ".join(seen[:_MAX_LISTED]) + more,
         fix=f"open all TCP ports between {names}, not only {test.control_port} and ssh's; rankless doctor --hosts "
         f"tests every pair; {PORT_TEST}=0 starts a job whose ranks do not communicate",

@@ -11,7 +11,7 @@ import msgspec
 
 from rankless.config.run_config import RunConfig
 from rankless.launch.job_setup import ReadyJob
-from rankless.launch.servers.processes import ServerRow
+from rankless.launch.roles import ProcessRow
 from rankless.records.encoding import encode_json
 from rankless.records.events import AnyRecord, Exited, HostLost, ScriptFinished, Started
 from rankless.records.live.live_run import LAYOUT, LIVE_RUN_NAME, LiveRun, LiveServer, LiveWorker
@@ -61,7 +61,7 @@ class LiveRunPage:
         self._run = msgspec.structs.replace(self._run, workers=tuple(workers))
         self._has_changed = True
 
-    def set_servers(self, rows: Sequence[ServerRow]) -> None:
+    def set_servers(self, rows: Sequence[ProcessRow]) -> None:
         """Note what the servers are now."""
         servers = tuple(
             LiveServer(
@@ -100,7 +100,7 @@ def measure_live_run(config: RunConfig, job: ReadyJob, *, folder: str) -> int:
     """Return the most bytes of a run's record. The system gives memory only for those that are written."""
     path_bytes = len(os.path.abspath(folder)) * 6  # of a character in JSON
     program_bytes = 6 * sum(map(len, (config.program.text, *config.program.arguments, *job.names)))
-    server_count = 0 if job.servers is None else len(job.servers.addresses)
+    server_count = 0 if job.start.servers is None else len(job.start.servers.addresses)
     workers = job.start.world_size * (512 + path_bytes)
     return (_FIXED_BYTES + program_bytes + workers + server_count * (_SERVER_BYTES + path_bytes)) // 8 * 8
 
@@ -135,7 +135,7 @@ def make_live_run(
         started_monotonic=time.monotonic(),
         host=job.host_index,
         host_names=tuple(job.names) if len(start.workers) > 1 else ("",),
-        server_count=0 if job.servers is None else len(job.servers.addresses),
+        server_count=0 if job.start.servers is None else len(job.start.servers.addresses),
         workers=tuple(
             LiveWorker(
                 rank=rank,

@@ -93,8 +93,8 @@ class RunObserver(Protocol):
         """Return new records of this host's workers, which may say that the others go on without one that has ended."""
         ...
 
-    def judge_servers(self, records: Sequence[AnyRecord]) -> Sequence[AnyRecord]:
-        """Return new records of all hosts, which may say that the run goes on without servers that are lost."""
+    def cover_processes(self, records: Sequence[AnyRecord]) -> Sequence[AnyRecord]:
+        """Return new records of all hosts, and say in them whether the run continues without a lost process."""
         ...
 
     def receive(self, record: AnyRecord) -> None:
@@ -234,7 +234,7 @@ class Supervisor:
 
     def _process_records(self, records: Sequence[AnyRecord]) -> None:
         if self._phase is Phase.RUNNING:
-            records = self._observer.judge_servers(records)
+            records = self._observer.cover_processes(records)
         relevant = [record for record in records if isinstance(record, ATTRIBUTED_RECORDS)]
         for record in records:
             self._observer.receive(record)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rankless.config.run_config import RunConfig
-from rankless.launch.servers.processes import ServerRow
+from rankless.launch.roles import ProcessRow
 from rankless.launch.supervisor.error_lines import shorten_traceback
 from rankless.launch.supervisor.failure_attribution import Verdict
 from rankless.launch.supervisor.secondary_failure_lines import SecondaryFailure
@@ -85,7 +85,7 @@ def format_worker_table(rows: Sequence[WorkerRow], *, has_error_files: bool = Fa
     return "\n".join(lines) + "\n"
 
 
-def format_server_table(rows: Sequence[ServerRow], *, hosts: Sequence[str] | None = None) -> str:
+def format_server_table(rows: Sequence[ProcessRow], *, hosts: Sequence[str] | None = None) -> str:
     """Return a table of all servers of a job; "" without servers.
 
     `hosts` names the host of each, if there are several.

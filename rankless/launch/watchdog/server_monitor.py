@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from rankless.launch.servers.processes import ServerRow
+from rankless.launch.roles import ProcessRow
 from rankless.launch.watchdog.process_stats import ActivityTracker
 from rankless.records.events import (
     NO_RANK,
@@ -61,7 +61,7 @@ class ServerMonitor:
 
     def __init__(
         self,
-        list_servers: Callable[[], Sequence[ServerRow]],
+        list_servers: Callable[[], Sequence[ProcessRow]],
         host_name: Callable[[int], str] = lambda _server: "",
     ) -> None:
         self._list_servers = list_servers

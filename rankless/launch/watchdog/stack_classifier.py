@@ -34,7 +34,6 @@ _GPU_CALLS = (".item(", ".tolist(", ".cpu(", ".numpy(", "synchronize(", ".to(")
 _WAITING_MODULES = (
     "collectives/",
     "compiler/",
-    "parameter_server/servers/",
     "runtime/rendezvous/",
     "runtime/process_context.py",
     "runtime/hooks/default_group.py",
@@ -45,9 +44,6 @@ _MODULE_LABELS = {
     "data/logical_tensor.py": "an operation on a logical batch",
     "runtime/current_context.py": "the rendezvous at the start",
     "runtime/hooks/default_group.py": "init_process_group",
-    "parameter_server/embedding.py": "a lookup in a table",
-    "parameter_server/servers/client.py": "a request to the servers",
-    "parameter_server/servers/served_table.py": "a request to the servers",
     "runtime/worker.py": "the end of the script",
 }
 _MAX_FRAMES = 6

@@ -9,7 +9,7 @@ import msgspec
 
 from rankless.config.worker_config import WorkerConfig
 from rankless.launch.rendezvous.peers import Peers
-from rankless.launch.servers.processes import ServerRow
+from rankless.launch.roles import ProcessRow
 from rankless.launch.watchdog.missing_ranks import HangDiagnosis, blame_servers, diagnose
 from rankless.launch.watchdog.process_stats import ActivityTracker
 from rankless.launch.watchdog.remote_ranks import RemoteRanks
@@ -61,7 +61,7 @@ class WatchdogConfig:
     stacks_file: str
     """The file to which the watchdog appends the stacks of all threads."""
     host_name: Callable[[int], str] = lambda _rank: ""
-    list_servers: Callable[[], Sequence[ServerRow]] = list
+    list_servers: Callable[[], Sequence[ProcessRow]] = list
     """Returns the parameter servers of this host."""
     server_host_name: Callable[[int], str] = lambda _server: ""
     """Returns the name of the host of a server of the job."""

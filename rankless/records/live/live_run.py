@@ -9,7 +9,7 @@ LIVE_RUN_NAME = "rankless-live-run"
 LAYOUT = 1
 """Grows when this record or a page that it names changes its meaning."""
 
-ServerStage = Literal["starting", "serves", "restarting", "ended"]
+ProcessStage = Literal["starting", "serves", "restarting", "ended"]
 
 
 class LiveWorker(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,7 +36,7 @@ class LiveServer(msgspec.Struct, frozen=True, kw_only=True):
     address: str
     log_file: str
     process_id: int
-    stage: ServerStage
+    stage: ProcessStage
     restarts: int
     copy_of: int | None = None
     """The server of which it is the copy; None if it is none."""

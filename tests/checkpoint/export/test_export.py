@@ -21,9 +21,9 @@ from rankless.checkpoint.export import safetensors_files
 from rankless.cli import main
 from rankless.cli.checkpoint import parse_size
 from rankless.errors import ConfigError
+from rankless.extensions.servers.tables import row_optimizers
+from rankless.extensions.servers.tables.contents import STATE_COUNTS
 from rankless.parameter_server import Embedding
-from rankless.parameter_server.tables import row_optimizers
-from rankless.parameter_server.tables.contents import STATE_COUNTS
 
 
 class Recommender(nn.Module):

@@ -7,18 +7,20 @@ import pytest
 
 from rankless.cli import CommandParser, main
 from rankless.config import hosts, server_hosts, validation
-from rankless.config.run_config import AgreedJobConfig, Program, RunConfig
-from rankless.config.servers import AgreedServers, ServersConfig
+from rankless.config.run_config import AgreedJobConfig, AgreedProcesses, Program, RunConfig
+from rankless.config.servers import ServersConfig
+from rankless.config.worker_config import WorkerLaunch
 from rankless.errors import ConfigError
 from rankless.extensions.fleetrun import command as fleetrun
 from rankless.extensions.fleetrun.parameter_server_options import COORDINATOR_FLAGS, SERVER_FLAGS
 from rankless.extensions.fleetrun.parser import read_flags
 from rankless.extensions.fleetrun.run_config import fleetrun_request
 from rankless.extensions.fleetrun.tables import format_environment_table, format_server_lines
+from rankless.extensions.servers.launch.server_launches import make_server_launches
 from rankless.launch.job_setup import ReadyJob
 from rankless.launch.profile import load_profile
 from rankless.launch.rendezvous.peers import NoPeers
-from rankless.launch.servers.server_configs import make_server_launches
+from rankless.launch.roles import WorkerContent
 from rankless.launch.worker_configs import make_worker_configs
 
 SCRIPT = Program(kind="script", target=__file__)
@@ -48,10 +50,18 @@ def job_of(config: RunConfig, *addresses: str) -> ReadyJob:
     )
     with services as variables:
         start = msgspec.structs.replace(start, launcher_variables=variables)
-    servers = ServersConfig(addresses=tuple(f"tcp://{each}" for each in addresses), token="secret")
-    agreed = AgreedServers(addresses=servers.addresses, hosts=(0,) * len(addresses))
-    start = msgspec.structs.replace(start, servers=agreed)
-    return ReadyJob(peers=NoPeers(), start=start, devices=(config.devices,), servers=servers)
+    agreed = AgreedProcesses(addresses=tuple(f"tcp://{each}" for each in addresses), hosts=(0,) * len(addresses))
+    start = msgspec.structs.replace(start, roles={"servers": agreed})
+    return ReadyJob(peers=NoPeers(), start=start, devices=(config.devices,))
+
+
+def servers_of(job: ReadyJob) -> ServersConfig:
+    return ServersConfig(addresses=job.start.roles["servers"].addresses, token="secret")
+
+
+def workers_of(config: RunConfig, job: ReadyJob) -> list[WorkerLaunch]:
+    content = WorkerContent(roles={"servers": msgspec.to_builtins(servers_of(job))})
+    return make_worker_configs(config, job, folder="log/run", content=content)
 
 
 @pytest.fixture
@@ -96,15 +106,15 @@ GPU_LINES = [
 def test_workers_take_gpus_one_each_and_servers_none(present, visible, line, selected, gpus):
     gpus(present, visible)
     config = config_of(*line.split())
-    workers = make_worker_configs(config, job_of(config, "127.0.0.1:6170"), folder="log/run")
+    workers = workers_of(config, job_of(config, "127.0.0.1:6170"))
     assert [each.environment["FLAGS_selected_gpus"] for each in workers] == selected
 
 
 def test_every_role_gets_paddles_variables():
     config = config_of("--servers=127.0.0.1:6170,127.0.0.1:6171", "--workers=127.0.0.1:6172,127.0.0.1")
     job = job_of(config, "127.0.0.1:6170", "127.0.0.1:6171")
-    servers = make_server_launches(config, job.start, job.servers, folder="log/run")
-    workers = make_worker_configs(config, job, folder="log/run")
+    servers = make_server_launches(config, job.start, servers_of(job), folder="log/run")
+    workers = workers_of(config, job)
     common = {"PADDLE_PSERVERS_IP_PORT_LIST": "127.0.0.1:6170,127.0.0.1:6171", "PADDLE_TRAINERS_NUM": "2"}
     own = [
         (servers[1].variables, {"TRAINING_ROLE": "PSERVER", "PADDLE_PORT": "6171", "POD_IP": "127.0.0.1"}),
@@ -122,14 +132,14 @@ def test_every_role_gets_paddles_variables():
 def test_the_http_port_stands_in_the_variable_of_its_endpoint():
     config = config_of("--server_num=1", "--worker_num=1", "--http_port=9000")
     job = job_of(config, "127.0.0.1:6170")
-    environment = make_worker_configs(config, job, folder="log/run")[0].environment
+    environment = workers_of(config, job)[0].environment
     assert environment["PADDLE_GLOO_HTTP_ENDPOINT"] == "127.0.0.1:9000"
 
 
 def test_the_tables_show_the_servers():
     config = config_of("--server_num=2", "--worker_num=1")
     job = job_of(config, "127.0.0.1:6170", "127.0.0.1:6171")
-    lead = make_worker_configs(config, job, folder="log/run")[0]
+    lead = workers_of(config, job)[0]
     box = format_environment_table(lead.environment, local_count=1)
     rows = [line.strip(" |").split() for line in box.splitlines()]
     assert ["TRAINING_ROLE", "TRAINER"] in rows
@@ -231,7 +241,7 @@ def test_heterogeneous_workers_take_the_gpus_and_have_paddles_names(line: str, e
     config = config_of(*line.split())
     assert config.devices == ("cpu", "cpu", "cuda:0", "cuda:1")
     assert config.mesh[0].stage_workers == ((0, 1), (2, 3))
-    workers = make_worker_configs(config, job_of(config, "127.0.0.1:6170"), folder="log/run")
+    workers = workers_of(config, job_of(config, "127.0.0.1:6170"))
     environments = [worker.environment for worker in workers]
     found = str(environments[0]["PADDLE_TRAINER_ENDPOINTS"]).split(",")
     assert all(each.startswith(wanted) for each, wanted in zip(found, endpoints, strict=True))
@@ -293,7 +303,7 @@ def test_lists_of_several_hosts_place_heterogeneous_workers(workers, others, cou
             job.start, workers=tuple(each for each, _ in counts), launcher_variables=variables, mesh=config.mesh
         )
         ready = dataclasses.replace(job, start=start, host_index=own)
-        launches = make_worker_configs(config, ready, folder="log/run")
+        launches = workers_of(config, ready)
     for number, launch in enumerate(launches):
         rank, environment = first + number, launch.environment
         assert environment["PADDLE_TRAINER_ENDPOINTS"] == named(",".join(endpoints))

@@ -20,7 +20,7 @@ parser.add_argument("--part", type=int, default=0, help="with --parts N: every N
 parser.add_argument("--parts", type=int, default=1)
 arguments = parser.parse_args()
 import rankless  # noqa: E402  # the plain training uses it for the initial values of rows only
-from rankless.parameter_server.servers.table_pulls import EarlyServedPull  # noqa: E402
+from rankless.extensions.servers.service.table_pulls import EarlyServedPull  # noqa: E402
 
 torch.set_default_dtype(torch.float64)
 IDS, DIM = 24, 4

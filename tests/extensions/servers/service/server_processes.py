@@ -1,0 +1,159 @@
+"""Real servers, each a process, and clients of them."""
+
+import contextlib
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from rankless.config.servers import ServerConfig, ServersConfig, server_environment
+from rankless.extensions.servers.service.client import ServerClient
+
+ROOT = Path(__file__).parents[3]
+PROGRAM = "rankless.extensions.servers.service.process"
+
+
+class ServerProcess:
+    """One server."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        reading, writing = os.pipe()
+        try:
+            config = ServerConfig(
+                **{**{f: getattr(config, f) for f in config.__struct_fields__}, "ready_descriptor": writing}
+            )
+            environment = server_environment(config) | {"PYTHONPATH": str(ROOT)}
+            kept = (config.memory_descriptor, config.status_descriptor)
+            self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115  # it lives as long as the process
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", PROGRAM],
+                env=environment,
+                pass_fds=[writing, *(descriptor for descriptor in kept if descriptor is not None)],
+                stderr=self.log,
+            )
+        finally:
+            os.close(writing)
+        with os.fdopen(reading) as pipe:
+            line = pipe.readline()
+        self.is_durable = line.endswith(" durable\n")
+        self.address = line.removeprefix("ready ").strip().removesuffix(" durable")
+
+    def text(self) -> str:
+        self.log.seek(0)
+        return self.log.read()
+
+    def resident_bytes(self) -> int:
+        pages = Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]
+        return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+    def end(self) -> int:
+        self.process.terminate()
+        return self.process.wait(30)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        self.log.close()
+
+
+class ServersOfRun:
+    """All servers of a run."""
+
+    def __init__(
+        self, folder: Path, servers: int, workers: int, *, tcp: bool = False, replicas: int = 0, **mode
+    ) -> None:
+        self.token = secrets.token_hex(16)
+        self.workers = workers
+        self.processes = []
+        run = secrets.token_hex(4)
+        for index in range(servers * (1 + replicas)):
+            address = "tcp://127.0.0.1:0" if tcp else f"ipc://{folder}/{run}.{index}"
+            config = ServerConfig(
+                index=index,
+                server_count=servers,
+                worker_count=workers,
+                address=address,
+                token=self.token,
+                run_id=run,
+                replicas=replicas,
+                **mode,
+            )
+            self.processes.append(ServerProcess(config))
+        self.config = ServersConfig(
+            addresses=tuple(each.address for each in self.processes),
+            token=self.token,
+            encrypted=bool(mode.get("encrypted")),
+            replicas=replicas,
+        )
+
+    def client(self, worker: int = 0, **options) -> ServerClient:
+        return ServerClient(self.config, worker=worker, worker_count=self.workers, **options)
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.close()
+
+
+@contextlib.contextmanager
+def servers_of_run(folder: Path, servers: int = 1, workers: int = 1, **options) -> Iterator[ServersOfRun]:
+    run = ServersOfRun(folder, servers, workers, **options)
+    try:
+        yield run
+    finally:
+        run.close()
+
+
+class RestartedServer:
+    """One server and its processes, one after the other."""
+
+    def __init__(self, folder: Path, descriptor: int, workers: int = 1, **mode) -> None:
+        self._address = f"ipc://{folder}/server"
+        self._descriptor = descriptor
+        self._workers = workers
+        self._mode = mode
+        self.incarnation = -1
+        self.process: ServerProcess | None = None
+        self._clients: list[ServerClient] = []
+
+    def start(self) -> ServerProcess:
+        self.incarnation += 1
+        config = ServerConfig(
+            index=0,
+            server_count=1,
+            worker_count=self._workers,
+            address=self._address,
+            token="secret",
+            run_id="run",
+            memory_descriptor=self._descriptor,
+            incarnation=self.incarnation,
+            **self._mode,
+        )
+        self.process = ServerProcess(config)
+        return self.process
+
+    def kill(self) -> None:
+        self.process.process.kill()
+        self.close()
+
+    def restart(self) -> ServerProcess:
+        """Kill the process, and start another one, to which the workers connect again."""
+        self.process.close()
+        return self.start()
+
+    def close(self) -> None:
+        """End the process, and drop all connections. The workers do not leave."""
+        for client in self._clients:
+            client.__exit__(ConnectionError)
+        self._clients.clear()
+        self.process.close()
+
+    def client(self, worker: int = 0, **options) -> ServerClient:
+        config = ServersConfig(addresses=(self.process.address,), token="secret")
+        options = {"incarnation": self.incarnation} | options
+        client = ServerClient(config, worker=worker, worker_count=self._workers, **options)
+        self._clients.append(client)
+        return client
