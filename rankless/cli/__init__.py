@@ -2,8 +2,9 @@
 
 The input is the command line, the output an exit code. A command is a module, here or in an extension, with `NAME`,
 `HELP`, `add_arguments(parser)` and `run(arguments) -> int`; the command line imports it only if the user calls it.
-`ABBREVIATES` allows abbreviated options, for command lines of launchers that allow them. `JSON_CONTENT` is the type of
-what the command writes with `--json`.
+`add_declared_arguments(parser)` adds options that it needs on few command lines. `ABBREVIATES` allows abbreviated
+options, for command lines of launchers that allow them. `JSON_CONTENT` is the type of what the command writes with
+`--json`.
 """
 
 import argparse
@@ -51,6 +52,16 @@ class CommandParser(argparse.ArgumentParser):
             nearest = difflib.get_close_matches(given.lstrip("-"), known, n=1, cutoff=0.5)
             message = f"unknown option {given}" + (f"; did you mean --{nearest[0]}?" if nearest else "")
         super().error(message)
+
+    def needs_declared_options(self, given: Sequence[str]) -> bool:
+        """Return whether a command line asks for help, or has an option before the program that is not known yet."""
+        position = 0
+        while position < len(given) and given[position].startswith("-") and given[position] not in ("-", "--"):
+            option = given[position].partition("=")[0]
+            if option in ("-h", "--help") or (option.startswith("--") and option not in self._option_string_actions):
+                return True
+            position += 1 + (0 if "=" in given[position] else self._count_values(given[position]))
+        return False
 
     def insert_program_separator(self, given: Sequence[str]) -> list[str]:
         """Return the command line with `--` before the program.
@@ -165,7 +176,10 @@ def make_main_parser(detailed: str | None = None) -> CommandParser:
     for name, summary in summarize_commands().items():
         command = commands.add_parser(name, help=summary)
         if name == detailed:
-            _import_command(name).add_arguments(command)
+            module = _import_command(name)
+            module.add_arguments(command)
+            if hasattr(module, "add_declared_arguments"):
+                module.add_declared_arguments(command)
     return parser
 
 
@@ -186,6 +200,8 @@ def _import_command(name: str) -> ModuleType:
 
 def _run_command(name: str, given: Sequence[str]) -> int:
     command, parser = _import_command(name), make_parser(name)
+    if hasattr(command, "add_declared_arguments") and parser.needs_declared_options(given):
+        command.add_declared_arguments(parser)
     if parser.allow_abbrev:
         given = parser.insert_program_separator(given)
     try:

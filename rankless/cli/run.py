@@ -3,6 +3,7 @@
 import argparse
 import sys
 
+from rankless.cli.extension_options import add_extension_options, read_extension_options
 from rankless.cli.host_options import LOG_FOLDER_HELP, add_host_options, make_cluster
 from rankless.cli.json_output import add_json_option, make_json_header, read_json_destination
 from rankless.cli.program_options import (
@@ -59,6 +60,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_server_options(parser)
     add_host_options(parser)
     add_program_options(parser)
+
+
+def add_declared_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that extensions declare. Called for the help, and for a command line with an unknown option."""
+    add_extension_options(parser)
 
 
 def _add_start_options(parser: argparse.ArgumentParser) -> None:
@@ -173,5 +179,6 @@ def _make_config(arguments: argparse.Namespace) -> RunConfig:
             debug_rank=arguments.debug_rank,
             servers=servers,
             heterogeneous_workers=requested.heterogeneous,
+            options=read_extension_options(arguments),
         ),
     )

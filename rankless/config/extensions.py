@@ -128,6 +128,22 @@ class Failures(_Declared):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Option(_Declared):
+    """An option `--NAME` of `rankless run`."""
+
+    help: str
+    type: str = "text"
+    """What its value is: "text", "int", "float", or "flag" for an option without a value."""
+    metavar: str = ""
+    """What `--help` shows for its value."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.type not in ("text", "int", "float", "flag"):
+            raise TypeError(f"type = {self.type!r}, which is none of text, int, float and flag")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Role(_Declared):
     """The kind of process that the extension adds to a run, beside its workers."""
 
@@ -182,6 +198,13 @@ class Extension(_Declared):
     launched: LaunchedProcesses | None = None
     variables: tuple[str, ...] = ()
     """Beginnings of the environment variables that other hosts get too."""
+    options: Mapping[str, Option] = field(default_factory=dict)
+    options_check: str = ""
+    """A module with `check(options, request)`. It raises `ConfigError` for options that the run cannot have, before any
+    process starts."""
+    participant: str = ""
+    """A module with `make_participant(config)`, which returns a `StepParticipant` for the worker with that
+    `WorkerConfig`, in runs whose command line has an option of the extension."""
     saved_rows: str = ""
     """A module of an extension whose checkpoints have rows. Its `STATE_COUNTS` has, by the name of an optimizer, how
     many states as long as its values a row has."""
@@ -302,6 +325,7 @@ def _convert(content: Mapping[str, Any]) -> dict[str, Any]:
             lists = {key: tuple(item) if isinstance(item, list) else item for key, item in found[name].items()}
             found[name] = kind(**lists)
     found["commands"] = {name: Command(**command) for name, command in content.get("commands", {}).items()}
+    found["options"] = {name: Option(**option) for name, option in content.get("options", {}).items()}
     found["sockets"] = tuple(
         ListeningSocket(**{**socket, "kinds": tuple(socket.get("kinds", ()))}) for socket in content.get("sockets", ())
     )

@@ -299,8 +299,5 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The parameter servers of the run; None for a run without."""
     request: RunRequest
     """The request. Each host makes its own `RunConfig` from it."""
-
-    @property
-    def roles(self) -> tuple[str, ...]:
-        """The extensions whose processes the run has beside its workers."""
-        return (*(() if self.servers is None else ("servers",)), *self.request.options)
+    roles: tuple[str, ...] = ()
+    """The extensions whose processes the run has beside its workers."""

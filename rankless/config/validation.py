@@ -1,6 +1,7 @@
 """All checks of a request, before any process starts."""
 
 import glob
+import importlib
 import importlib.util
 import os
 import secrets
@@ -12,6 +13,7 @@ from rankless.config.backends import read_requested_backend, require_usable_back
 from rankless.config.cluster_variables import choose_grace
 from rankless.config.elastic import check_elastic
 from rankless.config.environment import snapshot, user_hang_timeout, user_preload, user_threads, user_visible_devices
+from rankless.config.extensions import find_extension
 from rankless.config.mesh_option import format_mesh, make_heterogeneous_mesh, require_workers
 from rankless.config.resource_limits import core_count
 from rankless.config.run_config import Cluster, PlanFile, Program, RunConfig, RunRequest
@@ -33,6 +35,7 @@ def make_run_config(program: Program, request: RunRequest) -> RunConfig:
     check_numbers(request)
     check_log_folder(request.log_folder)
     check_servers(request, cluster)
+    check_options(request)
     if has_workers:  # a host of servers alone does not run the program
         check_program(program)
     mesh = choose_run_mesh(request, cluster)
@@ -70,6 +73,7 @@ def make_run_config(program: Program, request: RunRequest) -> RunConfig:
         grace_seconds=choose_grace(request.grace_seconds, snapshot()),
         servers=request.servers,
         request=request,
+        roles=list_roles(request),
     )
 
 
@@ -99,6 +103,21 @@ def check_numbers(request: RunRequest) -> None:
         raise ConfigError(expected="at least 1 training step", found=steps, fix="give --steps a number from 1 up")
     if seed is not None and not 0 <= seed < 2**63:
         raise ConfigError(expected="a seed from 0 to 2**63 - 1", found=seed, fix="choose another --seed")
+
+
+def check_options(request: RunRequest) -> None:
+    """Raise `ConfigError` for options of extensions that the run cannot have."""
+    for name, options in request.options.items():
+        extension = find_extension(name)
+        if extension is not None and extension.options_check:
+            importlib.import_module(extension.options_check).check(options, request)
+
+
+def list_roles(request: RunRequest) -> tuple[str, ...]:
+    """Return the extensions whose processes the run has beside its workers."""
+    given = [find_extension(name) for name in request.options]
+    others = (each.name for each in given if each is not None and each.role is not None)
+    return (*(() if request.servers is None else ("servers",)), *others)
 
 
 def check_servers(request: RunRequest, cluster: Cluster | None) -> None:

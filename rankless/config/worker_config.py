@@ -55,6 +55,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The inherited socket to the agent, which tells survivors how to go on; None: a lost worker ends the run."""
     roles: Mapping[str, Any] = {}
     """What the run's processes beside its workers are for a worker, by the name of their extension: plain values."""
+    options: Mapping[str, Mapping[str, Any]] = {}
+    """The options of extensions that the user gives, by the name of the extension."""
     inherited: tuple[int, ...] = ()
     """Descriptors that workers inherit for those processes."""
     terminal: tuple[int, ...] = ()

@@ -23,7 +23,11 @@ class MissingOptimizerCheck:
     def count_call(self, result: Any, world: World) -> None:
         """Count a call of the job, and at the second one warn if the job was meant to train."""
         self._calls += 1
-        if self._calls != 2 or world.leftovers.has_trained or not was_meant_to_train(self._modules.values(), result):
+        if (
+            self._calls != 2
+            or world.script.leftovers.has_trained
+            or not was_meant_to_train(self._modules.values(), result)
+        ):
             return
         world.notify(
             f"{self._job.line}: job {self._job.name!r} has no optimizer=, so it computes no gradients and trains "

@@ -31,7 +31,7 @@ def call_once(function: Callable[[], Result], *, name: str, world: World) -> Res
             found=f"rankless.once({name}) inside it, which would run at capture and never again",
             fix="call it before the job, and pass its result as an argument",
         )
-    if world.once.call is not None:
+    if world.script.once.call is not None:
         return function()
     returned: list[bytes] = []
     """What the function has returned here, so that it is not called again if another rank is lost meanwhile."""
@@ -45,7 +45,7 @@ def _call_and_share(function: Callable[[], Result], returned: list[bytes], name:
         received: Result = _decode_outcome(broadcast_bytes(b"", mesh=world.workers), name)
         return received
     outcome = _Outcome(error="it was interrupted")
-    world.once.call = f"rankless.once({name})"
+    world.script.once.call = f"rankless.once({name})"
     try:
         if not returned:
             returned.append(_encode_result(function(), name))
@@ -55,7 +55,7 @@ def _call_and_share(function: Callable[[], Result], returned: list[bytes], name:
         outcome = _Outcome(error=f"{type(error).__name__}: {text}")
         raise
     finally:
-        world.once.call = None
+        world.script.once.call = None
         data = encode_msgpack(outcome)
         broadcast_bytes(data, mesh=world.workers)
     # A copy, as on the other ranks, also with one worker: a script that runs there runs on many.

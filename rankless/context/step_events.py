@@ -11,8 +11,8 @@ Note [order of step events]: within one process the events come in this order.
 4. `close` comes once, when the process leaves the run or a participant ends it.
 
 The participants hear each event in the order in which the runtime lists them: recorders first, then the progress meter,
-then what may end the script. An event is no place to communicate with other ranks. An exception of a participant is
-raised in the script.
+then those of extensions, last what may end the script. An event is no place to communicate with other ranks. An
+exception of a participant is raised in the script.
 """
 
 from collections.abc import Iterable, Mapping

@@ -4,11 +4,17 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from rankless.config.servers import ServersConfig
+from rankless.context.upcoming_batches import UpcomingBatches
+
+if TYPE_CHECKING:
+    from rankless.context.independent_workers import IndependentWorkers
 
 EMBEDDING_MODULE = "rankless.extensions.servers.embedding"
 """It is imported if the script uses tables."""
@@ -182,9 +188,16 @@ class SharedTables(Protocol):
 
 @dataclass
 class TableSharing:
-    """The shared tables of a process, from the first job that has a table on."""
+    """The tables of a process that workers share, and the servers of the run."""
 
+    servers: ServersConfig | None = None
+    """The parameter servers of the run, which hold its tables. None: each worker holds them."""
     tables: SharedTables | None = None
+    """The shared tables, from the first job that has a table on."""
+    upcoming: UpcomingBatches = field(default_factory=UpcomingBatches)
+    """The batches that loaders will yield next, for jobs that ask servers for rows early."""
+    independent: "IndependentWorkers | None" = None
+    """What the workers do together where each trains on batches of its own. None: they make all steps together."""
 
     def get(self, make: Callable[[], SharedTables]) -> SharedTables:
         """Return the shared tables, made on first use."""

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from rankless.config.servers import ServersConfig
 from rankless.context.accumulation_passes import LoaderPasses
 from rankless.context.hidden_gradients import HiddenGradients
 from rankless.context.independent_workers import IndependentWorkers
@@ -27,7 +26,6 @@ from rankless.context.optimizer_changes import OptimizerChanges
 from rankless.context.redundant_step_calls import LeftoverCalls
 from rankless.context.step_events import StepEvents
 from rankless.context.table_sharing import TableSharing
-from rankless.context.upcoming_batches import UpcomingBatches
 from rankless.errors import RanklessError
 from rankless.ownership.divided_owner import DividedOwner
 from rankless.ownership.served_owner import ServedOwner
@@ -107,6 +105,48 @@ class Recovery(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """What the command line asks of jobs."""
+
+    dtype: torch.dtype | None = None
+    """The dtype in which jobs compute, whatever the script says. None leaves it to the script."""
+    plan: ParallelPlan | None = None
+    """The plan of the run; None lets each job make its own."""
+    perturbation_seed: int | None = None
+    """The seed of the perturbation, in the run with which `rankless verify` measures rounding noise."""
+    programs: CompiledProgramRecorder | None = None
+    """Receives the programs of jobs, for `rankless plan` and `rankless verify`. Rank 0 only."""
+    inspector: CallInspector | None = None
+    """Records every value of one job call, in runs in which `rankless verify` finds the first difference."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptState:
+    """What a script does beside its jobs."""
+
+    model_changes: ModelChangeDetector = field(default_factory=ModelChangeDetector)
+    """Knows which models the script has changed outside jobs."""
+    optimizer_changes: OptimizerChanges = field(default_factory=OptimizerChanges)
+    """Knows which optimizers the script has changed outside jobs."""
+    leftovers: LeftoverCalls = field(default_factory=LeftoverCalls)
+    """Finds calls of a plain training loop beside jobs."""
+    hidden_gradients: HiddenGradients = field(default_factory=HiddenGradients)
+    """Knows which parameters have no `.grad` for the script."""
+    once: OnceState = field(default_factory=OnceState)
+    """Whether rank 0 is inside `rankless.once`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineStages:
+    """Where the parameters of pipelines are."""
+
+    stages: MutableMapping[Tensor, int] = field(default_factory=WeakIdKeyDictionary)
+    """The stage to which a parameter belongs, by the parameter."""
+    owners: MutableMapping[Tensor, int] = field(default_factory=WeakIdKeyDictionary)
+    """The worker along the axis `pipeline` that has a parameter, by the parameter."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class World:
     """The mesh of a process, the channels to the user and to observers, and the state that jobs and loaders share."""
 
@@ -117,47 +157,28 @@ class World:
     """Sends a record to the observers of the run."""
     events: StepEvents = field(default_factory=StepEvents)
     """Tells the participants of the run what jobs and loaders do."""
-    perturbation_seed: int | None = None
-    """The seed of the perturbation, in the run with which `rankless verify` measures rounding noise."""
-    dtype: torch.dtype | None = None
-    """The dtype in which jobs compute, whatever the script says. None leaves it to the script."""
-    model_changes: ModelChangeDetector = field(default_factory=ModelChangeDetector)
-    """Knows which models the script has changed outside jobs."""
-    leftovers: LeftoverCalls = field(default_factory=LeftoverCalls)
-    """Finds calls of a plain training loop beside jobs."""
-    optimizer_changes: OptimizerChanges = field(default_factory=OptimizerChanges)
-    """Knows which optimizers the script has changed outside jobs."""
-    programs: CompiledProgramRecorder | None = None
-    """Receives the programs of jobs, for `rankless plan` and `rankless verify`. Rank 0 only."""
-    inspector: CallInspector | None = None
-    """Records every value of one job call, in runs in which `rankless verify` finds the first difference."""
+    settings: RunSettings = field(default_factory=RunSettings)
+    """What the command line asks of jobs."""
+    script: ScriptState = field(default_factory=ScriptState)
+    """What the script does beside jobs."""
     passes: LoaderPasses = field(default_factory=LoaderPasses)
     """Receives batches and ends of passes from loaders, for jobs that accumulate several calls into a step."""
-    hidden_gradients: HiddenGradients = field(default_factory=HiddenGradients)
-    """Knows which parameters have no `.grad` for the script."""
-    plan: ParallelPlan | None = None
-    """The plan of the run; None lets each job make its own."""
-    stages: MutableMapping[Tensor, int] = field(default_factory=WeakIdKeyDictionary)
-    """The stage of a pipeline to which a parameter belongs, by the parameter."""
-    stage_owners: MutableMapping[Tensor, int] = field(default_factory=WeakIdKeyDictionary)
-    """The worker along the axis `pipeline` that has a parameter, by the parameter."""
-    once: OnceState = field(default_factory=OnceState)
-    """Whether rank 0 is inside `rankless.once`."""
-    servers: ServersConfig | None = None
-    """The parameter servers of the run, which hold its tables. None: each worker holds them."""
+    pipeline: PipelineStages = field(default_factory=PipelineStages)
+    """Where the parameters of pipelines are."""
     tables: TableSharing = field(default_factory=TableSharing)
-    """The tables that workers share."""
-    upcoming: UpcomingBatches = field(default_factory=UpcomingBatches)
-    """The batches that loaders will yield next, for jobs that ask servers for rows early."""
+    """The tables that workers share, and the servers that hold them."""
     started: StartedWorkers | None = None
     """The workers with which the run began, where it may go on without some of them."""
     operations: Operations = field(default_factory=Operations)
     """Makes exceptions of one rank those of all."""
     recovery: Recovery | None = None
     """Goes on without lost workers. None: a lost worker ends the run."""
-    independent: IndependentWorkers | None = None
-    """What the workers do together where each trains on batches of its own; `mesh` is one worker then. None: they make
-    all steps together."""
+
+    @property
+    def independent(self) -> "IndependentWorkers | None":
+        """What the workers do together where each trains on batches of its own; `mesh` is one worker then. None: they
+        make all steps together."""
+        return self.tables.independent
 
     @property
     def workers(self) -> Mesh:
@@ -177,7 +198,7 @@ class World:
     @property
     def reads_rows_early(self) -> bool:
         """Whether jobs may ask servers for rows before a call needs them; see Note [early rows]."""
-        return self.servers is not None and self.independent is None and self.mesh.size > 1
+        return self.tables.servers is not None and self.independent is None and self.mesh.size > 1
 
     def run_for_all(
         self,
@@ -235,9 +256,9 @@ class World:
         self, operation: str, *, fix: str = "do it before, outside of once, and pass the result"
     ) -> None:
         """Raise RanklessError if rank 0 is alone inside `rankless.once`, where it must not wait for other ranks."""
-        if self.once.call is not None and self.workers.size > 1:
+        if self.script.once.call is not None and self.workers.size > 1:
             raise RanklessError(
-                expected=f"inside {self.once.call} only operations of rank 0 alone",
+                expected=f"inside {self.script.once.call} only operations of rank 0 alone",
                 found=f"{operation}, in which all ranks must take part",
                 fix=fix,
             )

@@ -229,8 +229,8 @@ class Loader(Generic[Batch]):
             return batch if copier is None else copier.finish(copier.start(batch))
 
         if self.options.num_workers > 0:
-            return look_ahead(batches, world.upcoming, most=count, read_again=None)
-        return look_ahead(batches, world.upcoming, most=count - 1, read_again=read_again)
+            return look_ahead(batches, world.tables.upcoming, most=count, read_again=None)
+        return look_ahead(batches, world.tables.upcoming, most=count - 1, read_again=read_again)
 
     def _make_batch(self, read: BatchRead) -> Any:
         """Return what was read as the script gets it."""

@@ -28,8 +28,8 @@ def make_evaluation(
     def evaluate() -> CallResult:
         with (
             apply_autocast_state(autocast),
-            use_default_dtype(world.dtype or dtype),
-            world.leftovers.inside_job(),
+            use_default_dtype(world.settings.dtype or dtype),
+            world.script.leftovers.inside_job(),
             seed_call(job, device),
         ):
             return run()

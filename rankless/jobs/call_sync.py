@@ -23,7 +23,7 @@ class CallSync:
         self._job = job
         self._world = world
         self._optimizers = OptimizerComparison(
-            job.optimizers, world.optimizer_changes, name_parameter=job.parameter_name
+            job.optimizers, world.script.optimizer_changes, name_parameter=job.parameter_name
         )
         self.calls = 0
         self._change_count = 0
@@ -57,7 +57,7 @@ class CallSync:
         self.calls += 1
         job, mesh = self._job, self._world.mesh
         is_first = self.calls == 1
-        changed = not is_first and self._world.model_changes.have_changed(self._states)
+        changed = not is_first and self._world.script.model_changes.have_changed(self._states)
         self._is_recorded = not is_first and not changed
         if mesh.desync_detector is not None:
             programs = [] if program is None else [program]
@@ -100,7 +100,7 @@ class CallSync:
         """
         is_same = len(states) == len(self._states) and all(map(is_, states, self._states))
         # Versions that were recorded before, and found unchanged at the begin of this call, need not be recorded again.
-        self._world.model_changes.record_versions(changed if is_same and self._is_recorded else states)
+        self._world.script.model_changes.record_versions(changed if is_same and self._is_recorded else states)
         self._states = states
 
 

@@ -185,7 +185,7 @@ class Job(Generic[Parameters, Result]):
         world.require_not_in_once(f"job {job.name!r}")
         with world.operations.prepare(world.mesh):
             arguments = self._prepare(world, args, kwargs)
-        world.leftovers.begin_call(job.label)
+        world.script.leftovers.begin_call(job.label)
         try:
             with self._others.add_up(job, is_first=self._stepper is None or not self._stepper.unfinished_calls()):
                 evaluate = make_evaluation(job, world, self._dtype, lambda: self._run(world, arguments))
@@ -213,12 +213,12 @@ class Job(Generic[Parameters, Result]):
         """Check the arguments of a call, and return them. Begin to observe the job at its first call."""
         job = self.definition
         if self._check.placeholders:
-            self._check(args, kwargs, recast=world.dtype is not None)
+            self._check(args, kwargs, recast=world.settings.dtype is not None)
         self._views.find(world)
         if not self._was_called:
             self._was_called = True
             for hook in self._step_hooks:
-                hook.leftovers = world.leftovers
+                hook.leftovers = world.script.leftovers
         if job.trains and count_group_parameters(job) != self._group_sizes:
             require_fitting_optimizers(job)
             self._group_sizes = count_group_parameters(job)
@@ -226,7 +226,7 @@ class Job(Generic[Parameters, Result]):
         arguments = flatten_arguments(args, kwargs, job.device(world.mesh.device))
         if self._batch_dims is not None:
             arguments = self._batch_dims.apply(arguments)
-        return arguments if world.dtype is None else cast_arguments(arguments, world.dtype)
+        return arguments if world.settings.dtype is None else cast_arguments(arguments, world.settings.dtype)
 
     def _run(self, world: World, arguments: FlattenedArguments) -> CallResult:
         """Return the result of a call. A train job also sets its parameters' gradients."""

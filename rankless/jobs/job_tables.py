@@ -30,13 +30,13 @@ class JobTables:
         world = self._world
         for table in self.find():
             self._require_mesh_of_tables()
-            if world.mesh.size > 1 or world.servers is not None:
+            if world.mesh.size > 1 or world.tables.servers is not None:
                 table.share(world.tables.get(self._make_shared_tables))
             if self._job.accumulates:
                 table.let_programs_read()  # that of the loss weights
         if world.independent is not None:
             world.tables.get(self._make_shared_tables)  # servers hold the other parameters, too
-        elif world.servers is not None:
+        elif world.tables.servers is not None:
             self._share_weights()
 
     def _share_weights(self) -> None:
@@ -135,7 +135,7 @@ class JobTables:
         make: Callable[..., SharedTables] = module.WorkerTables
         tables = make(
             lambda data: all_gather_bytes(data, mesh=world.current.workers),
-            world.servers,
+            world.tables.servers,
             worker=workers.own,
             worker_count=workers.count,
             notify=world.notify,

@@ -72,7 +72,7 @@ class OptimizerStepper:
         self._parameters = parameters = outcome.parameters
         self._closure = functools.partial(self._evaluate, iter([outcome]), evaluate)
         self._calls += 1
-        self._train_calls = self._world.leftovers.train_calls
+        self._train_calls = self._world.script.leftovers.train_calls
         holders = self._owner.get_holders(parameters)
         if accumulate > 1:
             self._enter_pass()
@@ -88,7 +88,7 @@ class OptimizerStepper:
         if accumulate == 1:
             self._step()
         self._hide_gradients()
-        self._world.leftovers.end_call(job.label, parameters, job.optimized_parameters)
+        self._world.script.leftovers.end_call(job.label, parameters, job.optimized_parameters)
         if accumulate == 1:
             return True
         current = None if self._pass is None else self._pass()
@@ -103,7 +103,7 @@ class OptimizerStepper:
         self._owner.begin_call()
         holders = self._owner.get_holders(self._parameters)
         self._follow_division(holders)
-        if self._world.leftovers.train_calls != self._train_calls:
+        if self._world.script.leftovers.train_calls != self._train_calls:
             optimized = self._job.optimized_parameters(self._parameters)
             self._accumulator.restore(self._owner.get_holders(optimized))  # `.grad` is of another job
         else:
@@ -175,7 +175,7 @@ class OptimizerStepper:
     def _hide_gradients(self) -> None:
         """Leave no `.grad` where workers have only pieces of gradients."""
         if self._hides:
-            self._world.hidden_gradients.add(self._parameters)
+            self._world.script.hidden_gradients.add(self._parameters)
             if self._job.step_options.zero is None:
                 self._world.notify(
                     f"{self._job.line}: parameters of job {self._job.name!r} have no .grad after a call, because each "
@@ -184,7 +184,7 @@ class OptimizerStepper:
         is_compared = self._world.events.compares_values
         self._hidden = [
             (parameter, parameter.grad if is_compared else None)
-            for parameter in self._world.hidden_gradients.select(self._parameters)
+            for parameter in self._world.script.hidden_gradients.select(self._parameters)
         ]
         for parameter, _ in self._hidden:
             parameter.grad = None
@@ -207,9 +207,9 @@ class OptimizerStepper:
         """Measure and clip the whole gradient, then step."""
         self._accumulator = self._make_accumulator()
         optimized = self._job.optimized_parameters(self._parameters)
-        with self._world.leftovers.inside_job():
+        with self._world.script.leftovers.inside_job():
             self._clip_and_step(optimized)
-        self._world.model_changes.record_versions(optimized)
+        self._world.script.model_changes.record_versions(optimized)
         self.steps += 1
 
     def _clip_and_step(self, optimized: Sequence[Tensor]) -> None:
@@ -234,7 +234,7 @@ class OptimizerStepper:
                 else:
                     owner.step(optimizer)
             if self._world.mesh.desync_detector is not None:
-                self._world.optimizer_changes.record(optimizer)
+                self._world.script.optimizer_changes.record(optimizer)
 
     def _step_with_closure(self, optimizer: Optimizer) -> None:
         """Let an optimizer evaluate the loss as often as it needs; see Note [closures]."""
@@ -261,7 +261,7 @@ class OptimizerStepper:
         """Return the loss, whose gradients the parameters have then: first that of the call itself."""
         outcome = next(known, None)
         if outcome is None:
-            self._world.model_changes.record_versions(self._job.optimized_parameters(self._parameters))
+            self._world.script.model_changes.record_versions(self._job.optimized_parameters(self._parameters))
             with torch.enable_grad():
                 outcome = evaluate()
         assert outcome.loss is not None
@@ -306,7 +306,7 @@ def hides_gradients(job: JobDefinition, world: World) -> bool:
         job: The job.
         world: Has the mesh, and the plan of the run if it was given one.
     """
-    plan = world.plan
+    plan = world.settings.plan
     if job.captured and (find_pipeline_axis(world.mesh) is not None or list_layer_axes(world.mesh)):
         return True
     if plan is not None and job.name in plan.jobs:

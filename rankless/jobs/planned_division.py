@@ -39,7 +39,7 @@ class PlannedDivision:
         self._world = world
         self._settings = job.plan or Plan()
         self._known: list[Any] | None = None
-        self._given = None if world.plan is None else find_job_plan(job, world.plan.jobs)
+        self._given = None if world.settings.plan is None else find_job_plan(job, world.settings.plan.jobs)
         self._batch_dims: dict[Hashable, tuple[int | None, ...]] = {}
         self._arguments: dict[str, int | None] = {}
         self._positions: dict[str, int | None] = {}
@@ -89,7 +89,7 @@ class PlannedDivision:
                 continue
             divisions = (self._divisions or {}).get(name, ())
             if self.pipeline is not None and name in (self._stages or {}) and id(tensor) in stepped:
-                owner = choose_owner(tensor, (self._stages or {})[name], self.pipeline, self._world.stage_owners)
+                owner = choose_owner(tensor, (self._stages or {})[name], self.pipeline, self._world.pipeline.owners)
                 along_pipeline = give_to(tensor, self.pipeline, owner)
                 divisions = (*divisions, along_pipeline) if along_pipeline is not None else divisions
             if divisions:
@@ -170,7 +170,7 @@ class PlannedDivision:
         tensors = named_tensors(self._job.modules)
         for name, stage in stages.items():
             if name in tensors:
-                self._world.stages.setdefault(tensors[name], stage)
+                self._world.pipeline.stages.setdefault(tensors[name], stage)
 
     def take_divisions(self, divisions: Mapping[str, tuple[StateDivision, ...]]) -> None:
         """Let the next update divide parameters along the axes `tensor` and `expert`.
@@ -210,7 +210,7 @@ class PlannedDivision:
         tensors = named_tensors(job.modules)
         plan = self.plan
         if self._given is not None:
-            require_same_states(job, plan.states, tensors, with_dtypes=self._world.dtype is None)
+            require_same_states(job, plan.states, tensors, with_dtypes=self._world.settings.dtype is None)
         if plan.divides_states:
             divided = {id(tensors[name]) for name, state in plan.states.items() if state.optimizer_state}
             for optimizer in job.optimizers:
@@ -227,7 +227,7 @@ class PlannedDivision:
 
     def _list_copies(self, names: Sequence[str], tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
         """Return the workers with copies of parameters, by name, where the worker that has one may be lost."""
-        axis, stages, owners = self.pipeline, self._stages or {}, self._world.stage_owners
+        axis, stages, owners = self.pipeline, self._stages or {}, self._world.pipeline.owners
         if axis is None or not axis.stage_workers or self._world.recovery is None:
             return {}
         known = [name for name in names if name in stages and tensors[name] in owners]
@@ -236,9 +236,9 @@ class PlannedDivision:
 
 def apply_plan(job: JobDefinition, world: World) -> JobDefinition:
     """Return a job with what the plan of the run says of its program, if the run has a plan."""
-    if world.plan is None:
+    if world.settings.plan is None:
         return job
-    planned = find_job_plan(job, world.plan.jobs)
+    planned = find_job_plan(job, world.settings.plan.jobs)
     pipeline = planned.pipeline
     plan = Plan(sequence_parallel=planned.sequence_parallel)
     if pipeline is not None:

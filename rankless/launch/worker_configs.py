@@ -171,6 +171,7 @@ def _make_launch(
         store_port=start.store_port or None,
         store_token=position.store_token,
         roles=position.content.roles,
+        options=config.request.options,
         inherited=tuple(position.content.descriptors),
         terminal=tuple(position.terminal),
         is_debugged=config.debug_rank is not None,

@@ -1,6 +1,7 @@
 """The context of a process that has joined its world: mesh, process group, and the channel for records."""
 
 import atexit
+import importlib
 import itertools
 import os
 import random
@@ -9,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
 
 import numpy
 import torch
@@ -20,6 +20,7 @@ from rankless.collectives.byte_messages import all_gather_bytes
 from rankless.collectives.desync_detection import DesyncDetector
 from rankless.config import environment
 from rankless.config.distributed_variables import TorchrunWorker
+from rankless.config.extensions import find_extension
 from rankless.config.plan_file import read_plan
 from rankless.config.run_config import Backend
 from rankless.config.worker_config import WorkerConfig
@@ -28,7 +29,7 @@ from rankless.context.step_events import StepEvents, StepParticipant
 from rankless.context.step_limit import StepLimit
 from rankless.context.table_sharing import TableSharing
 from rankless.context.training_progress import ProgressMeter
-from rankless.context.world import StartedWorkers, World
+from rankless.context.world import RunSettings, StartedWorkers, World
 from rankless.errors import ConfigError, JoinError, RanklessError
 from rankless.jobs.programs.program_records import make_program_recorder
 from rankless.parallel.mesh import Mesh, SyncPointChecker
@@ -88,22 +89,21 @@ class ProcessContext:
         self._has_agent = config is not None
         self._config = config
         servers = None if config is None else config.servers
-        workers, tables = replace(mesh, desync_detector=self._desync_detector), TableSharing()
+        workers, tables = replace(mesh, desync_detector=self._desync_detector), TableSharing(servers=servers)
         trains_alone = servers is not None and servers.mode != "sync"
         staleness = servers.staleness if servers is not None and servers.mode == "bounded" else None
         member = None
         if config is not None and config.recovery_descriptor is not None and mesh.size > 1:
             member = ElasticMember(socket.socket(fileno=config.recovery_descriptor), config)
         recovery = None if member is None else WorkerRecovery(member, self, tables)
+        tables.independent = IndependentWorkers(workers, tables, staleness) if trains_alone else None
         self.world = World(
             mesh=Mesh.solo(mesh.device) if trains_alone else workers,
-            independent=IndependentWorkers(workers, tables, staleness) if trains_alone else None,
             tables=tables,
             notify=self.notify,
             send_record=observer,
-            **({} if config is None else self._make_recorders(config)),
+            settings=RunSettings() if config is None else self._make_settings(config),
             events=StepEvents(self._list_participants(progress=progress, recovers=recovery is not None)),
-            servers=servers,
             started=None if recovery is None else StartedWorkers.of(mesh),
             recovery=recovery,
         )
@@ -114,21 +114,21 @@ class ProcessContext:
         self.saver = Saver(mesh=self.world.workers, owner=self.world.owner)
         atexit.register(self.leave)
 
-    def _make_recorders(self, config: WorkerConfig) -> dict[str, Any]:
-        """Return the fields of the world with which `rankless verify` and `rankless plan` observe a run."""
+    def _make_settings(self, config: WorkerConfig) -> RunSettings:
+        """Return what the command line asks of jobs."""
         observation, rank = config.observation, self._rank
         if observation.is_foreign:
-            return {}  # the script is recorded from outside
+            return RunSettings()  # the script is recorded from outside
         inspected = None if config.recording is None else observation.inspected
-        return {
-            "perturbation_seed": config.perturbation_seed,
-            "dtype": None if config.dtype is None else getattr(torch, config.dtype),
-            "programs": make_program_recorder(config, rank),
-            "plan": None if config.plan is None else read_plan(config.plan),
-            "inspector": None
+        return RunSettings(
+            perturbation_seed=config.perturbation_seed,
+            dtype=None if config.dtype is None else getattr(torch, config.dtype),
+            programs=make_program_recorder(config, rank),
+            plan=None if config.plan is None else read_plan(config.plan),
+            inspector=None
             if inspected is None
             else ValueInspector(InspectedCallRecorder(str(config.recording), rank, inspected)),
-        }
+        )
 
     def _list_participants(self, *, progress: bool, recovers: bool) -> Iterator[StepParticipant]:
         """Yield the participants of the run, in the order in which they hear of a step."""
@@ -141,14 +141,18 @@ class ProcessContext:
             yield RunRecorder(config.recording, self._rank, survey=survey_script, inputs=inputs)
         if self._rank == 0 or recovers:  # another worker may take rank 0's place
             yield self._make_meter(progress=progress)
+        for name in () if self._config is None else self._config.options:
+            extension = find_extension(name)
+            if extension is not None and extension.participant:
+                yield importlib.import_module(extension.participant).make_participant(self._config)
         if config is not None and config.observation.stop_after_steps is not None:
             steps = config.observation.stop_after_steps
             yield StepLimit(steps, at_end=lambda: self._close_recorders(stopped=True))
 
     def _close_recorders(self, *, stopped: bool) -> None:
         self.world.events.close(stopped=stopped)
-        if self.world.programs is not None:
-            self.world.programs.finish(survey_script(()).jobs)
+        if self.world.settings.programs is not None:
+            self.world.settings.programs.finish(survey_script(()).jobs)
 
     def notify(self, text: str) -> None:
         """Show the user a notice, once. All ranks have the same notices, so only rank 0 sends them."""

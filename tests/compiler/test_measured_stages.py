@@ -120,7 +120,7 @@ def train(mesh, sizes):
     job, world = make_grid_job(lambda x, y: F.cross_entropy(model(x), y), model, optimizer, mesh, sizes, plan)
     found = [job(x, y).detach() for _ in range(3)]
     return [*found, *(item.detach().clone() for item in model.parameters())], [
-        world.stages.get(item) for item in model.parameters()
+        world.pipeline.stages.get(item) for item in model.parameters()
     ]
 
 

@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from support.processes import on_mesh
 from torch import nn
 
-from rankless.context.world import World
+from rankless.context.world import RunSettings, World
 from rankless.data.logical_tensor import GatherMonitor, LogicalTensor
 from rankless.jobs.dtype_override import cast, cast_job
 from rankless.jobs.job import make_job
@@ -47,7 +47,7 @@ def make_script():
 def train_as_job(mesh):
     """Return losses, parameters and dtypes of a float32 script that runs in float64, with logical batches."""
     model, optimizer, scheduler = make_script()
-    world = World(mesh=mesh, notify=print, send_record=print, dtype=torch.float64)
+    world = World(mesh=mesh, notify=print, send_record=print, settings=RunSettings(dtype=torch.float64))
 
     def train(text, shift):
         return F.cross_entropy(model(text, shift), text)

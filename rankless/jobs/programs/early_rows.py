@@ -25,7 +25,7 @@ class EarlyRows:
         can_predict = self._is_of_use and self._world.reads_rows_early and bound.local.ids is not None
         self._last = (bound, call) if can_predict else None
         if can_predict:
-            self._world.upcoming.is_wanted = True
+            self._world.tables.upcoming.is_wanted = True
 
     def request(self) -> None:
         """Ask for the rows of the next call, if the last call had tensors of a batch that another one follows."""
@@ -53,7 +53,7 @@ class EarlyRows:
         """Return what follows an argument, and whether it does: otherwise it is the argument itself."""
         if not isinstance(tensor, LogicalTensor) or not tensor.fingerprint:
             return tensor, False
-        following = self._world.upcoming.find(tensor.fingerprint)
+        following = self._world.tables.upcoming.find(tensor.fingerprint)
         is_alike = (
             isinstance(following, LogicalTensor)
             and following.mesh is tensor.mesh

@@ -1,7 +1,7 @@
 """Compile the programs of a job for the axis `pipeline` of the mesh."""
 
 from array import array
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from torch import Tensor, nn
 
@@ -65,7 +65,11 @@ class Pipelines:
         }
         if self.axis is not None and self.axis.stage_workers:
             return self._find_kinds(program, names, tensors)
-        known = {name: self._world.stages[tensors[name]] for name in names if tensors[name] in self._world.stages}
+        known = {
+            name: self._world.pipeline.stages[tensors[name]]
+            for name in names
+            if tensors[name] in self._world.pipeline.stages
+        }
         count = self._count_stages(known.values())
         if known:
             return find_stages(program, count, names, known)
@@ -75,9 +79,18 @@ class Pipelines:
             self._require_parameters(stages)
         return stages
 
+    def _find_known(self, names: Iterable[str], tensors: Mapping[str, Tensor]) -> dict[str, int]:
+        """Return the stages of those of the parameters that another program has placed already."""
+        placed = self._world.pipeline.stages
+        return {name: placed[tensors[name]] for name in names if tensors[name] in placed}
+
     def _find_kinds(self, program: LogicalProgram, names: Mapping[str, str], tensors: Mapping[str, Tensor]) -> Stages:
         """Return the stages of a program for workers of two kinds: what comes before dense parts, and the rest."""
-        known = {name: self._world.stages[tensors[name]] for name in names if tensors[name] in self._world.stages}
+        known = {
+            name: self._world.pipeline.stages[tensors[name]]
+            for name in names
+            if tensors[name] in self._world.pipeline.stages
+        }
         return find_dense_stages(program, find_dense(self._job.modules), names, known, where=self._job.line)
 
     def _measure(self, program: LogicalProgram) -> Sequence[float]:

@@ -382,8 +382,8 @@ class ProgramCache:
         """Warn of prints and of values that every rank gathers, and record the program for `rankless plan`."""
         if captured.print_line is not None:
             self._world.notify(f"{captured.print_line}: job {self._job.name!r} prints and logs only during its capture")
-        if self._world.programs is not None:
-            self._world.programs.record(self._job, local)
+        if self._world.settings.programs is not None:
+            self._world.settings.programs.record(self._job, local)
         self._notices.report(local)
 
 

@@ -108,7 +108,7 @@ class ConsistentView:
             call = self._programs.look_up(arguments, shardings)
         if call.known is None:
             self.division.note_arguments(arguments, shardings)
-        inspector = self._world.inspector
+        inspector = self._world.settings.inspector
         inspected = inspector is not None and inspector.count_call(self._job.name)
         with clear_autocast_cache():
             if inspected:
@@ -167,18 +167,18 @@ class ConsistentView:
     def _run_program(self, bound: BoundProgram, call: CacheLookup, *, inspected: bool) -> Sequence[Tensor]:
         """Run a program on this call's values and return its outputs."""
         program: Any = bound.local
-        if inspected and self._world.inspector is not None:
+        if inspected and self._world.settings.inspector is not None:
             for tensor in call.arguments.tensors:
                 if isinstance(tensor, ReaderTensor):
                     tensor.whole()  # because the program records values of all workers
-            program = self._world.inspector.instrument(bound.local, self._world)
+            program = self._world.settings.inspector.instrument(bound.local, self._world)
         for parameter in (*bound.parameters, *self._world.owner.get_holders(bound.parameters)):
             parameter.grad = None  # before the program, which uses the memory of gradients again that nobody holds
         self.tables.begin_program()
         values = collect_inputs(bound, call.arguments, call.shardings, self._world.mesh)
         sizes = list(bound.sizes(call.arguments).values())
-        if self._world.programs is not None and not inspected:
-            return self._world.programs.run(self._job, bound, values, sizes)
+        if self._world.settings.programs is not None and not inspected:
+            return self._world.settings.programs.run(self._job, bound, values, sizes)
         outputs: Sequence[Tensor] = program(values, sizes)
         return outputs
 

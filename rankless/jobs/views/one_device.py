@@ -36,7 +36,7 @@ class PlainView:
         self._device = job.device(world.mesh.device)
         self._tables = JobTables(job, world)
         self._loss_weights = LossWeightReader(job, world, weights_only=True) if job.accumulates else None
-        seed = world.perturbation_seed
+        seed = world.settings.perturbation_seed
         self._is_first = True
         self._noise = None if seed is None else torch.Generator().manual_seed(seed)
 
@@ -44,7 +44,7 @@ class PlainView:
         """Return the job's result. A train job also sets its parameters' gradients."""
         self._tables.begin_plain_call()
         args, kwargs = arguments.unflatten(arguments.tensors)
-        inspector = self._world.inspector
+        inspector = self._world.settings.inspector
         if inspector is not None and not inspector.count_call(self._job.name):
             inspector = None
         is_checked = self._is_first and self._job.captured

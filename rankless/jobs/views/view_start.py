@@ -21,12 +21,12 @@ def start_view(job: JobDefinition, world: World) -> JobView:
     Models of `rankless.deferred()` whose states the job divides are computed and divided tensor by tensor.
     """
     view = None
-    if world.dtype is None and divides_states(job, world) and find_deferred(job.modules.values()):
+    if world.settings.dtype is None and divides_states(job, world) and find_deferred(job.modules.values()):
         view = ConsistentView(job, world)
         view.divide_states()
     materialize(job.modules.values())
-    if world.dtype is not None:
-        cast_job(job, world.dtype)
+    if world.settings.dtype is not None:
+        cast_job(job, world.settings.dtype)
     return view or make_view(job, world)
 
 
@@ -45,6 +45,6 @@ def make_view(job: JobDefinition, world: World) -> JobView:
 
 def divides_states(job: JobDefinition, world: World) -> bool:
     """Return whether a job can divide states between workers before its first call."""
-    is_asked = job.step_options.zero is not None or world.plan is not None
+    is_asked = job.step_options.zero is not None or world.settings.plan is not None
     is_captured = job.view == "consistent" and job.captured and world.mesh.size > 1
     return is_asked and is_captured and not any(is_lazy(item) for item in job.parameters())

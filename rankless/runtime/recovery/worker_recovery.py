@@ -11,13 +11,12 @@ from typing import Protocol, TypeVar
 
 import msgspec
 import torch.distributed as dist
-from torch.utils.weak import WeakIdKeyDictionary
 
 from rankless.collectives.backends.process_group import SharedMemoryProcessGroup
 from rankless.collectives.byte_messages import all_gather_bytes
 from rankless.context.raised_errors import is_of_another_rank
 from rankless.context.table_sharing import TableSharing
-from rankless.context.world import World
+from rankless.context.world import PipelineStages, World
 from rankless.errors import CollectiveError
 from rankless.ownership.state_owner import StateOwner
 from rankless.records.encoding import encode_msgpack
@@ -206,7 +205,8 @@ class WorkerRecovery:
         numbering = replace(started, lost=lost, round=joined.number)
         passed, counted = max(each.passed for each in everyone), max(each.counted for each in everyone)
         mesh = arrange_kinds(world.mesh, [each.worker for each in everyone], started.kinds)
-        return replace(world, started=numbering, mesh=mesh, stage_owners=WeakIdKeyDictionary()), passed, counted
+        pipeline = PipelineStages(stages=world.pipeline.stages)
+        return replace(world, started=numbering, mesh=mesh, pipeline=pipeline), passed, counted
 
     def _abort(self) -> None:
         """End the waits of this process in its group, whose round has ended. Called from another thread."""
