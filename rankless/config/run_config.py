@@ -120,6 +120,8 @@ class AgreedProcesses(msgspec.Struct, frozen=True, kw_only=True):
     """The address of each process, in their order, as its kind writes addresses."""
     hosts: tuple[int, ...]
     """The index of each process's host."""
+    role: str = "server"
+    """What one of them is called, as in "server 1"."""
     salt: str = ""
     """Random text. With the job's token, which no host sends, it gives the token of these processes."""
 
@@ -164,10 +166,10 @@ class AgreedJobConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Return whether a host has processes beside its workers."""
         return any(host_index in processes.hosts for processes in self.roles.values())
 
-    def list_lone_processes(self) -> list[int]:
-        """Return the numbers of the processes beside the workers that are on hosts without workers."""
+    def list_lone_processes(self) -> list[tuple[str, int]]:
+        """Return the roles and numbers of the processes beside the workers that are on hosts without workers."""
         return [
-            number
+            (processes.role, number)
             for processes in self.roles.values()
             for number, host in enumerate(processes.hosts)
             if not self.workers[host]

@@ -6,10 +6,12 @@ All run the same script, so all come there. Then they compare which calls they h
 all of them have trained.
 """
 
+import contextlib
 import struct
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +19,10 @@ from torch.optim import Optimizer
 
 from rankless.collectives.byte_messages import all_gather_bytes
 from rankless.collectives.mesh_collectives import all_reduce, broadcast
+from rankless.config.servers import ServersConfig
 from rankless.context.accumulation_passes import AccumulationPass
-from rankless.context.table_sharing import SharedParameters, TableSharing, WorkerSteps
+from rankless.context.table_sharing import SharedParameters, SharedTables, SharedWeights, WorkerSteps
+from rankless.context.upcoming_batches import UpcomingBatches
 from rankless.errors import ConfigError, RanksDiverged
 from rankless.parallel.mesh import Mesh
 
@@ -35,7 +39,7 @@ class IndependentWorkers:
         staleness: By how many of its steps a worker may be ahead of the slowest one. None: there is no bound.
     """
 
-    def __init__(self, workers: Mesh, tables: TableSharing, staleness: int | None = None) -> None:
+    def __init__(self, workers: Mesh, tables: "TableSharing", staleness: int | None = None) -> None:
         self.workers = workers
         self._staleness = staleness
         self._jobs: set[str] = set()
@@ -159,3 +163,49 @@ def _sample(tensor: Tensor) -> bytes:
     flat = tensor.detach().reshape(-1)
     ends = torch.cat([flat[:_SAMPLED_ELEMENTS], flat[-_SAMPLED_ELEMENTS:]]).contiguous()
     return described + ends.view(torch.uint8).numpy().tobytes() if ends.numel() else described
+
+
+@dataclass
+class TableSharing:
+    """The tables of a process that workers share, and the servers of the run."""
+
+    servers: ServersConfig | None = None
+    """The parameter servers of the run, which hold its tables. None: each worker holds them."""
+    tables: SharedTables | None = None
+    """The shared tables, from the first job that has a table on."""
+    upcoming: UpcomingBatches = field(default_factory=UpcomingBatches)
+    """The batches that loaders will yield next, for jobs that ask servers for rows early."""
+    independent: IndependentWorkers | None = None
+    """What the workers do together where each trains on batches of its own. None: they make all steps together."""
+
+    def get(self, make: Callable[[], SharedTables]) -> SharedTables:
+        """Return the shared tables, made on first use."""
+        if self.tables is None:
+            self.tables = make()
+        return self.tables
+
+    @property
+    def weights(self) -> SharedWeights | None:
+        """The weights of embeddings whose rows are on servers, if there are any."""
+        return None if self.tables is None else self.tables.weights
+
+    def step(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+        """Return a context in which servers make an optimizer's step for the weights whose rows they have."""
+        weights = self.weights
+        return contextlib.nullcontext() if weights is None else weights.step(optimizer)
+
+    def commit(self) -> None:
+        """End a step of a job."""
+        if self.tables is not None:
+            self.tables.commit()
+
+    def finish(self) -> None:
+        """Wait until servers have noted the last step, at the end of a script. Raises TableError if they could not."""
+        if self.tables is not None:
+            self.tables.finish()
+
+    def close(self) -> None:
+        """Leave the servers: this process needs tables no more."""
+        if self.tables is not None:
+            self.tables.close()
+            self.tables = None

@@ -1,20 +1,12 @@
 """The tables of rows among a script's modules, which all workers of a run share."""
 
-import contextlib
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-
-from rankless.config.servers import ServersConfig
-from rankless.context.upcoming_batches import UpcomingBatches
-
-if TYPE_CHECKING:
-    from rankless.context.independent_workers import IndependentWorkers
 
 EMBEDDING_MODULE = "rankless.extensions.servers.embedding"
 """It is imported if the script uses tables."""
@@ -184,49 +176,3 @@ class SharedTables(Protocol):
     def close(self) -> None:
         """Leave the servers."""
         ...
-
-
-@dataclass
-class TableSharing:
-    """The tables of a process that workers share, and the servers of the run."""
-
-    servers: ServersConfig | None = None
-    """The parameter servers of the run, which hold its tables. None: each worker holds them."""
-    tables: SharedTables | None = None
-    """The shared tables, from the first job that has a table on."""
-    upcoming: UpcomingBatches = field(default_factory=UpcomingBatches)
-    """The batches that loaders will yield next, for jobs that ask servers for rows early."""
-    independent: "IndependentWorkers | None" = None
-    """What the workers do together where each trains on batches of its own. None: they make all steps together."""
-
-    def get(self, make: Callable[[], SharedTables]) -> SharedTables:
-        """Return the shared tables, made on first use."""
-        if self.tables is None:
-            self.tables = make()
-        return self.tables
-
-    @property
-    def weights(self) -> SharedWeights | None:
-        """The weights of embeddings whose rows are on servers, if there are any."""
-        return None if self.tables is None else self.tables.weights
-
-    def step(self, optimizer: Optimizer) -> AbstractContextManager[None]:
-        """Return a context in which servers make an optimizer's step for the weights whose rows they have."""
-        weights = self.weights
-        return contextlib.nullcontext() if weights is None else weights.step(optimizer)
-
-    def commit(self) -> None:
-        """End a step of a job."""
-        if self.tables is not None:
-            self.tables.commit()
-
-    def finish(self) -> None:
-        """Wait until servers have noted the last step, at the end of a script. Raises TableError if they could not."""
-        if self.tables is not None:
-            self.tables.finish()
-
-    def close(self) -> None:
-        """Leave the servers: this process needs tables no more."""
-        if self.tables is not None:
-            self.tables.close()
-            self.tables = None

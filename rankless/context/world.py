@@ -18,14 +18,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from rankless.context.accumulation_passes import LoaderPasses
 from rankless.context.hidden_gradients import HiddenGradients
-from rankless.context.independent_workers import IndependentWorkers
+from rankless.context.independent_workers import IndependentWorkers, TableSharing
 from rankless.context.model_change_detector import ModelChangeDetector
 from rankless.context.observers import CallInspector, CompiledProgramRecorder
 from rankless.context.operations import Operations
 from rankless.context.optimizer_changes import OptimizerChanges
 from rankless.context.redundant_step_calls import LeftoverCalls
 from rankless.context.step_events import StepEvents
-from rankless.context.table_sharing import TableSharing
 from rankless.errors import RanklessError
 from rankless.ownership.divided_owner import DividedOwner
 from rankless.ownership.served_owner import ServedOwner

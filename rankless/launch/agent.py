@@ -202,7 +202,7 @@ class HostRun:
                 stacks_file=os.path.join(folder, f"stacks{job.host_index or ''}.txt"),
                 host_name=self.report.host_name,
                 list_servers=self._list_rows,
-                server_host_name=self.report.server_host_name,
+                server_host_name=self.report.process_host_name,
                 lone_servers=job.start.list_lone_processes(),
             )
         )

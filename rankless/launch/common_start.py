@@ -52,7 +52,7 @@ class CommonStart:
                 self._wait(interrupts, until=lambda: self._may_start_workers)
             elif isinstance(self.peers, FollowerPeers):
                 self._wait(interrupts, until=lambda: len(self._started) == len(self.names) - 1)
-                rows = sorted([*rows, *self._list_other_rows()], key=lambda row: row.index)
+                rows = sorted([*rows, *self._list_other_rows()], key=lambda row: row.name)
                 self.peers.start_workers()
         except RanklessError as error:
             self._announce(error)
@@ -120,6 +120,7 @@ class CommonStart:
     def _list_other_rows(self) -> list[ProcessRow]:
         return [
             ProcessRow(
+                role=each.role,
                 index=each.index,
                 process_id=each.process_id,
                 address=each.address,
@@ -147,5 +148,10 @@ class CommonStart:
 
 def _describe(row: ProcessRow) -> StartedProcess:
     return StartedProcess(
-        index=row.index, process_id=row.process_id, address=row.address, log_file=row.log_file, copy_of=row.copy_of
+        role=row.role,
+        index=row.index,
+        process_id=row.process_id,
+        address=row.address,
+        log_file=row.log_file,
+        copy_of=row.copy_of,
     )

@@ -111,9 +111,9 @@ class LauncherProfile(Protocol):
         """Return the paths of a worker's log files, with those in the run's folder under `folder`."""
         return WorkerLogFiles(os.path.join(folder, f"rank{rank}.log"))
 
-    def server_log_file(self, folder: str, index: int) -> str:
-        """Return the path of the log file of a parameter server."""
-        return os.path.join(folder, f"server{index}.log")
+    def process_log_file(self, folder: str, role: str, index: int) -> str:
+        """Return the path of the log file of a process beside the workers, such as number 1 of the role "server"."""
+        return os.path.join(folder, f"{role}{index}.log")
 
     def link_logs(
         self, folder: str, ranks: Sequence[int], start: AgreedJobConfig, *, servers: Sequence[int] = ()

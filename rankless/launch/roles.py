@@ -24,7 +24,7 @@ from rankless.launch.rendezvous.host_facts import HostFacts, RoleFacts
 from rankless.launch.rendezvous.peers import FollowerPeers, LeaderPeer, NoPeers
 from rankless.launch.signals import Interrupts
 from rankless.records.connection_attempts import UsedPort
-from rankless.records.events import AnyRecord
+from rankless.records.events import SERVER, AnyRecord
 from rankless.records.live.live_run import ProcessStage
 
 
@@ -32,6 +32,8 @@ from rankless.records.live.live_run import ProcessStage
 class ProcessRow:
     """One process of a role, for tables, `rankless status` and the watchdog."""
 
+    role: str = SERVER
+    """What the process is called in tables and messages; its number follows, as in "server 1"."""
     index: int
     """Its number among the processes of the role of all hosts."""
     process_id: int
@@ -45,6 +47,11 @@ class ProcessRow:
     restarts: int = 0
     status_descriptor: int | None = None
     """The descriptor of its status page; None if it has none."""
+
+    @property
+    def name(self) -> tuple[str, int]:
+        """Its role and its number: no other process of the run has both."""
+        return self.role, self.index
 
 
 @dataclass(frozen=True, kw_only=True)

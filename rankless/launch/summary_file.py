@@ -20,6 +20,7 @@ from rankless.records.access.private_files import private_opener
 from rankless.records.encoding import encode_json
 from rankless.records.events import (
     NO_RANK,
+    SERVER,
     AnyRecord,
     Exited,
     HostLost,
@@ -84,11 +85,11 @@ class SummaryFile:
 
     def receive(self, record: AnyRecord) -> None:
         """Take note of the end of a rank or of a server."""
-        if isinstance(record, ServerExited) and record.is_restarted:
+        if isinstance(record, ServerExited) and record.is_restarted and record.role == SERVER:
             counts = list(self.summary.server_restarts)
             counts[record.server] += 1
             self.summary = msgspec.structs.replace(self.summary, server_restarts=tuple(counts))
-        if isinstance(record, ServerLost):
+        if isinstance(record, ServerLost) and record.role == SERVER:
             lost = (*self.summary.lost_servers, record.server)
             self.summary = msgspec.structs.replace(self.summary, lost_servers=lost)
         if isinstance(record, HostLost) and record.is_covered:
@@ -136,10 +137,14 @@ class SummaryFile:
         rank, server = failure.root_cause_rank, failure.root_cause_server
         host = failure.root_cause_host or self._host_name.get(rank, "")
         line = failure.line or find_script_line(failure.traceback)
-        if server is not None:
+        if server is not None and failure.role == SERVER:
             host = self._server_host_names[server]
         return RunFailure(
-            rank=None if rank == NO_RANK else rank, server=server, host=host, error=failure.headline, line=line
+            rank=None if rank == NO_RANK else rank,
+            server=server if failure.role == SERVER else None,
+            host=host,
+            error=failure.headline if failure.role == SERVER else f"{failure.root_cause} {failure.headline}",
+            line=line,
         )
 
     def _write(self) -> None:

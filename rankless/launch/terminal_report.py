@@ -23,8 +23,8 @@ from rankless.launch.supervisor.terminal_text import (
     format_cuts,
     format_failure,
     format_hosts_line,
+    format_process_table,
     format_secondary_failures,
-    format_server_table,
     format_servers,
     format_shared_gpus,
     format_start_line,
@@ -100,8 +100,8 @@ class RunReport:
         ]
         shared = format_shared_gpus(config.devices) if len(job.names) == 1 and not has_error_files else ""
         is_several = len(job.names) > 1
-        server_table = format_server_table(
-            servers, hosts=[self.server_host_name(row.index) for row in servers] if is_several else None
+        server_table = format_process_table(
+            servers, hosts=[self.process_host_name(row.name) for row in servers] if is_several else None
         )
         return server_table + format_worker_table(rows, has_error_files=has_error_files) + shared
 
@@ -129,29 +129,32 @@ class RunReport:
         files = self._log_files(rank)
         return os.path.relpath(files.error or files.output)
 
-    def server_log_file(self, index: int) -> str:
-        """Return the log file of a server, on its host."""
-        folder = run_folder(self._config, self.job.start.run_id, self.server_host(index))
-        return os.path.relpath(self._profile.server_log_file(folder, index))
+    def process_log_file(self, name: tuple[str, int]) -> str:
+        """Return the log file of a process beside the workers, on its host, by its role and number."""
+        folder = run_folder(self._config, self.job.start.run_id, self.process_host(name))
+        return os.path.relpath(self._profile.process_log_file(folder, *name))
 
-    def server_host(self, index: int) -> int:
-        """Return the index of a server's host."""
-        servers = self.job.start.servers
-        return 0 if servers is None else servers.hosts[index]
+    def process_host(self, name: tuple[str, int]) -> int:
+        """Return the index of the host of a process beside the workers, by its role and number."""
+        role, index = name
+        hosts = (each.hosts[index] for each in self.job.start.roles.values() if each.role == role)
+        return next(hosts, 0)
 
-    def server_host_name(self, index: int) -> str:
-        """Return the name of a server's host; "" if the job has one host."""
-        return self.job.names[self.server_host(index)] if len(self.job.names) > 1 else ""
+    def process_host_name(self, name: tuple[str, int]) -> str:
+        """Return the name of the host of such a process; "" if the job has one host."""
+        return self.job.names[self.process_host(name)] if len(self.job.names) > 1 else ""
 
     def name_server_host(self, record: ServerRestarted) -> str:
         """Return the text of a restart, with the name of the server's host if there are several."""
-        name, host = f"server {record.server}", self.server_host_name(record.server)
+        name, host = f"{record.role} {record.server}", self.process_host_name((record.role, record.server))
         return record.text.replace(name, f"{name} on {host}", 1) if host else record.text
 
     def root_cause_host(self, verdict: Verdict) -> int:
         """Return the index of the host of the rank or server that caused a failure."""
         server = verdict.root_cause_server
-        return self.job.start.host_of(verdict.root_cause_rank) if server is None else self.server_host(server)
+        if server is None:
+            return self.job.start.host_of(verdict.root_cause_rank)
+        return self.process_host((verdict.role, server))
 
     def format_failure(self, verdict: Verdict, *, with_traceback: bool = True) -> str:
         """Return at most 15 lines about the rank that failed, and the launcher's own note after them."""
@@ -159,7 +162,7 @@ class RunReport:
         host = self.root_cause_host(verdict)
         text = format_failure(
             verdict,
-            log_file=self.log_file(rank) if server is None else self.server_log_file(server),
+            log_file=self.log_file(rank) if server is None else self.process_log_file((verdict.role, server)),
             host=self.job.names[host] if len(self.job.names) > 1 else "",
             report=self.report_file(host) if host > 0 else "",
             with_traceback=with_traceback,

@@ -9,6 +9,8 @@ import msgspec
 
 NO_RANK = -1
 """The rank of records that are about no rank."""
+SERVER = "server"
+"""What a parameter server is called."""
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
@@ -73,7 +75,10 @@ class Exited(Record, frozen=True, tag="exited"):
 
 
 class ServerExited(Record, frozen=True, tag="server_exited"):
-    """A parameter server has ended while workers ran. The agent makes it; its rank is NO_RANK."""
+    """A process beside the workers, such as a parameter server, has ended while workers ran.
+
+    The agent makes it; its rank is NO_RANK.
+    """
 
     server: int
     exit_code: int
@@ -84,20 +89,26 @@ class ServerExited(Record, frozen=True, tag="server_exited"):
     """Why it was not started again, to follow "was killed by signal 9 (SIGKILL)"; "" without a reason."""
     is_covered: bool = False
     """Whether the run goes on without it, because another server has the same tables. Host 0 adds it."""
+    role: str = SERVER
+    """What the process is called; its number follows."""
 
 
 class ServerLost(Record, frozen=True, tag="server_lost"):
-    """The run goes on without a parameter server, with another one that has the same tables. Host 0 makes it."""
+    """The run continues without a process beside the workers, because another one has the same. Host 0 makes it."""
 
     server: int
+    role: str = SERVER
+    """What the process is called; its number follows."""
 
 
 class ServerRestarted(Record, frozen=True, tag="server_restarted"):
-    """A parameter server that has died serves again. The agent makes it; its rank is NO_RANK."""
+    """A process beside the workers that has died serves again. The agent makes it; its rank is NO_RANK."""
 
     server: int
     text: str
     """A line for the user, like "server 1 was killed by SIGKILL; started again in 0.2 s"."""
+    role: str = SERVER
+    """What the process is called; its number follows."""
 
 
 ServerState = Literal["runs", "stopped", "debugged"]
@@ -105,7 +116,7 @@ ServerState = Literal["runs", "stopped", "debugged"]
 
 
 class ServerObserved(Record, frozen=True, tag="server_observed"):
-    """What a parameter server does. Its host's agent makes it if host 0 asks; its rank is NO_RANK."""
+    """What a process beside the workers does. Its host's agent makes it if host 0 asks; its rank is NO_RANK."""
 
     server: int
     doing: str
@@ -113,6 +124,8 @@ class ServerObserved(Record, frozen=True, tag="server_observed"):
     state: ServerState = "runs"
     is_busy: bool = False
     """Whether it computes, and so makes progress."""
+    role: str = SERVER
+    """What the process is called; its number follows."""
 
 
 class Progress(Record, frozen=True, tag="progress"):
@@ -214,7 +227,9 @@ class HangDetected(Record, frozen=True, tag="hang_detected"):
     headline: str
     traceback: str
     server: int | None = None
-    """The parameter server for which they wait, if it is one; the rank is NO_RANK then."""
+    """The number of the process beside the workers for which they wait, if it is one; the rank is NO_RANK then."""
+    role: str = SERVER
+    """What that process is called."""
 
 
 AnyRecord = (

@@ -24,10 +24,9 @@ from rankless.config.extensions import find_extension
 from rankless.config.plan_file import read_plan
 from rankless.config.run_config import Backend
 from rankless.config.worker_config import WorkerConfig
-from rankless.context.independent_workers import IndependentWorkers
+from rankless.context.independent_workers import IndependentWorkers, TableSharing
 from rankless.context.step_events import StepEvents, StepParticipant
 from rankless.context.step_limit import StepLimit
-from rankless.context.table_sharing import TableSharing
 from rankless.context.training_progress import ProgressMeter
 from rankless.context.world import RunSettings, StartedWorkers, World
 from rankless.errors import ConfigError, JoinError, RanklessError

@@ -151,7 +151,7 @@ def _format_servers(servers: Sequence[ServerReport]) -> list[str]:
         )
         rows.append(
             [
-                str(server.index),
+                str(server.index) if server.role == "server" else f"{server.role} {server.index}",
                 str(server.process_id),
                 server.state,
                 str(server.restarts),

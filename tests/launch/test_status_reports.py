@@ -111,7 +111,7 @@ def reading(
         run=make_run(stage=stage),
         monotonic=at,
         workers={0: WorkerReading(page=page_of(999.0), process=worker, location=location)},
-        servers={0: ServerReading(activity=server, process=server_process)},
+        servers={("server", 0): ServerReading(activity=server, process=server_process)},
     )
 
 

@@ -168,7 +168,7 @@ class FleetrunProfile(LauncherProfile):
                 with contextlib.suppress(FileNotFoundError):  # another host on the same disk was faster
                     os.unlink(path)
 
-    def server_log_file(self, folder: str, index: int) -> str:
+    def process_log_file(self, folder: str, role: str, index: int) -> str:
         """Return the path of a server's log file, under Paddle's name."""
         return os.path.join(folder, SERVER_LOG_NAME.format(index))
 

@@ -79,7 +79,7 @@ def collect_host_facts(
         arguments=program.arguments,
         hosts=tuple(hosts),
         devices=tuple(devices),
-        roles=roles,
+        roles=dict(roles),
         address=address,
         time_seconds=time.time(),
     )

@@ -41,6 +41,7 @@ class ServerHello(msgspec.Struct, frozen=True, kw_only=True, tag="challenge"):
 class StartedProcess(msgspec.Struct, frozen=True, kw_only=True):
     """A process beside the workers that serves, as the table at the start shows it."""
 
+    role: str
     index: int
     process_id: int
     address: str

@@ -65,6 +65,7 @@ class LiveRunPage:
         """Note what the servers are now."""
         servers = tuple(
             LiveServer(
+                role=row.role,
                 index=row.index,
                 address=row.address,
                 log_file=os.path.abspath(row.log_file),
@@ -100,7 +101,7 @@ def measure_live_run(config: RunConfig, job: ReadyJob, *, folder: str) -> int:
     """Return the most bytes of a run's record. The system gives memory only for those that are written."""
     path_bytes = len(os.path.abspath(folder)) * 6  # of a character in JSON
     program_bytes = 6 * sum(map(len, (config.program.text, *config.program.arguments, *job.names)))
-    server_count = 0 if job.start.servers is None else len(job.start.servers.addresses)
+    server_count = sum(len(each.addresses) for each in job.start.roles.values())
     workers = job.start.world_size * (512 + path_bytes)
     return (_FIXED_BYTES + program_bytes + workers + server_count * (_SERVER_BYTES + path_bytes)) // 8 * 8
 
@@ -135,7 +136,7 @@ def make_live_run(
         started_monotonic=time.monotonic(),
         host=job.host_index,
         host_names=tuple(job.names) if len(start.workers) > 1 else ("",),
-        server_count=0 if job.start.servers is None else len(job.start.servers.addresses),
+        server_count=sum(len(each.addresses) for each in job.start.roles.values()),
         workers=tuple(
             LiveWorker(
                 rank=rank,

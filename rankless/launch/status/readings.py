@@ -70,7 +70,7 @@ class RunReading:
     monotonic: float
     workers: Mapping[int, WorkerReading]
     """By rank, those of this host that have started and not ended."""
-    servers: Mapping[int, ServerReading]
+    servers: Mapping[tuple[str, int], ServerReading]
     """By index."""
 
 
@@ -90,7 +90,7 @@ def read_run(run: LiveRun, *, with_places: bool) -> RunReading:
             run=run,
             monotonic=time.monotonic(),
             workers={each.rank: _read_worker(each, pages[each.rank], places.get(each.rank, "")) for each in started},
-            servers={server.index: _read_server(run, server) for server in run.servers},
+            servers={(server.role, server.index): _read_server(run, server) for server in run.servers},
         )
 
 

@@ -211,11 +211,13 @@ def _cpu_percent(before: ProcessReading | None, after: ProcessReading | None, se
 
 
 def _report_server(server: LiveServer, before: RunReading | None, after: RunReading) -> ServerReport:
-    reading = after.servers[server.index]
-    earlier = None if before is None else before.servers.get(server.index)
+    name = (server.role, server.index)
+    reading = after.servers[name]
+    earlier = None if before is None else before.servers.get(name)
     process, seconds = reading.process, _seconds_between(before, after)
     rate = _make_server_rate(None if before is None else before.monotonic, earlier, reading)
     return ServerReport(
+        role=server.role,
         index=server.index,
         address=server.address,
         log_file=server.log_file,

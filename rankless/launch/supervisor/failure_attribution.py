@@ -20,6 +20,7 @@ from rankless.launch.signals import name_signal
 from rankless.launch.supervisor.error_lines import find_line, first_line
 from rankless.launch.watchdog.timed_out_collectives import parse_timeout
 from rankless.records.events import (
+    SERVER,
     AnyRecord,
     Exited,
     GroupTeardown,
@@ -84,7 +85,9 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     root_cause_host: str = ""
     """The name of the host, if a whole host is the root cause."""
     root_cause_server: int | None = None
-    """The server that is the root cause, if one is."""
+    """The number of the process beside the workers that is the root cause, if one is."""
+    role: str = SERVER
+    """What that process is called."""
     cause: Cause
     exit_code: int
     headline: str
@@ -98,7 +101,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     def root_cause(self) -> str:
         """The root cause's name, as "rank 1" or "server 0"."""
         server = self.root_cause_server
-        return f"rank {self.root_cause_rank}" if server is None else f"server {server}"
+        return f"rank {self.root_cause_rank}" if server is None else f"{self.role} {server}"
 
 
 def attribute_failure(records: Sequence[AnyRecord], host_of: Callable[[int], int] = lambda _rank: 0) -> Verdict | None:
@@ -182,6 +185,7 @@ def _find_own_failure(records: Sequence[AnyRecord], index: int) -> Verdict | Non
         return Verdict(
             root_cause_rank=record.rank,
             root_cause_server=record.server,
+            role=record.role,
             cause="hang",
             exit_code=1,
             headline=record.headline,
@@ -240,6 +244,7 @@ def _attribute_server_exit(record: ServerExited) -> Verdict:
     return Verdict(
         root_cause_rank=record.rank,
         root_cause_server=record.server,
+        role=record.role,
         cause="signal" if record.exit_code < 0 else "exit",
         exit_code=code or 1,
         headline=headline + record.note,
@@ -270,7 +275,9 @@ def _find_restarted_server(records: Sequence[AnyRecord], secondary: Sequence[Rai
     """Find a server that was started again, and that a worker has lost all the same."""
     for record in secondary:
         server = _find_lost_server(record)
-        ends = [each for each in records if isinstance(each, ServerExited) and each.server == server]
+        ends = [
+            each for each in records if isinstance(each, ServerExited) and (each.role, each.server) == (SERVER, server)
+        ]
         if ends:
             verdict = _attribute_server_exit(ends[-1])
             more = f", was started again, and rank {record.rank} could not go on"

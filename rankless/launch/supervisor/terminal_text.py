@@ -85,8 +85,8 @@ def format_worker_table(rows: Sequence[WorkerRow], *, has_error_files: bool = Fa
     return "\n".join(lines) + "\n"
 
 
-def format_server_table(rows: Sequence[ProcessRow], *, hosts: Sequence[str] | None = None) -> str:
-    """Return a table of all servers of a job; "" without servers.
+def format_process_table(rows: Sequence[ProcessRow], *, hosts: Sequence[str] | None = None) -> str:
+    """Return a table of all processes of a job beside its workers; "" if it has workers alone.
 
     `hosts` names the host of each, if there are several.
     """
@@ -99,11 +99,16 @@ def format_server_table(rows: Sequence[ProcessRow], *, hosts: Sequence[str] | No
     copies = ["" if row.copy_of is None else str(row.copy_of) for row in rows]
     copy_width = len("copy of") + 2 if any(copies) else 0
     head = f"{'copy of'[:copy_width]:<{copy_width}}{'host'[:host_width]:<{host_width}}{'pid':>{id_width}}"
-    lines = [f"  {'server':>6}  {head}  {'address':<{address_width}}  log file"]
+    roles = list(dict.fromkeys(row.role for row in rows))
+    # A table of one role has it in the heading, as that of workers has "rank".
+    title = roles[0] if len(roles) == 1 else "process"
+    numbers = [str(row.index) if len(roles) == 1 else f"{row.role} {row.index}" for row in rows]
+    width = max(6, len(title), *map(len, numbers))
+    lines = [f"  {title:>{width}}  {head}  {'address':<{address_width}}  log file"]
     lines += [
-        f"  {row.index:>6}  {copy:<{copy_width}}{name:<{host_width}}{row.process_id:>{id_width}}  "
+        f"  {number:>{width}}  {copy:<{copy_width}}{name:<{host_width}}{row.process_id:>{id_width}}  "
         f"{row.address:<{address_width}}  {row.log_file}"
-        for row, name, copy in zip(rows, names, copies, strict=True)
+        for row, number, name, copy in zip(rows, numbers, names, copies, strict=True)
     ]
     return "\n".join(lines) + "\n"
 

@@ -18,11 +18,11 @@ class RemoteRanks:
         servers: The parameter servers on hosts without workers, which respond too.
     """
 
-    def __init__(self, peers: Peers, ranks: Collection[int], *, servers: Collection[int] = ()) -> None:
+    def __init__(self, peers: Peers, ranks: Collection[int], *, servers: Collection[tuple[str, int]] = ()) -> None:
         self._peers = peers
         self._ranks, self._servers = frozenset(ranks), frozenset(servers)
         self._pending: frozenset[int] = frozenset()
-        self._pending_servers: frozenset[int] = frozenset()
+        self._pending_servers: frozenset[tuple[str, int]] = frozenset()
         self._requested_at = 0.0
         self.statuses: dict[int, RankStatus] = {}
 
@@ -33,7 +33,7 @@ class RemoteRanks:
 
     def receive_server(self, observed: ServerObserved) -> None:
         """Note that the host of a server has responded."""
-        self._pending_servers -= {observed.server}
+        self._pending_servers -= {(observed.role, observed.server)}
 
     def request_statuses(self, now: float) -> None:
         """Request the status of every remote rank, and of servers on hosts without ranks."""

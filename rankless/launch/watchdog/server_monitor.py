@@ -13,6 +13,7 @@ from rankless.launch.roles import ProcessRow
 from rankless.launch.watchdog.process_stats import ActivityTracker
 from rankless.records.events import (
     NO_RANK,
+    SERVER,
     AnyRecord,
     ServerExited,
     ServerLost,
@@ -24,6 +25,8 @@ from rankless.records.live.server_activity import ServerActivity
 from rankless.records.live.shared_record import read_record
 
 _IDLE_SECONDS = 1.5
+Name = tuple[str, int]
+"""What a process is called, and its number."""
 _RESTARTING = "is being started again"
 
 
@@ -32,6 +35,7 @@ class ServerStatus:
     """What a parameter server does."""
 
     index: int
+    role: str = SERVER
     doing: str
     """To follow "server 1", like "is idle (0 % CPU)"."""
     state: ServerState = "runs"
@@ -43,7 +47,7 @@ class ServerStatus:
     @property
     def name(self) -> str:
         """The server, like "server 1", or "server 1 on 10.0.0.2"."""
-        return f"server {self.index} on {self.host}" if self.host else f"server {self.index}"
+        return f"{self.role} {self.index} on {self.host}" if self.host else f"{self.role} {self.index}"
 
     @property
     def holds_up(self) -> bool:
@@ -56,54 +60,55 @@ class ServerMonitor:
 
     Args:
         list_servers: Returns those of this host once they have started.
-        host_name: Returns the name of a server's host, by its index; "" if there is one host only.
+        host_name: Returns the name of a server's host, by its role and number; "" if there is one host only.
     """
 
     def __init__(
         self,
         list_servers: Callable[[], Sequence[ProcessRow]],
-        host_name: Callable[[int], str] = lambda _server: "",
+        host_name: Callable[[Name], str] = lambda _name: "",
     ) -> None:
         self._list_servers = list_servers
         self._host_name = host_name
-        self._trackers: dict[int, ActivityTracker] = {}
-        self._pages: dict[int, int | None] = {}
-        self._restarting: set[int] = set()
-        self._remote: dict[int, ServerStatus] = {}
-        self._remote_restarting: set[int] = set()
+        self._trackers: dict[Name, ActivityTracker] = {}
+        self._pages: dict[Name, int | None] = {}
+        self._restarting: set[Name] = set()
+        self._remote: dict[Name, ServerStatus] = {}
+        self._remote_restarting: set[Name] = set()
         self._interrupted_at = float("-inf")
 
     def receive(self, record: AnyRecord, now: float) -> None:
         """Take note of a record about a server of another host."""
         if isinstance(record, ServerLost):  # also one of this host, whose partner goes on
-            self._remote.pop(record.server, None)
-            self._remote_restarting.discard(record.server)
+            self._remote.pop((record.role, record.server), None)
+            self._remote_restarting.discard((record.role, record.server))
             self._interrupted_at = now
         if not isinstance(record, ServerExited | ServerRestarted | ServerObserved):
             return
-        if record.server in {row.index for row in self._list_servers()}:
+        name = (record.role, record.server)
+        if name in {row.name for row in self._list_servers()}:
             return
         if isinstance(record, ServerObserved):
-            self._remote[record.server] = ServerStatus(
-                index=record.server, doing=record.doing, state=record.state, is_busy=record.is_busy
+            self._remote[name] = ServerStatus(
+                role=record.role, index=record.server, doing=record.doing, state=record.state, is_busy=record.is_busy
             )
         else:
             self._interrupted_at = now
-            self._remote_restarting.discard(record.server)
+            self._remote_restarting.discard(name)
             if isinstance(record, ServerExited) and record.is_restarted:
-                self._remote_restarting.add(record.server)
+                self._remote_restarting.add(name)
 
     def update(self, now: float) -> None:
         """Read the counters of each server's present process."""
         rows = self._list_servers()
-        self._restarting = {row.index for row in rows if row.is_restarting}
-        self._pages = {row.index: row.status_descriptor for row in rows}
+        self._restarting = {row.name for row in rows if row.is_restarting}
+        self._pages = {row.name: row.status_descriptor for row in rows}
         for row in rows:
-            tracker = self._trackers.get(row.index)
+            tracker = self._trackers.get(row.name)
             if tracker is None or tracker.process_id != row.process_id:
                 if tracker is not None:
                     self._interrupted_at = now
-                tracker = self._trackers[row.index] = ActivityTracker(row.process_id, now)
+                tracker = self._trackers[row.name] = ActivityTracker(row.process_id, now)
             tracker.update(now)
         if self.is_restarting:
             self._interrupted_at = now
@@ -126,11 +131,11 @@ class ServerMonitor:
 
     def list_statuses(self, now: float) -> list[ServerStatus]:
         """Return what each server does; those that hold up the job come first."""
-        restarting = [ServerStatus(index=index, doing=_RESTARTING) for index in self._remote_restarting]
-        remote = [each for each in self._remote.values() if each.index not in self._remote_restarting]
+        restarting = [ServerStatus(role=name[0], index=name[1], doing=_RESTARTING) for name in self._remote_restarting]
+        remote = [each for name, each in self._remote.items() if name not in self._remote_restarting]
         found = [*self._list_own(now), *remote, *restarting]
-        named = [replace(each, host=self._host_name(each.index)) for each in found]
-        return sorted(named, key=lambda status: (not status.holds_up, status.index))
+        named = [replace(each, host=self._host_name((each.role, each.index))) for each in found]
+        return sorted(named, key=lambda status: (not status.holds_up, status.role, status.index))
 
     def make_records(self, now: float) -> Iterator[ServerObserved]:
         """Yield for host 0 what each server of this host does."""
@@ -138,6 +143,7 @@ class ServerMonitor:
             yield ServerObserved(
                 rank=NO_RANK,
                 time_ns=time.monotonic_ns(),
+                role=each.role,
                 server=each.index,
                 doing=each.doing,
                 state=each.state,
@@ -146,27 +152,27 @@ class ServerMonitor:
 
     def _list_own(self, now: float) -> list[ServerStatus]:
         return [
-            ServerStatus(index=index, doing=_RESTARTING)
-            if index in self._restarting
-            else _describe(index, tracker, self._pages.get(index), now)
-            for index, tracker in self._trackers.items()
+            ServerStatus(role=name[0], index=name[1], doing=_RESTARTING)
+            if name in self._restarting
+            else _describe(name, tracker, self._pages.get(name), now)
+            for name, tracker in self._trackers.items()
         ]
 
 
-def _describe(index: int, tracker: ActivityTracker, page: int | None, now: float) -> ServerStatus:
-    stats = tracker.stats
+def _describe(name: Name, tracker: ActivityTracker, page: int | None, now: float) -> ServerStatus:
+    stats, (role, index) = tracker.stats, name
     if stats is None or stats.state in "ZX":
-        return ServerStatus(index=index, doing="has ended")
+        return ServerStatus(role=role, index=index, doing="has ended")
     if stats.tracer_pid or stats.state == "t":
         doing = f"does not answer: its process {tracker.process_id} is in a debugger"
-        return ServerStatus(index=index, doing=doing, state="debugged")
+        return ServerStatus(role=role, index=index, doing=doing, state="debugged")
     if stats.state == "T":
         doing = f"does not answer: it is stopped by a signal (kill -CONT {tracker.process_id} resumes it)"
-        return ServerStatus(index=index, doing=doing, state="stopped")
+        return ServerStatus(role=role, index=index, doing=doing, state="stopped")
     how = "is idle" if now - tracker.tree_idle_since > _IDLE_SECONDS else "computes"
     how = "waits for a disk" if stats.state == "D" else how
     doing = f"{how} ({tracker.cpu_percent:.0f} % CPU{_describe_work(page)})"
-    return ServerStatus(index=index, doing=doing, is_busy=how == "computes")
+    return ServerStatus(role=role, index=index, doing=doing, is_busy=how == "computes")
 
 
 def _describe_work(page: int | None) -> str:

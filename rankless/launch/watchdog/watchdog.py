@@ -63,9 +63,9 @@ class WatchdogConfig:
     host_name: Callable[[int], str] = lambda _rank: ""
     list_servers: Callable[[], Sequence[ProcessRow]] = list
     """Returns the parameter servers of this host."""
-    server_host_name: Callable[[int], str] = lambda _server: ""
+    server_host_name: Callable[[tuple[str, int]], str] = lambda _name: ""
     """Returns the name of the host of a server of the job."""
-    lone_servers: Sequence[int] = ()
+    lone_servers: Sequence[tuple[str, int]] = ()
     """The servers of the job on hosts without workers."""
 
 
@@ -316,8 +316,10 @@ class Watchdog:
     def _make_verdict(self, diagnosis: HangDiagnosis, more: str = "") -> HangDetected:
         text, now = format_headline(diagnosis, host_name=self._config.host_name) + more, time.monotonic_ns()
         if diagnosis.servers:
-            server = diagnosis.servers[0].index
-            return HangDetected(rank=NO_RANK, time_ns=now, headline=text, traceback="", server=server)
+            first = diagnosis.servers[0]
+            return HangDetected(
+                rank=NO_RANK, time_ns=now, headline=text, traceback="", server=first.index, role=first.role
+            )
         missing_rank = diagnosis.missing[0] if diagnosis.missing else diagnosis.waiting[0]
         trace = "\n".join(truncate_stack(missing_rank.stack))
         return HangDetected(rank=missing_rank.rank, time_ns=now, headline=text, traceback=trace)

@@ -30,8 +30,9 @@ class LiveWorker(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LiveServer(msgspec.Struct, frozen=True, kw_only=True):
-    """A parameter server of the run."""
+    """A process of the run beside its workers, such as a parameter server."""
 
+    role: str = "server"
     index: int
     address: str
     log_file: str

@@ -43,8 +43,10 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One parameter server."""
+    """One process beside the workers, such as a parameter server."""
 
+    role: str = "server"
+    """What the process is called; its number follows."""
     index: int
     address: str
     log_file: str

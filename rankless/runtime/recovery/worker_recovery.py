@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from rankless.collectives.backends.process_group import SharedMemoryProcessGroup
 from rankless.collectives.byte_messages import all_gather_bytes
+from rankless.context.independent_workers import TableSharing
 from rankless.context.raised_errors import is_of_another_rank
-from rankless.context.table_sharing import TableSharing
 from rankless.context.world import PipelineStages, World
 from rankless.errors import CollectiveError
 from rankless.ownership.state_owner import StateOwner

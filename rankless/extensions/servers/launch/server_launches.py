@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from rankless.config.run_config import AgreedJobConfig, RunConfig
 from rankless.config.servers import ServerConfig, ServersConfig
 from rankless.launch.profile import load_profile
+from rankless.records.events import SERVER
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +45,7 @@ def make_server_launches(
         ServerLaunch(
             config=each,
             variables=profile.server_environment(each, servers, start),
-            log_file=os.path.abspath(profile.server_log_file(folder, each.index)),
+            log_file=os.path.abspath(profile.process_log_file(folder, SERVER, each.index)),
         )
         for each in configs
     ]

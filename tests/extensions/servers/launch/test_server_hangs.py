@@ -146,7 +146,7 @@ def test_the_monitor_follows_a_server_that_is_started_again():
 
 def test_host_0_knows_the_servers_of_other_hosts_from_records():
     own = ProcessRow(index=0, process_id=os.getpid(), address="tcp://a:1", log_file="server0.log")
-    monitor = ServerMonitor(lambda: [own], lambda server: "ab"[server])
+    monitor = ServerMonitor(lambda: [own], lambda name: "ab"[name[1]])
     about = {"rank": NO_RANK, "time_ns": 0, "server": 1}
     monitor.receive(ServerObserved(**about, doing="does not answer", state="stopped"), 1.0)
     monitor.receive(ServerObserved(**(about | {"server": 0}), doing="is another host's"), 1.0)

@@ -1,0 +1,122 @@
+"""An extension of another package uses each seam: options, a role, a step participant and a check of the doctor.
+
+`clocks` beside this file is the extension. It starts processes that count the steps of all workers.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.jobs import job_environment, wait_until
+
+SCRIPT = """
+import torch
+import rankless as rk
+
+torch.manual_seed(0)
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@rk.job(model=model, optimizer=optimizer)
+def train(x, y):
+    return torch.nn.functional.mse_loss(model(x), y)
+
+
+for step in range(STEPS):
+    train(torch.ones(4, 2), torch.ones(4, 1))
+"""
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> dict[str, str]:
+    """Return an environment in which `clocks` is an installed extension."""
+    information = tmp_path / "packages/clocks-1.0.dist-info"
+    information.mkdir(parents=True)
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: clocks\nVersion: 1.0\n")
+    (information / "entry_points.txt").write_text("[rankless.extensions]\nclocks = clocks\n")
+    variables = job_environment({})
+    path = [str(Path(__file__).parent), str(information.parent), variables.get("PYTHONPATH", "")]
+    return {**variables, "PYTHONPATH": os.pathsep.join(path)}
+
+
+def start(installed: dict[str, str], folder: Path, *words: str, steps: int = 3) -> subprocess.Popen[str]:
+    (folder / "script.py").write_text(SCRIPT.replace("STEPS", str(steps)))
+    return subprocess.Popen(
+        [sys.executable, "-m", "rankless", "run", *words, "script.py"],
+        cwd=folder, env=installed, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def test_its_processes_start_before_workers_hear_of_steps_and_end_after_them(installed, tmp_path):
+    job = start(installed, tmp_path, "-n", "2", "--clocks", "2")
+    output, errors = job.communicate()
+    assert job.returncode == 0, errors
+    heard = "heard, " + ", ".join(["call of train", "step of train"] * 3)
+    assert heard in output.splitlines()
+    logs = sorted((tmp_path / "log/latest").glob("clock*.log"))
+    assert [log.read_text() for log in logs] == ["counted 6\n"] * 2  # 3 steps of 2 workers
+    table = errors.splitlines()
+    assert re.match(r" +clock +pid +address +log file", table[1]), errors
+    assert [line.split()[0] for line in table[2:4]] == ["0", "1"]
+
+
+def test_its_death_is_the_root_cause(installed, tmp_path):
+    job = start(installed, tmp_path, "-n", "2", "--clocks", "1", "--clock-lifetime", "20", steps=10**6)
+    errors = job.communicate()[1]
+    assert job.returncode == 7, errors
+    assert "rankless: clock 0 ended with exit code 7 while workers ran\n" in errors
+    assert re.search(r"its log file is log/\S+/clock0.log; the job was ended, exit code 7", errors)
+
+
+@pytest.mark.slow
+def test_the_status_of_a_run_shows_it(installed, tmp_path):
+    job = start(installed, tmp_path, "--clocks", "1", steps=10**6)
+    try:
+
+        def status() -> str:
+            command = [sys.executable, "-m", "rankless", "status", "log/latest"]
+            return subprocess.run(command, cwd=tmp_path, env=installed, capture_output=True, text=True).stdout
+
+        wait_until(lambda: re.search(r"^ +clock 0 +\d+ +serves", status(), re.MULTILINE) is not None)
+    finally:
+        job.send_signal(signal.SIGINT)
+        errors = job.communicate()[1]
+    assert job.returncode == 130, errors
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (("--clocks", "0"), "expected: --clocks from 1 up"),
+        (("--clocks", "one"), "invalid int value: 'one'"),
+        (("--clock", "1"), "unknown option --clock; did you mean --clocks?"),
+    ],
+)
+def test_its_options_are_checked_before_any_process_starts(words, found, installed, tmp_path):
+    job = start(installed, tmp_path, *words)
+    errors = job.communicate()[1]
+    assert (job.returncode, found in errors) == (2, True), errors
+    assert not (tmp_path / "log").exists()
+
+
+def test_the_help_shows_its_options_without_an_import(installed, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import atexit, sys\natexit.register(lambda: print('clocks' in sys.modules))\n"
+    )
+    installed["PYTHONPATH"] = f"{tmp_path}{os.pathsep}{installed['PYTHONPATH']}"
+    command = [sys.executable, "-m", "rankless", "run", "--help"]
+    shown = subprocess.run(command, cwd=tmp_path, env=installed, capture_output=True, text=True, check=True).stdout
+    assert re.search(r"^clocks:\n  --clocks N +Clock processes", shown, re.MULTILINE)
+    assert shown.splitlines()[-1] == "False"
+
+
+@pytest.mark.slow
+def test_the_doctor_makes_its_check(installed, tmp_path):
+    command = [sys.executable, "-m", "rankless", "doctor"]
+    done = subprocess.run(command, cwd=tmp_path, env=installed, capture_output=True, text=True)
+    assert re.search(r"clocks +a clock ticks", done.stdout), done.stdout + done.stderr
