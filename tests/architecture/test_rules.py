@@ -38,8 +38,7 @@ IMPORTED_LATE = {
 
 # Where `except Exception` or `except BaseException` stands.
 BROAD_EXCEPTS = {
-    "rankless/checkpoint/background_write.py": "the thread keeps the error for the script's next call",
-    "rankless/checkpoint/saving.py": "the other ranks learn that this one failed, and the error is raised again",
+    "rankless/checkpoint/saving.py": "the next call, or the other ranks, learn of the error, and it is raised again",
     "rankless/collectives/backends/messages/point_to_point.py": "the other ranks learn of it, and it is raised again",
     "rankless/collectives/backends/operation_queue.py": "the caller that waits gets the error; the others learn of it",
     "rankless/collectives/checked_collectives.py": "the error belongs to the caller that waits for the collective",
