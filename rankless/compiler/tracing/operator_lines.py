@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
 
+import numpy
+import torch
 import torch.fx.traceback as fx_traceback
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
@@ -18,7 +20,7 @@ from rankless.compiler.tracing.module_names import ModuleNames, find_module
 from rankless.compiler.tracing.refused_functions import GET_DATA, SET_DATA, ModuleTensors, find_refusal
 from rankless.compiler.tracing.replaced_functions import find_replacement
 from rankless.compiler.tracing.script_generators import ScriptGenerators
-from rankless.compiler.tracing.unprofiled_calls import call_untraced, describe_arguments
+from rankless.compiler.tracing.value_snapshots import PLAIN_TYPES
 from rankless.user_code import is_library, is_user_code, user_line
 
 PYTHON_LEVEL_FRAMES = ("__repr__", "__format__", "handle_torch_function")
@@ -156,3 +158,40 @@ def record_origins(
         yield
     fx_traceback.current_meta.clear()
     fx_traceback.current_meta.update(before)
+
+
+def call_untraced(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], profile: Any) -> Any:
+    """Call a PyTorch function with the profiler off.
+
+    The profiler `profile` stays on if an argument may be the user's code.
+    """
+    if profile is None or not any(map(may_call_user_code, (*args, *kwargs.values()))):
+        return function(*args, **kwargs)
+    sys.setprofile(profile)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        sys.setprofile(None)
+
+
+def may_call_user_code(argument: Any) -> bool:
+    """Return whether an argument may be the user's Python code."""
+    return callable(argument) and not isinstance(argument, type)
+
+
+def describe_arguments(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the plain values among a call's arguments as text, generators themselves, and the types of all others.
+
+    A generator that the job makes is another one in each pass.
+    """
+    parts: list[Any] = []
+    for argument in arguments:
+        if isinstance(argument, tuple | list):
+            parts.append(describe_arguments(tuple(argument)))
+        elif isinstance(argument, numpy.ndarray):
+            parts.append(argument.tobytes())
+        elif isinstance(argument, torch.Generator):
+            parts.append(argument)
+        else:
+            parts.append(repr(argument) if isinstance(argument, PLAIN_TYPES) else type(argument).__name__)
+    return tuple(parts)
