@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
 import msgspec
 import torch
@@ -31,6 +31,7 @@ from rankless.checkpoint.incremental.keyed_rows import KeyedRows
 from rankless.checkpoint.incremental.row_files import write_rows
 from rankless.checkpoint.incremental.rows_of_others import leave_out_rows
 from rankless.checkpoint.manifest import Manifest, Node, SeriesPosition
+from rankless.checkpoint.retention import CheckpointSeries
 from rankless.checkpoint.tensor_file_writer import TensorFileWriter
 from rankless.collectives.byte_messages import all_gather_bytes, broadcast_bytes
 from rankless.errors import CheckpointError
@@ -54,19 +55,6 @@ class SaveOptions:
     layout: Layout = "whole"
     background: bool = False
     extra: object = None
-
-
-class CheckpointSeries(Protocol):
-    """The run that a checkpoint belongs to. Only rank 0 calls it."""
-
-    def next_position(self) -> SeriesPosition:
-        """Return the position of a checkpoint that is saved now."""
-
-    def find_latest(self) -> Path | None:
-        """Return the folder of the checkpoint that was saved last; None if there is none."""
-
-    def remove_expired(self) -> None:
-        """Remove checkpoints that are not to be kept, after the commit of a new one."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,16 +23,16 @@ from rankless.ownership.optimizer_pieces import find_state_layout, list_paramete
 from rankless.ownership.owned_state import share_state
 from rankless.ownership.partitioned_tensor import (
     Partition,
+    RunTogether,
     WholeValues,
     get_local,
     list_partitions,
     make_partitioned_tensor,
+    run_directly,
 )
 from rankless.ownership.piece_layout import PieceLayout, fit_placement, gather_pieces
-from rankless.ownership.replica import Replica
-from rankless.ownership.runs_together import RunTogether, run_directly
 from rankless.ownership.shared_pieces import SharedPieces, SharedValue
-from rankless.ownership.state_owner import StateOwner, WholeOwner, get_elements
+from rankless.ownership.state_owner import Replica, StateOwner, WholeOwner, get_elements
 from rankless.ownership.states_of_survivors import DividedStates
 from rankless.ownership.unread_tensor import UnreadTensor
 from rankless.parallel.mesh import Mesh, MeshAxis, WorkerGroup

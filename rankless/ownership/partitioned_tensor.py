@@ -11,7 +11,7 @@ and is updated after each step. A piece may be a divided tensor itself, if sever
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,28 @@ from rankless.collectives.mesh_collectives import all_reduce_maximum
 from rankless.errors import ConfigError, RanklessError
 from rankless.ownership.host_memory import copy_to_device
 from rankless.ownership.piece_layout import PieceLayout, gather_pieces
-from rankless.ownership.runs_together import RunTogether, run_directly
 from rankless.ownership.stored_value import StoredValue
 from rankless.parallel.mesh import WorkerGroup
+
+Result = TypeVar("Result")
+
+
+class RunTogether(Protocol):
+    """Makes what workers compute together outside of jobs, again if one of them is lost."""
+
+    def __call__(self, attempt: Callable[[], Result], *, is_in_step: bool = False) -> Result:
+        """Return what `attempt` returns, which changes nothing that lasts.
+
+        Args:
+            attempt: Computes it.
+            is_in_step: Whether it is a part of a step, whose gradients all workers have.
+        """
+        ...
+
+
+def run_directly(attempt: Callable[[], Result], *, is_in_step: bool = False) -> Result:  # noqa: ARG001
+    """Return what workers compute together, where none may be lost."""
+    return attempt()
 
 
 class WholeValues:

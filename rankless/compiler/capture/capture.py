@@ -50,12 +50,10 @@ from rankless.compiler.ir.logical_program import LogicalProgram
 from rankless.compiler.ir.memory_order import make_empty
 from rankless.compiler.tracing.activation_checkpoints import CheckpointNumbers, trace_checkpoints
 from rankless.compiler.tracing.fast_paths import take_paths_of_plain_run
-from rankless.compiler.tracing.forked_generators import trace_forks
-from rankless.compiler.tracing.module_names import name_modules
-from rankless.compiler.tracing.operator_lines import TracedFunction, record_origins
+from rankless.compiler.tracing.operator_lines import TracedFunction, name_modules, record_origins
 from rankless.compiler.tracing.refused_functions import ModuleTensors
 from rankless.compiler.tracing.replaced_functions import average_with_tensors
-from rankless.compiler.tracing.script_generators import ScriptGenerators
+from rankless.compiler.tracing.script_generators import ScriptGenerators, trace_forks
 from rankless.compiler.tracing.symbolic_sizes import LineTrackingShapeEnv, SymbolicSizes, specialize_on_repr
 from rankless.errors import CaptureError
 from rankless.ownership.partitioned_tensor import as_plain_parameters

@@ -1,8 +1,9 @@
 """What torch passes to the methods of a process group: its forms, and the checks of what a call can take."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -102,3 +103,54 @@ def split_bytes(tensor: Tensor, sizes: Sequence[int] | None, size: int) -> list[
             fix="pass one size for each rank, or none for a tensor whose rows the ranks divide evenly",
         )
     return [rows * row_bytes for rows in splits]
+
+
+class PreparedCall(NamedTuple):
+    """A collective that is ready to run."""
+
+    run: Callable[[], None]
+    """Makes the collective, and writes its results."""
+    written: Sequence[Tensor]
+    """The tensors that it writes."""
+    outputs: list[Any]
+    """The value of its work, as torch arranges it."""
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is on the CPU, and its memory holds its values one after the other."""
+    if not tensor.is_cpu or tensor.layout is not torch.strided or not tensor.is_contiguous():
+        return False
+    return not tensor.is_neg() and not tensor.is_conj()
+
+
+def flatten(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's values as a flat contiguous tensor: a view if it is plain, else a copy."""
+    tensor = tensor.detach()
+    if not is_plain(tensor):
+        tensor = tensor.resolve_conj().resolve_neg().contiguous()
+    if tensor.dim() != 1:
+        tensor = tensor.view(-1)
+    # A tensor of one value or none may have any stride.
+    return tensor if tensor.stride(0) == 1 else tensor.as_strided((tensor.numel(),), (1,))
+
+
+def flatten_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's bytes as a flat contiguous uint8 tensor: a view if it is plain, else a copy."""
+    flat = flatten(tensor)
+    return flat if flat.dtype is torch.uint8 else flat.view(torch.uint8)
+
+
+def write_back(tensor: torch.Tensor, flat: torch.Tensor) -> None:
+    """Copy the values of `flatten` or `flatten_bytes` to the tensor, if it is not plain."""
+    if not is_plain(tensor):
+        tensor.detach().copy_(flat.view(tensor.dtype).view(tensor.shape))
+
+
+@contextmanager
+def writable(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Allow changes of tensors that were made in `torch.inference_mode()`."""
+    if any(tensor.is_inference() for tensor in tensors) and not torch.is_inference_mode_enabled():
+        with torch.inference_mode():
+            yield
+    else:
+        yield

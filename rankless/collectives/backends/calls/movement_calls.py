@@ -6,14 +6,15 @@ from typing import Any
 from torch import Tensor
 
 from rankless.collectives.backends.calls.call_arguments import (
+    PreparedCall,
+    flatten_bytes,
     require_count,
     require_dense,
     require_one_dtype,
     require_values,
     split_bytes,
+    write_back,
 )
-from rankless.collectives.backends.calls.prepared_call import PreparedCall
-from rankless.collectives.backends.calls.tensor_views import flatten_bytes, write_back
 from rankless.collectives.backends.shared_movement import SharedMovement
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rankless.collectives.backends.hosts.call_exchange import CallExchange
 from rankless.collectives.backends.hosts.gloo_exchange import GlooExchange
-from rankless.collectives.backends.hosts.host_agreement import HostAgreement
+from rankless.collectives.backends.hosts.host_reductions import HostAgreement
 from rankless.collectives.backends.hosts.host_waits import HostWaits
 from rankless.collectives.backends.hosts.leader_exchange import LeaderExchange
 from rankless.collectives.backends.hosts.ranks_of_hosts import RanksOfHosts

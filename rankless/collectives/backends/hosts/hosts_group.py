@@ -7,11 +7,10 @@ import torch
 
 from rankless.collectives.backends.fused_reductions import FusedCall, copy_each, cut_pieces, split_as
 from rankless.collectives.backends.group_failure import Membership
-from rankless.collectives.backends.hosts.first_failure import FirstFailure
 from rankless.collectives.backends.hosts.gloo_exchange import GlooExchange
 from rankless.collectives.backends.hosts.host_movement import HostMovement
 from rankless.collectives.backends.hosts.host_reductions import HostReductions
-from rankless.collectives.backends.hosts.host_waits import HostWaits
+from rankless.collectives.backends.hosts.host_waits import FirstFailure, HostWaits
 from rankless.collectives.backends.hosts.leader_exchange import LeaderExchange
 from rankless.collectives.backends.hosts.ranks_of_hosts import RanksOfHosts
 from rankless.collectives.backends.operation_queue import OperationQueue, SharedMemoryWork

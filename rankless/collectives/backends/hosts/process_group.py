@@ -9,8 +9,12 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from rankless.collectives.backends.calls.call_arguments import require_dense, require_other_rank
-from rankless.collectives.backends.calls.tensor_views import flatten_bytes, write_back
+from rankless.collectives.backends.calls.call_arguments import (
+    flatten_bytes,
+    require_dense,
+    require_other_rank,
+    write_back,
+)
 from rankless.collectives.backends.group_failure import Membership
 from rankless.collectives.backends.hosts.hosts_group import HostsGroup
 from rankless.collectives.backends.hosts.opening import open_hosts_group
