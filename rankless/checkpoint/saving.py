@@ -27,8 +27,7 @@ from rankless.checkpoint.content import Content, gather_content, pack_random_sta
 from rankless.checkpoint.file_io import write_manifest
 from rankless.checkpoint.file_shares import FileShare, OwnPieces, list_own_pieces, share_by_owner, share_whole
 from rankless.checkpoint.folder import UncommittedCheckpoint, disk_errors, resolve_target
-from rankless.checkpoint.incremental.keyed_rows import KeyedRows
-from rankless.checkpoint.incremental.row_files import write_rows
+from rankless.checkpoint.incremental.row_files import KeyedRows, write_rows
 from rankless.checkpoint.incremental.rows_of_others import leave_out_rows
 from rankless.checkpoint.manifest import Manifest, Node, SeriesPosition
 from rankless.checkpoint.retention import CheckpointSeries
