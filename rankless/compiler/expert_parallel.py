@@ -24,8 +24,7 @@ from torch import fx
 import rankless.compiler.ir.custom_ops  # noqa: F401 - it defines the operators of Rankless
 from rankless.compiler.ir.logical_program import LogicalProgram, LogicalValue
 from rankless.compiler.sharding.reordered_values import REORDERINGS
-from rankless.compiler.tensor_parallel.dim_links import DimReach, ValueDim
-from rankless.compiler.tensor_parallel.division import TensorDivider
+from rankless.compiler.tensor_parallel import DimReach, TensorDivider, ValueDim
 from rankless.parallel.tensor_placement import BlockedShard, Shard, split_lengths
 
 BATCHED_PRODUCTS: Mapping[object, tuple[int, int]] = {

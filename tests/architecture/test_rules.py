@@ -39,7 +39,7 @@ IMPORTED_LATE = {
 # Where `except Exception` or `except BaseException` stands.
 BROAD_EXCEPTS = {
     "rankless/checkpoint/saving.py": "the next call, or the other ranks, learn of the error, and it is raised again",
-    "rankless/collectives/backends/messages/point_to_point.py": "the other ranks learn of it, and it is raised again",
+    "rankless/collectives/backends/message_transfers.py": "the other ranks learn of it, and it is raised again",
     "rankless/collectives/backends/operation_queue.py": "the caller that waits gets the error; the others learn of it",
     "rankless/collectives/checked_collectives.py": "the error belongs to the caller that waits for the collective",
     "rankless/extensions/horovod/data/data_loader_base.py": "the loop raises the error of the thread that reads",
@@ -88,7 +88,7 @@ ENVIRONMENT_READERS = {
 DIRECT_ENCODERS = {
     "rankless/records/encoding.py": "is the one place",
     "rankless/checkpoint/content.py": "a name in a checkpoint must come back as it was, so saving refuses others",
-    "rankless/checkpoint/export/safetensors_files.py": "likewise",
+    "rankless/checkpoint/safetensors_export.py": "likewise",
     "rankless/checkpoint/folder.py": "likewise",
     "rankless/checkpoint/manifest.py": "likewise",
     "rankless/checkpoint/tensor_file_writer.py": "likewise",

@@ -11,8 +11,7 @@ from simulated_ranks import assert_runs_as_plain, divide_evenly, run_program_on_
 from torch import nn
 
 from rankless.compiler.expert_parallel import ExpertDivider
-from rankless.compiler.tensor_parallel.dim_links import list_parameters
-from rankless.compiler.tensor_parallel.division import DimRequest, TensorDivider
+from rankless.compiler.tensor_parallel import DimRequest, TensorDivider, list_parameters
 from rankless.parallel.tensor_placement import Shard, split_lengths
 
 MESHES = ((2,), (3,), (4,), (2, 2))

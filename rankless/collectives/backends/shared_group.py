@@ -13,8 +13,7 @@ from rankless.collectives.backends.group_failure import Membership, make_error
 from rankless.collectives.backends.memory.peer_liveness import PeerProcesses, ProcessIdentity
 from rankless.collectives.backends.memory.shared_region import SharedRegion, open_shared_region
 from rankless.collectives.backends.memory.store_exchange import StoreExchange, do_nothing
-from rankless.collectives.backends.messages.point_to_point import PointToPoint
-from rankless.collectives.backends.messages.rings import MessageRing, RingLayout
+from rankless.collectives.backends.message_transfers import MessageRing, PointToPoint, RingLayout
 from rankless.collectives.backends.operation_queue import OperationQueue
 from rankless.collectives.backends.shared_movement import SharedMovement
 from rankless.collectives.backends.shared_reductions import SharedReductions

@@ -29,12 +29,13 @@ from rankless.compiler.guards.guards import (
     ContainerGuard,
     Guard,
     GuardSet,
+    ModuleGuard,
     NamespaceGuard,
     QueryGuard,
+    describe_tensor,
     make_guard_set,
     read_cell,
 )
-from rankless.compiler.guards.module_guard import ModuleGuard, describe_tensor
 from rankless.compiler.guards.python_tracer import PythonTracer
 from rankless.compiler.tracing.recomputed_weights import find_recomputed_weights
 from rankless.compiler.tracing.value_snapshots import (

@@ -19,9 +19,13 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from rankless.collectives.backends.hosts.call_exchange import INLINE_BYTES
 from rankless.collectives.backends.hosts.host_waits import HostWaits
-from rankless.collectives.backends.hosts.leader_exchange import LeaderExchange, as_bytes, count_piece_bytes
+from rankless.collectives.backends.hosts.leader_exchange import (
+    INLINE_BYTES,
+    LeaderExchange,
+    as_bytes,
+    count_piece_bytes,
+)
 from rankless.collectives.backends.hosts.ranks_of_hosts import RanksOfHosts
 from rankless.collectives.backends.operation_signature import Collective, encode_signature, fold_lengths
 from rankless.collectives.backends.reductions import Reduction
