@@ -10,7 +10,7 @@ from rankless.checkpoint.collective_errors import Agreement
 from rankless.checkpoint.loading import load
 from rankless.checkpoint.retention import (
     CheckpointDirectory,
-    DirectoryCheckpointSeries,
+    CheckpointSeries,
     Retention,
     SavedCheckpoint,
     best,
@@ -107,9 +107,7 @@ class Checkpoints:
             self.folder / f"step-{step}",
             objects,
             options=SaveOptions(layout=self._options.layout, background=self._options.background, extra=extra),
-            series=DirectoryCheckpointSeries(
-                directory=self._directory, retention=self._retention, step=step, metric=number
-            ),
+            series=CheckpointSeries(directory=self._directory, retention=self._retention, step=step, metric=number),
         )
 
     def load(

@@ -9,7 +9,7 @@ from torch import Tensor
 from rankless.checkpoint.manifest import RowRange, TensorPiece
 from rankless.ownership.partitioned_tensor import Partition, find_partition, list_partitions
 from rankless.ownership.piece_layout import select_ranges
-from rankless.ownership.replica import Replica
+from rankless.ownership.state_owner import Replica
 from rankless.parallel.mesh import Mesh
 
 

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from rankless.checkpoint.collective_errors import Agreement
-from rankless.checkpoint.differences import Differences, compare_module, compare_optimizer, select_fitting
+from rankless.checkpoint.content import restore_random_state, select_rank_state
 from rankless.checkpoint.file_io import read_manifest
 from rankless.checkpoint.folder import find_checkpoint
+from rankless.checkpoint.load_mismatches import Differences, compare_module, compare_optimizer, select_fitting
 from rankless.checkpoint.manifest import Manifest, Node, SparseReference, TensorReference
 from rankless.checkpoint.manifest import Mapping as MappingNode
 from rankless.checkpoint.manifest import Sequence as SequenceNode
-from rankless.checkpoint.random_state import restore_random_state, select_rank_state
 from rankless.checkpoint.state_tree import DetachedWithoutGather, decode
 from rankless.checkpoint.stored_tensors import StoredTensors
 from rankless.deferred_models.building import materialize

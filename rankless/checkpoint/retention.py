@@ -118,7 +118,7 @@ def best(saved: list[SavedCheckpoint], *, mode: Mode) -> list[SavedCheckpoint]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DirectoryCheckpointSeries:
+class CheckpointSeries:
     """One save into a `CheckpointDirectory`; the `Saver` calls it on rank 0."""
 
     directory: CheckpointDirectory

@@ -13,22 +13,24 @@ import hashlib
 import os
 import threading
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import msgspec
+import torch
 from torch import Tensor
 
-from rankless.checkpoint.background_write import CheckpointSeries, WriteTask
 from rankless.checkpoint.collective_errors import Agreement
 from rankless.checkpoint.content import Content, gather_content, pack_random_state, unpack_random_state
+from rankless.checkpoint.file_io import write_manifest
 from rankless.checkpoint.file_shares import FileShare, OwnPieces, list_own_pieces, share_by_owner, share_whole
 from rankless.checkpoint.folder import UncommittedCheckpoint, disk_errors, resolve_target
+from rankless.checkpoint.incremental.row_files import KeyedRows, write_rows
 from rankless.checkpoint.incremental.rows_of_others import leave_out_rows
 from rankless.checkpoint.manifest import Manifest, Node, SeriesPosition
-from rankless.checkpoint.snapshot import Snapshot
+from rankless.checkpoint.retention import CheckpointSeries
 from rankless.checkpoint.tensor_file_writer import TensorFileWriter
 from rankless.collectives.byte_messages import all_gather_bytes, broadcast_bytes
 from rankless.errors import CheckpointError
@@ -52,6 +54,60 @@ class SaveOptions:
     layout: Layout = "whole"
     background: bool = False
     extra: object = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriteTask:
+    """One rank's part of a save: its file, and on rank 0 the manifest and the commit."""
+
+    rank: int
+    writers: list[int]
+    """The ranks other than 0 that write a file."""
+    uncommitted: UncommittedCheckpoint
+    file: TensorFileWriter
+    """This rank's file, if it writes one. What all ranks gather has been written to it."""
+    tensors: dict[str, Tensor]
+    """The rest of the file, and the tensors of `keyed_rows`."""
+    keyed_rows: list[KeyedRows]
+    """What rank 0 writes as rows by ids, into files of their own."""
+    previous: Path
+    """Where the checkpoint before may be, which may have files of the same rows."""
+    manifest: Manifest
+    """The manifest without its list of files, which is known after the write."""
+    series: CheckpointSeries | None
+
+    def run(self) -> None:
+        """Write the files. If this raises `CheckpointError`, the previous checkpoint is still there."""
+        with disk_errors(self.uncommitted.target):
+            try:
+                self._write()
+            except BaseException as error:
+                if self.rank == 0:
+                    self.uncommitted.discard()
+                else:
+                    self.uncommitted.report_failure(self.rank, because=error)
+                raise
+            finally:
+                self.file.close()
+        if self.rank == 0 and self.series is not None:
+            self.series.remove_expired()
+
+    def _write(self) -> None:
+        if self.rank != 0 and self.rank not in self.writers:
+            return
+        keyed = {name for rows in self.keyed_rows for name in rows.tensors}
+        for name, tensor in self.tensors.items():
+            if name not in keyed:
+                self.file.write(name, tensor)
+        file = self.file.finish()
+        if self.rank != 0:
+            self.uncommitted.report_written(self.rank, file)
+            return
+        rows = write_rows(self.uncommitted.folder, self.keyed_rows, self.tensors, self.previous)
+        files = [file, *rows.files, *self.uncommitted.collect_files(self.writers)]
+        manifest = msgspec.structs.replace(self.manifest, files=files, tables=rows.tables)
+        write_manifest(self.uncommitted.folder, manifest)
+        self.uncommitted.commit()
 
 
 class Saver:
@@ -273,3 +329,34 @@ def _check(options: SaveOptions) -> None:
             found=repr(options.layout),
             fix='pass layout="sharded" for one file per rank, or leave it out',
         )
+
+
+class Snapshot:
+    """Tensors copied to the CPU, contiguous.
+
+    # Note [reused memory]: touching fresh memory costs several times as much as copying. So the next snapshot copies
+    # into the memory of this one.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+
+    def take(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy tensors as they are now, and drop all others."""
+        held, self.tensors = self.tensors, {}
+        copied = [(name, tensor, held.pop(name, None)) for name, tensor in tensors.items()]
+        del held  # free what is not needed before more memory is allocated
+        # Memory made in inference mode could not be copied into outside of it.
+        with torch.inference_mode(False), torch.no_grad():
+            for name, tensor, memory in copied:
+                if memory is None or memory.shape != tensor.shape or memory.dtype != tensor.dtype:
+                    # A GPU can copy to page-locked memory without a stop at every tensor.
+                    memory = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
+                self.tensors[name] = memory.copy_(tensor, non_blocking=True)
+        for device in devices_of(tensors.values()):
+            torch.cuda.synchronize(device)
+
+
+def devices_of(tensors: Iterable[Tensor]) -> Sequence[torch.device]:
+    """Return the GPUs that hold tensors."""
+    return sorted({tensor.device for tensor in tensors if tensor.is_cuda}, key=str)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rankless.checkpoint.file_io import check_file, damaged_file_error
-from rankless.checkpoint.incremental.stored_rows import RowsColumn, StoredRows
+from rankless.checkpoint.incremental.row_files import RowsColumn, StoredRows
 from rankless.checkpoint.manifest import MANIFEST_NAME, Manifest, TensorFile, TensorPiece, TensorReference
 from rankless.checkpoint.tensor_file_writer import ELEMENT_CODES, STORED_AS, describe_stored, restore_dtype
 from rankless.ownership.stored_value import StoredValue

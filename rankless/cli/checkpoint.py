@@ -46,12 +46,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Export the checkpoint, and say what was written."""
     most_bytes = parse_size(arguments.max_file_size)
     objects = None if arguments.objects is None else _split(arguments.objects)
-    exported_tensors = importlib.import_module("rankless.checkpoint.export.exported_tensors")
-    safetensors_files = importlib.import_module("rankless.checkpoint.export.safetensors_files")
-    choice = exported_tensors.ExportChoice(
-        objects=objects, with_states=arguments.optimizer_states, state_counts=_read_state_counts()
-    )
-    result = safetensors_files.export_checkpoint(arguments.folder, arguments.to, choice, most_bytes=most_bytes)
+    export = importlib.import_module("rankless.checkpoint.safetensors_export")
+    state_counts = _read_state_counts()
+    choice = export.ExportChoice(objects=objects, with_states=arguments.optimizer_states, state_counts=state_counts)
+    result = export.export_checkpoint(arguments.folder, arguments.to, choice, most_bytes=most_bytes)
     tensors = "1 tensor" if result.tensors == 1 else f"{result.tensors:,} tensors"
     print(f"rankless: {tensors}, {result.tensor_bytes:,} bytes, in {', '.join(map(str, result.files))}")
     if result.left_out:

@@ -22,11 +22,11 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from rankless.collectives.byte_messages import all_gather_bytes, barrier
-from rankless.collectives.host_comparison import HostComparison
-from rankless.collectives.host_connections import ErrorMessage, connect_hosts
+from rankless.collectives.host_connections import NUMBER, ErrorMessage, HostConnection, connect_hosts
 from rankless.collectives.shared_memory_file import create_shared_file, host_identity
 from rankless.collectives.sync_point import (
     MAX_SYNC_POINT_BYTES,
+    PostedSyncPoint,
     SyncPointNames,
     decode_sync_point,
     encode_compared,
@@ -40,7 +40,6 @@ from rankless.user_code import caller_line
 
 SLOTS = 64
 """Sync points of each rank that can be read. A rank that is further ahead than this is not compared."""
-NUMBER = struct.Struct("<Q")
 LENGTH = struct.Struct("<H")
 ENTRY_BYTES = 4096
 """A number, a length, and a sync point."""
@@ -224,3 +223,88 @@ class DesyncDetector:
         if length:
             data = memory[at + LENGTH.size : at + LENGTH.size + length]
             raise msgspec.msgpack.decode(data, type=ErrorMessage).to_error()
+
+
+MAX_UNCOMPARED = 256
+"""Own sync points that rank 0 keeps for a host that lags. A host that lags more is not compared at older ones."""
+END_SECONDS = 2.0
+MAX_FIELD_CHARACTERS = 1000
+
+
+class HostComparison:
+    """One host's side of the comparison, in the first rank of the host."""
+
+    def __init__(self, connections: Sequence[HostConnection], hosts: Sequence[Sequence[int]], *, rank: int) -> None:
+        self._connections = connections
+        self._hosts = hosts
+        self._rank = rank
+        self._posted: dict[int, tuple[bytes, SyncPointNames]] = {}
+        self._compared = {each.host: 0 for each in connections}
+        """The last number at which each host was compared."""
+        self._number = 0
+
+    def post(self, number: int, payload: bytes, known: SyncPointNames) -> None:
+        """Send this host's sync point to rank 0, or keep it on rank 0."""
+        self._number = number
+        if self._rank != 0:
+            self._connections[0].send(NUMBER.pack(number) + payload)
+            return
+        self._posted[number] = (payload, known)
+        while len(self._posted) > MAX_UNCOMPARED:
+            del self._posted[next(iter(self._posted))]
+
+    def find_difference(self) -> ErrorMessage | None:
+        """Return the error of the first difference that is known by now. Never waits."""
+        for each in self._connections:
+            each.receive()
+        if self._rank != 0:
+            arrived = self._connections[0].arrived
+            return msgspec.msgpack.decode(arrived[0], type=ErrorMessage) if arrived else None
+        for each in self._connections:
+            while each.arrived and NUMBER.unpack_from(each.arrived[0])[0] <= self._number:
+                message = each.arrived.popleft()
+                self._compared[each.host] = number = NUMBER.unpack_from(message)[0]
+                difference = self._compare(number, message[NUMBER.size :], each.host)
+                if difference is not None:
+                    self._broadcast(difference)
+                    return difference
+        self._forget_compared()
+        return None
+
+    def wait_at_end(self) -> ErrorMessage | None:
+        """Return the error of a difference that arrives soon after the last sync point, on rank 0."""
+        deadline = time.monotonic() + END_SECONDS
+        while (difference := self.find_difference()) is None:
+            if self._rank != 0 or not self._posted or time.monotonic() > deadline:
+                break
+            time.sleep(0.001)
+        return difference
+
+    def close(self) -> None:
+        """Close the connections."""
+        for each in self._connections:
+            each.close()
+
+    def _compare(self, number: int, payload: bytes, host: int) -> ErrorMessage | None:
+        own = self._posted.get(number)
+        if own is None:
+            return None
+        point, known = decode_sync_point(own[0]), own[1]
+        if payload.startswith(point.compared):
+            return None
+        points: dict[int, PostedSyncPoint] = dict.fromkeys(self._hosts[0], point)
+        points |= dict.fromkeys(self._hosts[host], decode_sync_point(payload))
+        error = make_divergence_error(points, rank=self._rank, known=known)
+        expected, found = str(error.expected)[:MAX_FIELD_CHARACTERS], str(error.found)[:MAX_FIELD_CHARACTERS]
+        return ErrorMessage(expected=expected, found=found, fix=error.fix, where=error.where)
+
+    def _broadcast(self, difference: ErrorMessage) -> None:
+        data = encode_msgpack(difference)
+        for each in self._connections:
+            each.send(data)
+
+    def _forget_compared(self) -> None:
+        """Drop the sync points at which every connected host was compared."""
+        last = min((self._compared[each.host] for each in self._connections if each.is_open), default=self._number)
+        while self._posted and (first := next(iter(self._posted))) <= last:
+            del self._posted[first]

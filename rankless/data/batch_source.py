@@ -1,30 +1,68 @@
-"""Where a loader's batches come from on one rank: from a `DataLoader` of its own, or from rank 0."""
+"""Where a loader's batches come from on one rank: from a `DataLoader` of its own, or from rank 0.
+
+Read a loader's batches with PyTorch's `DataLoader` alone, in the runs on one worker that `rankless verify` records.
+
+Note [plain reading]: `verify` compares a run on N workers with a run on one. If both read their batches with the same
+code, a fault of that code is in both, and no comparison finds it. The run on one worker therefore hands the user's
+data set and collate function to `DataLoader` itself. Two things stay shared, because they define which samples are
+meant: the order, which PyTorch's samplers draw, and with reading="split" the seed of each sample, which replaces
+`DataLoader`'s random numbers on one device too. Streams and resumed passes keep the loader's own reader.
+
+Read a stream, an `IterableDataset`, batch by batch in its own order. Each rank keeps its own samples.
+
+Note [the same stream on every rank]: a stream has no indices, so every rank iterates over all of it, in the order and
+with the random numbers of a one-process `DataLoader`. Each rank collates only its own rows, so expensive work belongs
+into `collate_fn`. This is right only if every rank reads the same samples, which a queue or a socket does not provide.
+The ranks therefore compare a digest of each batch's samples. For a source that not every rank can read, use
+reading="first".
+"""
 
 import functools
+from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
 
 from rankless.context.world import World
-from rankless.data.baseline_reader import PlainKeys, PlainReader, SeededSamples
 from rankless.data.batch_agreement import gather_lists, has_per_sample_lists, require_same_batch
 from rankless.data.batch_requests import ReadingDecision, RequestSampler, make_whole_again
+from rankless.data.batch_tree import compute_digest
 from rankless.data.collation import Collation, refuse_random
 from rankless.data.collation_probe import describe_function
-from rankless.data.generators import find_changed_generators, get_process_states, set_process_states
+from rankless.data.generators import (
+    Generator,
+    find_changed_generators,
+    find_generators,
+    get_process_states,
+    preserve_generators,
+    seed_generators,
+    set_process_states,
+)
 from rankless.data.loader_position import GeneratorSnapshot, Pass, require_same_batches, set_sampler_states
 from rankless.data.sample_order import SampleOrder
 from rankless.data.sample_reader import (
     BatchRead,
     BatchRequest,
+    Division,
     ProbeResult,
     ReaderInit,
     ReadFailure,
     SampleReader,
+    SamplesRead,
     has_plain_columns,
+    report_read_failure,
 )
 from rankless.data.shared_reading.batches_from_cpu_workers import (
     RequestReader,
@@ -34,7 +72,6 @@ from rankless.data.shared_reading.batches_from_cpu_workers import (
 )
 from rankless.data.shared_reading.batches_from_first_rank import distribute_from_first_rank, sync_generators
 from rankless.data.shared_reading.reader_tensor import find_kinds_axis
-from rankless.data.stream_reader import StreamReader
 from rankless.parallel.batch_division import BatchDivision
 from rankless.parallel.mesh import Mesh
 
@@ -42,6 +79,131 @@ DEFAULT_PREFETCH = 2
 """How many batches each reader process of a `DataLoader` has ahead by default."""
 _INTEGERS_ONLY = (RandomSampler, SequentialSampler, WeightedRandomSampler)
 """Samplers that yield integers from 0. The reader can then index whole tensors with them."""
+
+
+class PlainKeys(Sampler[Any]):
+    """The keys of each request, in the form in which `DataLoader` passes them to the data set.
+
+    With `is_seeded` a key is a pair: the data set's own key, and the sample's seed. `requests` holds the requests whose
+    batches have not been yielded yet.
+    """
+
+    def __init__(self, requests: RequestSampler, *, in_batches: bool, is_seeded: bool) -> None:
+        self.requests: deque[BatchRequest] = deque()
+        self._source = requests
+        self._in_batches = in_batches
+        self._is_seeded = is_seeded
+
+    def __iter__(self) -> Iterator[Any]:
+        self.requests.clear()
+        # Not inside the generator below: a sampler may draw when iteration starts.
+        return self._iterate_keys(iter(self._source))
+
+    def _iterate_keys(self, requests: Iterator[BatchRequest]) -> Iterator[Any]:
+        for request in requests:
+            self.requests.append(request)
+            keys: list[Any] = list(request.indices)
+            if self._is_seeded and request.sample_seeds is not None:
+                keys = list(zip(keys, request.sample_seeds, strict=True))
+            yield keys if self._in_batches else keys[0]
+
+
+class SeededSamples(Dataset[Any]):
+    """The user's data set, with the process's generators seeded for each sample, as reading="split" promises."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+        self._generators: dict[str, Generator] | None = None
+
+    def __getitem__(self, key: tuple[Any, int]) -> Any:
+        index, seed = key
+        if self._generators is None:
+            self._generators = find_generators(self.dataset)
+        with preserve_generators(self._generators):
+            seed_generators(seed, self._generators)
+            return self.dataset[index]
+
+
+class PlainReader:
+    """One `DataLoader` over the user's data set, and the request of each of its batches."""
+
+    def __init__(self, loader: "DataLoader[Any]", keys: PlainKeys) -> None:
+        self._loader = loader
+        self._keys = keys
+
+    def __iter__(self) -> Iterator[BatchRead]:
+        # Iteration starts here, not in the generator below: `DataLoader` draws its base seed at this moment.
+        return self._pair(iter(self._loader))
+
+    def _pair(self, batches: Iterator[Any]) -> Iterator[BatchRead]:
+        for data in batches:
+            yield BatchRead(data=data, request=self._keys.requests.popleft())
+
+
+class StreamReader(IterableDataset[Any]):
+    """The stream that the inner `DataLoader` sees. One item holds all samples of a batch.
+
+    With `batch_size` None the stream yields whole batches.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        batch_size: int | None,
+        drop_last: bool,
+        batch_division: BatchDivision | None,
+        is_probed: bool = False,
+    ) -> None:
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+        self.batch_division = batch_division
+        """How the ranks divide batches if each collates its own rows; None if it collates all."""
+        self.is_probed = is_probed
+        """Whether a probe of the `collate_fn` decides for each batch; see Note [probed collation]."""
+
+    def __iter__(self) -> Iterator[SamplesRead | ReadFailure]:
+        # Not inside the generator below: DataLoader calls the user's __iter__ when iteration starts.
+        return self._iterate_batches(iter(self.dataset))
+
+    def _iterate_batches(self, stream: Iterator[Any]) -> Iterator[SamplesRead | ReadFailure]:
+        position, batch_rows = 0, 1 if self.batch_size is None else self.batch_size
+        while True:
+            samples: list[Any] = []
+            try:
+                for sample in islice(stream, batch_rows):
+                    samples.append(sample)
+            except Exception as error:  # user code may raise anything; add the sample's number
+                info = get_worker_info()
+                reader = "" if info is None else f", in reader process {info.id} of {info.num_workers}"
+                yield report_read_failure(error, f"sample {position + len(samples)} of the stream, from 0{reader}")
+                return
+            if not samples or (self.drop_last and len(samples) < batch_rows):
+                return
+            yield self._make_samples_read(samples, position)
+            position += len(samples)
+            if len(samples) < batch_rows:
+                return
+
+    def _make_samples_read(self, samples: list[Any], position: int) -> SamplesRead:
+        digest = compute_digest(samples)
+        if self.batch_size is None:
+            whole = BatchRequest(indices=[position], rows=None, is_split=False, digest=digest)
+            return SamplesRead(request=whole, batch=samples[0])
+        rows = len(samples)
+        indices: range = range(position, position + rows)
+        is_split = self.batch_division is not None and self.batch_division.divides(rows)
+        if is_split and self.batch_division is not None:
+            rank, lengths = self.batch_division.own_part, self.batch_division.split(rows)
+            if self.is_probed:
+                division = Division(indices=indices, lengths=lengths, rank=rank, in_stream=True)
+                probed = BatchRequest(indices=indices, rows=rows, is_split=False, digest=digest, division=division)
+                return SamplesRead(request=probed, samples=samples)
+            own = slice(sum(lengths[:rank]), sum(lengths[: rank + 1]))
+            samples, indices = samples[own], indices[own]
+        request = BatchRequest(indices=indices, rows=rows, is_split=is_split, digest=digest)
+        return SamplesRead(request=request, samples=samples)
 
 
 class BatchSource:

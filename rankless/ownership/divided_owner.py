@@ -9,11 +9,13 @@ to the owner within it, as that worker's states. That one may divide them along 
 
 from collections.abc import Callable, Mapping, Sequence
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rankless.collectives.mesh_collectives import all_reduce, all_reduce_maximum
+from rankless.errors import ConfigError
 from rankless.ownership.divided_parameter import DividedParameter, make_divided_parameter
 from rankless.ownership.gather_after_step import gather_after_step
 from rankless.ownership.host_memory import copy_to_device, copy_to_host
@@ -21,28 +23,21 @@ from rankless.ownership.optimizer_pieces import find_state_layout, list_paramete
 from rankless.ownership.owned_state import share_state
 from rankless.ownership.partitioned_tensor import (
     Partition,
+    RunTogether,
     WholeValues,
     get_local,
     list_partitions,
     make_partitioned_tensor,
+    run_directly,
 )
-from rankless.ownership.piece_layout import PieceLayout, gather_pieces
-from rankless.ownership.planned_divisions import (
-    omit_divisions,
-    only_for,
-    read_placement,
-    require_same_division,
-    select_divisions,
-)
-from rankless.ownership.replica import Replica
-from rankless.ownership.runs_together import RunTogether, run_directly
+from rankless.ownership.piece_layout import PieceLayout, fit_placement, gather_pieces
 from rankless.ownership.shared_pieces import SharedPieces, SharedValue
-from rankless.ownership.state_owner import StateOwner, WholeOwner, get_elements
+from rankless.ownership.state_owner import Replica, StateOwner, WholeOwner, get_elements
 from rankless.ownership.states_of_survivors import DividedStates
 from rankless.ownership.unread_tensor import UnreadTensor
 from rankless.parallel.mesh import Mesh, MeshAxis, WorkerGroup
 from rankless.parallel.tensor_placement import BlockedShard, Shard
-from rankless.records.parallel_plan import JobPlan, StatePlan
+from rankless.records.parallel_plan import JobPlan, StateDivision, StatePlan
 
 
 class DividedOwner:
@@ -382,3 +377,62 @@ class DividedOwner:
         if any(item.is_owned for item in known):
             self._run(lambda: share_state(optimizer, self._divided, self._values), is_in_step=True)
         gather_after_step([item for item in known if not item.divides_value], self._axis)
+
+
+def select_divisions(state: StatePlan, axis: MeshAxis) -> StatePlan:
+    """Return the plan of a state with its division along one axis only."""
+    return keep_divisions(state, lambda division: division.axis == axis.name)
+
+
+def omit_divisions(state: StatePlan, axis: MeshAxis) -> StatePlan:
+    """Return the plan of a state without its division along one axis."""
+    return keep_divisions(state, lambda division: division.axis != axis.name)
+
+
+def keep_divisions(state: StatePlan, is_kept: Callable[[StateDivision], bool]) -> StatePlan:
+    """Return the plan of a state with some of its divisions. One without any lies on the device."""
+    kept = tuple(filter(is_kept, state.optimizer_state))
+    return msgspec.structs.replace(
+        state,
+        value=tuple(filter(is_kept, state.value)),
+        gradient=tuple(filter(is_kept, state.gradient)),
+        optimizer_state=kept,
+        offloaded=state.offloaded and kept[-1:] == state.optimizer_state[-1:],
+    )
+
+
+def only_for(
+    complete: Callable[[str, Tensor], None], tensors: Mapping[str, Tensor], pieces: Mapping[str, Tensor]
+) -> Callable[[str, Tensor], None]:
+    """Return a function that completes a tensor unless it is a piece, which has a value."""
+
+    def complete_whole(name: str, tensor: Tensor) -> None:
+        if tensors[name] is pieces[name]:
+            complete(name, tensor)
+
+    return complete_whole
+
+
+def read_placement(division: StateDivision, tensor: Tensor) -> Shard | BlockedShard:
+    """Return the placement that a plan describes, for what other axes have left of a tensor."""
+    if division.blocks > 1:
+        return BlockedShard(division.dim, division.lengths)
+    return fit_placement(Shard(division.dim, division.lengths), tensor.shape[division.dim])
+
+
+def require_same_division(
+    known: DividedParameter, placement: Shard | BlockedShard, state: StatePlan, line: str
+) -> None:
+    """Raise `ConfigError` for a parameter that another job divides in another way."""
+    if (known.layout.placement, known.divides_value, known.divides_gradient, known.is_offloaded) != (
+        placement,
+        bool(state.value),
+        bool(state.gradient),
+        state.offloaded,
+    ):
+        raise ConfigError(
+            expected=f"one division of {known.name} between workers",
+            found="another one in an earlier job, with another zero=, offload= or plan",
+            fix="pass the same zero= and offload= to all jobs whose optimizers step it",
+            where=line,
+        )

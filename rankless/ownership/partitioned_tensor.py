@@ -11,7 +11,7 @@ and is updated after each step. A piece may be a divided tensor itself, if sever
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +19,30 @@ from torch.utils import _pytree as pytree
 
 from rankless.collectives.mesh_collectives import all_reduce_maximum
 from rankless.errors import ConfigError, RanklessError
-from rankless.ownership.functions_without_elements import WITHOUT_ELEMENTS
 from rankless.ownership.host_memory import copy_to_device
 from rankless.ownership.piece_layout import PieceLayout, gather_pieces
-from rankless.ownership.runs_together import RunTogether, run_directly
 from rankless.ownership.stored_value import StoredValue
 from rankless.parallel.mesh import WorkerGroup
+
+Result = TypeVar("Result")
+
+
+class RunTogether(Protocol):
+    """Makes what workers compute together outside of jobs, again if one of them is lost."""
+
+    def __call__(self, attempt: Callable[[], Result], *, is_in_step: bool = False) -> Result:
+        """Return what `attempt` returns, which changes nothing that lasts.
+
+        Args:
+            attempt: Computes it.
+            is_in_step: Whether it is a part of a step, whose gradients all workers have.
+        """
+        ...
+
+
+def run_directly(attempt: Callable[[], Result], *, is_in_step: bool = False) -> Result:  # noqa: ARG001
+    """Return what workers compute together, where none may be lost."""
+    return attempt()
 
 
 class WholeValues:
@@ -398,3 +416,30 @@ def copy_whole(target: Tensor, value: Tensor) -> None:
     get_local(target).copy_(known.get_piece(value))
     if known.whole is not None:
         known.whole.copy_(value)
+
+
+def list_functions_without_elements() -> frozenset[Any]:
+    """Return the functions of PyTorch that need a tensor's shape, dtype, gradient or the like, but not its elements."""
+    properties = (
+        "shape dtype device layout ndim itemsize requires_grad grad grad_fn is_leaf output_nr _version name names "
+        "is_cuda is_cpu is_meta is_sparse is_quantized is_mkldnn is_nested is_xpu is_mps is_vulkan is_mtia is_maia "
+        "is_ipu is_xla is_sparse_csr retains_grad _backward_hooks _post_accumulate_grad_hooks _grad_fn nbytes volatile"
+    )
+    methods = (
+        "size stride dim numel nelement element_size ndimension storage_offset is_floating_point is_complex is_signed "
+        "is_contiguous is_inference is_conj is_neg is_same_size get_device has_names requires_grad_ register_hook "
+        "register_post_accumulate_grad_hook retain_grad __len__ __hash__ _is_view _is_zerotensor sym_size dim_order "
+        "is_pinned is_shared"
+    )
+    found: set[Any] = set()
+    for name in properties.split():
+        attribute = getattr(Tensor, name, None)
+        for accessor in ("__get__", "__set__", "__delete__"):
+            if hasattr(attribute, accessor):
+                found.add(getattr(attribute, accessor))
+    found.update(getattr(Tensor, name) for name in methods.split() if hasattr(Tensor, name))
+    found.update((torch.numel, torch.is_floating_point, torch.is_complex, torch.is_tensor))
+    return frozenset(found)
+
+
+WITHOUT_ELEMENTS = list_functions_without_elements()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rankless.collectives.backends.common_memory import can_have_common_memory, map_common
+from rankless.collectives.backends.group_memory import can_have_common_memory, map_common
 from rankless.collectives.mesh_collectives import wait_for_all
 from rankless.ownership.piece_layout import PieceLayout
 from rankless.parallel.mesh import WorkerGroup

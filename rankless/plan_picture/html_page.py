@@ -3,12 +3,11 @@
 from collections.abc import Iterable, Sequence
 from xml.etree import ElementTree
 
+from rankless.plan_picture.drawing import clean_text
 from rankless.plan_picture.holdings import describe_divisions
-from rankless.plan_picture.job_picture import draw_one_job, summarize
-from rankless.plan_picture.memory_section import KINDS
+from rankless.plan_picture.job_picture import KINDS, draw_one_job, summarize
 from rankless.plan_picture.pictured_job import PicturedJob, PicturedPlan
 from rankless.plan_picture.svg import make_svg
-from rankless.plan_picture.text_width import clean_text
 from rankless.plan_picture.worker_grid import format_workers
 from rankless.records.quantities import format_decimal_bytes
 

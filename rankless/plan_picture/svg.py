@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 from xml.etree import ElementTree
 
-from rankless.plan_picture.drawing import Bar, Drawing, Label
-from rankless.plan_picture.text_width import clean_text, is_measured
+from rankless.plan_picture.drawing import Bar, Drawing, Label, clean_text, is_measured
 
 PREFIX = "plan-"
 """Of all classes, so that a page may embed pictures."""

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator
 import msgspec
 
 from rankless.records.job_programs import JobProgram, ProgramCommunication, ReplicatedOperator
+from rankless.records.module_groups import format_modules
 from rankless.records.quantities import format_decimal_bytes
-from rankless.records.repeated_layer_names import format_modules
 
 NOTICE_BYTES = 64 * 1024
 """Gathered bytes per step from which on a place is costly. Fewer cost little more than the message itself."""

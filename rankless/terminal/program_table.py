@@ -19,9 +19,8 @@ from rankless.records.job_programs import (
     ReplicatedOperator,
     TableLookup,
 )
-from rankless.records.module_groups import group_by_module
+from rankless.records.module_groups import format_modules, group_by_module
 from rankless.records.quantities import format_decimal_bytes
-from rankless.records.repeated_layer_names import format_modules
 from rankless.terminal.module_table import render_modules
 
 WIDTH = 100

@@ -22,9 +22,9 @@ from rankless.config.run_config import (
 )
 from rankless.config.servers import RequestedServers
 from rankless.config.validation import make_run_config
-from rankless.records.call_values import ComputedValue, read_values
 from rankless.records.job_programs import ProgramRecord, read_program_records
 from rankless.records.parallel_plan import PlannedAxis
+from rankless.records.recorded_calls import ComputedValue, read_values
 from rankless.verify.first_differing_value import FirstDifferingValue, find_first_value
 from rankless.verify.foreign_ranks import combine_losses
 from rankless.verify.recordings import Recording, read_recordings

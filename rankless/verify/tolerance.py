@@ -28,7 +28,7 @@ Ranks of one run must agree within the rounding bound alone, because they hold c
 If rounding flips a max-pool, a ReLU or an argmax, a step jumps, and the noise run need not jump at the same step. No
 measured noise bounds that, but more precise arithmetic does. `Comparison.needs_float64` says when it should decide.
 
-A limit may be so high that it hides faults; `decidability` finds such limits. Then the training is not called the same
+A limit may be so high that it hides faults; `comparison` finds such limits. Then the training is not called the same
 (docs/decisions/0004-noise-floor.md, 0019-three-outcomes.md).
 
 If the one-worker run's repetition differs by over 1,000 x the rounding bound before its first step, the script is not

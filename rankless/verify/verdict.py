@@ -9,7 +9,6 @@ from rankless.verify.causes import Cause
 from rankless.verify.comparison import Comparison, Divergence, TableRow, ToleranceUse
 from rankless.verify.decision import Decision, Outcome
 from rankless.verify.first_differing_value import FirstDifferingValue, render_first_value
-from rankless.verify.tables import render_table
 
 EXIT_CODES: Mapping[Outcome, int] = {"same": 0, "different": 1, "undecided": 3}
 """The exit codes of `rankless verify`; 2 is an invalid command line, 130 an interrupt."""
@@ -276,3 +275,29 @@ def _make_line(row: TableRow) -> TableLine:
         nearest_difference=None if worst is None else worst.size,
         nearest_limit=None if worst is None else row.worst_allowed,
     )
+
+
+HEADERS = ("compared", "number", "largest difference", "noise floor", "nearest to its limit")
+
+
+def render_table(rows: Sequence[TableRow]) -> str:
+    """Return the table of comparisons, in columns."""
+    lines = [HEADERS, *(_make_cells(row) for row in rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(HEADERS))]
+    rendered = []
+    for name, *numbers, nearest in lines:
+        middle = "  ".join(cell.rjust(width) for cell, width in zip(numbers, widths[1:-1], strict=True))
+        rendered.append(f"{name.ljust(widths[0])}  {middle}  {nearest}".rstrip())
+    return "\n".join(rendered)
+
+
+def _make_cells(row: TableRow) -> tuple[str, ...]:
+    noise = "" if row.noise is None else f"{row.noise:.2g}"
+    return (row.name, f"{row.compared:,}", f"{row.largest:.2g}", noise, _format_nearest(row))
+
+
+def _format_nearest(row: TableRow) -> str:
+    worst = row.worst
+    if worst is None or worst.size == 0:
+        return "all equal" if row.compared else "nothing to compare"
+    return f"{worst.tensor}, step {worst.location.step}: {worst.size:.2g} of {row.worst_allowed:.2g}"

@@ -23,7 +23,7 @@ NAMED = {
     "rankless/parameter_server.py": "the public path of the extension `servers`",
     "rankless/context/table_sharing.py": "finds the tables of a script; not a seam yet",
     "rankless/jobs/job_tables.py": "likewise",
-    "rankless/compiler/guards/object_inspection.py": "likewise",
+    "rankless/compiler/guards/guard_discovery.py": "likewise",
     "rankless/verify/causes.py": "names the call that mends a script",
 }
 """Files of the core that name an extension, with the reason."""

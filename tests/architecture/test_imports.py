@@ -80,7 +80,7 @@ def test_every_module_can_be_imported_by_itself():
 UNREACHABLE_ERRORS = {
     "rankless.checkpoint.collective_errors.OtherRankFailed": "a CheckpointError; only saves tell it from others",
     "rankless.collectives.backends.hosts.gloo_exchange.ExchangeTimeout": "the collective raises a CollectiveError",
-    "rankless.collectives.backends.messages.transfers.LengthMismatch": "the receive raises a CollectiveError",
+    "rankless.collectives.backends.message_transfers.LengthMismatch": "the receive raises a CollectiveError",
     "rankless.compiler.capture.value_reads.LateQuestion": "the job is traced again, and asks within its function",
     "rankless.compiler.tracing.fast_paths.TakesNestedTensor": "the encoder's replaced forward pass catches it",
     "rankless.compiler.capture.value_reads.ValueNeeded": "the job captures the program again with the value",

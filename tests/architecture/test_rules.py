@@ -42,9 +42,8 @@ IMPORTED_LATE = {
 
 # Where `except Exception` or `except BaseException` stands.
 BROAD_EXCEPTS = {
-    "rankless/checkpoint/background_write.py": "the thread keeps the error for the script's next call",
-    "rankless/checkpoint/saving.py": "the other ranks learn that this one failed, and the error is raised again",
-    "rankless/collectives/backends/messages/point_to_point.py": "the other ranks learn of it, and it is raised again",
+    "rankless/checkpoint/saving.py": "the next call, or the other ranks, learn of the error, and it is raised again",
+    "rankless/collectives/backends/message_transfers.py": "the other ranks learn of it, and it is raised again",
     "rankless/collectives/backends/operation_queue.py": "the caller that waits gets the error; the others learn of it",
     "rankless/collectives/checked_collectives.py": "the error belongs to the caller that waits for the collective",
     "rankless/extensions/horovod/data/data_loader_base.py": "the loop raises the error of the thread that reads",
@@ -57,14 +56,13 @@ BROAD_EXCEPTS = {
     "rankless/context/operations.py": "the other ranks raise it, too",
     "rankless/context/raised_errors.py": "a class of the script may raise anything where it is made again",
     "rankless/context/once.py": "the other ranks learn that rank 0 failed, and the error is raised again",
-    "rankless/data/batch_source.py": "a data set is foreign code; the other ranks learn of its error",
+    "rankless/data/batch_source.py": "data sets and streams are foreign code; the others learn of the error",
     "rankless/data/collation.py": "a collate_fn is foreign code; its error gets an explanation",
     "rankless/data/collation_probe.py": "a collate_fn is foreign code; if it raises, ranks read whole batches",
     "rankless/data/prefetching.py": "the error is raised after the batches that were read before it",
     "rankless/data/sample_reader.py": "a data set is foreign code; its error gets the index of the sample",
     "rankless/data/shared_reading/batches_from_cpu_workers.py": "a data set is foreign code; the others raise, too",
     "rankless/data/shared_reading/batches_from_first_rank.py": "a data set is foreign code; the others raise, too",
-    "rankless/data/stream_reader.py": "a stream is foreign code; its error gets the position of the sample",
     "rankless/jobs/views/operation.py": "operators are foreign code; all ranks raise what it becomes",
     "rankless/jobs/views/consistent.py": "the number of the call is taken back, and the error is raised again",
     "rankless/compiler/capture/kept_tensors.py": "the script's state is restored, and the error is raised again",
@@ -94,7 +92,7 @@ ENVIRONMENT_READERS = {
 DIRECT_ENCODERS = {
     "rankless/records/encoding.py": "is the one place",
     "rankless/checkpoint/content.py": "a name in a checkpoint must come back as it was, so saving refuses others",
-    "rankless/checkpoint/export/safetensors_files.py": "likewise",
+    "rankless/checkpoint/safetensors_export.py": "likewise",
     "rankless/checkpoint/folder.py": "likewise",
     "rankless/checkpoint/manifest.py": "likewise",
     "rankless/checkpoint/tensor_file_writer.py": "likewise",

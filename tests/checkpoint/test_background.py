@@ -12,7 +12,7 @@ from checkpoint.saved_objects import SOLO, Holder, Number, loaded_number, save
 from support.processes import on_mesh
 
 from rankless.checkpoint import SaveOptions, Saver, load
-from rankless.checkpoint.background_write import WriteTask
+from rankless.checkpoint.saving import WriteTask
 from rankless.errors import CheckpointError
 
 BACKGROUND = SaveOptions(background=True)
@@ -150,7 +150,7 @@ def test_a_background_failure_raises_on_all_ranks_and_the_next_save_works(tmp_pa
 
 SCRIPT = """
 import sys, torch, rankless
-from rankless.checkpoint.background_write import WriteTask
+from rankless.checkpoint.saving import WriteTask
 model = torch.nn.Sequential(torch.nn.Linear(500, 500), torch.nn.Linear(500, 500))
 if sys.argv[1] == "failing" and rankless.rank() == rankless.world_size() - 1:
     def full(_task):

@@ -9,7 +9,7 @@ from simulated_ranks import Outcome, assert_runs_as_plain, divide_evenly, run_pr
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from rankless.compiler.tensor_parallel.division import DimRequest, TensorDivider
+from rankless.compiler.tensor_parallel import DimRequest, TensorDivider
 from rankless.parallel.tensor_placement import Placement
 
 

@@ -10,9 +10,8 @@ from simulated_pipelines import capture_job
 from simulated_ranks import assert_runs_as_plain, divide_evenly, run_program_on_axes
 from torch import nn
 
-from rankless.compiler.tensor_parallel.dim_links import list_parameters
-from rankless.compiler.tensor_parallel.division import DimRequest, TensorDivider
-from rankless.compiler.tensor_parallel.experts import ExpertDivider
+from rankless.compiler.expert_parallel import ExpertDivider
+from rankless.compiler.tensor_parallel import DimRequest, TensorDivider, list_parameters
 from rankless.parallel.tensor_placement import Shard, split_lengths
 
 MESHES = ((2,), (3,), (4,), (2, 2))

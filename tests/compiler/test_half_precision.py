@@ -5,7 +5,7 @@ import torch
 from simulated_ranks import run_on_simulated_ranks
 from torch import nn
 
-from rankless.compiler.capture.half_precision_layouts import trace_half_precision_layouts
+from rankless.compiler.capture.capture import trace_half_precision_layouts
 
 HALF = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 ELEMENTWISE = {

@@ -10,7 +10,7 @@ from simulated_pipelines import capture_job
 from test_expert_axis import MESHES, check_expert_axis
 from torch import nn
 
-from rankless.compiler.tensor_parallel.experts import ExpertDivider
+from rankless.compiler.expert_parallel import ExpertDivider
 from rankless.parallel.tensor_placement import find_only_rank, split_lengths
 
 SAMPLES = ROWS * LENGTH * WIDTH * 8

@@ -14,9 +14,13 @@ from torch import Tensor, nn
 
 from rankless.compiler.capture.capture import JobSource
 from rankless.compiler.probing import operator_probe
-from rankless.compiler.probing.answer_cache import AnswerCache, ProbeAnswer, default_folder
-from rankless.compiler.probing.child_process import run_in_child
-from rankless.compiler.probing.operator_probe import OperatorProbe
+from rankless.compiler.probing.operator_probe import (
+    AnswerCache,
+    OperatorProbe,
+    ProbeAnswer,
+    default_folder,
+    run_in_child,
+)
 from rankless.compiler.probing.row_checks import CallNumber, RowCheck, find_coupled_row
 from rankless.errors import StepError
 from rankless.parallel.mesh import Mesh

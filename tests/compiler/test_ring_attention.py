@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from rankless.compiler.ir.attention_kernels import attend_to_block, differentiate_block, list_pieces
 from rankless.compiler.rules import attention
-from rankless.compiler.tensor_parallel.division import TensorDivider
+from rankless.compiler.tensor_parallel import TensorDivider
 from rankless.errors import CaptureError
 from rankless.parallel.tensor_placement import Replicate, Shard, split_lengths
 

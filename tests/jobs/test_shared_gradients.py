@@ -9,7 +9,7 @@ from collectives.backends.shared_groups import list_open, make_group, shared_gro
 from support.processes import on_mesh
 from torch import Tensor, nn
 
-from rankless.collectives.backends import close_shared_memory_group, reduced_memory
+from rankless.collectives.backends import close_shared_memory_group, group_memory
 from rankless.compiler.scheduling.gradient_memory import FlatMemory
 from rankless.context.world import World
 from rankless.jobs.definition import StepOptions
@@ -206,12 +206,12 @@ def test_a_closed_group_takes_back_memory_that_no_gradient_uses():
 
 def train_within_limit(mesh: Mesh, limit_bytes: int) -> tuple[list[Tensor], int]:
     """Limit the memory on one worker only."""
-    usual = reduced_memory.MOST_BYTES
-    reduced_memory.MOST_BYTES = limit_bytes if mesh.rank == 1 else usual
+    usual = group_memory.MOST_BYTES
+    group_memory.MOST_BYTES = limit_bytes if mesh.rank == 1 else usual
     try:
         parameters, _, shared = train_shared(mesh, "nothing kept")
     finally:
-        reduced_memory.MOST_BYTES = usual
+        group_memory.MOST_BYTES = usual
     return parameters, shared
 
 

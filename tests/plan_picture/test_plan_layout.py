@@ -19,11 +19,10 @@ from support.plan_records import (
     pipelined,
 )
 
-from rankless.plan_picture.drawing import Bar, Drawing, Label
+from rankless.plan_picture.drawing import Bar, Drawing, Label, clean_text
 from rankless.plan_picture.html_page import format_page
 from rankless.plan_picture.job_picture import draw_plan
 from rankless.plan_picture.pictured_job import PicturedPlan
-from rankless.plan_picture.text_width import clean_text
 from rankless.records.job_programs import DefinedJob, ProgramInputRecord
 from rankless.records.parallel_plan import JobPlan, StatePlan
 from rankless.records.quantities import format_decimal_bytes

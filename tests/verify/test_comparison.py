@@ -14,8 +14,8 @@ from rankless.verify.decision import describe_doubt
 from rankless.verify.differences import measure
 from rankless.verify.recording.run_recorder import RunRecorder
 from rankless.verify.recordings import read_recordings, take_beginning
-from rankless.verify.tables import render_table
 from rankless.verify.tolerance import NoiseFloor
+from rankless.verify.verdict import render_table
 
 ROWS, STEPS = 12, 6
 

@@ -6,8 +6,7 @@ import msgspec
 import pytest
 
 from rankless.config.run_config import InspectedCall
-from rankless.records.call_values import ComputedValue, Role
-from rankless.records.recorded_calls import TensorSummary
+from rankless.records.recorded_calls import ComputedValue, Role, TensorSummary
 from rankless.verify.first_differing_value import FirstDifferingValue, find_first_value, render_first_value
 
 CALL = InspectedCall(job="train", call=3)

@@ -1,5 +1,5 @@
 """Rows by ids, of which a save writes those that have changed since the checkpoint before.
 
-`keyed_rows` finds them in the states of objects. `row_files` writes them, and links what the checkpoint before has.
-`stored_rows` reads them. Note [layers of rows] in `manifest` has the form of the files.
+`row_files` finds them in the states of objects, writes them, links what the checkpoint before has,
+and reads them. Note [layers of rows] in `manifest` has the form of the files.
 """

@@ -3,9 +3,9 @@
 Enters: a `torch.distributed.Store` that the processes share, and their ranks. Leaves: a process group for the functions
 of `torch.distributed`, or None where the processes cannot share memory. Decision 0029 has the reasons.
 
-The layers, from below: `futex`, `peer_liveness` and `shared_region` are the operating system's side. `signals` counts,
-waits and fails. `slots` and `message_rings` divide the memory. `shared_reductions`, `shared_movement` and
-`point_to_point` are the algorithms. `operation_queue` keeps the order. `process_group` has torch's signatures.
+The layers, from below: `memory` is the operating system's side. `signals` counts, sleeps, waits and fails. `slots`
+divides the memory. `shared_reductions`, `shared_movement` and `message_transfers` are the algorithms. `operation_queue`
+keeps the order. `process_group` has torch's signatures, and `prepared_calls` checks their arguments.
 `group_registration` makes it known to torch.
 """
 

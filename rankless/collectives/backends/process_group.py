@@ -13,38 +13,36 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rankless.collectives.backends.calls.call_arguments import (
+from rankless.collectives.backends.group_failure import Membership, make_error
+from rankless.collectives.backends.operation_queue import SharedMemoryWork
+from rankless.collectives.backends.prepared_calls import (
+    FusedTensors,
+    PreparedCall,
     as_list,
     as_only_list,
+    flatten_bytes,
     get_operation,
     get_root,
     get_timeout_seconds,
-    require_count,
-    require_dense,
-    require_other_rank,
-)
-from rankless.collectives.backends.calls.movement_calls import (
     prepare_all_gather,
     prepare_all_gather_single,
+    prepare_all_reduce,
     prepare_all_to_all,
     prepare_all_to_all_single,
     prepare_barrier,
     prepare_broadcast,
-    prepare_gather,
-    prepare_scatter,
-)
-from rankless.collectives.backends.calls.prepared_call import PreparedCall
-from rankless.collectives.backends.calls.reduction_calls import (
-    FusedTensors,
-    prepare_all_reduce,
     prepare_fused_all_reduce,
+    prepare_gather,
     prepare_reduce,
     prepare_reduce_scatter,
+    prepare_scatter,
+    prepare_sparse_all_reduce,
+    require_count,
+    require_dense,
+    require_other_rank,
+    writable,
+    write_back,
 )
-from rankless.collectives.backends.calls.sparse_calls import prepare_sparse_all_reduce
-from rankless.collectives.backends.calls.tensor_views import flatten_bytes, writable, write_back
-from rankless.collectives.backends.group_failure import Membership, make_error
-from rankless.collectives.backends.operation_queue import SharedMemoryWork
 from rankless.collectives.backends.shared_group import SharedGroup, open_shared_group
 from rankless.config.shared_memory_support import Support
 from rankless.errors import CollectiveError

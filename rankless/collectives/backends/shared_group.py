@@ -10,17 +10,14 @@ import torch
 
 from rankless.collectives.backends.fused_reductions import FusedReductions
 from rankless.collectives.backends.group_failure import Membership, make_error
-from rankless.collectives.backends.memory.control_layout import ControlLayout
-from rankless.collectives.backends.memory.futex import Futex
 from rankless.collectives.backends.memory.peer_liveness import PeerProcesses, ProcessIdentity
 from rankless.collectives.backends.memory.shared_region import SharedRegion, open_shared_region
 from rankless.collectives.backends.memory.store_exchange import StoreExchange, do_nothing
-from rankless.collectives.backends.messages.point_to_point import PointToPoint
-from rankless.collectives.backends.messages.rings import MessageRing, RingLayout
+from rankless.collectives.backends.message_transfers import MessageRing, PointToPoint, RingLayout
 from rankless.collectives.backends.operation_queue import OperationQueue
 from rankless.collectives.backends.shared_movement import SharedMovement
 from rankless.collectives.backends.shared_reductions import SharedReductions
-from rankless.collectives.backends.signals import GroupSignals
+from rankless.collectives.backends.signals import ControlLayout, Futex, GroupSignals
 from rankless.collectives.backends.slots import Slots, count_slot_bytes
 from rankless.collectives.shared_memory_file import host_identity
 from rankless.config.shared_memory_support import Support, find_futex_number, is_supported

@@ -11,17 +11,27 @@ all ranks' tensors into its own tensor, and copies the result into the others', 
 cache. No other rank touches its share, so the ranks wait only at the beginning and at the end. A reduce_scatter reads
 its share from all ranks' tensors, and changes none. If one rank passes such a tensor and another does not, all notice
 at the first wait, and make the call without it.
+
+Note [small reductions]: `SmallReduction` makes one shot in one round, in as few Python statements as possible: they are
+most of its time. Everything that does not depend on the call is computed before.
+
+Note [owners]: `SharedTensors` has the tensors of a group in memory that all its ranks map. The caller owns a tensor,
+and the group only knows it. So a group keeps no memory of tensors that are gone, and a tensor outlives its group. This
+rank's tensor has a storage of its own over the mapped memory, so that its uses can be counted. The memory is unmapped
+with the last tensor over it.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakMethod, WeakValueDictionary
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from rankless.collectives.backends.memory.shared_region import SharedRegion
 from rankless.collectives.backends.operation_signature import Collective, encode_signature
 from rankless.collectives.backends.reductions import Reduction
-from rankless.collectives.backends.shared_tensors import SharedTensor, SharedTensors
 from rankless.collectives.backends.slots import HALF_BYTES, Slots, split_rounds, split_shares
-from rankless.collectives.backends.small_reductions import SmallReduction
 
 ONE_SHOT_BYTES = 64 << 10
 """The most bytes that ranks always reduce in one shot, all ranks' values together."""
@@ -29,6 +39,119 @@ SHARED_PIECE_BYTES = 512 << 10
 """So much of shared tensors, of all ranks together, is reduced and copied at a time."""
 _MOST_SMALL = 256
 """So many lengths of small tensors are remembered."""
+
+
+class SmallReduction:
+    """The all_reduce of a certain number of values of one dtype.
+
+    Args:
+        slots: The memory of the group, which has at least two ranks.
+        reduction: How values are combined.
+        count: The number of values. They fit into a half of a slot.
+        dtype: The dtype of the values.
+    """
+
+    def __init__(self, slots: Slots, reduction: Reduction, count: int, dtype: torch.dtype) -> None:
+        self._slots, self._signals, self._words = slots, slots.signals, slots.signals.words
+        self._reduction = reduction
+        self._signature = encode_signature(Collective.ALL_REDUCE, count=count, dtype=dtype, reduction=reduction.number)
+        tables = slots.signals.layout.table
+        peers = [rank for rank in range(slots.size) if rank != slots.rank]
+        self._own_tables = [tables(slots.rank, half) for half in range(2)]
+        self._peer_tables = [[(rank, tables(rank, half)) for rank in peers] for half in range(2)]
+        self._views = [slots.cut(half, dtype, count) for half in range(2)]
+        self._own_views = [views[slots.rank] for views in self._views]
+
+    def run(self, values: torch.Tensor) -> None:
+        """Replace the values, flat and contiguous, by their reduction over all ranks. Raises as `SharedReductions`."""
+        words, signals, signature = self._words, self._signals, self._signature
+        half = self._slots.begin_round()
+        signals.check()
+        table = self._own_tables[half]
+        words[table], words[table + 1] = signature, 0
+        self._own_views[half].copy_(values)
+        signals.wait_for_all(signals.post())
+        for rank, table in self._peer_tables[half]:
+            if words[table] != signature:
+                self._slots.require_signature(half, signature, rank)
+        self._reduction.reduce(self._views[half], values)
+
+
+class SharedTensor:
+    """The parts of all ranks of one allocation.
+
+    Args:
+        number: The number of the allocation, equal on all ranks.
+        parts: The flat tensor of each rank, in mapped memory.
+        reserved_bytes: What it takes of each rank's memory.
+    """
+
+    def __init__(self, number: int, parts: list[torch.Tensor], reserved_bytes: int) -> None:
+        self.number, self.parts, self.reserved_bytes = number, parts, reserved_bytes
+        self.on_close: WeakMethod[Callable[[], None]] | None = None
+
+
+class SharedTensors:
+    """The tensors that one group has allocated and that are still used. See note [owners]."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
+        self._by_tensor = WeakTensorKeyDictionary()
+        self._by_address: WeakValueDictionary[int, SharedTensor] = WeakValueDictionary()
+        self.allocations = 0
+        """How many there have been, equal on all ranks."""
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What the tensors that are still used take of this rank's memory."""
+        return sum(shared.reserved_bytes for shared in list(self._by_address.values()))
+
+    def add(
+        self, region: SharedRegion, count: int, dtype: torch.dtype, on_close: Callable[[], None] | None
+    ) -> torch.Tensor:
+        """Divide a region between the ranks, each part for `count` values, and return this rank's part."""
+        stride = len(region.bytes) // self._size
+        with torch.inference_mode(False):
+            parts = [part[: count * dtype.itemsize].view(dtype) for part in region.bytes.split(stride)]
+            own: torch.Tensor = parts[self._rank]
+            if count:
+                own = torch.frombuffer(region.memory, dtype=dtype, count=count, offset=stride * self._rank)
+        shared = SharedTensor(self.allocations, parts, stride)
+        if on_close is not None:
+            shared.on_close = WeakMethod(on_close)
+        self._by_tensor[own] = shared
+        if count:
+            self._by_address[own.data_ptr()] = shared
+        return own
+
+    def find(self, tensor: torch.Tensor) -> SharedTensor | None:
+        """Return the allocation of which a flat tensor has the first values of this rank's part, or all of them."""
+        shared = self._by_address.get(tensor.data_ptr())
+        if shared is None or len(tensor) > len(shared.parts[0]) or tensor.dtype != shared.parts[0].dtype:
+            return None
+        return shared
+
+    def find_parts(self, tensors: Sequence[torch.Tensor]) -> SharedTensor | None:
+        """Return the allocation of which flat tensors are equal parts of this rank's part, one after the other."""
+        first = tensors[0]
+        shared = self.find(first) if len(first) else None
+        if shared is None or len(first) * len(tensors) > len(shared.parts[0]):
+            return None
+        places = range(first.data_ptr(), first.data_ptr() + first.nbytes * len(tensors), first.nbytes)
+        are_parts = all(
+            len(tensor) == len(first) and tensor.data_ptr() == place
+            for tensor, place in zip(tensors, places, strict=True)
+        )
+        return shared if are_parts else None
+
+    def close(self) -> None:
+        """Forget all tensors, and tell their owners."""
+        for shared in list(self._by_address.values()):
+            released = shared.on_close() if shared.on_close is not None else None
+            if released is not None:
+                released()
+        self._by_tensor.clear()
+        self._by_address.clear()
 
 
 class SharedReductions:

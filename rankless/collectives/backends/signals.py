@@ -9,17 +9,23 @@ sleeps on that word. A rank that posts looks at the sleeper words of the others.
 to 0 and wakes the sleeper. No wake is lost: either the sleeper sees the new number, or the poster sees the word, or
 the kernel sees that the word has changed. A store and a later load of another word may be swapped by the processor,
 so a lock is taken in between, which no processor moves them across.
+
+Where the words of a group's control block lie. The block is at the start of the group's shared memory.
+
+The block starts with the word that ends the group, and a mark. A part for each rank follows. Words of different
+writers are on different cache lines, two lines apart because processors fetch lines in pairs.
 """
 
+import ctypes
 import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 from rankless.collectives.backends.group_failure import Membership, make_error
-from rankless.collectives.backends.memory.control_layout import CHANNELS, ControlLayout
-from rankless.collectives.backends.memory.futex import Futex
 from rankless.collectives.backends.memory.peer_liveness import PeerProcesses
 from rankless.config.resource_limits import core_count
 from rankless.errors import CollectiveError
@@ -44,6 +50,98 @@ CROWDED_SPIN_COUNT = 20
 """The same if there are more ranks than cores, and the least."""
 _PROBE_INTERVAL = 32
 _FAILURE = FAILURE_OFFSET // WORD_BYTES
+
+
+LINE_WORDS = 16
+CHANNELS = 2
+"""Collectives sleep on one word of their rank, messages from one rank to another on a second."""
+
+
+@dataclass(frozen=True)
+class ControlLayout:
+    """The offsets of the control block of a group with `size` ranks, in words of 8 bytes."""
+
+    size: int
+
+    @property
+    def table_words(self) -> int:
+        """The words that a rank publishes about a call: its signature, a number, and a number for each rank."""
+        return _round_up(2 + self.size)
+
+    @property
+    def rank_words(self) -> int:
+        """The words of one rank."""
+        return (1 + CHANNELS) * LINE_WORDS + 2 * self.table_words
+
+    @property
+    def word_count(self) -> int:
+        """The words of the whole block."""
+        return LINE_WORDS + self.size * self.rank_words
+
+    @property
+    def byte_count(self) -> int:
+        """The bytes of the whole block."""
+        return WORD_BYTES * self.word_count
+
+    def posted(self, rank: int) -> int:
+        """The word with the number of the last phase that a rank has reached. The rank writes it."""
+        return LINE_WORDS + rank * self.rank_words
+
+    def closed(self, rank: int) -> int:
+        """The word that is not 0 after a rank has closed the group. The rank writes it."""
+        return self.posted(rank) + 1
+
+    def sleeper(self, rank: int, channel: int) -> int:
+        """The word on which a rank sleeps. It sets what it waits for; the rank that wakes it sets 0."""
+        return self.posted(rank) + (1 + channel) * LINE_WORDS
+
+    def table(self, rank: int, half: int) -> int:
+        """The first word of what a rank publishes about the call that uses this half of its slot."""
+        return self.posted(rank) + (1 + CHANNELS) * LINE_WORDS + half * self.table_words
+
+
+def _round_up(words: int) -> int:
+    return -(-words // LINE_WORDS) * LINE_WORDS
+
+
+_WAIT, _WAKE, _EVERY_WAITER = 0, 1, 0x7FFFFFFF
+_NANOSECONDS = 1_000_000_000
+_WORDS = ctypes.c_long * 2  # struct timespec
+
+
+class Futex:
+    """The two operations of a futex, on words at given addresses.
+
+    Args:
+        number: The number of the system call `futex`.
+    """
+
+    def __init__(self, number: int) -> None:
+        arguments: list[Any] = [
+            *(ctypes.c_long, ctypes.c_void_p, ctypes.c_long, ctypes.c_ulong),
+            *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_ulong),
+        ]
+        self._number = number
+        self._sleep = ctypes.CDLL(None).syscall
+        # Waking is short. Without the interpreter's lock it could take 5 ms to get it back from a busy thread.
+        self._wake = ctypes.PyDLL(None).syscall
+        self._sleep.argtypes = self._wake.argtypes = arguments
+
+    def wait(self, address: int, expected: int, timeout_seconds: float) -> None:
+        """Sleep until `wake` is called for the address, a signal arrives, or the timeout has passed.
+
+        Args:
+            address: The address of a 32-bit word.
+            expected: Returns at once if the word has another value.
+            timeout_seconds: The longest sleep.
+        """
+        nanoseconds = max(0, int(timeout_seconds * _NANOSECONDS))
+        time = _WORDS(nanoseconds // _NANOSECONDS, nanoseconds % _NANOSECONDS)
+        self._sleep(self._number, address, _WAIT, expected, ctypes.addressof(time), None, 0)
+
+    def wake(self, address: int) -> None:
+        """Wake every thread of every process that sleeps on the word at the address."""
+        self._wake(self._number, address, _WAKE, _EVERY_WAITER, None, None, 0)
 
 
 class GroupSignals:

@@ -2,6 +2,19 @@
 
 PyTorch's AOTAutograd traces the function, forward and backward, on fake tensors of logical shapes into one functional
 ATen graph. docs/decisions/0002-capture.md gives the reasons.
+
+Parameters and buffers whose `.data` a job sets to another tensor.
+
+Note [setting .data]: the tensor gets other memory, and what autograd has saved keeps the old. The trace copies the new
+values into the tensor instead, and the program's caller sets `.data` to them. Both are the same training if no gradient
+needs the old values, and if the new memory belongs to no other tensor. Otherwise the job is refused. A change in place
+of `.data`, as `p.data.clamp_(…)`, is traced as it is: autograd uses the changed values, in the plain script too.
+
+Strides of results in half precision, as PyTorch's kernels give them.
+
+PyTorch traces elementwise operators in half precision as if their arguments were first copied to float32. A copy of an
+expanded tensor lies in memory in another order than the tensor, so a trace gives the result other strides than the
+kernel, which copies nothing.
 """
 
 import contextlib
@@ -17,15 +30,14 @@ from torch import Tensor, fx, nn
 from torch._decomp.decompositions_for_rng import PhiloxStateTracker
 from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._prims_common import wrappers
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rankless.compiler.capture.autocast import apply_autocast_state, disable_autocast, get_autocast_state
 from rankless.compiler.capture.decompositions import CORRECTED, DECOMPOSITIONS, autograd_kernels
-from rankless.compiler.capture.dot_data_assignments import refuse_use_of_old_data, require_own_data
 from rankless.compiler.capture.forbidden_training_calls import RETURN_LOSS
 from rankless.compiler.capture.global_modes_key import require_grad_enabled
 from rankless.compiler.capture.graph_cleanup import add_generator_starts, clean_up, name_checks, name_inputs_and_outputs
-from rankless.compiler.capture.half_precision_layouts import trace_half_precision_layouts
 from rankless.compiler.capture.kept_tensors import find_kept, restore_after_failure
 from rankless.compiler.capture.results import ResultStructure, find_live, flatten_result, get_memory
 from rankless.compiler.capture.side_effects import SideEffects, require_traceable_modules
@@ -38,12 +50,10 @@ from rankless.compiler.ir.logical_program import LogicalProgram
 from rankless.compiler.ir.memory_order import make_empty
 from rankless.compiler.tracing.activation_checkpoints import CheckpointNumbers, trace_checkpoints
 from rankless.compiler.tracing.fast_paths import take_paths_of_plain_run
-from rankless.compiler.tracing.forked_generators import trace_forks
-from rankless.compiler.tracing.module_names import name_modules
-from rankless.compiler.tracing.operator_lines import TracedFunction, record_origins
+from rankless.compiler.tracing.operator_lines import TracedFunction, name_modules, record_origins
 from rankless.compiler.tracing.refused_functions import ModuleTensors
 from rankless.compiler.tracing.replaced_functions import average_with_tensors
-from rankless.compiler.tracing.script_generators import ScriptGenerators
+from rankless.compiler.tracing.script_generators import ScriptGenerators, trace_forks
 from rankless.compiler.tracing.symbolic_sizes import LineTrackingShapeEnv, SymbolicSizes, specialize_on_repr
 from rankless.errors import CaptureError
 from rankless.ownership.partitioned_tensor import as_plain_parameters
@@ -384,3 +394,97 @@ def run_compiled_functions_eagerly() -> Iterator[None]:
         return
     with torch.compiler.set_stance("force_eager"):
         yield
+
+
+aten = torch.ops.aten
+
+
+@contextlib.contextmanager
+def refuse_use_of_old_data(get_tensors: Callable[[], ModuleTensors]) -> Iterator[None]:
+    """Within the context, autograd's error that a gradient needs the old values becomes a `CaptureError`.
+
+    `get_tensors` returns the parameters and buffers of the latest trace.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        lines = get_tensors().lines_of_set_data
+        if not lines or "modified by an inplace operation" not in str(error):
+            raise
+        name, line = next(reversed(lines.items()))
+        raise CaptureError(
+            expected="a job that uses a parameter or buffer only after it has set its .data",
+            found=f".data of {name} set after a use whose gradient needs the old values",
+            fix="set it before the use, or after the job's call",
+            where=line,
+        ) from error.with_traceback(None)
+
+
+def require_own_data(program: LogicalProgram, tensors: ModuleTensors) -> None:
+    """Raise `CaptureError` if a job sets `.data` to memory of another tensor, because both would change together."""
+    owners: dict[fx.Node, str] = {}
+    for final, output in program.outputs:
+        if not output.renews_memory:
+            continue
+        origin = find_origin(final)
+        if origin in program.inputs or owners.setdefault(origin, output.name) != output.name:
+            lines = [line for name, line in tensors.lines_of_set_data.items() if name.endswith(repr(output.name))]
+            raise CaptureError(
+                expected="a job that gives each parameter and buffer values of its own",
+                found=f".data of {output.name} set to a tensor that shares memory with another",
+                fix="set it to a copy: .data = other.data.clone()",
+                where=lines[0] if lines else None,
+            )
+
+
+def find_origin(node: fx.Node) -> fx.Node:
+    """Return the value that a value is a copy or a view of."""
+    while node.op == "call_function" and (node.target is aten.copy.default or is_view(node)):
+        node = node.all_input_nodes[-1]
+    return node
+
+
+def is_view(node: fx.Node) -> bool:
+    """Return whether a value shares memory with the operator's input, according to its schema."""
+    operator = node.target
+    return isinstance(operator, torch._ops.OpOverload) and any(
+        result.alias_info is not None for result in operator._schema.returns
+    )
+
+
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+
+
+class ElementwiseTypes:
+    """PyTorch's functions on types, except that shapes and strides in half precision are computed in that dtype."""
+
+    def __init__(self, original: Any) -> None:
+        self._original = original
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+    def elementwise_dtypes(self, *args: Any, **kwargs: Any) -> tuple[torch.dtype, torch.dtype]:
+        """Return the dtypes of an elementwise computation and of its result.
+
+        Tensors on the meta device have no numbers: only the strides of their results count.
+        """
+        computed, result = self._original.elementwise_dtypes(*args, **kwargs)
+        tensors = [item for item in args if isinstance(item, Tensor)]
+        dtypes = {item.dtype for item in tensors}
+        is_half = len(dtypes) == 1 and computed == torch.float32 and dtypes <= set(HALF_DTYPES)
+        if is_half and all(item.is_meta for item in tensors):
+            (computed,) = dtypes
+        return computed, result
+
+
+@contextlib.contextmanager
+def trace_half_precision_layouts() -> Iterator[None]:
+    """Within the context, traces give results in half precision the strides that kernels give them."""
+    names = vars(wrappers)
+    before = names["utils"]
+    names["utils"] = ElementwiseTypes(before)
+    try:
+        yield
+    finally:
+        names["utils"] = before

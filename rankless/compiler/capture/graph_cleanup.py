@@ -1,7 +1,19 @@
-"""Convert the graph that PyTorch traced into a logical program: name inputs and outputs, remove redundant nodes."""
+"""Convert the graph that PyTorch traced into a logical program: name inputs and outputs, remove redundant nodes.
+
+Let operators take the values that the job's Python has read, in place of the tensors that have them.
+
+A program is only valid for the values that it was captured for; see Note [values that Python reads]. So an index that
+Python has read, as that of an expert, is a constant: then nothing waits for the tensor but its comparison.
+
+Merge what a program computes twice to select rows, so that equal masks are one value.
+
+Scripts write `x[chosen == expert]` and `weights[chosen == expert]` one after the other. The rows of both are divided
+alike only if the program shows that the mask is the same; see Note [selections of divided rows].
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from operator import getitem
 from typing import Any
 
 import torch
@@ -19,10 +31,7 @@ from torch._functorch._aot_autograd.descriptors import (
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
-from rankless.compiler.capture.constants_for_reads import use_read_values
-from rankless.compiler.capture.copies import drop_copies, skip_final_copy
 from rankless.compiler.capture.linear_layers import unmerge_linears
-from rankless.compiler.capture.selections import merge_selections
 from rankless.compiler.ir.generator_starts import GeneratorStart
 from rankless.compiler.ir.logical_program import (
     LogicalProgram,
@@ -30,12 +39,13 @@ from rankless.compiler.ir.logical_program import (
     ProgramInput,
     ProgramOutput,
     describe_value,
+    is_fresh,
     is_random_node,
 )
 from rankless.compiler.ir.operator_origin import decode_origin
 from rankless.compiler.tracing.refused_functions import ModuleTensors, refuse_other_name
 from rankless.compiler.tracing.row_counts import find_traced_count, list_traced_counts
-from rankless.compiler.tracing.symbolic_sizes import is_symbolic
+from rankless.compiler.tracing.symbolic_sizes import is_same, is_symbolic
 from rankless.errors import CaptureError
 
 aten = torch.ops.aten
@@ -384,3 +394,110 @@ def add_tied_gradients(
         total.meta.update(node.meta)
         added[key] = (total, kept)
     return list(added.values())
+
+
+def use_read_values(graph: fx.Graph, outputs: Sequence[tuple[fx.Node, ProgramOutput]], returned: fx.Node) -> None:
+    """Let operators take read whole numbers and truth values as constants.
+
+    Args:
+        graph: The graph of a program.
+        outputs: What it returns.
+        returned: Its output node.
+    """
+    for node, output in outputs:
+        value, known = node.meta["val"], output.expected
+        read = node.all_input_nodes[0] if node.target is aten.clone.default else node  # a copy of a view is returned
+        users = [user for user in read.users if user is not returned and user is not node]
+        if output.kind != "check" or not users or not isinstance(known, int) or not is_single_number(value):
+            continue
+        with graph.inserting_before(min(users)):
+            constant = graph.call_function(
+                aten.full.default, ([1] * len(value.shape), known), {"dtype": value.dtype, "device": value.device}
+            )
+        constant.meta.update(node.meta, backward=False)
+        for user in users:
+            user.replace_input_with(read, constant)
+
+
+def is_single_number(value: LogicalValue) -> bool:
+    """Return whether a value is one whole number or truth value."""
+    is_whole = not value.dtype.is_floating_point and not value.dtype.is_complex
+    return is_whole and all(isinstance(size, int) and size == 1 for size in value.shape)
+
+
+def skip_final_copy(node: fx.Node) -> fx.Node:
+    """Return the value behind a result's last copy, if that value owns its memory and is no view."""
+    if node.target is not aten.clone.default:
+        return node
+    (source,) = node.all_input_nodes
+    return source if is_fresh(source) else node
+
+
+def drop_copies(graph: fx.Graph) -> None:
+    """Let operators take a copied value itself, as dropout with probability 0 copies it.
+
+    A copy stays if its layout is another one, or if the program may return it or a view of it: what a program returns
+    shares no memory.
+    """
+    for node in graph.nodes:
+        if node.target is aten.clone.default and is_needless(node):
+            node.replace_all_uses_with(node.args[0])
+
+
+def is_needless(copy: fx.Node) -> bool:
+    """Return whether a copy has the layout of its source, and only operators with memory of their own take it."""
+    (source,) = copy.all_input_nodes
+    value, copied = source.meta["val"], copy.meta["val"]
+    return (
+        is_fresh(source)
+        and not copy.meta.get("kept")
+        and not value.is_sparse
+        and is_same(value.strides, copied.strides)
+        and all(is_fresh(user) and user.target is not aten._unsafe_view.default for user in copy.users)
+    )
+
+
+WRITES = (aten.index_put.default, aten.index_put_.default)
+
+
+def merge_selections(program: LogicalProgram) -> None:
+    """Merge equal masks and numbers of rows of a program, and let zeros that it writes to rows be one number."""
+    values = [node.meta.get("val") for node in program.graph.nodes]
+    if not any(list_traced_counts(size) for item in values if isinstance(item, LogicalValue) for size in item.shape):
+        return
+    known: dict[Any, fx.Node] = {}
+    for node in list(program.graph.nodes):
+        if node.target in WRITES and len(node.args) == 3:
+            write_one_zero(node)
+        if not is_discrete(node):
+            continue
+        leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
+        key = (node.target, str(spec), tuple(item if isinstance(item, fx.Node) else repr(item) for item in leaves))
+        first = known.setdefault(key, node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+
+
+def is_discrete(node: fx.Node) -> bool:
+    """Return whether a node computes truth values or whole numbers, in the same way each time."""
+    value = node.meta.get("val")
+    values = value if isinstance(value, tuple) else (value,)
+    is_operator = node.target is getitem or (str(node.target).startswith("aten.") and not is_random_node(node))
+    return is_operator and all(isinstance(item, LogicalValue) and is_whole_number(item.dtype) for item in values)
+
+
+def is_whole_number(dtype: torch.dtype) -> bool:
+    """Return whether a dtype is of truth values or whole numbers."""
+    return not (dtype.is_floating_point or dtype.is_complex)
+
+
+def write_one_zero(node: fx.Node) -> None:
+    """Replace rows of zeros that a node writes by one zero, which needs no number of rows."""
+    zeros = node.args[2]
+    if not isinstance(zeros, fx.Node) or zeros.target is not aten.zeros.default:
+        return
+    value = zeros.meta["val"]
+    with node.graph.inserting_before(node):
+        zero = node.graph.call_function(aten.full.default, ([], 0), {"dtype": value.dtype, "device": value.device})
+    zero.meta = {**zeros.meta, "val": LogicalValue((), (), value.dtype, value.device)}
+    node.update_arg(2, zero)

@@ -12,7 +12,7 @@ from rankless.compiler.pipeline.data_flow import ValueKey
 from rankless.compiler.pipeline.random_draws import RandomDraws
 from rankless.compiler.pipeline.schedules import Unit
 from rankless.compiler.pipeline.transfers import Streams, TransferredValue, Transport
-from rankless.compiler.scheduling.shared_parameters import copy_if_shared
+from rankless.compiler.scheduling.parameter_gathers import copy_if_shared
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,9 +4,17 @@ Rank 0 runs the experiment in a forked child on its CPU, and tells the other ran
 all ranks ask the same questions in the same order.
 """
 
-from collections.abc import Iterator, Sequence
+import contextlib
+import gc
+import hashlib
+import os
+import select
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,11 +24,10 @@ from torch.utils import _pytree as pytree
 
 from rankless.collectives.byte_messages import broadcast_bytes
 from rankless.compiler.ir.logical_program import LogicalValue
-from rankless.compiler.probing.answer_cache import AnswerCache, ProbeAnswer, default_folder
-from rankless.compiler.probing.child_process import run_in_child
 from rankless.compiler.probing.row_checks import CallNumber, CheckedOperator, RowCheck
 from rankless.compiler.probing.row_independence import Dims, find_output_dims
 from rankless.compiler.rules.strategy import GraphBuilder, LocalValue, LoweringRule, OperatorCall, Strategy
+from rankless.config.environment import user_cache_folder
 from rankless.parallel.mesh import Mesh
 from rankless.parallel.tensor_placement import Placement, Replicate, Shard
 from rankless.records.encoding import encode_json
@@ -44,6 +51,50 @@ class Candidate:
 
     dims: Dims
     lengths: tuple[int, ...]
+
+
+VERSION = 2
+"""Of the experiment. Answers of others are not read."""
+
+
+class ProbeAnswer(msgspec.Struct, frozen=True):
+    """How an operator can be split."""
+
+    candidate: int | None = None
+    """The place of the division of its arguments among the candidates; None if none is right."""
+    outputs: tuple[int | None, ...] = ()
+    """The dims along which its results are divided then; None for a result that is absent."""
+
+
+class AnswerCache:
+    """Answers in a folder. A folder that cannot be written, or a damaged file, is the same as no answer."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def load(self, question: str) -> ProbeAnswer | None:
+        """Return the answer to a question, or None if there is none."""
+        with contextlib.suppress(OSError, msgspec.MsgspecError):
+            return msgspec.json.decode(self._file(question).read_bytes(), type=ProbeAnswer)
+        return None
+
+    def save(self, question: str, answer: ProbeAnswer) -> None:
+        """Keep an answer. Other processes see all of it or nothing."""
+        file = self._file(question)
+        own = file.with_suffix(f".{os.getpid()}")
+        with contextlib.suppress(OSError):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            own.write_bytes(encode_json(answer))
+            own.replace(file)
+
+    def _file(self, question: str) -> Path:
+        digest = hashlib.blake2b(f"{VERSION} {torch.__version__} {question}".encode(), digest_size=16)
+        return self._folder / f"{digest.hexdigest()}.json"
+
+
+def default_folder() -> Path:
+    """Return the folder for answers: `rankless/probes` in the user's folder for caches."""
+    return user_cache_folder() / "rankless" / "probes"
 
 
 class OperatorProbe:
@@ -208,3 +259,62 @@ def is_fitting(answer: ProbeAnswer, candidates: Sequence[Candidate], call: Opera
 def make_placement(dim: int | None, lengths: tuple[int, ...]) -> Placement:
     """Return the placement of a value that is divided along a dim, or whole."""
     return Replicate() if dim is None else Shard(dim, lengths)
+
+
+MAX_ANSWER = 1 << 16
+"""Largest answer, in bytes."""
+
+
+def run_in_child(function: Callable[[], bytes], seconds: float) -> bytes | None:
+    """Return what a function returns in a child of this process, or None if it fails or takes too long.
+
+    The child computes with one thread, because those of its parent do not exist in it. It prints nothing, and frees
+    nothing that its parent owns.
+
+    Args:
+        function: Returns at most `MAX_ANSWER` bytes. It must not use an accelerator, which a child cannot.
+        seconds: How long it may take.
+    """
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            os.close(reader)
+            _become_child(seconds)
+            os.write(writer, function()[:MAX_ANSWER])
+            status = 0
+        finally:
+            os._exit(status)
+    os.close(writer)
+    try:
+        return _read_answer(reader, seconds)
+    finally:
+        os.close(reader)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(child, 0)
+
+
+def _become_child(seconds: float) -> None:
+    gc.disable()
+    for number in (signal.SIGALRM, signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, seconds + 1)  # should the parent end first
+    silent = os.open(os.devnull, os.O_RDWR)
+    for descriptor in range(3):
+        os.dup2(silent, descriptor)
+    torch.set_num_threads(1)
+
+
+def _read_answer(reader: int, seconds: float) -> bytes | None:
+    deadline, answer = time.monotonic() + seconds, b""
+    while True:
+        ready, _, _ = select.select([reader], [], [], max(0.0, deadline - time.monotonic()))
+        if not ready:
+            return None
+        data = os.read(reader, MAX_ANSWER)
+        if not data:
+            return answer or None
+        answer += data

@@ -166,7 +166,7 @@ class ScatteredBucket:
         self._work = start_reduce_scatter(self._memory.flat, flat, among=self._axis)
 
     def _take_staging(self) -> Tensor:
-        return self._staging.take(self._pieces.flat_size, self._memory.flat, self, among=self._axis)
+        return self._staging.take(self._pieces.flat_size, self._memory.flat, self.wait, among=self._axis)
 
     def finish(self) -> list[Tensor]:
         """Wait for the sums and return this worker's pieces. Only the sum along one axis overlaps with computation."""

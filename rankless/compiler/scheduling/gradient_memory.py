@@ -14,12 +14,11 @@ from collections.abc import Callable, Hashable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from rankless.collectives.backends.reduced_memory import allocate_reduced
+from rankless.collectives.backends.group_memory import allocate_reduced
 from rankless.compiler.ir.logical_program import LogicalValue
 from rankless.ownership.piece_layout import is_dense
 from rankless.parallel.mesh import WorkerGroup
@@ -129,14 +128,6 @@ class FlatMemory:
         return self._current.get_views(layouts)
 
 
-class StagingUser(Protocol):
-    """A bucket that sends what it puts into staging memory."""
-
-    def wait(self) -> None:
-        """Wait for its collective, and forget it, because backends keep memory as long as it is known."""
-        ...
-
-
 class StagingMemory:
     """Two flat tensors per dtype and device that buckets use in turn, so that one fills while the other is sent.
 
@@ -145,24 +136,24 @@ class StagingMemory:
 
     def __init__(self) -> None:
         self._flats: dict[Hashable, Tensor] = {}
-        self._users: dict[Hashable, StagingUser] = {}
+        self._users: dict[Hashable, Callable[[], None]] = {}
         self._next = 0
 
-    def take(self, size: int, like: Tensor, user: StagingUser, *, among: WorkerGroup) -> Tensor:
+    def take(self, size: int, like: Tensor, wait: Callable[[], None], *, among: WorkerGroup) -> Tensor:
         """Return memory, once the collective of its user before is done. All workers call this in the same order.
 
         Args:
             size: The number of elements.
             like: Has their dtype and device.
-            user: Uses the memory from now on.
+            wait: Waits for the new user's collective, and forgets it, because backends keep memory while it is known.
             among: The workers that sum what it puts there.
         """
         self._next = 1 - self._next
         key = self._next, like.dtype, like.device, among.group
         if key in self._users:
             with suppress(RuntimeError):  # its user raises it, if that still needs the result
-                self._users[key].wait()
-        self._users[key] = user
+                self._users[key]()
+        self._users[key] = wait
         if key not in self._flats or self._flats[key].numel() < size:
             self._flats.pop(key, None)  # before the new memory
             shared = allocate_reduced(size, like.dtype, like.device, among=among, on_close=self.release)

@@ -2,23 +2,25 @@
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
 
+import numpy
+import torch
 import torch.fx.traceback as fx_traceback
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.overrides import TorchFunctionMode
 
-from rankless.compiler.ir.operator_origin import OperatorOrigin
+from rankless.compiler.ir.operator_origin import ModuleName, OperatorOrigin
 from rankless.compiler.tracing.activation_checkpoints import CheckpointNumbers
-from rankless.compiler.tracing.module_names import ModuleNames, find_module
 from rankless.compiler.tracing.refused_functions import GET_DATA, SET_DATA, ModuleTensors, find_refusal
 from rankless.compiler.tracing.replaced_functions import find_replacement
 from rankless.compiler.tracing.script_generators import ScriptGenerators
-from rankless.compiler.tracing.unprofiled_calls import call_untraced, describe_arguments
+from rankless.compiler.tracing.value_snapshots import PLAIN_TYPES
 from rankless.user_code import is_library, is_user_code, user_line
 
 PYTHON_LEVEL_FRAMES = ("__repr__", "__format__", "handle_torch_function")
@@ -71,6 +73,30 @@ def make_changeable(result: Any) -> Any:
     if type(result) is FakeTensor and not result._is_view() and not result.requires_grad:
         return FunctionalTensor.to_functional(result)
     return result
+
+
+ModuleNames = Mapping[int, ModuleName]
+"""The name of each module, by its `id`."""
+
+MODULE_CALL = nn.Module.__call__.__code__
+
+
+def name_modules(modules: Mapping[str, nn.Module]) -> dict[int, ModuleName]:
+    """Return the names of all modules below a job's models. A module with several paths keeps the first."""
+    names: dict[int, ModuleName] = {}
+    for root, module in modules.items():
+        for path, submodule in module.named_modules(prefix=root):
+            names.setdefault(id(submodule), ModuleName(path, type(submodule).__name__))
+    return names
+
+
+def find_module(frame: FrameType | None, names: ModuleNames) -> ModuleName | None:
+    """Return the innermost named module whose call contains `frame`; None outside of modules."""
+    while frame is not None:
+        if frame.f_code is MODULE_CALL and (name := names.get(id(frame.f_locals.get("self")))) is not None:
+            return name
+        frame = frame.f_back
+    return None
 
 
 class SourceLineMode(TorchFunctionMode):
@@ -156,3 +182,40 @@ def record_origins(
         yield
     fx_traceback.current_meta.clear()
     fx_traceback.current_meta.update(before)
+
+
+def call_untraced(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], profile: Any) -> Any:
+    """Call a PyTorch function with the profiler off.
+
+    The profiler `profile` stays on if an argument may be the user's code.
+    """
+    if profile is None or not any(map(may_call_user_code, (*args, *kwargs.values()))):
+        return function(*args, **kwargs)
+    sys.setprofile(profile)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        sys.setprofile(None)
+
+
+def may_call_user_code(argument: Any) -> bool:
+    """Return whether an argument may be the user's Python code."""
+    return callable(argument) and not isinstance(argument, type)
+
+
+def describe_arguments(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the plain values among a call's arguments as text, generators themselves, and the types of all others.
+
+    A generator that the job makes is another one in each pass.
+    """
+    parts: list[Any] = []
+    for argument in arguments:
+        if isinstance(argument, tuple | list):
+            parts.append(describe_arguments(tuple(argument)))
+        elif isinstance(argument, numpy.ndarray):
+            parts.append(argument.tobytes())
+        elif isinstance(argument, torch.Generator):
+            parts.append(argument)
+        else:
+            parts.append(repr(argument) if isinstance(argument, PLAIN_TYPES) else type(argument).__name__)
+    return tuple(parts)

@@ -7,8 +7,14 @@ from rankless.config.launcher_spec import decode_settings
 from rankless.config.run_config import RunConfig
 from rankless.config.validation import make_run_config
 from rankless.extensions.horovodrun.build_table import HOROVOD_VERSION, build_table
-from rankless.extensions.horovodrun.config_file import complete_flags, read_config, unknown_keys
-from rankless.extensions.horovodrun.parser import HorovodrunFlags, add_flags, read_flags
+from rankless.extensions.horovodrun.parser import (
+    HorovodrunFlags,
+    add_flags,
+    complete_flags,
+    read_config,
+    read_flags,
+    unknown_keys,
+)
 from rankless.extensions.horovodrun.run_config import describe_ignored_options, horovodrun_program, horovodrun_request
 from rankless.extensions.horovodrun.settings import HorovodrunSettings
 from rankless.launch import agent

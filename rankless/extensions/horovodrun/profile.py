@@ -6,16 +6,17 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from rankless.config.environment import loopback_name
+from rankless.config.environment import alias_choice, loopback_name
 from rankless.config.launcher_spec import decode_settings
-from rankless.config.run_config import AgreedJobConfig, RunConfig
+from rankless.config.run_config import AgreedJobConfig, Program, RunConfig
 from rankless.config.worker_config import WorkerConfig
-from rankless.extensions.horovodrun.installed_horovod import may_be_imported
 from rankless.extensions.horovodrun.launched_worker import rank_variables
+from rankless.extensions.horovodrun.run_config import is_this_python
 from rankless.extensions.horovodrun.settings import HorovodrunSettings
 from rankless.launch.profile import LauncherProfile, OutputHosts, VisibleDevices, WorkerLogFiles, log_file_of
 from rankless.launch.worker_output import SOURCES, FollowedFile
 from rankless.records.elastic_messages import RankAssignment
+from rankless.runtime.hooks.import_aliases import install
 
 STOP_GRACE_SECONDS = 5.0
 """How long Horovod's workers have to end after SIGTERM."""
@@ -161,3 +162,17 @@ def _make_elastic_assignment(worker: WorkerConfig) -> RankAssignment:
 
 def _rendezvous_variables(address: str | None, port: str | None) -> Mapping[str, str | None]:
     return {"HOROVOD_GLOO_RENDEZVOUS_ADDR": address, "HOROVOD_GLOO_RENDEZVOUS_PORT": port}
+
+
+VARIABLE = "RANKLESS_HOROVOD"
+
+
+def may_be_imported(program: Program) -> bool:
+    """Whether `import horovod` may find an installed one.
+
+    True if one is installed here, or if another Python runs the program, whose packages are unknown.
+    """
+    if install().is_real_package("horovod"):
+        return True
+    is_python = program.kind == "command" and os.path.basename(program.target).startswith("python")
+    return is_python and alias_choice(VARIABLE) == "missing" and not is_this_python(program.target)

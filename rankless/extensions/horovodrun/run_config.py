@@ -4,16 +4,17 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import psutil  # type: ignore[import-untyped]  # it has no stubs
 
+from rankless.config.elastic import Elastic
 from rankless.config.environment import default_log_folder
 from rankless.config.run_config import Program, RunRequest
 from rankless.config.validation import count_gpus
 from rankless.errors import ConfigError
-from rankless.extensions.horovodrun.elastic_options import make_elastic
-from rankless.extensions.horovodrun.hosts import fill_hosts, make_cluster, name_hosts
+from rankless.extensions.horovodrun.hosts import fill_hosts, list_hosts, make_cluster, name_hosts
+from rankless.extensions.horovodrun.launched_worker import horovod_variables
 from rankless.extensions.horovodrun.parser import HorovodrunFlags
 from rankless.extensions.horovodrun.settings import HorovodrunSettings, NamedHost, make_horovodrun_spec
 
@@ -210,3 +211,48 @@ def _require_range(flags: HorovodrunFlags) -> None:
     noise = flags.autotune_gaussian_process_noise
     if noise is not None and not 0 <= noise <= 1:
         raise ConfigError(expected="--autotune-gaussian-process-noise from 0 to 1", found=noise, fix="omit it")
+
+
+ELASTIC_SECONDS = 600.0
+"""horovodrun's default, without `--elastic-timeout` and HOROVOD_ELASTIC_TIMEOUT."""
+
+
+def make_elastic(flags: HorovodrunFlags, count: int, variables: Mapping[str, str]) -> Elastic:
+    """Return the limits and hosts of an elastic job. Raises `ConfigError` for invalid hosts.
+
+    `variables` are what the options set in every worker. `config.validation` checks the limits.
+    """
+    cooldown = flags.blacklist_cooldown_range
+    return Elastic(
+        min_workers=count if flags.min_num_proc is None else flags.min_num_proc,
+        max_workers=flags.max_num_proc,
+        discovery_script=flags.host_discovery_script,
+        hosts=() if flags.host_discovery_script is not None else _fixed_hosts(flags, count),
+        slots_per_host=flags.slots_per_host,
+        elastic_timeout_seconds=_timeout(flags),
+        reset_limit=flags.reset_limit,
+        ssh_port=flags.ssh_port,
+        ssh_identity_file=flags.ssh_identity_file,
+        cooldown_range_seconds=None if cooldown is None else (float(cooldown[0]), float(cooldown[1])),
+        stall_timeout_seconds=_stall_timeout(variables),
+        has_chosen_interface="GLOO_SOCKET_IFNAME" in variables,
+    )
+
+
+def _stall_timeout(variables: Mapping[str, str]) -> float | None:
+    name = "STALL_SHUTDOWN_TIME_SECONDS"
+    try:
+        return float(variables.get(f"HOROVOD_{name}") or horovod_variables().get(name, "")) or None
+    except ValueError:
+        return None
+
+
+def _timeout(flags: HorovodrunFlags) -> float:
+    if flags.elastic_timeout is not None:
+        return float(flags.elastic_timeout)
+    given = horovod_variables().get("ELASTIC_TIMEOUT", "")
+    return float(given) if given.replace(".", "", 1).isdigit() else ELASTIC_SECONDS
+
+
+def _fixed_hosts(flags: HorovodrunFlags, count: int) -> tuple[tuple[str, int], ...]:
+    return tuple((host.address, host.workers) for host in list_hosts(flags, count))

@@ -6,9 +6,9 @@ from fnmatch import fnmatchcase
 from torch import Tensor, nn
 
 from rankless.compiler.capture.graph_cleanup import named_tensors
+from rankless.compiler.expert_parallel import ExpertDivider
 from rankless.compiler.ir.logical_program import LogicalProgram
-from rankless.compiler.tensor_parallel.division import WHOLE, DimRequest, TensorDivider
-from rankless.compiler.tensor_parallel.experts import ExpertDivider
+from rankless.compiler.tensor_parallel import WHOLE, DimRequest, TensorDivider
 from rankless.context.world import World
 from rankless.errors import ConfigError
 from rankless.jobs.definition import JobDefinition

@@ -2,9 +2,14 @@
 
 The log of a script may show data, and the paths and the environment of its user. Files that the user names, and
 checkpoints, get the modes that the user's umask gives.
+
+A Unix socket whose name is in no folder has no permissions: every local user may connect to it. So its server asks
+whose process has connected.
 """
 
 import os
+import socket
+import struct
 from pathlib import Path
 
 FOLDER_MODE = 0o700
@@ -22,3 +27,13 @@ def make_private_folder(path: str | Path, *, may_exist: bool = True) -> None:
     Raises FileExistsError if the folder exists and may not.
     """
     os.makedirs(path, mode=FOLDER_MODE, exist_ok=may_exist)
+
+
+_CREDENTIALS = struct.Struct("iII")
+
+
+def is_own_user(connection: socket.socket) -> bool:
+    """Return whether a process of this user has connected. The system says so, and no process can pretend it."""
+    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    user: int = _CREDENTIALS.unpack(data)[1]
+    return user == os.geteuid()

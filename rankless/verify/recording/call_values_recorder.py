@@ -10,8 +10,7 @@ from rankless.compiler.sharding.redistribute import Redistribution
 from rankless.config.run_config import InspectedCall
 from rankless.parallel.mesh import Mesh
 from rankless.parallel.tensor_placement import Replicate, Sharding, compute_local_shape
-from rankless.records.call_values import ComputedValue, Role, values_file
-from rankless.records.recorded_calls import encode_result
+from rankless.records.recorded_calls import ComputedValue, Role, encode_result, values_file
 from rankless.verify.recording.tensor_sketch import Sketcher
 
 

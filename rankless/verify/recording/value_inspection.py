@@ -31,7 +31,7 @@ from rankless.jobs.job_tables import JobTables
 from rankless.jobs.programs.program_cache import ProgramCache
 from rankless.parallel.mesh import Mesh
 from rankless.parallel.tensor_placement import Replicate, Sharding
-from rankless.records.call_values import Role
+from rankless.records.recorded_calls import Role
 from rankless.user_code import user_line
 from rankless.verify.recording.call_values_recorder import InspectedCallRecorder, gather_whole
 

@@ -17,7 +17,7 @@ from support.processes import on_mesh
 from torch import nn
 
 import rankless
-from rankless.checkpoint.export import safetensors_files
+from rankless.checkpoint import safetensors_export
 from rankless.cli import main
 from rankless.cli.checkpoint import parse_size
 from rankless.errors import ConfigError
@@ -118,7 +118,7 @@ def test_a_large_export_is_in_files_with_an_index(tmp_path, limit):
 
 def test_rows_of_several_files_are_exported_as_one_table(tmp_path, monkeypatch):
     layer_everything(monkeypatch)
-    monkeypatch.setattr(safetensors_files, "PART_BYTES", 100)
+    monkeypatch.setattr(safetensors_export, "PART_BYTES", 100)
     for steps in (1, 2, 3):
         torch.manual_seed(0)
         model, _ = train(steps)
@@ -136,7 +136,7 @@ def save_divided(mesh, path):
 
 @pytest.mark.slow
 def test_tensors_in_pieces_are_exported_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr(safetensors_files, "PART_BYTES", 60)
+    monkeypatch.setattr(safetensors_export, "PART_BYTES", 60)
     on_mesh(2, save_divided, tmp_path / "c")
     assert export(tmp_path / "c", "--to", tmp_path / "e.safetensors", "--objects", "model") == 0
     found = safetensors.torch.load_file(tmp_path / "e.safetensors")
@@ -145,7 +145,7 @@ def test_tensors_in_pieces_are_exported_whole(tmp_path, monkeypatch):
 
 SMALL_MEMORY = """
 import resource, sys
-import rankless.checkpoint.export.exported_tensors, rankless.checkpoint.export.safetensors_files
+import rankless.checkpoint.safetensors_export, rankless.checkpoint.safetensors_export
 from rankless.cli import main
 used = int(next(line for line in open("/proc/self/status") if line.startswith("VmData:")).split()[1]) << 10
 resource.setrlimit(resource.RLIMIT_DATA, (used + int(sys.argv[1]),) * 2)
@@ -258,8 +258,8 @@ def test_a_disk_that_is_full_leaves_no_file(saved, options):
 
 def test_an_export_that_needs_more_room_than_there_is_does_not_begin(saved, monkeypatch, capsys):
     monkeypatch.chdir(saved)
-    usage = safetensors_files.shutil.disk_usage(saved)
-    monkeypatch.setattr(safetensors_files.shutil, "disk_usage", lambda _: usage._replace(free=31))
+    usage = safetensors_export.shutil.disk_usage(saved)
+    monkeypatch.setattr(safetensors_export.shutil, "disk_usage", lambda _: usage._replace(free=31))
     assert export("c", "--to", "e.safetensors") == 2
     assert "expected: 32 free bytes" in capsys.readouterr().err
 

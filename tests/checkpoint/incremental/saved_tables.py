@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from rankless.checkpoint import load
-from rankless.checkpoint.incremental import keyed_rows
+from rankless.checkpoint.incremental import row_files
 
 
 class TableState:
@@ -38,7 +38,7 @@ class TableState:
 
 def layer_everything(monkeypatch):
     """Write small tables as large ones."""
-    monkeypatch.setattr(keyed_rows, "LEAST_BYTES", 0)
+    monkeypatch.setattr(row_files, "LEAST_BYTES", 0)
 
 
 def require_same(found, wanted):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.processes import Pool, on_mesh
 
 from rankless.collectives.backends import close_shared_memory_group
-from rankless.collectives.backends.messages.rings import RingLayout
+from rankless.collectives.backends.message_transfers import RingLayout
 from rankless.errors import CollectiveError, ConfigError
 from rankless.parallel.mesh import Mesh
 

@@ -10,8 +10,7 @@ import pytest
 
 from rankless.config.environment import python_path_from
 from rankless.extensions.horovod import run
-from rankless.extensions.horovod.runner.function_job import format_options
-from rankless.extensions.horovod.runner.keywords import make_flags
+from rankless.extensions.horovod.runner.function_job import format_options, make_flags
 from rankless.extensions.horovodrun.parser import HorovodrunFlags
 from rankless.runtime.hooks.import_aliases import AT_START
 

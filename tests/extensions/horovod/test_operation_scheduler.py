@@ -13,7 +13,7 @@ from support.warm_runs import run_script
 from rankless.collectives.backends.shared_group import NO_MEMORY
 from rankless.extensions.horovod import context
 from rankless.extensions.horovod.common.exceptions import HorovodInternalError
-from rankless.extensions.horovod.engine import inline_payload
+from rankless.extensions.horovod.engine import operation_scheduler
 from rankless.extensions.horovod.engine.backends import opening
 from rankless.extensions.horovod.engine.operation_scheduler import OperationScheduler
 from rankless.extensions.horovod.engine.requests import EngineRequest, OperationKind, ReduceOpCode
@@ -237,9 +237,9 @@ def test_only_small_tensors_on_the_cpu_are_sent_inline():
         tensor = torch.empty(count, dtype=torch.uint8)
         return EngineRequest(kind=OperationKind.ALLREDUCE, tensor=tensor, **fields)  # type: ignore[arg-type]
 
-    assert inline_payload.fits_inline([one(inline_payload.MAX_BYTES)], 2)
-    assert not inline_payload.fits_inline([one(inline_payload.MAX_BYTES + 1)], 2)
-    assert not inline_payload.fits_inline([one(inline_payload.MAX_BYTES // 2 + 1)] * 2, 2)
-    assert not inline_payload.fits_inline([one(inline_payload.MAX_BYTES)], 8)
-    assert not inline_payload.fits_inline([one(8, reduction=ReduceOpCode.ADASUM)], 2)
-    assert not inline_payload.fits_inline([one(8)], 1)
+    assert operation_scheduler.fits_inline([one(operation_scheduler.MAX_BYTES)], 2)
+    assert not operation_scheduler.fits_inline([one(operation_scheduler.MAX_BYTES + 1)], 2)
+    assert not operation_scheduler.fits_inline([one(operation_scheduler.MAX_BYTES // 2 + 1)] * 2, 2)
+    assert not operation_scheduler.fits_inline([one(operation_scheduler.MAX_BYTES)], 8)
+    assert not operation_scheduler.fits_inline([one(8, reduction=ReduceOpCode.ADASUM)], 2)
+    assert not operation_scheduler.fits_inline([one(8)], 1)

@@ -7,7 +7,7 @@ import pytest
 from support.warm_runs import rankless
 
 from rankless.config.run_config import Program
-from rankless.extensions.torchrun.local_rank_argument import find_rank_option
+from rankless.extensions.torchrun.launch_command import find_rank_option
 
 DASHED, UNDERSCORED = "--local-rank", "--local_rank"
 

@@ -17,11 +17,11 @@ from rankless.errors import ConfigError
 from rankless.extensions.torchrun import command as torchrun
 from rankless.extensions.torchrun import launch_command as launch
 from rankless.extensions.torchrun import run_config as torchrun_run_config
-from rankless.extensions.torchrun.hosts import make_hosts
 from rankless.extensions.torchrun.parser import FLAGS, TorchrunFlags, read_flags
 from rankless.extensions.torchrun.profile import TorchrunSettings
 from rankless.extensions.torchrun.run_config import (
     describe_ignored_options,
+    make_hosts,
     torchrun_program,
     torchrun_request,
     worker_count,

@@ -5,8 +5,8 @@ runs its collectives in, or why the ranks cannot have one. `registration` makes 
 has the reasons.
 
 The layers, from below: `ranks_of_hosts` says who is on which host. `gloo_exchange` moves bytes between ranks of several
-hosts. `call_exchange` compares their calls in the first exchange of each. `first_failure` tells all ranks why the group
-ended. `host_waits` limits and ends waits. `leader_exchange` has the algorithms between hosts, `host_agreement` the
-comparison of calls without values, and `host_reductions` and `host_movement` the whole collectives. `hosts_group` holds
-everything, `opening` makes it, and `process_group` has torch's signatures.
+hosts. `host_waits` limits and ends waits, and tells all ranks why the group ended. `leader_exchange` compares the calls
+of all hosts in the first exchange of each, and has the algorithms between hosts, `host_reductions` and `host_movement`
+the whole collectives, also for calls without values. `hosts_group` holds everything, `opening` makes it, and
+`process_group` has torch's signatures.
 """

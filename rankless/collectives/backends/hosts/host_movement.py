@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rankless.collectives.backends.hosts.call_exchange import CallExchange
 from rankless.collectives.backends.hosts.gloo_exchange import GlooExchange
-from rankless.collectives.backends.hosts.host_agreement import HostAgreement
+from rankless.collectives.backends.hosts.host_reductions import HostAgreement
 from rankless.collectives.backends.hosts.host_waits import HostWaits
-from rankless.collectives.backends.hosts.leader_exchange import LeaderExchange
+from rankless.collectives.backends.hosts.leader_exchange import CallExchange, LeaderExchange
 from rankless.collectives.backends.hosts.ranks_of_hosts import RanksOfHosts
 from rankless.collectives.backends.operation_signature import Collective, encode_signature, fold_lengths
 from rankless.collectives.backends.shared_group import SharedGroup

@@ -5,14 +5,15 @@ that wait for it through others wait longer: the first ranks of other hosts by o
 two. So a rank that knows the name reports it first, unless the ranks have begun to wait at very different times.
 """
 
+import json
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from rankless.collectives.backends.group_failure import FOUND, Membership, make_error
-from rankless.collectives.backends.hosts.first_failure import WITNESS_SECONDS, FirstFailure
 from rankless.collectives.backends.hosts.gloo_exchange import ExchangeTimeout, GlooExchange
 from rankless.collectives.backends.hosts.ranks_of_hosts import RanksOfHosts
 from rankless.collectives.backends.shared_group import SharedGroup
@@ -23,6 +24,53 @@ _LONGEST_GRACE_SECONDS = 5.0
 _LOST = "is lost ("
 _WITHOUT_DETAILS = [FOUND[kind].partition("} ")[2] for kind in (FailureKind.OTHER_HOST, FailureKind.MISMATCH)]
 """What a rank finds if another one of its host has the error."""
+
+
+_KEY = "first failure"
+_STORE_SECONDS = 2.0
+"""How long a rank waits for the store. Its server may be gone, or unreachable."""
+WITNESS_SECONDS = 0.3
+"""How long a rank that has only lost a connection waits for one that knows why."""
+_POLL_SECONDS = 0.02
+
+
+class FirstFailure:
+    """What ended a group.
+
+    Args:
+        store: A store with keys of its own for this group.
+    """
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def report(self, error: CollectiveError, *, wait_seconds: float) -> CollectiveError:
+        """Return the error that all ranks raise: the first that a rank has reported.
+
+        Args:
+            error: What this rank has found.
+            wait_seconds: How long others that know more may report first.
+        """
+        found: list[str] = []
+        thread = threading.Thread(
+            target=self._exchange, args=(error, wait_seconds, found), name="rankless-failure", daemon=True
+        )
+        thread.start()
+        thread.join(_STORE_SECONDS)
+        first = json.loads(found[0]) if found else None
+        if first is None or first["found"] == error.found:
+            return error
+        return CollectiveError(expected=first["expected"], found=first["found"], fix=first["fix"])
+
+    def _exchange(self, error: CollectiveError, wait_seconds: float, found: list[str]) -> None:
+        try:
+            deadline = time.monotonic() + wait_seconds
+            while time.monotonic() < deadline and not self._store.check([_KEY]):
+                time.sleep(_POLL_SECONDS)
+            own = json.dumps({"expected": str(error.expected), "found": str(error.found), "fix": error.fix})
+            found.append(bytes(self._store.compare_set(_KEY, "", own)).decode())
+        except RuntimeError:
+            return  # rank 0, which serves the store, is gone
 
 
 class HostWaits:

@@ -5,13 +5,12 @@ from typing import Any
 
 import torch
 
+from rankless.collectives.backends.fused_reductions import FusedCall, copy_each, cut_pieces, split_as
 from rankless.collectives.backends.group_failure import Membership
-from rankless.collectives.backends.hosts.first_failure import FirstFailure
 from rankless.collectives.backends.hosts.gloo_exchange import GlooExchange
-from rankless.collectives.backends.hosts.host_fused_reductions import HostFusedReductions
 from rankless.collectives.backends.hosts.host_movement import HostMovement
 from rankless.collectives.backends.hosts.host_reductions import HostReductions
-from rankless.collectives.backends.hosts.host_waits import HostWaits
+from rankless.collectives.backends.hosts.host_waits import FirstFailure, HostWaits
 from rankless.collectives.backends.hosts.leader_exchange import LeaderExchange
 from rankless.collectives.backends.hosts.ranks_of_hosts import RanksOfHosts
 from rankless.collectives.backends.operation_queue import OperationQueue, SharedMemoryWork
@@ -128,3 +127,31 @@ class _GuardedQueue:
             operation()
         except CollectiveError as error:
             self._waits.fail(error)
+
+
+PIECE_BYTES = 16 << 20
+"""So much is reduced at a time. `HostReductions` cuts it again: it sends one part while it reduces another."""
+
+
+class HostFusedReductions:
+    """The all_reduce of several tensors, for one group on several hosts, with the method of `FusedReductions`.
+
+    Args:
+        reductions: The group's reductions of one tensor.
+    """
+
+    def __init__(self, reductions: HostReductions) -> None:
+        self._reductions = reductions
+
+    def all_reduce(self, call: FusedCall) -> None:
+        """Reduce the inputs over all ranks into the outputs. Raises as `HostReductions`."""
+        most = PIECE_BYTES // call.inputs[0].element_size()
+        for sources, targets in zip(cut_pieces(call.inputs, most), cut_pieces(call.outputs, most), strict=True):
+            values = targets[0] if len(targets) == 1 else targets[0].new_empty(sum(map(len, targets)))
+            if values.data_ptr() != sources[0].data_ptr():
+                copy_each(sources, split_as(values, sources))
+            call.before(values)
+            self._reductions.all_reduce(values, call.reduction)
+            call.after(values)
+            if len(targets) > 1:
+                copy_each(split_as(values, targets), targets)

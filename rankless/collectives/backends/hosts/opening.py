@@ -10,8 +10,8 @@ from typing import Any
 import torch.distributed as dist
 
 from rankless.collectives.backends.group_failure import Membership
-from rankless.collectives.backends.hosts.first_failure import FirstFailure
 from rankless.collectives.backends.hosts.gloo_exchange import GlooExchange
+from rankless.collectives.backends.hosts.host_waits import FirstFailure
 from rankless.collectives.backends.hosts.hosts_group import HostsGroup
 from rankless.collectives.backends.hosts.ranks_of_hosts import RanksOfHosts
 from rankless.collectives.backends.memory.store_exchange import StoreExchange, do_nothing

@@ -9,11 +9,15 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from rankless.collectives.backends.calls.call_arguments import require_dense, require_other_rank
-from rankless.collectives.backends.calls.tensor_views import flatten_bytes, write_back
 from rankless.collectives.backends.group_failure import Membership
 from rankless.collectives.backends.hosts.hosts_group import HostsGroup
 from rankless.collectives.backends.hosts.opening import open_hosts_group
+from rankless.collectives.backends.prepared_calls import (
+    flatten_bytes,
+    require_dense,
+    require_other_rank,
+    write_back,
+)
 from rankless.collectives.backends.process_group import SharedMemoryProcessGroup
 
 HIERARCHICAL = "hierarchical"

@@ -19,9 +19,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
-from rankless.extensions.horovod.engine.consistency_check import find_mismatch
+from rankless.extensions.horovod.engine.coordinator_checks import find_deadlock, find_mismatch, format_deadlock
 from rankless.extensions.horovod.engine.coordinator_table import SubmittedOperation, SubmittedOperations
-from rankless.extensions.horovod.engine.deadlock import find_deadlock, format_deadlock
 from rankless.extensions.horovod.engine.messages import RequestMetadata
 from rankless.extensions.horovod.engine.requests import UNNAMED_PREFIX
 from rankless.extensions.horovod.engine.scheduled_batch import ScheduledBatch, ScheduledOperation

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -11,11 +11,9 @@ import torch
 import torch.distributed as dist
 
 from rankless.errors import CollectiveError
-from rankless.extensions.horovod.engine.backends.adasum import adasum
 from rankless.extensions.horovod.engine.backends.opening import Backend, BackendRequest, open_backend
 from rankless.extensions.horovod.engine.backends.process_group import ProcessGroupBackend
 from rankless.extensions.horovod.engine.backends.shared_memory import SharedMemoryBackend
-from rankless.extensions.horovod.engine.fusion import Activity, FusionBuffer
 from rankless.extensions.horovod.engine.messages import Execute, OperationResponse, RequestMetadata
 from rankless.extensions.horovod.engine.requests import EngineRequest, OperationKind, ReduceOpCode
 from rankless.extensions.horovod.engine.scaling import DTYPES, ScaledReduction
@@ -27,6 +25,44 @@ CAUSE_SECONDS = 0.5
 """How long a rank whose operation failed waits for rank 0, which knows why if a rank has ended."""
 POLL_SECONDS = 0.01
 SEE_LOGS = "see the logs of the ranks that have left or ended"
+
+
+Activity = Callable[[Sequence[str], str], AbstractContextManager[None]]
+"""Records an activity in the timeline, from the keys of the operations and the activity's name."""
+
+
+class FusionBuffer:
+    """On the CPU, one buffer that grows and is reused by every batch. On a GPU, torch's allocator reuses memory."""
+
+    def __init__(self, activity: Activity) -> None:
+        self._activity = activity
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def pack(self, keys: Sequence[str], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the tensors' values in one flat tensor, valid until the next call.
+
+        The tensors have the same dtype and device.
+        """
+        buffer = self._get_buffer(keys, sum(tensor.numel() for tensor in tensors), tensors[0])
+        with self._activity(keys, "MEMCPY_IN_FUSION_BUFFER"):
+            torch.cat([tensor.detach().reshape(-1) for tensor in tensors], out=buffer)
+        return buffer
+
+    def unpack(self, keys: Sequence[str], buffer: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+        """Copy the values of the flat tensor into the tensors."""
+        with self._activity(keys, "MEMCPY_OUT_FUSION_BUFFER"):
+            pieces = buffer.split([tensor.numel() for tensor in tensors])
+            torch._foreach_copy_([tensor.detach().reshape(-1) for tensor in tensors], list(pieces))
+
+    def _get_buffer(self, keys: Sequence[str], count: int, like: torch.Tensor) -> torch.Tensor:
+        size = count * like.element_size()
+        if like.device.type != "cpu":
+            with self._activity(keys, "INIT_FUSION_BUFFER"):
+                return torch.empty(count, dtype=like.dtype, device=like.device)
+        if size > len(self._memory):
+            with self._activity(keys, "INIT_FUSION_BUFFER"):
+                self._memory = torch.empty(size, dtype=torch.uint8, device="cpu")
+        return self._memory[:size].view(like.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,3 +300,23 @@ def _run_on_single_rank(request: EngineRequest, tensor: torch.Tensor) -> Any:
     assert request.output is not None
     request.output.detach().copy_(tensor)
     return request.output
+
+
+def adasum(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the adaptive sum of one tensor's values on all ranks, with products in float64.
+
+    Parallel gradients are averaged, orthogonal gradients are added. Ranks are combined in pairs, then pairs of pairs.
+    Source: S. Maleki et al., "Scaling Distributed Training with Adaptive Summation" (2020).
+
+    Args:
+        tensors: The values of each rank. Their number is a power of 2.
+    """
+    if len(tensors) == 1:
+        return tensors[0]
+    middle = len(tensors) // 2
+    one, other = adasum(tensors[:middle]), adasum(tensors[middle:])
+    left, right = one.double().reshape(-1), other.double().reshape(-1)
+    product, left_square, right_square = left @ right, left @ left, right @ right
+    left_factor = 1 - product / (2 * left_square) if left_square else torch.ones_like(product)
+    right_factor = 1 - product / (2 * right_square) if right_square else torch.ones_like(product)
+    return (left_factor * left + right_factor * right).reshape(one.shape).to(one.dtype)

@@ -7,14 +7,16 @@ thread takes `connections` out, and sets the timer when it has finished. Otherwi
 every message of a script that runs one operation after the other, and compete with it.
 """
 
+import ctypes
+import os
 import selectors
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rankless.extensions.horovod.engine.pending_operations import PendingOperation
-from rankless.extensions.horovod.engine.timer import Timer
 
 SWITCH_SECONDS = 2e-4
 """Python's switch interval while the loop exists. With the default of 5 ms, a busy main thread starves the other."""
@@ -140,3 +142,48 @@ class ProgressLoop:
                 self._changed.notify_all()
                 if not self._is_stopped:
                     self._timer.set(0 if self._has_work() else IDLE_SECONDS)
+
+
+_NANOSECONDS = 1_000_000_000
+
+
+class _TimeSpec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+class _TimerSpec(ctypes.Structure):
+    _fields_ = (("interval", _TimeSpec), ("value", _TimeSpec))
+
+
+class Timer:
+    """Becomes readable when the time set last has passed."""
+
+    def __init__(self) -> None:
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._descriptor = self._libc.timerfd_create(time.CLOCK_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC)
+        if self._descriptor < 0:
+            raise OSError(ctypes.get_errno(), "timerfd_create")
+        self._setting = _TimerSpec()
+        self._address = ctypes.byref(self._setting)
+
+    def fileno(self) -> int:
+        """Return the file descriptor to select on."""
+        descriptor: int = self._descriptor
+        return descriptor
+
+    def set(self, seconds: float) -> None:
+        """Expire after a delay, or at once for 0. It replaces the delay set before."""
+        nanoseconds = max(1, int(seconds * _NANOSECONDS))
+        self._setting.value.seconds, self._setting.value.nanoseconds = divmod(nanoseconds, _NANOSECONDS)
+        self._libc.timerfd_settime(self._descriptor, 0, self._address, None)
+
+    def clear(self) -> None:
+        """Acknowledge the expiry."""
+        try:
+            os.read(self._descriptor, 8)
+        except BlockingIOError:
+            return
+
+    def close(self) -> None:
+        """Close the file descriptor."""
+        os.close(self._descriptor)

@@ -7,8 +7,7 @@ Enters: a function and horovodrun's options, from scripts. Leaves: the return va
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rankless.extensions.horovod.runner.function_job import run_function
-from rankless.extensions.horovod.runner.keywords import make_flags
+from rankless.extensions.horovod.runner.function_job import make_flags, run_function
 
 
 def run(

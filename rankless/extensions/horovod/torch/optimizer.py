@@ -14,15 +14,17 @@ from typing import Any
 
 import torch
 
+from rankless.extensions.horovod import context
 from rankless.extensions.horovod.common.basics import size
 from rankless.extensions.horovod.common.builds import rocm_built
 from rankless.extensions.horovod.common.process_sets import ProcessSet, global_process_set
-from rankless.extensions.horovod.torch.adasum_optimizer import AdasumReduction
+from rankless.extensions.horovod.engine.requests import EngineRequest, OperationKind, ReduceOpCode
+from rankless.extensions.horovod.torch.backward_passes import BackwardPasses
 from rankless.extensions.horovod.torch.compression import Compression, Compressor
 from rankless.extensions.horovod.torch.gradient_groups import Groups, check_groups, make_groups
 from rankless.extensions.horovod.torch.gradients import GradientReduction, GradientRule
+from rankless.extensions.horovod.torch.operations.checks import validate_tensor
 from rankless.extensions.horovod.torch.operations.reduction_rule import Adasum, Average, make_reduction_rule
-from rankless.extensions.horovod.torch.parameter_names import assign_parameter_names
 from rankless.extensions.horovodrun.launched_worker import horovod_variables
 
 MODULE_NAME = "horovod.torch.optimizer"
@@ -282,6 +284,51 @@ def _check_predivision(op: int) -> None:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
 
 
+class AdasumReduction:
+    """Combines the changes that a step makes to the parameters."""
+
+    def __init__(self, names: Mapping[torch.Tensor, str], passes: int, compression: type[Compressor]) -> None:
+        self.passes = BackwardPasses(names, passes, lambda _: None)
+        self._names = names
+        self._compression = compression
+
+    def restart(self) -> None:
+        """Restart the count of backward passes."""
+        self.passes.restart()
+
+    def get_handles(self) -> dict[torch.Tensor, tuple[int | None, Any]]:
+        """Return no handles: nothing is submitted before the step."""
+        return {}
+
+    @torch.no_grad()
+    def step(self, step: Callable[[], object]) -> None:
+        """Call `step`, and replace its changes to the parameters by the Adasum of all ranks' changes."""
+        initial_values = {parameter: parameter.detach().clone() for parameter in self._names}
+        step()
+        scheduler = context.current().scheduler
+        handle = scheduler.new_handle()
+        requests, contexts = [], []
+        for parameter, initial_value in initial_values.items():
+            compressed, compression_context = self._compression.compress(
+                (parameter.detach() - initial_value).contiguous()
+            )
+            buffer = validate_tensor(compressed)
+            name = self._names[parameter]
+            requests.append(
+                EngineRequest(
+                    kind=OperationKind.ALLREDUCE, name=name, tensor=buffer, output=buffer, reduction=ReduceOpCode.ADASUM
+                )
+            )
+            contexts.append(compression_context)
+        scheduler.submit(handle, requests)
+        results = scheduler.synchronize(handle)
+        for (parameter, initial_value), result, compression_context in zip(
+            initial_values.items(), results, contexts, strict=True
+        ):
+            parameter.copy_(initial_value + self._compression.decompress(result, compression_context))
+        self.restart()
+
+
 def _make_distributed(
     optimizer: torch.optim.Optimizer,
     kind: type[DistributedOptimizerMixin],
@@ -306,3 +353,41 @@ def _make_distributed(
     shared = {name: value for name, value in vars(optimizer).items() if name not in members}
     vars(distributed).update(shared, **attributes, _reduction=reduction)
     return distributed
+
+
+NOT_PAIRS = (
+    "named_parameters should be a sequence of tuples (name, parameter), usually produced by model.named_parameters()."
+)
+
+
+def assign_parameter_names(
+    optimizer: torch.optim.Optimizer, named_parameters: Iterable[Any] | None
+) -> dict[torch.Tensor, str]:
+    """Return the name of each parameter of the optimizer, in its order.
+
+    Without `named_parameters`, a name consists of the indices of the group and of the parameter. Raises ValueError if
+    `named_parameters` contains anything but pairs, repeats a name, or omits a parameter.
+    """
+    if named_parameters is None:
+        return {
+            parameter: f"allreduce.noname.{group_index}.{index}"
+            for group_index, group in enumerate(optimizer.param_groups)
+            for index, parameter in enumerate(group["params"])
+        }
+    pairs = list(named_parameters)
+    if any(not isinstance(pair, tuple) for pair in pairs):
+        raise ValueError(NOT_PAIRS)
+    repeated = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
+    if repeated:
+        raise ValueError(
+            f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(sorted(repeated))}"
+        )
+    names = {parameter: name for name, parameter in pairs}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    unnamed = [str(id(parameter)) for parameter in parameters if parameter not in names]
+    if unnamed:
+        raise ValueError(
+            "named_parameters was specified, but one or more model parameters were not named. "
+            f"Python object ids: {', '.join(unnamed)}"
+        )
+    return {parameter: names[parameter] for parameter in parameters}

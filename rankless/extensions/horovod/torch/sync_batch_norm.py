@@ -15,8 +15,7 @@ from rankless.extensions.horovod.common.process_sets import global_process_set
 from rankless.extensions.horovod.engine.requests import ReduceOpCode
 from rankless.extensions.horovod.torch.operations.allgather import allgather_async
 from rankless.extensions.horovod.torch.operations.allreduce import start
-from rankless.extensions.horovod.torch.operations.autograd_apply import apply_function
-from rankless.extensions.horovod.torch.operations.handles import synchronize
+from rankless.extensions.horovod.torch.operations.handles import apply_function, synchronize
 from rankless.extensions.horovod.torch.operations.reduction_rule import make_reduction_rule
 
 

@@ -9,9 +9,8 @@ import torch
 from rankless.extensions.horovod.common.process_sets import ProcessSet, global_process_set
 from rankless.extensions.horovod.engine.requests import OperationKind, ReduceOpCode
 from rankless.extensions.horovod.torch.operations.allreduce import Allreduce, GroupedAllreduce
-from rankless.extensions.horovod.torch.operations.autograd_apply import apply_function
 from rankless.extensions.horovod.torch.operations.checks import require_tensors, validate_tensor
-from rankless.extensions.horovod.torch.operations.handles import submit, submit_group, synchronize
+from rankless.extensions.horovod.torch.operations.handles import apply_function, submit, submit_group, synchronize
 from rankless.extensions.horovod.torch.operations.reduction_rule import make_reduction_rule
 
 

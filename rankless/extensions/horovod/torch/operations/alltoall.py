@@ -7,9 +7,8 @@ import torch
 
 from rankless.extensions.horovod.common.process_sets import ProcessSet, global_process_set
 from rankless.extensions.horovod.engine.requests import OperationKind
-from rankless.extensions.horovod.torch.operations.autograd_apply import apply_function
 from rankless.extensions.horovod.torch.operations.checks import require_tensors, resolve_splits, validate_tensor
-from rankless.extensions.horovod.torch.operations.handles import submit, synchronize
+from rankless.extensions.horovod.torch.operations.handles import apply_function, submit, synchronize
 
 Splits = torch.Tensor | Sequence[int]
 

@@ -8,9 +8,8 @@ from rankless.extensions.horovod import context
 from rankless.extensions.horovod.common.process_sets import ProcessSet, global_process_set
 from rankless.extensions.horovod.engine.requests import OperationKind, ReduceOpCode
 from rankless.extensions.horovod.torch.operations.allreduce import Allreduce
-from rankless.extensions.horovod.torch.operations.autograd_apply import apply_function
 from rankless.extensions.horovod.torch.operations.checks import require_tensors, validate_root_rank, validate_tensor
-from rankless.extensions.horovod.torch.operations.handles import submit, synchronize
+from rankless.extensions.horovod.torch.operations.handles import apply_function, submit, synchronize
 from rankless.extensions.horovod.torch.operations.reduction_rule import make_reduction_rule
 
 

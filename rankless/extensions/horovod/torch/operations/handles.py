@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.autograd import Function
 
 from rankless.extensions.horovod import context
 from rankless.extensions.horovod.common.process_sets import ProcessSet
@@ -111,3 +112,8 @@ def _convert_result(result: Any) -> Any:
     if isinstance(result, tuple):
         return result[0], torch.tensor(result[1], dtype=torch.int32, device="cpu")
     return result
+
+
+def apply_function(function: type[Function], *arguments: Any) -> Any:
+    """Call `forward` and return its result, so that autograd calls `backward`."""
+    return function.apply(*arguments)

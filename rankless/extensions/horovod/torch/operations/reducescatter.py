@@ -11,9 +11,8 @@ from rankless.extensions.horovod.engine.requests import OperationKind, ReduceOpC
 from rankless.extensions.horovod.exceptions import HorovodInternalError
 from rankless.extensions.horovod.torch.compression import Compression, Compressor
 from rankless.extensions.horovod.torch.operations.allgather import Allgather, GroupedAllgather
-from rankless.extensions.horovod.torch.operations.autograd_apply import apply_function
 from rankless.extensions.horovod.torch.operations.checks import require_tensors, validate_tensor
-from rankless.extensions.horovod.torch.operations.handles import submit, submit_group, synchronize
+from rankless.extensions.horovod.torch.operations.handles import apply_function, submit, submit_group, synchronize
 from rankless.extensions.horovod.torch.operations.reduction_rule import ReductionRule, make_reduction_rule
 
 

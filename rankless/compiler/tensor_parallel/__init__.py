@@ -1,1 +1,0 @@
-"""Tensor parallelism: which dims of which parameters a program can divide, and which of them it does."""
