@@ -5,6 +5,7 @@ knows the whole batch and holds its own rows. `rankless.api` makes the loader.
 
 `sample_order` decides which samples come. `batch_source` reads them: through `batch_requests`, from a stream
 (`stream_reader`), or on some workers for others (`shared_reading`). `batch_agreement` checks that all ranks agree and
-makes tensors logical. `shard_check` checks for any loader, also one of torch, that the ranks divide the data
-(`shard_inspection`).
+makes tensors logical. `collation_probe` finds out whether a `collate_fn` works row by row; if not, every rank reads
+whole batches. `baseline_reader` reads with PyTorch's `DataLoader` for verify's run on one worker. `shard_check` checks
+for any loader, also one of torch, that the ranks divide the data (`shard_inspection`).
 """
