@@ -1,6 +1,7 @@
 """Each sentence of docs/limitations.md has a test that fails when it stops being true: named here, or below."""
 
 import ast
+import platform
 import re
 import sys
 from itertools import chain
@@ -15,6 +16,7 @@ from torch import nn
 import rankless
 from rankless.cli import main
 from rankless.config.mesh_option import parse_mesh
+from rankless.config.shared_memory_support import is_supported
 from rankless.context.model_change_detector import ModelChangeDetector
 from rankless.context.world import World
 from rankless.errors import ConfigError, DataError
@@ -30,7 +32,7 @@ SHOWN_BY = {
     "This page lists": "::test_each_sentence_names_a_test_that_exists",
     "Rankless has run on one GPU": "::test_the_page_on_gpus_has_one_gpu_and_pytorch_2_11",
     "GPUs lists": "::test_the_page_on_gpus_has_one_gpu_and_pytorch_2_11",
-    "On macOS": "::test_status_is_refused_on_macos",
+    "On macOS": "::test_on_macos_status_and_shared_memory_are_refused",
     "On Windows": "cli/test_commands.py::test_on_windows_the_import_fails_with_one_sentence",
     "Rankless searches for no": "::test_no_mesh_is_searched_for",
     "Copies of parameter servers": "launch/test_lost_servers.py::test_other_lost_hosts_are_root_causes",
@@ -166,10 +168,14 @@ def test_the_page_on_gpus_has_one_gpu_and_pytorch_2_11():
     assert set(re.findall(r"PyTorch \**(\d\.\d+)\.\d", page)) == {"2.11"}
 
 
-def test_status_is_refused_on_macos(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_on_macos_status_and_shared_memory_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(platform, "system", lambda: "Darwin")
     assert main(["status"]) == 2
     assert "expected: Linux" in capsys.readouterr().err
+    assert "this is Darwin" in is_supported().reason
 
 
 def test_status_says_which_runs_it_leaves_out(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
