@@ -35,7 +35,6 @@ SHOWN_BY = {
     "On macOS": "::test_on_macos_status_and_shared_memory_are_refused",
     "On Windows": "cli/test_commands.py::test_on_windows_the_import_fails_with_one_sentence",
     "Rankless searches for no": "::test_no_mesh_is_searched_for",
-    "Copies of parameter servers": "launch/test_lost_servers.py::test_other_lost_hosts_are_root_causes",
     "`rankless verify` checks": "cli/test_server_options.py::test_verify_has_the_mode_sync_alone",
     "In the modes `async`": "jobs/test_independent_runs.py::test_what_independent_workers_cannot_do_is_refused",
     "A job with tables": "jobs/test_table_runs.py::test_what_several_workers_cannot_share_is_refused",
@@ -136,6 +135,7 @@ SHOWN_BY = {
 }
 # Sentences that no test of CI can show, and why.
 WITHOUT_A_TEST = {
+    "Copies of parameter servers": "the agent of the first host decides which losses copies cover",
     "It compiles one program": "a shape more costs a compilation, which no test counts for pipelines",
     "Ranks of a `hierarchical` group": "says which calls are not compared",
     "A process that receives": "Gloo aborts the process",
