@@ -225,7 +225,7 @@ def check_shards(loader: Any, *, all_samples: bool = True, even: bool = True, ba
         batches: How many batches of each rank to check. Default: all of them.
 
     Raises:
-        RanksDiverged: The ranks do not divide the data. Every rank raises, and the text names ranks and samples.
+        RanksDiverged: Two ranks get a sample, or none does. Every rank raises, and the text names ranks and samples.
         ConfigError: `loader` gives no batches.
         RanklessError: The call is inside `rankless.once`.
 
@@ -253,8 +253,8 @@ def spawn(
 
     The function may be defined in a script, in a notebook or in the interpreter. The script does not run again in the
     workers, so it needs no `if __name__ == "__main__"`. In the function, `rankless.init()` and torch's
-    `init_process_group()` find the other workers. Models and jobs are copied to the workers: what the function trains
-    comes back only in its result. All workers start with the caller's random generators, and the caller draws once
+    `init_process_group()` find the other workers. The workers get copies of models and jobs, so trained values come
+    back only in the function's result. All workers start with the caller's random generators, and the caller draws once
     from each. The first call starts a process that has imported torch; it forks the workers, and stays for later calls.
 
     Args:
@@ -378,13 +378,14 @@ def job(
 
     Calls return the results of the whole batch, the same on every rank. With an `optimizer` the function returns its
     loss: alone, first in a tuple, as "loss" in a dict, or as an attribute `loss`. A call then runs `zero_grad`,
-    `backward` and `step`. A loss of one value per sample means its mean. Without an `optimizer` the job predicts,
-    without gradients.
+    `backward` and `step`. A per-sample loss is averaged. Without an `optimizer` the job predicts, without
+    gradients.
 
     Args:
         function: Not accepted: `@rankless.job` without parentheses passes it, and raises.
         model: The module, or a list or a dict of all modules that the function uses. Required.
-        optimizer: The optimizer, or a list of optimizers that step in turn. Default: none, the job predicts.
+        optimizer: The optimizer, or a list of optimizers that step one after the other. Default: none, the job
+            predicts.
         accumulate: Number of calls that make one step, with the gradient of one call on all their samples. A pass over
             a `rankless.loader` ends with a step; without a loader call `Job.flush`. Default: 1.
         clip_norm: Largest norm of the whole gradient over all parameters, as in `clip_grad_norm_`. Default: no limit.
@@ -395,23 +396,23 @@ def job(
         view: "consistent" runs the function on whole batches. "mirrored" runs it as plain PyTorch once per device, on
             that device's element of each list argument, and returns the list of all results. Default: "consistent",
             or "mirrored" if an argument is annotated with `PerDevice`.
-        capture: Whether the function becomes one program on several workers. False is for a function that cannot, as
-            with shapes that depend on values: every worker runs it on the whole batch, which is exact and not faster.
+        capture: Whether the function becomes one program on several workers. With False every worker runs it on the
+            whole batch, which is exact but not faster. Use it for shapes that depend on values.
         random: "generator" draws the numbers of PyTorch's generator, whole tensors on every worker. With "counter" each
-            worker computes its own part of them: numbers of another generator, the same on any number of workers.
+            worker draws only its own numbers, by another generator, equal on any number of workers.
         check_synchronized_every: Compare models and optimizer state of all ranks, bit by bit, before every so many
             calls. Default: models at the first call and after a change outside jobs; state after a change outside jobs.
-        zero: What each worker holds only its part of, to save memory: "optimizer" for the state of the optimizer,
+        zero: Training state sharded across workers (ZeRO stage 1, 2 or 3): "optimizer" for the state of the optimizer,
             "gradients" for gradients too, "parameters" for parameters too. With the last two the job leaves no `.grad`.
             Default: every worker holds everything.
-        offload: Whether what `zero` divides lies in the memory of the host instead of the GPU's, where the optimizer
-            then steps. The host has more memory, and steps are slower. On the CPU it changes nothing. Default: no.
-        recompute: What is computed again for gradients instead of kept from the forward pass, to save memory: "blocks"
-            for all repeated blocks of the model, such as the layers of a Transformer, or a number above 0 and at most 1
+        offload: Whether the host's memory holds the shards of `zero` instead of the GPU's, and the optimizer steps
+            there. The host has more memory, but steps are slower. On the CPU it changes nothing. Default: no.
+        recompute: Blocks whose forward pass is computed again for gradients, to save memory: "blocks" for all repeated
+            blocks of the model, such as the layers of a Transformer, or a number above 0 and at most 1
             for the first blocks, with this fraction of the memory of all. Random numbers stay the same. Default:
-            nothing but what `torch.utils.checkpoint` in the model says.
-        plan: How the model is divided along the axes of `rankless run --mesh`: a `rankless.Plan`, or a function that
-            returns one, called with the models of the job. Default: Rankless chooses.
+            only the functions that `torch.utils.checkpoint` wraps in the model.
+        plan: How Rankless shards the model along the axes of `rankless run --mesh`: a `rankless.Plan`, or a function
+            that returns one, called with the models of the job. Default: Rankless chooses.
         batch_dims: The batch dim of arguments by name, None for an argument without one. It affects speed, not
             results. Default: dim 0 of every tensor.
         dtype: Floating-point dtype of placeholders without a dtype, and of tensors that the function creates without
@@ -622,10 +623,10 @@ def save(
 
     Args:
         path: The folder of the checkpoint.
-        layout: "whole": rank 0 writes one file, for which all ranks gather divided states, one tensor at a time.
-            "sharded": each rank writes a file, with its own pieces of divided states, about the same number of bytes.
+        layout: "whole": rank 0 writes one file, and all ranks gather sharded states for it, one tensor at a time.
+            "sharded": each rank writes a file, with its own shards of sharded states, about the same number of bytes.
         background: Whether to copy the state, return, and write in a thread. The next save or load and the end of the
-            script wait for it, and raise its error. Divided states of a "whole" checkpoint are written before.
+            script wait for it, and raise its error. With "whole", sharded states are written before.
         extra: Plain data that `load` returns: numbers, text, lists, dicts, tensors.
         **objects: What to save, by name: modules, optimizers, schedulers, loaders, anything with a `state_dict`.
 
@@ -646,14 +647,14 @@ def save(
 def load(path: str | os.PathLike[str], *, strict: bool = True, random: bool = True, **objects: Any) -> Any:
     """Restore the state of objects from the folder `path`, and return the checkpoint's `extra`.
 
-    Call it on every rank. The number of ranks, and how jobs divide states, may differ from those of the save. Each rank
-    reads its pieces of divided states. Jobs whose optimizers are among the objects divide their states first, as their
+    Call it on every rank. The number of ranks, and the `zero=` of jobs, may differ from those of the save. Each rank
+    reads its shards of sharded states. Jobs whose optimizers are among the objects shard their states first, as their
     first call would. Either all objects are restored or none.
 
     Args:
         path: The folder of the checkpoint.
         strict: Whether everything must fit. If False, modules take the tensors that fit, objects that were not saved
-            stay as they are, dtypes are converted, and Rankless warns what was left out.
+            stay as they are, dtypes are converted, and a warning lists the tensors that were left out.
         random: Whether to restore the random number generators too.
         **objects: What to restore, under the names of the save. Other objects of the checkpoint are ignored.
 
@@ -662,7 +663,7 @@ def load(path: str | os.PathLike[str], *, strict: bool = True, random: bool = Tr
 
     Raises:
         CheckpointError: There is no checkpoint, it is damaged, or it does not fit the objects. Every rank raises.
-        ConfigError: A job with `zero=` cannot divide its states.
+        ConfigError: A job with `zero=` cannot shard its states.
         RanklessError: The call is inside `rankless.once`.
 
     Example:

@@ -14,7 +14,7 @@ RanklessError            base of all errors below
 ├── StepError            a training step that cannot be made, or must not be made
 ├── TableError           a table of rows by ids that cannot be used so
 ├── ServerError          a parameter server that cannot be reached or used
-├── LostWorkerError      a worker that was lost, and without which this one cannot go on
+├── LostWorkerError      a worker that was lost, and without which this one cannot continue
 └── CheckpointError      a checkpoint that cannot be written or read
 
 StepsDone (SystemExit)   the normal end of a run that was limited to a number of steps
@@ -183,7 +183,7 @@ class ServerError(RanklessError):
 
 
 class LostWorkerError(RanklessError):
-    """Raised if a worker was killed in a run with parameter servers, and this one cannot go on without it.
+    """Raised if a worker was killed in a run with parameter servers, and this one cannot continue without it.
 
     The run ends, and names the worker that was killed. The error has the attributes of `RanklessError`.
     """

@@ -1,7 +1,12 @@
 """Write what objects with a `state_dict` hold to a folder, and read it back, on any number of ranks.
 
 Input: a path, objects by name, the mesh. Output: a folder that safetensors alone can read (`manifest` describes its
-layout), or the restored objects. `rankless.api` calls it on every rank. The runtime makes the one `Saver` of a process.
+layout), or the restored objects. `rankless.api` calls it on every rank. The runtime makes the one `Saver` of a
+process.
+
+`saving` agrees with the other ranks within the step. `background_write` then needs only the disk, and may run in a
+thread: ranks communicate through the folder, never by collectives. `file_shares` says what each rank writes. `loading`
+gives objects tensors that `stored_tensors` reads when something needs them. Decisions 0031 and 0051 have the reasons.
 """
 
 from rankless.checkpoint.checkpoints import Checkpoints, Restored

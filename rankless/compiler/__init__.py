@@ -1,4 +1,23 @@
 """Compile a job: capture it in logical shapes, propagate shardings over a mesh, lower to each rank's program, run it.
 
 Input: a function, its modules, example inputs and a mesh. Output: a `LocalProgram` to call. Caller: `rankless.jobs`.
+
+The folders in the order of a compilation:
+
+- `capture`, with `tracing`, makes one graph of the function, forward and backward, in logical shapes. What cannot be
+  one program, or would be lost or stale in one, is refused with its line. `guards` finds the Python values that were
+  read.
+- `analysis` finds what splitting the batch does to each value, and what a loss divides by (gradient accumulation).
+- `program_agreement` compares the graphs of all ranks. If they differ, nothing runs.
+- `sharding` gives each value a placement along each axis, and each operator a strategy from `rules`. `tensor_parallel`
+  chooses which parameters the axes `tensor` and `expert` shard. `probing` tries an operator without a rule.
+- `lowering` makes each rank's program from it: redistributions, sums and counts instead of means, values that the
+  backward pass computes again, phases for experts on single ranks.
+- `scheduling` orders communication: buckets of gradients, gathers of sharded parameters. On a mesh with the axis
+  `pipeline`, the folder `pipeline` does this instead.
+- `codegen` writes the program as Python. `ir` has the graph, Rankless's own operators, and their kernels.
+
+Sizes that have varied are symbols in every stage (`tracing.symbolic_sizes`). Decisions that depend on them become
+guards, which all ranks share. Numbers of rows that values select (`x[mask]`) are symbols without a number:
+`tracing.row_counts`, `tracing.row_selections`, `rules.selected_rows` and `lowering.row_counts` (decision 0043).
 """

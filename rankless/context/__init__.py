@@ -1,4 +1,4 @@
-"""What the runtime passes to jobs and loaders: the mesh, the observers of the run, and the state that they share.
+"""The mesh, the observers of a run and its shared state, which the runtime passes to jobs and loaders.
 
 The runtime makes one `World` per process. Jobs and loaders receive it, and never look it up.
 """

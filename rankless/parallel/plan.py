@@ -14,35 +14,35 @@ MICROBATCHES_PER_WORKER = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How a job is divided between workers, where the default is not wanted.
+    """How Rankless distributes a job over the workers, if not by default.
 
-    A plan only says who computes and in which order. What a job computes is the same under every plan.
+    A plan chooses which worker computes which values, and in which order. The results are the same under every plan.
 
     Args:
         schedule: The order of work along the axis `pipeline`: "gpipe" does all forward passes first, and holds the
             activations of all microbatches. "1f1b" holds those of at most as many microbatches as there are stages.
-            "interleaved" gives two stages to each worker, and waits less. "zero-bubble" computes gradients of
-            parameters while it would wait. Default: "1f1b".
-        microbatches: The parts into which the axis `pipeline` divides a batch. A batch with fewer samples has fewer.
-            Default: two for each worker along the axis.
+            "interleaved" has two stages on each worker, and waits less. "zero-bubble" computes gradients of parameters
+            while it would wait. Default: "1f1b".
+        microbatches: The number of microbatches into which the axis `pipeline` cuts a batch. A batch with fewer samples
+            has fewer. Default: two for each worker along the axis.
         stages: The modules at which the stages after the first begin, by their names in the job, such as
             `("model.layers.4", "model.layers.8")`; or "measured": rank 0 runs each operator before the first step, and
             the stages take about equal time. Default: Rankless estimates the work, and makes it about equal.
-        tensor: How the axis `tensor` divides parameters: "auto", or a dict from names of parameters to
+        tensor: How the axis `tensor` shards parameters: "auto", or a dict from names of parameters to
             `torch.distributed.tensor.Shard(dim)` or `Replicate()`. A name may be a pattern as in a shell, and begin
-            anywhere after a dot: `"*.mlp.up.weight"`. What must be divided together with a named parameter follows it,
-            as the bias of a layer and the input features of the next one do; all others are whole. Default: "auto",
-            which divides attention by heads, MLPs by hidden features, convolutions by channels, embeddings and heads by
-            words, as the program of the job allows.
-        sequence_parallel: Whether the axis `tensor` also divides the activations between its layers, as Megatron's
-            sequence parallelism does: residual sums, norms and dropout are computed on a part of the positions each.
-            As many bytes are sent, and less memory is needed. Default: False.
-        experts: Which parameters the axis `expert` divides between workers, and along which dim: "auto", or a dict as
-            for `tensor=`. Default: "auto", which divides the parameters with one row for each expert that a batched
-            matrix product computes with, as `(experts, inputs, outputs)`, along this dim, and what is linked with it.
-        sequence: The dim of each tensor argument that the axis `sequence` divides, by the argument's name; None for
-            one without positions. Default: "auto", the first dim besides that of the batch. It decides how fast a call
-            is, and does not change its result.
+            anywhere after a dot: `"*.mlp.up.weight"`. Rankless shards dims that belong to a named parameter with it,
+            such as the bias of a layer and the input features of the next one; all others are whole. Default: "auto",
+            which shards attention by heads, MLPs by hidden features, convolutions by channels, embeddings and heads by
+            words, if the program of the job allows it.
+        sequence_parallel: Whether the axis `tensor` also shards the activations between its layers, as Megatron's
+            sequence parallelism does: each worker computes residual sums, norms and dropout for a shard of the
+            positions. This sends as many bytes, and needs less memory. Default: False.
+        experts: Which parameters the axis `expert` shards across workers, and along which dim: "auto", or a dict as
+            for `tensor=`. Default: "auto", which shards parameters with one row for each expert, as `(experts, inputs,
+            outputs)`, with which a batched matrix product computes, and the dims that belong to them.
+        sequence: The dim of each tensor argument that the axis `sequence` shards, by the argument's name; None for
+            one without positions. Default: "auto", the first dim besides that of the batch. It affects speed, not
+            results.
 
     Raises:
         ConfigError: A value is invalid.

@@ -7,7 +7,7 @@ import msgspec
 Recompute = Literal["blocks"] | float
 """What is computed again for gradients: all blocks of a model, or the first ones with a fraction of their memory."""
 ZeroLevel = Literal["optimizer", "gradients", "parameters"]
-"""What each worker holds only a part of: the state of optimizers, also gradients, or also parameters."""
+"""The training state that is sharded across workers: that of optimizers, also gradients, or also parameters."""
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 """The order in which the stages of a pipeline compute microbatches; see `compiler.pipeline.schedules`."""
 PLAN_FORMAT = 2

@@ -65,13 +65,13 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     replicas: int = 0
     """How many copies each server has."""
     lost_servers: tuple[int, ...] = ()
-    """The servers that were lost while others with the same tables went on."""
+    """The lost servers whose tables other servers have."""
     lost_hosts: tuple[str, ...] = ()
-    """The names of the hosts that were lost while the others went on."""
+    """The names of the lost hosts, without which the run continued."""
     server_restarts: tuple[int, ...] = ()
     """How often each server was started again after it had died, in their order."""
     lost_workers: int = 0
-    """How many workers were killed while the others went on."""
+    """How many workers were killed while the others continued."""
     torch: str | None
     """The version of PyTorch; None if it is not installed."""
     python: str

@@ -80,14 +80,16 @@ def test_the_readme_example_prints_the_same_numbers_on_every_run_and_with_every_
     assert losses(tmp_path, "rankless", "run", "--no-progress", "-n", str(workers), "train.py") == plain
 
 
-def test_the_architecture_page_names_files_that_exist():
+def test_the_architecture_page_has_at_most_1200_words_and_names_files_that_exist():
     text = (ROOT / "ARCHITECTURE.md").read_text()
+    assert len(text.split()) <= 1200
     paths = re.findall(r"`((?:\w+/)+\w+\.py)`", text)
     assert len(paths) > 10
     assert not [path for path in paths if not (ROOT / "rankless" / path).is_file()]
     packages = re.findall(
-        r"`((?:cli|launch|runtime|verify|jobs|data|context|compiler|checkpoint|collectives)(?:\.\w+)+)`", text
+        r"`((?:cli|launch|runtime|verify|jobs|data|context|compiler|checkpoint|collectives|ownership)(?:\.\w+)+)`", text
     )
+    assert len(packages) > 20
     assert not [name for name in packages if not module_exists(name)]
 
 

@@ -269,7 +269,7 @@ class _Changes(NamedTuple):
 LEAST_BYTES = 1 << 20
 """Smaller ones are written with all other tensors."""
 _COLUMNS = {"ids": ("rows", "used_steps"), "waiting_ids": ("waiting_occurrences", "waiting_steps")}
-"""The keys of a table's state (`parameter_server.tables.contents`): those of ids, and of what has a row for each."""
+"""The keys of a table's state (`extensions.servers.tables.contents`): those of ids, and of what has a row for each."""
 
 
 class KeyedRows(NamedTuple):

@@ -67,7 +67,7 @@ def make_mismatch_error(rank: int, other: int, *, found: str, own: str) -> Colle
         expected=f"rank {rank} to match the call of rank {other}: {own}",
         found=f"rank {rank}: {found}",
         fix="make every rank call the same collectives in the same order, with the same lengths, dtype, reduction and "
-        "root; create a new group to go on",
+        "root; create a new group to continue",
     )
 
 
@@ -78,5 +78,5 @@ def make_error(word: int, member: Membership) -> CollectiveError:
     return CollectiveError(
         expected="every rank of the group to take part in its collectives",
         found=FOUND[kind].format(**values),
-        fix=FIXES[kind].format(**values, name=member.timeout_name) + "; create a new group to go on",
+        fix=FIXES[kind].format(**values, name=member.timeout_name) + "; create a new group to continue",
     )

@@ -483,7 +483,7 @@ class PointToPoint:
                 expected=f"rank {names[mismatch.rank]} to send rank {names[self._signals.rank]} a message of "
                 f"{mismatch.expected} bytes",
                 found=f"{mismatch.sent} bytes",
-                fix="make sender and receiver agree on shape, dtype and tag; create a new group to go on",
+                fix="make sender and receiver agree on shape, dtype and tag; create a new group to continue",
             )
             self._fail(error)
         except CollectiveError as error:

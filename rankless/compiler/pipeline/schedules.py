@@ -139,7 +139,7 @@ class _Simulation:
                     done[worker].append(unit)
                     free_from[worker] = self._ends[unit] = time + self._costs[unit.kind]
             later = [end for end in free_from if end > time]
-            assert later or not any(self._waiting), "no worker can go on"
+            assert later or not any(self._waiting), "no worker can continue"
             time = min(later, default=time)
         busy = tuple(sum(self._costs[unit.kind] for unit in units) for units in done)
         spans = tuple(

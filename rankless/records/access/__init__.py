@@ -1,1 +1,1 @@
-"""Who may do what: clients that may not know the token of a socket, the proof for a run's store, private files."""
+"""Access rights: clients that may not know the token of a socket, authentication at a run's store, private files."""

@@ -1,1 +1,1 @@
-"""Facts about a run that goes on, in memory that processes share: one process writes each, and any number reads it."""
+"""Facts about a run in progress, in memory that processes share: one process writes each, and any number reads it."""

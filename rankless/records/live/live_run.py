@@ -1,4 +1,4 @@
-"""What an agent publishes about its run while the run goes on: where each process is, and where its figures are."""
+"""An agent's facts about its run in progress: where each process is, and where its figures are."""
 
 from typing import Literal
 
@@ -25,7 +25,7 @@ class LiveWorker(msgspec.Struct, frozen=True, kw_only=True):
     process_id: int | None = None
     """None before it has started."""
     has_finished: bool = False
-    """Whether its script has ended; its process may go on for a while."""
+    """Whether its script has ended; its process may stay for a while."""
     exit_code: int | None = None
 
 
@@ -46,7 +46,7 @@ class LiveServer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LiveRun(msgspec.Struct, frozen=True, kw_only=True):
-    """A run that goes on, as the agent of one host knows it."""
+    """A run in progress, as the agent of one host knows it."""
 
     layout: int
     process_id: int
@@ -70,4 +70,4 @@ class LiveRun(msgspec.Struct, frozen=True, kw_only=True):
     servers: tuple[LiveServer, ...] = ()
     """None before they have started, nor once they have ended."""
     lost_hosts: tuple[str, ...] = ()
-    """The names of the hosts without which the run goes on."""
+    """The names of the lost hosts, without which the run continues."""

@@ -1,4 +1,4 @@
-"""The status of a run, as `rankless status` shows it: of one that goes on, or of one that has ended."""
+"""The status of a run, as `rankless status` shows it: of one in progress, or of one that has ended."""
 
 from typing import Literal
 
@@ -80,9 +80,9 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     """`killed`: the agent of the run is gone and has left no verdict. `unknown`: this host cannot tell; the verdict has
     the reason."""
     verdict: str
-    """How it ended, as a sentence; "" while it goes on."""
+    """How it ended, as a sentence; "" while it is in progress."""
     exit_code: int | None
-    """The exit code of its command; None while it goes on, or if unknown."""
+    """The exit code of its command; None while it is in progress, or if unknown."""
     started: str
     """Date and time in UTC, in the format of ISO 8601."""
     seconds: float | None
@@ -101,6 +101,6 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Samples of all ranks over the last seconds, or of an ended run on average; None without a `rankless.loader`."""
     workers: tuple[WorkerReport, ...]
     servers: tuple[ServerReport, ...]
-    """Those of a run that goes on."""
+    """Those of a run in progress."""
     lost_hosts: tuple[str, ...] = ()
-    """The names of the hosts that were lost while the others went on."""
+    """The names of the lost hosts, without which the run continued."""

@@ -240,7 +240,7 @@ class HostWaits:
             expected="every rank of the group to take part in its collectives",
             found=f"{who} did not take part within {self._limit_seconds:g} s",
             fix="see if a rank there is stopped, busy, or makes other calls; "
-            f"a longer {self.member.timeout_name} waits; create a new group to go on",
+            f"a longer {self.member.timeout_name} waits; create a new group to continue",
         )
 
     def _make_connection_error(self, exchange: GlooExchange, error: RuntimeError) -> CollectiveError:
@@ -254,7 +254,7 @@ class HostWaits:
         return CollectiveError(
             expected="every rank of the group to take part in its collectives",
             found=f"the connection to {whose} {_LOST}{how})",
-            fix=f"see why {whose} ended, and if its host can be reached; create a new group to go on",
+            fix=f"see why {whose} ended, and if its host can be reached; create a new group to continue",
         )
 
 
