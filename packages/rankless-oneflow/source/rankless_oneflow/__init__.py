@@ -4,25 +4,14 @@ Scripts write `import oneflow as flow`. A `.pth` file of this distribution lets 
 OneFlow is installed. Everything else of OneFlow raises an error that names the way in Rankless.
 """
 
-from collections.abc import Sequence
-
-import torch
-from torch import Tensor
-
-from . import config, data, dtypes, env, initializers, layers, nn, optimizer, scope, train, typing
-from .dtypes import *  # noqa: F403  # OneFlow has them at its top
+from . import blobs, config, data, env, initializers, layers, nn, optimizer, scope, train, typing
+from .blobs import *  # noqa: F403  # OneFlow has them at its top
 from .function_config import function_config
 from .initializers import *  # noqa: F403  # OneFlow has them at its top
 from .jobs import global_function
 from .missing import getattr_of
 
-__all__ = ["config", "data", "env", "function_config", "global_function", "layers", "nn", "optimizer", "reshape"]
-__all__ += ["scope", "train", "typing", *dtypes.__all__, *initializers.__all__]
+__all__ = ["config", "data", "env", "function_config", "global_function", "layers", "nn", "optimizer", "scope"]
+__all__ += ["train", "typing", *blobs.__all__, *initializers.__all__]
 
 __getattr__ = getattr_of()
-
-
-def reshape(x: Tensor, shape: Sequence[int], name: str | None = None) -> Tensor:
-    """Return a blob with the elements of `x` in another shape; one size may be -1."""
-    del name
-    return torch.reshape(x, tuple(shape))

@@ -4,16 +4,14 @@ import numpy
 import torch
 import torch.nn.functional as F
 
-from .missing import getattr_of, refuse
+from .missing import getattr_of, refuse, refuse_given
 
 __getattr__ = getattr_of("data")
 
 Batches = tuple[numpy.ndarray, numpy.ndarray]
 
 
-def load_mnist(
-    train_batch_size: int = 100, test_batch_size: int = 100, data_format: str = "NCHW"
-) -> tuple[Batches, Batches]:
+def load_mnist(train_batch_size: int = 100, test_batch_size: int = 100, **not_taken: object) -> tuple[Batches, Batches]:
     """Return batches of handwritten digits: scikit-learn's 1,797 images, enlarged to MNIST's 28 x 28 pixels.
 
     MNIST itself would be a download. There are 1,500 images to train on and 297 to test with. A last, smaller batch is
@@ -22,7 +20,7 @@ def load_mnist(
     Args:
         train_batch_size: The size of batches to train on.
         test_batch_size: The size of batches to test with.
-        data_format: Only "NCHW".
+        **not_taken: Other layouts of images are refused.
 
     Returns:
         (train images, train labels), (test images, test labels). Images have the shape (batches, size, 1, 28, 28), are
@@ -31,8 +29,7 @@ def load_mnist(
     Raises:
         ConfigError: An argument is invalid, or scikit-learn is not installed.
     """
-    if data_format != "NCHW":
-        raise refuse("flow.data.load_mnist", f"data_format={data_format!r}", 'pass "NCHW"')
+    refuse_given("flow.data.load_mnist", **not_taken)
     images, labels = _read_digits()
     train, test = slice(0, 1500), slice(1500, None)
     return (

@@ -47,6 +47,7 @@ class Call:
 
     def __init__(self, *, trains: bool) -> None:
         self.trains = trains
+        self.optimizers: list[Any] = []
         self.losses: list[Tensor] = []
         self._counts: dict[str, int] = {}
 
@@ -63,18 +64,13 @@ class Call:
         raise NotImplementedError
 
     def minimize(self, optimizer: Any, losses: Sequence[Tensor]) -> None:
-        """Note the losses that the job's optimizer minimizes."""
-        del optimizer
+        """Note the job's optimizer, and the losses that it minimizes."""
+        self.optimizers.append(optimizer)
         self.losses.extend(losses)
 
     def loss(self) -> Tensor:
         """Return the loss: one, of any shape, whose mean Rankless minimizes; or the sum of the means of several."""
-        if len(self.losses) == 1:
-            return self.losses[0]
-        total = self.losses[0].mean()
-        for other in self.losses[1:]:
-            total = total + other.mean()
-        return total
+        return self.losses[0] if len(self.losses) == 1 else torch.stack([each.mean() for each in self.losses]).sum()
 
 
 class BuildCall(Call):
@@ -83,7 +79,6 @@ class BuildCall(Call):
     def __init__(self, *, trains: bool) -> None:
         super().__init__(trains=trains)
         self.specs: dict[str, VariableSpec] = {}
-        self.optimizers: list[Any] = []
 
     def variable(self, spec: VariableSpec) -> Tensor:
         """Note the variable, and return a tensor of its shape."""
@@ -95,11 +90,6 @@ class BuildCall(Call):
             raise refuse("flow.layers", f"an input of {spec.dtype} to the layer of {spec.name!r}", fix)
         self.specs[spec.name] = spec
         return torch.empty(spec.shape, dtype=spec.dtype, device="meta", requires_grad=spec.is_trainable)
-
-    def minimize(self, optimizer: Any, losses: Sequence[Tensor]) -> None:
-        """Note the optimizer too."""
-        super().minimize(optimizer, losses)
-        self.optimizers.append(optimizer)
 
 
 class RunCall(Call):

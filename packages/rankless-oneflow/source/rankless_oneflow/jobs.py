@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import numpy
@@ -11,7 +11,7 @@ from torch import Tensor
 
 import rankless
 from rankless.errors import ConfigError
-from rankless.user_code import caller_line
+from rankless.user_code import display_name
 
 from .function_config import FunctionConfig
 from .graph import BuildCall, RunCall, Variables, during
@@ -73,7 +73,7 @@ class GlobalFunction:
         self._function = function
         self._trains = trains
         self._view, self._dtype = settings.view, settings.dtype
-        self._line = caller_line()
+        self._line = f"{display_name(function.__code__.co_filename)}:{function.__code__.co_firstlineno}"
         self._signature = inspect.signature(function, eval_str=True)
         self._placeholders = self._read_placeholders()
         self._result = ResultType(self._signature.return_annotation)
@@ -83,15 +83,10 @@ class GlobalFunction:
         self._scheduler: Scheduler | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the job on a whole batch, or on a list with a batch for each device. A train job also makes a step.
+        """Run the job on a whole batch, or on a list with one for each device. Return arrays, equal on all workers.
 
-        Returns:
-            Arrays as the annotation of the result says, equal on all workers.
-
-        Raises:
-            DataError: An argument does not match its placeholder.
-            ConfigError: The variables have no values yet.
-            RanklessError: As `rankless.Job` raises it.
+        A train job also makes a step. Raises `DataError` if an argument does not match its placeholder, `ConfigError`
+        if the variables have no values yet, and what `rankless.Job` raises.
         """
         bound = self._signature.bind(*args, **kwargs).arguments
         session = current_session()
@@ -176,13 +171,19 @@ def _make_body(function: Callable[..., Any], variables: Variables, *, trains: bo
     """Return the function of Rankless's job: it returns the loss and the function's result, or that alone."""
 
     def body(*blobs: Tensor) -> tuple[Any, ...]:
-        call = RunCall(variables, trains=trains)
-        with during(call):
-            result = function(*blobs)
-        return (call.loss(), result) if trains else (result,)
+        return _run(function, RunCall(variables, trains=trains), blobs)
 
     body.__name__ = function.__name__
+    # Rankless names a job's line in errors: it is the script's, not this one.
+    place = {"co_filename": function.__code__.co_filename, "co_firstlineno": function.__code__.co_firstlineno}
+    body.__code__ = body.__code__.replace(**place)
     return body
+
+
+def _run(function: Callable[..., Any], call: RunCall, blobs: Sequence[Tensor]) -> tuple[Any, ...]:
+    with during(call):
+        result = function(*blobs)
+    return (call.loss(), result) if call.trains else (result,)
 
 
 def _prepare(value: Any) -> Any:

@@ -69,7 +69,7 @@ class _ListPlaceholder(Placeholder):
         if not isinstance(value, list | tuple) or not value:
             expected = f"{name} as a list with one array for each device, in the mirrored view"
             fix = f"pass a list, as [{name}1, {name}2]; the consistent view takes the whole batch"
-            found = "an empty list" if value in ([], ()) else f"a {type(value).__name__}"
+            found = "no array" if isinstance(value, list | tuple) else f"a {type(value).__name__}"
             raise DataError(expected=expected, found=found, fix=fix, where=where)
         for index, element in enumerate(value):
             super().check(f"{name}[{index}]", element, where)
