@@ -6,7 +6,6 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from architecture.sources import ROOT
 from packages.test_rankless_horovod import files_of, printed, run, site
 from support.oneflow import PACKAGE
 
@@ -41,10 +40,6 @@ def test_it_contains_its_package_and_no_folder_oneflow(wheel: Path):
 def test_it_has_at_most_fifteen_hundred_lines():
     lines = sum(len(path.read_text().splitlines()) for path in (PACKAGE / "source").rglob("*.py"))
     assert lines <= 1500
-
-
-def test_its_license_is_that_of_rankless():
-    assert (PACKAGE / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
 
 
 @pytest.mark.exhaustive

@@ -9,8 +9,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "packages/rankless-oneflow"
-PAGES = ROOT.parent / "shared/seeds"
-"""OneFlow's pages, which are not part of the project."""
+PAGES = [*ROOT.parents[0].glob("shared/seeds/004_*.txt"), *ROOT.parents[1].glob("shared/seeds/004_*.txt")]
+"""OneFlow's page on its two views, beside the repository or the folder of its worktrees. The project does not have it."""
 
 
 def make_environment(folder: Path) -> Path:
@@ -36,7 +36,7 @@ def make_environment(folder: Path) -> Path:
 def read_page_scripts() -> dict[str, str]:
     """Return the complete scripts of OneFlow's page on its two views, by view; none where the page is not at hand."""
     found: dict[str, str] = {}
-    for page in sorted(PAGES.glob("004_*.txt")):
+    for page in PAGES:
         for script in re.findall(r"^import numpy as np\nimport oneflow.*?(?=^代码解析)", page.read_text(), re.M | re.S):
             found["mirrored" if "ListNumpy" in script else "consistent"] = script
     return found
