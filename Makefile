@@ -3,7 +3,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 READY := .venv/ready
-SOURCES := rankless tests examples bench
+SOURCES := rankless tests examples bench packages
 # Each run is several interpreters: without compiled files each of them would compile Rankless anew.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -18,7 +18,7 @@ help:
 	@echo "make gpu     set up, run the tests that need a GPU; without one all are skipped"
 	@echo "make soak    set up, run every test there is, also those that CI leaves out; resumable, hours; writes docs/soak.md [SOAK=path]"
 	@echo "make soak-torch  run CI's tests of compiler, jobs, collectives and verify on each other supported PyTorch [VERSIONS='2.12 2.14'] [SOAK=path]"
-	@echo "make dist    set up, build the source archive and the wheels of both packages into dist, and check them"
+	@echo "make dist    set up, build the source archive and the wheels of all packages into dist, and check them"
 	@echo "make bench   set up, then measure against torchrun and DistributedDataParallel [BENCH=name] [JSON=file]"
 
 # The stamp is older than a changed pin, so a pull that moves one sets up again. Torch goes first and by name, so that
@@ -58,7 +58,7 @@ bench: $(READY)
 dist: $(READY)
 	rm -rf dist
 	$(BIN)/python -m build --no-isolation --outdir dist .
-	$(BIN)/python -m build --no-isolation --outdir dist packages/rankless-horovod
+	for package in packages/*; do $(BIN)/python -m build --no-isolation --outdir dist $$package || exit 1; done
 	test -x build/twine/bin/twine || { $(PYTHON) -m venv build/twine && build/twine/bin/pip install --quiet twine==7.0.0; }
 	build/twine/bin/twine check --strict dist/*
 

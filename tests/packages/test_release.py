@@ -22,6 +22,7 @@ __all__ = ["open_folder", "wheel"]  # fixtures
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="the environments are for Linux")]
 
+PACKAGES = sorted(path for path in (ROOT / "packages").iterdir() if (path / "pyproject.toml").exists())
 EXTRAS = {
     "horovod": "import horovod.torch as hvd; hvd.init(); print(hvd.size())",
     "ps": "from rankless.parameter_server import Embedding; print(len([Embedding(2)]))",
@@ -50,21 +51,21 @@ def test_the_metadata_of_the_wheel_is_complete(wheel: Path):
     assert found.keywords
 
 
-def test_the_two_packages_have_one_version():
-    project = tomllib.loads((ROOT / "packages/rankless-horovod/pyproject.toml").read_text())["project"]
+def test_all_packages_have_one_version_and_one_license():
     own = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert project["version"] == VERSION
+    for package in PACKAGES:
+        assert tomllib.loads((package / "pyproject.toml").read_text())["project"]["version"] == VERSION
+        assert (package / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
     assert [Requirement(text) for text in own["optional-dependencies"]["horovod"]] == [
         Requirement(f"rankless-horovod=={VERSION}")
     ]
-    assert (ROOT / "packages/rankless-horovod/LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
 
 
 @pytest.fixture(scope="module")
 def built(open_folder: Path) -> Path:
-    """A folder with the source archives and the wheels of both packages, each wheel built from its archive."""
+    """A folder with the source archives and the wheels of all packages, each wheel built from its archive."""
     target = open_folder / "release"
-    for source in (ROOT, ROOT / "packages/rankless-horovod"):
+    for source in (ROOT, *PACKAGES):
         copied = open_folder / source.name
         quiet("git", "clone", "--quiet", ROOT, copied) if source == ROOT else quiet("cp", "-r", source, copied)
         quiet(sys.executable, "-m", "build", "--no-isolation", "--outdir", target, copied)
@@ -89,7 +90,7 @@ def test_twine_accepts_the_files(built: Path, open_folder: Path):
     quiet(sys.executable, "-m", "venv", open_folder / "twine")
     quiet(open_folder / "twine/bin/python", "-m", "pip", "install", "--quiet", "twine==7.0.0")
     checked = quiet(open_folder / "twine/bin/twine", "check", "--strict", *sorted(built.iterdir()))
-    assert checked.count("PASSED") == 4
+    assert checked.count("PASSED") == 2 + 2 * len(PACKAGES)
 
 
 @pytest.mark.exhaustive
