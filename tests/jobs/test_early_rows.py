@@ -40,7 +40,7 @@ def read_forms(output: str) -> dict[str, dict]:
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("options", "part"), CASES)
 def test_every_form_of_a_loop_is_the_same_training(tmp_path, options, part):
     command = (str(SCRIPT), "--part", str(part), "--parts", str(PARTS))

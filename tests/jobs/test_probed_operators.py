@@ -85,6 +85,7 @@ def test_workers_train_as_the_plain_script_and_say_what_was_split(workers: int, 
     assert job.stderr.count("splits mine.bend.default, for which Rankless has no rule") == 1
 
 
+@pytest.mark.exhaustive
 def test_a_plan_names_what_was_split_and_what_was_not(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     plan = rankless("plan", "-n", "2", "--devices", "cpu", "script.py", folder=tmp_path)

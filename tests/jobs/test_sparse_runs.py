@@ -26,7 +26,7 @@ def read_forms(output: str) -> dict[str, dict[str, list[float]]]:
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("options", "optimizer", "part"), CASES)
 def test_every_form_of_a_sparse_embedding_trains_as_in_plain_pytorch(tmp_path, options, optimizer, part):
     command = (str(SCRIPT), "--optimizer", optimizer, "--part", str(part), "--parts", str(PARTS))
@@ -103,7 +103,7 @@ ONE_CHANGES = "epoch()\nif rankless.rank() == 1: embedding.weight.data[3] = 0\ne
 FREED = "epoch(); embedding.float()"
 
 
-@pytest.mark.ci_sample(2)
+@pytest.mark.ci_sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("servers", "case", "texts"),
@@ -130,7 +130,7 @@ def read_result(done) -> list[float]:
     return [float(word) for word in re.search("RESULT (.*)", done.stdout).group(1).split()]
 
 
-@pytest.mark.ci_sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case",

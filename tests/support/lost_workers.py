@@ -5,7 +5,8 @@ import sys
 from pathlib import Path
 
 import torch
-from support.jobs import DEADLINE_SECONDS, rankless
+from support.jobs import DEADLINE_SECONDS
+from support.warm_runs import rankless
 
 KILLS_OF_WORKERS = """
 import os, signal, subprocess, time
