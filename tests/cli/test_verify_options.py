@@ -111,6 +111,7 @@ def test_a_tolerance_decides_and_is_printed_with_the_noise_floor(tmp_path: Path)
     assert read_verdict(job.stdout).endswith(", tolerance 0.001")
 
 
+@pytest.mark.exhaustive
 def test_a_tolerance_below_the_noise_floor_is_reported_as_unreachable(tmp_path: Path) -> None:
     job, report = verify(tmp_path, "--steps", "4", "--tolerance", "1e-12")
     assert job.returncode == 3

@@ -11,6 +11,7 @@ from rankless.launch.doctor import server_checks
 from rankless.launch.doctor.server_checks import check_parameter_servers
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_server_makes_a_step_and_goes_on_after_a_kill():
     found = check_parameter_servers()
