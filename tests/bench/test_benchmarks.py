@@ -151,7 +151,7 @@ def test_saves_and_loads_of_both_sides_are_timed(workers: int, what: str, tmp_pa
     assert peer > 0
 
 
-@pytest.mark.ci_sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("check", ["digest", "guards"])
 def test_checks_are_timed_as_a_part_of_the_step(check: str, tmp_path: Path):

@@ -246,6 +246,7 @@ def test_a_log_folder_that_cannot_be_created_is_named(tmp_path: Path) -> None:
     assert "--log-dir" in job.stderr
 
 
+@pytest.mark.exhaustive
 def test_concurrent_scripts_make_their_own_process_groups(tmp_path: Path) -> None:
     script = """
 import torch, torch.distributed as dist

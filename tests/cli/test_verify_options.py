@@ -70,6 +70,7 @@ def verify(folder: Path, *options: str, workers: int = 2):
     return job, json.loads(file.read_text()) if file.exists() else None
 
 
+@pytest.mark.exhaustive
 def test_steps_ends_all_runs_and_the_report_lists_what_is_not_covered(tmp_path: Path) -> None:
     job, report = verify(tmp_path, "--steps", "3", workers=3)
     assert job.returncode == 0, job.stdout + job.stderr

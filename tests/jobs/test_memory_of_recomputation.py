@@ -122,6 +122,7 @@ def make_residual_network():
     return model, lambda x: model(x).square().mean(), (torch.randn(8, 8, 16, 16),)
 
 
+@pytest.mark.exhaustive
 def test_blocks_with_batch_norm_are_computed_again_without_their_collectives():
     (plain, sent), (peak, sent_again) = (
         on_mesh(2, measure, make_residual_network, recompute, None)[0] for recompute in (None, "blocks")

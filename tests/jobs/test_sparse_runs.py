@@ -147,6 +147,7 @@ def test_options_of_jobs_give_the_same_rows_on_servers_as_on_one_worker(tmp_path
     assert read_result(train(tmp_path, "-n", "2", "--servers", "2", **case)) == pytest.approx(wanted, rel=0, abs=1e-12)
 
 
+@pytest.mark.exhaustive
 def test_a_mesh_of_several_axes_is_refused_for_weights_on_servers(tmp_path):
     done = train(tmp_path, "--mesh", "data=1,tensor=2", "--servers", "1")
     assert done.returncode != 0

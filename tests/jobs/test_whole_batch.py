@@ -332,7 +332,7 @@ def numpy_draws_of_the_rank(model, x, rank):
     return model(x).mean() * (1 + 0 * sum(numpy.random.rand() for _ in range(rank)))
 
 
-@pytest.mark.ci_sample(3)
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize(
     ("change", "found"),
     [

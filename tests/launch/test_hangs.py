@@ -231,6 +231,7 @@ dist.all_reduce(torch.ones(3))  # here
 """
 
 
+@pytest.mark.exhaustive
 def test_the_missing_rank_is_named_if_the_scripts_own_timeout_expires_first(tmp_path):
     done = run_script(TIMED_OUT, "-n", "3", folder=tmp_path)
     verdict = find_verdict(done)

@@ -66,7 +66,7 @@ def test_a_server_killed_on_it_starts_again(hosts: Hosts, tmp_path: Path):
     assert summary_of(tmp_path).server_restarts == (0, 1)
 
 
-@pytest.mark.ci_sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("how", ["kill", "SIGTERM", "link", "server"])
 def test_its_loss_ends_the_run_and_is_named(how: str, hosts: Hosts, tmp_path: Path):
     server = DURABLE if how != "server" else SERVER + "listener = serve()\nsignal.pause()\n"

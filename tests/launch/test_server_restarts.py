@@ -85,6 +85,7 @@ def test_a_server_that_is_killed_while_it_starts_again_starts_once_more(tmp_path
     assert summary_of(tmp_path).server_restarts == (0, 2)
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize(("code", "restarts"), [(5, 1), (3, 0), (0, 0)])
 def test_the_exit_code_decides_whether_a_server_starts_again(code: int, restarts: int, tmp_path: Path):
     server = SERVER + f"signal.signal(signal.SIGUSR1, lambda *_: sys.exit({code}))\nanswer()\n"

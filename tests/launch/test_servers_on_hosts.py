@@ -166,7 +166,7 @@ def test_a_server_that_cannot_start_ends_the_run_before_any_worker(index, host, 
 LEAVES_EARLY = WAITING.replace("signal.pause()", "os.environ['RANK'] == '1' or signal.pause()")
 
 
-@pytest.mark.ci_sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("script", [WAITING, LEAVES_EARLY], ids=["with workers", "without workers"])
 def test_a_host_that_dies_takes_its_servers_with_it_and_is_named(script: str, hosts: Hosts, tmp_path: Path):
     jobs = start(hosts, tmp_path, script, server=DURABLE)

@@ -80,7 +80,7 @@ def wait_for_notice(job, words: str) -> tuple[str, str]:
     raise AssertionError(text)
 
 
-@pytest.mark.ci_sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("ends_by", ["the grace", "a second signal"])
 def test_workers_that_are_cut_off_are_named_with_what_they_did(ends_by: str, tmp_path: Path):
     options = ["--grace-seconds", "1.5"] if ends_by == "the grace" else []

@@ -44,6 +44,7 @@ def run_two(folder: Path, *options: str, heavy: str = HEAVY, **environment: str)
     return [json.loads(line.partition(" ")[2]) for line in lines], done.stderr
 
 
+@pytest.mark.exhaustive
 def test_a_module_to_preload_is_imported_once_and_workers_are_seeded_as_without(tmp_path: Path):
     options = ("--seed", "5")
     reports, text = run_two(tmp_path, "--preload", "heavy,json", *options, RANKLESS_PRELOAD="colorsys")
