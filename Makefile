@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@echo "make demo    set up, train LeNet on 4 workers, verify its first 2 epochs against one worker"
 	@echo "make test    set up, run every test [PYTEST=arguments]"
-	@echo "make check   set up, then format, lint, types, imports, documentation and tests: what CI runs"
+	@echo "make check   set up, then format, lint, types, imports, documentation and tests, beside each other: what CI runs"
 	@echo "make docs    set up, then build the documentation site into build/docs; warnings are errors"
 	@echo "make gpu     set up, run the tests that need a GPU; without one all are skipped"
 	@echo "make soak    set up, run every test there is, also those that CI leaves out; resumable, hours; writes docs/soak.md [SOAK=path]"
@@ -50,7 +50,9 @@ lint: $(READY)
 docs: $(READY)
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going --fresh-env docs build/docs
 
-check: lint docs test
+# Beside each other: while tests wait for processes, the others compute.
+check: $(READY)
+	+$(MAKE) --no-print-directory --jobs 3 lint docs test
 
 bench: $(READY)
 	PYTHONPATH=tests $(BIN)/python -m bench $(BENCH) $(if $(JSON),--json $(JSON))

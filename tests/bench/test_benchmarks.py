@@ -58,7 +58,7 @@ def test_the_table_of_help_is_printed_and_written_down(tmp_path: Path):
     assert written["ratio"] > 0
 
 
-@pytest.mark.ci_sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
@@ -85,6 +85,7 @@ def test_training_on_lengths_is_timed_as_a_whole(lengths: str, tmp_path: Path):
     assert json.loads((tmp_path / "seconds.json").read_text()) > 0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "model",
@@ -117,6 +118,7 @@ def test_steps_of_workers_on_their_own_are_timed(arguments: tuple[str, ...], tmp
     assert float((tmp_path / "step_seconds").read_text()) > 0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["mlp", pytest.param("gpt", marks=pytest.mark.exhaustive)])
 def test_steps_of_pipelines_of_both_sides_are_timed(model: str, tmp_path: Path):
@@ -138,7 +140,7 @@ def test_steps_of_divided_layers_of_both_sides_are_timed(model: str, tmp_path: P
     assert peer > 0
 
 
-@pytest.mark.ci_sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(("workers", "what"), [(2, "stall"), (1, "resume")])
 def test_saves_and_loads_of_both_sides_are_timed(workers: int, what: str, tmp_path: Path):
@@ -149,7 +151,7 @@ def test_saves_and_loads_of_both_sides_are_timed(workers: int, what: str, tmp_pa
     assert peer > 0
 
 
-@pytest.mark.ci_sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("check", ["digest", "guards"])
 def test_checks_are_timed_as_a_part_of_the_step(check: str, tmp_path: Path):
@@ -159,6 +161,7 @@ def test_checks_are_timed_as_a_part_of_the_step(check: str, tmp_path: Path):
     assert 0 < part < whole
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["step_adagrad", pytest.param("read", marks=pytest.mark.exhaustive)])
 def test_lookups_and_steps_of_tables_and_of_embeddings_are_timed(part: str, tmp_path: Path):

@@ -13,7 +13,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "guides" / "checkpoints.md"
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
-@pytest.mark.ci_sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_every_block_of_the_page_runs(tmp_path: Path, workers: int) -> None:

@@ -111,6 +111,7 @@ def test_a_deferred_model_is_computed_and_divided_tensor_by_tensor(tmp_path):
         assert found == [number * BLOCK // 2 for number in range(LAYERS)]
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("layout", ["sharded", "whole"])
 def test_a_load_reads_pieces_and_at_most_one_whole_tensor(tmp_path, layout):
     on_mesh(2, measure_saves, tmp_path)

@@ -122,6 +122,7 @@ train(torch.arange(18).reshape(6, 3))
 READ = "train.py:12: 1 lookup of at most 18 ids, 288 B, in model.rows (Embedding)"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "head"),

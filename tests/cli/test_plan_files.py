@@ -59,6 +59,7 @@ def run(plan: Path, *options: str) -> str:
     return found.stdout + "".join(line for line in lines if "have no .grad after a call" not in line)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_saved_plan_runs_and_says_how_everything_is_held(plan: Path) -> None:
     content = json.loads(plan.read_text())
@@ -122,7 +123,7 @@ def test_a_plan_for_another_run_is_refused_before_any_process_starts(plan: Path)
     assert list(plan.parent.glob("log/*")) == runs_before
 
 
-@pytest.mark.ci_sample(3)
+@pytest.mark.ci_sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "found"),

@@ -91,6 +91,7 @@ def test_the_picture_has_the_plan_of_the_script(axes: str, tmp_path: Path):
     assert any(text.startswith("Schedule ") for text in texts) == (axes == "pipeline=2")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_page_and_json_on_standard_output_go_together(tmp_path: Path):
     (tmp_path / "train.py").write_text(SCRIPT)

@@ -29,6 +29,7 @@ def test_the_start_prints_a_table_of_ranks_process_ids_devices_and_log_files(tmp
     assert job.stdout == f"{lines[2].split()[1]}\n"
 
 
+@pytest.mark.exhaustive
 def test_the_table_comes_before_the_output_of_the_workers(tmp_path: Path) -> None:
     job = subprocess.run(
         [*RANKLESS, "run", "-n", "2", "-c", "print('hello', flush=True)"],
@@ -157,6 +158,7 @@ def test_all_ranks_share_a_seed_and_runs_have_different_seeds(warm: bool, tmp_pa
     assert len({number for line in drawn[:3] for number in line.split()[1:]}) == 12
 
 
+@pytest.mark.exhaustive
 def test_ranks_of_a_plain_script_draw_different_random_numbers(tmp_path: Path) -> None:
     script = "import random, numpy, torch\nprint(random.random(), numpy.random.rand(), torch.rand(1).item())"
     drawn = run_script_here(script, "-n", "2", "--show", "all", folder=tmp_path).stdout.split()
@@ -244,6 +246,7 @@ def test_a_log_folder_that_cannot_be_created_is_named(tmp_path: Path) -> None:
     assert "--log-dir" in job.stderr
 
 
+@pytest.mark.exhaustive
 def test_concurrent_scripts_make_their_own_process_groups(tmp_path: Path) -> None:
     script = """
 import torch, torch.distributed as dist

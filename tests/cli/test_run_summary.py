@@ -73,6 +73,7 @@ def test_the_summary_of_a_failure_names_rank_error_and_line(tmp_path: Path) -> N
     assert summary.ranks[1].exit_code in (1, -15)  # the same if it takes longer than a second to end
 
 
+@pytest.mark.exhaustive
 def test_the_log_folder_has_the_summary_from_the_start_and_a_variable_names_the_folder(tmp_path: Path) -> None:
     script = "print(open('elsewhere/latest/run.json').read())"
     job = run_script(script, folder=tmp_path, RANKLESS_LOG_DIR="elsewhere")

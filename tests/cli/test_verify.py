@@ -99,7 +99,7 @@ def test_a_training_is_the_same_on_three_workers(tmp_path: Path) -> None:
     assert any("loss 1." in log.read_text() for log in (tmp_path / "log").glob("*/rank0.log"))
 
 
-@pytest.mark.ci_sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("fault", "step", "tensor", "decided_in"),
     [
@@ -165,6 +165,7 @@ def test_if_float64_fails_only_a_gross_difference_is_decided(tmp_path: Path, fau
     assert report["float64_failure"] == failure
 
 
+@pytest.mark.exhaustive
 def test_dtype_float64_compares_only_in_float64(tmp_path: Path) -> None:
     job, report = verify(tmp_path, FLIPS.format(fault="", weight=None), "--dtype", "float64")
     assert job.returncode == 0, job.stdout + job.stderr

@@ -70,6 +70,7 @@ def verify(folder: Path, *options: str, workers: int = 2):
     return job, json.loads(file.read_text()) if file.exists() else None
 
 
+@pytest.mark.exhaustive
 def test_steps_ends_all_runs_and_the_report_lists_what_is_not_covered(tmp_path: Path) -> None:
     job, report = verify(tmp_path, "--steps", "3", workers=3)
     assert job.returncode == 0, job.stdout + job.stderr
@@ -111,6 +112,7 @@ def test_a_tolerance_decides_and_is_printed_with_the_noise_floor(tmp_path: Path)
     assert read_verdict(job.stdout).endswith(", tolerance 0.001")
 
 
+@pytest.mark.exhaustive
 def test_a_tolerance_below_the_noise_floor_is_reported_as_unreachable(tmp_path: Path) -> None:
     job, report = verify(tmp_path, "--steps", "4", "--tolerance", "1e-12")
     assert job.returncode == 3

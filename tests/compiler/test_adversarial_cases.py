@@ -78,7 +78,7 @@ def test_the_job_is_refused_with_the_cause_and_the_line(case: AdversarialCase):
     assert raised.value.where == case.line()
 
 
-@pytest.mark.ci_sample(20)
+@pytest.mark.ci_sample(10)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [case for case in SUPPORTED if str(case) not in ROUNDED_PER_RANK], ids=str)
 def test_on_two_workers_every_rank_equals_the_plain_script(case: AdversarialCase):

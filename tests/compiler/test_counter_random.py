@@ -95,6 +95,7 @@ DRAWS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+@pytest.mark.ci_sample(50)
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("name", DRAWS)
 def test_ranks_draw_the_numbers_of_one_device(name, ranks):
@@ -111,6 +112,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.ci_sample(12)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_numbers_depend_on_the_logical_place_and_not_on_memory(name, dtype):

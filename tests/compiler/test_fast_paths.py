@@ -108,6 +108,7 @@ def _ignore_warnings_of_nested_tensors():
         yield
 
 
+@pytest.mark.ci_sample(7)
 @pytest.mark.parametrize("form", FORMS)
 def test_a_predicting_job_takes_the_path_of_a_plain_run(form: str):
     build, call = FORMS[form]

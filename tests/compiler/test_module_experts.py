@@ -33,7 +33,7 @@ def divide(model, rows=4, ranks=2):
     return ExpertDivider(program, ranks, {}).divide(fills=True)
 
 
-@pytest.mark.ci_sample(12)
+@pytest.mark.ci_sample(6)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("form", LOOPS)
 def test_each_expert_is_on_one_rank_and_the_training_is_the_same(form, mesh):
@@ -48,6 +48,7 @@ def test_each_expert_is_on_one_rank_and_the_training_is_the_same(form, mesh):
     assert not [item for item in outcome.local.collectives if item.value in states]
 
 
+@pytest.mark.ci_sample(3)
 @pytest.mark.parametrize("form", ["loop with dropout", "slots and a loop", "two gates"])
 @pytest.mark.parametrize("rows", [1, 5])
 def test_a_batch_that_workers_cannot_share_equally(form, rows):

@@ -29,7 +29,7 @@ def assert_right(found: VariantScore) -> None:
     assert not found.failures, "\n".join(found.failures)
 
 
-@pytest.mark.ci_sample(20)
+@pytest.mark.ci_sample(5)
 @pytest.mark.parametrize("variant", sorted(VARIANTS))
 def test_a_few_cases_of_an_operator_are_right(variant: str):
     cases = list(cases_of(variant))

@@ -40,14 +40,14 @@ def check_case(name: str, ranks: int) -> Outcome:
     return check_function(CASES[name], ranks)
 
 
-@pytest.mark.ci_sample(120)
+@pytest.mark.ci_sample(60)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("ranks", [3, 4, *(pytest.param(ranks, marks=pytest.mark.exhaustive) for ranks in (2, 7))])
 def test_an_operator_on_shards_has_the_values_and_gradients_of_one_device(name, ranks):
     check_case(name, ranks)
 
 
-@pytest.mark.ci_sample(40)
+@pytest.mark.ci_sample(20)
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.splits])
 def test_an_operator_that_can_be_split_is_split(name):
     outcome = check_case(name, 3)
@@ -108,6 +108,7 @@ DRAWN_REPLICATED = {
 }
 
 
+@pytest.mark.exhaustive
 def test_some_case_covers_every_rule_on_shards():
     sharded_targets, replicated_targets = set(), set()
     for name in CASES:

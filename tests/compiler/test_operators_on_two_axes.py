@@ -27,7 +27,7 @@ def assert_right(variant: str, count: int) -> None:
             assert result.kind not in ("wrong", "crashed"), f"{case}, {division}: {result.reason}"
 
 
-@pytest.mark.ci_sample(15)
+@pytest.mark.ci_sample(8)
 @pytest.mark.parametrize("variant", sorted(VARIANTS))
 def test_a_few_cases_of_an_operator_are_right_on_two_axes(variant: str):
     assert_right(variant, CASES_IN_CI)

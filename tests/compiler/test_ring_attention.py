@@ -116,6 +116,7 @@ MORE_HEADS = [
 ]
 
 
+@pytest.mark.ci_sample(13)
 @pytest.mark.parametrize(
     ("heads", "keys", "length", "other", "is_causal", "ranks"),
     [*((*case, ranks) for case, ranks in product(CASES, (2, 3, 4))), *MORE_HEADS],
@@ -143,6 +144,7 @@ UNEVEN = [
 ]
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_any_pieces_are_exact(is_causal):
     jobs = {}

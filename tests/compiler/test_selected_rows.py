@@ -38,7 +38,7 @@ def list_moves(outcome):
     return [item for item in outcome.local.collectives if item.purpose in ("input", "operator") and item.bytes > 16]
 
 
-@pytest.mark.ci_sample(4)
+@pytest.mark.ci_sample(2)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("form", FORMS)
 def test_a_mixture_is_the_same_training_and_no_token_moves(form, mesh):
@@ -46,12 +46,13 @@ def test_a_mixture_is_the_same_training_and_no_token_moves(form, mesh):
     assert [item for item in list_moves(outcome) if item.bytes >= 12 * WIDTH * 8] == []
 
 
-@pytest.mark.ci_sample(4)
+@pytest.mark.ci_sample(2)
 @pytest.mark.parametrize("form", FORMS)
 def test_few_tokens_so_that_workers_and_experts_have_none(form):
     check(make_mixture_job(form, rows=2), (3,))
 
 
+@pytest.mark.ci_sample(3)
 @pytest.mark.parametrize("form", FORMS)
 def test_tokens_of_sequences(form):
     check(make_mixture_job(form, rows=5, length=3), (2,))

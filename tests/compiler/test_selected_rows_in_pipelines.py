@@ -76,7 +76,7 @@ def check(job, workers=2, microbatches=3, schedule="1f1b", **settings):
     return assert_runs_as_plain(run, function, modules, arguments), known
 
 
-@pytest.mark.ci_sample(3)
+@pytest.mark.ci_sample(2)
 @pytest.mark.parametrize("form", FORMS)
 def test_a_mixture_is_the_same_training(form):
     check(make_stack_job(form))
@@ -89,7 +89,7 @@ def test_stages_that_end_between_experts(form, workers, schedule):
     check(make_stack_job(form, layers=1), workers, 2, schedule)
 
 
-@pytest.mark.ci_sample(3)
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("form", FORMS)
 def test_few_rows_so_that_microbatches_and_experts_have_none(form):
     check(make_stack_job(form, rows=3))
@@ -112,6 +112,7 @@ def test_no_row_at_all():
     assert outcome.results[0].isnan()
 
 
+@pytest.mark.ci_sample(3)
 @pytest.mark.parametrize("loss", OF_THE_WHOLE_BATCH)
 def test_a_loss_that_needs_all_selected_rows_is_refused_with_its_line(loss):
     with pytest.raises(CaptureError, match="which needs the whole batch") as error:
@@ -176,6 +177,7 @@ def test_draws_for_selected_rows_of_the_model_are_refused():
         check(job)
 
 
+@pytest.mark.exhaustive
 def test_an_index_that_python_has_read_is_a_constant():
     """So `mask[expert]` waits for no other microbatch."""
     function, modules, arguments = make_stack_job("by_hit_experts")

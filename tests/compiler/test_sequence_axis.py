@@ -38,7 +38,7 @@ def check_sequence_axis(function, modules, arguments, axis_sizes):
     )
 
 
-@pytest.mark.ci_sample(6)
+@pytest.mark.ci_sample(3)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_a_model_with_divided_positions_is_the_same_training(name, mesh):
@@ -87,6 +87,7 @@ def attend(heads, keys, length, other, is_causal, has_mask):
     return function, {"model": model}, arguments
 
 
+@pytest.mark.ci_sample(8)
 @pytest.mark.parametrize(
     ("heads", "keys", "length", "other", "is_causal", "has_mask"),
     [

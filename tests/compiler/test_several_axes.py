@@ -62,11 +62,13 @@ def test_pointwise_operators_and_sums_are_divided_by_both_axes(dims):
     assert all(move.purpose == "output" for move in outcome.local.collectives)
 
 
+@pytest.mark.ci_sample(8)
 @pytest.mark.parametrize("dims", DIMS, ids=str)
 def test_means_divide_by_the_logical_count(dims):
     check(lambda x: (x.mean((0, 1)) * x.mean(-1).sum()).mean() + x.var(), [X], [dims])
 
 
+@pytest.mark.ci_sample(15)
 @pytest.mark.parametrize("dims", DIMS, ids=str)
 @pytest.mark.parametrize("axis_sizes", [(2, 2), (3, 2), (2, 4)], ids=str)
 def test_a_network_with_normalization_and_dropout_is_exact(dims, axis_sizes):
@@ -108,6 +110,7 @@ def test_cross_entropy_over_positions_divides_by_all_valid_targets(dims):
     check(loss, [words, targets], [dims, dims], table, head)
 
 
+@pytest.mark.ci_sample(6)
 @pytest.mark.parametrize("dims", DIMS, ids=str)
 def test_random_numbers_are_those_of_the_whole(dims):
     check(lambda x: (torch.rand_like(x) * x + torch.randn_like(x) + F.dropout(x, 0.5)).square().mean(), [X], [dims])
@@ -119,6 +122,7 @@ def test_two_arguments_may_be_divided_in_different_ways(dims):
     check(lambda x, y: (x @ y.transpose(1, 2)).softmax(-1).square().sum(), [X, other], [dims, dims[::-1]])
 
 
+@pytest.mark.ci_sample(5)
 @pytest.mark.parametrize("dims", DIMS, ids=str)
 def test_views_and_indices_are_exact(dims):
     def loss(x):

@@ -86,7 +86,7 @@ def test_a_request_is_followed_by_what_is_linked_with_it():
     }
 
 
-@pytest.mark.ci_sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dim", [0, 1])
 def test_a_division_that_needs_gathers_is_right(dim):
     function, modules, arguments = make_decoder("split", tied=False)
@@ -199,7 +199,7 @@ FORMS = [
 ]
 
 
-@pytest.mark.ci_sample(5)
+@pytest.mark.ci_sample(3)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("make", FORMS)
 def test_training_as_people_write_it(make, mesh):
@@ -215,7 +215,7 @@ def test_values_can_be_computed_again(recompute):
     assert outcome.local.recomputed > 0
 
 
-@pytest.mark.ci_sample(5)
+@pytest.mark.ci_sample(3)
 @pytest.mark.parametrize("form", ["split", "three", "heads"])
 @pytest.mark.parametrize("mesh", [(2,), (4,), (2, 2)])
 def test_sequence_parallelism_sends_what_megatron_sends(form, mesh):

@@ -73,7 +73,7 @@ def read_cases(mesh: Mesh, kind: str, names: list[str], options: dict[str, Any])
     return found
 
 
-@pytest.mark.ci_sample(2)
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_row_wise_functions_are_collated_by_each_rank(size, num_workers):
@@ -102,7 +102,7 @@ def test_functions_that_need_the_whole_batch_get_it_with_one_notice(size, num_wo
             assert num_workers > 0 or read == 2 * 22 + COMPARED, name  # each sample of each pass once
 
 
-@pytest.mark.ci_sample(2)
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_functions_that_draw_random_numbers_draw_a_data_loaders(size, num_workers):

@@ -172,6 +172,7 @@ def test_a_collate_fn_whose_rows_are_not_the_samples_raises(collate_name, messag
         on_mesh(2, collate_with, collate_name, {"num_workers": num_workers, "reading": "split"})
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("collate_name", ["transpose", "pad", "mask"])
 def test_replicated_reading_collates_as_one_worker(collate_name):
     expected = collate_with(Mesh.solo(), collate_name, {"reading": "replicated"})

@@ -41,7 +41,7 @@ def read_all_passes(mesh: Mesh, cases: list[str], reading: str, count: int) -> l
     return [read_our_passes(mesh, case, reading, count) for case in cases]
 
 
-@pytest.mark.ci_sample(2)
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("reading", READINGS)

@@ -45,6 +45,7 @@ def assert_continued(case: str, batches: int, passes: list[Any], position: int) 
         assert passes == [(second[batches:], drawn_after), third], case
 
 
+@pytest.mark.ci_sample(22)
 @pytest.mark.parametrize("batches", [0, 1, 2])
 @pytest.mark.parametrize("case", CASES | STREAM_CASES)
 def test_on_one_worker_a_resumed_pass_equals_an_uninterrupted_one(case, batches):
@@ -52,6 +53,7 @@ def test_on_one_worker_a_resumed_pass_equals_an_uninterrupted_one(case, batches)
     assert_continued(case, batches, *resume(Mesh.solo(), case, "split", saved))
 
 
+@pytest.mark.ci_sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", READERS)
 def test_prefetched_but_unused_batches_are_not_counted(case):

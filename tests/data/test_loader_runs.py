@@ -38,7 +38,7 @@ print("the end")
 )
 
 
-@pytest.mark.ci_sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("readers", [0, 1])
 def test_an_unreadable_sample_ends_the_run_and_names_its_rank(readers: int, tmp_path: Path) -> None:
     job = run_script(BROKEN.replace("READERS", str(readers)), "-n", "2", folder=tmp_path)
@@ -165,13 +165,14 @@ else:
 """
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize(
     ("form", "fix"),
     [
+        ("save", "make it once, as folder = rankless.once(time.strftime"),
         ("loader", "not a share by RANK"),
         ("files", "sorted(os.listdir(folder))"),
         ("job", "A script that takes a share of its data by RANK"),
-        ("save", "make it once, as folder = rankless.once(time.strftime"),
     ],
 )
 def test_what_differs_by_rank_is_refused_with_its_name(tmp_path, form, fix):

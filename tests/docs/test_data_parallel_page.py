@@ -35,7 +35,7 @@ def ran(text: str, launcher: str, folder: Path) -> subprocess.CompletedProcess[s
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
 
 
-@pytest.mark.ci_sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "launcher",
     [pytest.param(each, marks=[pytest.mark.exhaustive] if each == "torchrun" else []) for each in LAUNCHERS],

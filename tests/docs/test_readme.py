@@ -67,6 +67,7 @@ def test_a_chinese_guide_has_the_code_and_the_options_of_the_english_one(page: s
     assert set(re.findall(r"`(--\w+)", english)) == set(re.findall(r"`(--\w+)", chinese))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "workers", [pytest.param(workers, marks=[] if workers == 2 else pytest.mark.exhaustive) for workers in (1, 2, 3, 4)]

@@ -78,7 +78,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-@pytest.mark.ci_sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "script", [each if each in IN_CI else pytest.param(each, marks=pytest.mark.exhaustive) for each in LINES]
 )

@@ -26,6 +26,7 @@ def last_number(lines: list[str], pattern: str) -> float:
     return float([match.group(1) for line in lines if (match := re.search(pattern, line))][-1])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_the_usual_loop_trains(count: int, tmp_path: Path):
     lines = horovodrun(count, "loop.py", folder=tmp_path)

@@ -36,6 +36,7 @@ def test_an_example_adds_at_most_five_lines_to_its_plain_script(name: str):
     assert 1 <= len(added) <= 5, added
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 # `make demo`, which CI runs, trains and verifies LeNet.
 @pytest.mark.parametrize(

@@ -32,11 +32,13 @@ def one_device(tmp_path_factory):
     return report_of("recommend", tmp_path_factory.mktemp("one"), *OPTIONS)
 
 
+@pytest.mark.exhaustive
 def test_one_device_learns(one_device):
     assert one_device["rmse"] < 0.93 * one_device["rmse_of_mean"]
     assert one_device["auc"] > 0.65
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "where",
     [WITH_HETEROGENEOUS, *(pytest.param(each, marks=pytest.mark.exhaustive) for each in (TWO_WORKERS, WITH_SERVERS))],
@@ -69,6 +71,7 @@ def test_a_batch_with_fewer_ratings_than_workers_gives_the_same_numbers(tmp_path
 MODES = {mode: ("--servers", "2", "--workers", "3", "--server-mode", mode) for mode in ("async", "bounded", "geo")}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "mode", [pytest.param(mode, marks=() if mode == "bounded" else pytest.mark.exhaustive) for mode in MODES]
 )

@@ -21,6 +21,7 @@ def test_one_device_learns_to_predict_clicks(one_device):
     assert one_device["rows"]["deep"] > 1000
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "where",

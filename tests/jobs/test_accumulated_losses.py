@@ -67,6 +67,7 @@ def test_losses_of_scripts_accumulate_over_calls(case, workers):
     assert_accumulated(case, workers, torch.float64, GROUPS)
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("name", OFTEN)
 def test_losses_over_selected_rows_and_counts_accumulate_on_workers(name):
     assert_accumulated(Case(name), 2, torch.float64, GROUPS)

@@ -37,7 +37,7 @@ def run(folder, options, *command) -> dict[str, list[float]]:
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("optimizer", "options"), CASES)
 def test_a_step_of_several_calls_is_one_plain_step_on_their_rows(tmp_path, optimizer, options):
     command = [str(SCRIPT), "--optimizer", optimizer]
@@ -52,7 +52,7 @@ def test_a_step_of_several_calls_is_one_plain_step_on_their_rows(tmp_path, optim
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("options", [("--servers", "2", "--workers", "2"), ("-n", "3"), RUNS[2]])
 def test_what_scripts_do_between_calls_gives_the_same_rows_everywhere(tmp_path, options):
     wanted, found = run(tmp_path, ("-n", "1"), str(USES)), run(tmp_path, options, str(USES))
@@ -82,6 +82,7 @@ for number in range(7):
 """
 
 
+@pytest.mark.exhaustive
 def test_a_killed_worker_ends_the_run_because_it_had_gradients_of_earlier_calls(tmp_path):
     done = run_script(KILLED, "--servers", "1", "--workers", "3", "--no-progress", folder=tmp_path)
     output = done.stdout + done.stderr

@@ -147,7 +147,7 @@ SCENARIOS = [
 ]
 
 
-@pytest.mark.ci_sample(3)
+@pytest.mark.ci_sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(("scenario", "workers", "dtype"), sample_cases(SCENARIOS))
 def test_parameters_after_twenty_steps_equal_the_plain_scripts(scenario, workers, dtype):

@@ -109,7 +109,7 @@ SCENARIOS = [
 ]
 
 
-@pytest.mark.ci_sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("scenario", "workers", "dtype"), sample_cases(SCENARIOS, 2, 3))
 def test_losses_gradients_and_parameters_equal_the_plain_scripts(scenario, workers, dtype):
     assert_exact(scenario, workers, dtype)

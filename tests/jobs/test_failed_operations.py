@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.jobs import job_environment, run_script
+from support.jobs import job_environment
+from support.warm_runs import run_script
 
 pytestmark = pytest.mark.slow
 
@@ -161,6 +162,7 @@ end([attempt(train, *batch) for batch in batches])
         assert all(each[0] == "RanksDiverged" and "KeyError: 'in the hook'" in each[1] for each in results[4:])
 
 
+@pytest.mark.exhaustive
 def test_an_exception_of_a_step_that_all_ranks_raise_is_raised_as_on_one_device(tmp_path):
     text = (
         DATA
@@ -216,6 +218,7 @@ def run_random_programs(folder: Path, first: int, count: int, workers: int) -> N
     assert f"{count} programs, 0 wrong" in done.stdout
 
 
+@pytest.mark.exhaustive
 def test_random_programs_whose_ranks_fail_at_random_points_train_as_on_one_device(tmp_path):
     run_random_programs(tmp_path, 0, 6, 2)
 

@@ -56,6 +56,7 @@ def plain_predictions() -> list[float]:
     return found
 
 
+@pytest.mark.exhaustive
 def test_predictions_see_a_flushed_step_after_the_first_worker_is_killed(tmp_path):
     done = run_script(SCRIPT, "--servers", "2", "--workers", "3", folder=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -287,18 +287,19 @@ def sample_cases(*workers):
     return found
 
 
-@pytest.mark.ci_sample(6)
+@pytest.mark.ci_sample(3)
 @pytest.mark.parametrize(("build", "workers"), sample_cases(1))
 def test_on_one_device_accumulated_calls_equal_one_call_on_all_rows(build, workers):
     assert_accumulated(build, workers, torch.float64)
 
 
-@pytest.mark.ci_sample(3)
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize(("build", "workers"), sample_cases(2, 3))
 def test_on_workers_accumulated_calls_equal_one_call_on_all_rows(build, workers):
     assert_accumulated(build, workers, torch.float64)
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize(("build", "workers"), [(cross_entropy, 1), (ignored_targets, 2), (masked_mean, 3)])
 def test_accumulated_calls_equal_one_call_in_float32(build, workers):
     assert_accumulated(build, workers, torch.float32)
@@ -317,6 +318,7 @@ def batch_norm():
     return Script(modules={"model": model}, loss=loss, batch=labelled, together=together)
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_batch_norm_uses_the_statistics_of_each_call(workers):
     assert_accumulated(batch_norm, workers, torch.float64, ((7, 5, 7), (6, 4)))

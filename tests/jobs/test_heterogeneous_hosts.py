@@ -66,7 +66,7 @@ LINES: dict[str, tuple[tuple[str, int, int], tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.ci_sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", LINES)
 def test_workers_of_two_kinds_on_hosts_train_as_one_device(name: str, hosts: Hosts, tmp_path: Path):
     (case, rows, copies), line = LINES[name]
@@ -121,6 +121,7 @@ for step in range(50):
 """
 
 
+@pytest.mark.exhaustive
 def test_status_and_the_message_about_a_killed_worker_name_its_host(hosts: Hosts, tmp_path: Path):
     (tmp_path / "script.py").write_text(WAITING)
     job = hosts.start("a", [*RANKLESS, "run", "--workers", "a,b", "--heter-workers", "c", "script.py"], cwd=tmp_path)

@@ -42,7 +42,7 @@ CASES = [
 ]
 
 
-@pytest.mark.ci_sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("case", "size", "rows"), CASES)
 def test_workers_of_two_kinds_train_as_one_device(tmp_path, case, size, rows):
     wanted = read_numbers(run_plainly(str(SCRIPT), case, "--rows", str(rows)))
@@ -87,7 +87,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.ci_sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("words", "found"), REFUSED)
 def test_a_model_that_cannot_be_cut_is_refused_with_the_line(tmp_path, words, found):
     done = rankless("run", *SIZES["without servers"], "-q", str(SCRIPT), *words, folder=tmp_path)

@@ -74,6 +74,7 @@ def test_a_saved_plan_of_stages_in_pieces_runs(tmp_path):
     assert planned.stdout.startswith("loss ")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_plan_shows_who_holds_what_along_both_axes(tmp_path):
     write(tmp_path, options=", zero='parameters'")

@@ -72,6 +72,7 @@ def test_workers_that_take_turns_train_as_one_device(tmp_path, workers, servers,
 SHARED = Path(__file__).parent / "scripts/share_batches.py"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("workers", "mode"),
     [(3, "async"), (2, "bounded"), *(pytest.param(n, "async", marks=pytest.mark.exhaustive) for n in (1, 2, 4))],
@@ -86,6 +87,7 @@ def test_every_batch_is_trained_once_by_one_worker(tmp_path, workers, mode):
     assert sorted(found["order"]) == list(range(37))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("workers", [3, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_geo_has_the_mean_of_what_workers_train_between_meetings(tmp_path, workers):
     found = train(tmp_path, SHARED, 0, "saved", workers=workers, mode="geo")
@@ -95,6 +97,7 @@ def test_geo_has_the_mean_of_what_workers_train_between_meetings(tmp_path, worke
     assert found["rows"] == pytest.approx(wanted, rel=0, abs=1e-12)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kills", [4, pytest.param(50, marks=pytest.mark.exhaustive)])
 def test_every_batch_counts_once_though_servers_are_killed(tmp_path, kills):
     found = train(tmp_path, SHARED, kills, "saved", workers=3)
@@ -203,7 +206,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.ci_sample(5)
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_independent_workers_cannot_do_is_refused(tmp_path, name):
     body, message = REFUSED[name]
@@ -214,6 +217,7 @@ def test_what_independent_workers_cannot_do_is_refused(tmp_path, name):
     assert re.search(message, done.stderr), done.stderr
 
 
+@pytest.mark.exhaustive
 def test_more_jobs_than_the_staleness_allows_are_refused(tmp_path):
     """Worker 0 would wait at its last call for worker 1, which would wait for it at the end of the pass."""
     script = tmp_path / "script.py"

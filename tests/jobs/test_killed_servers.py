@@ -17,6 +17,7 @@ def run(folder, kills: int, seed: int, steps: int) -> tuple[str, int, str]:
     return digest, int(killed), done.stderr
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kills", "seed", "steps"),

@@ -8,13 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.jobs import DEADLINE_SECONDS, rankless
+from support.jobs import DEADLINE_SECONDS
 from support.lost_heterogeneous import (
     require_same_heterogeneous,
     run_killed_heterogeneous,
     run_plain_heterogeneous,
 )
 from support.server_jobs import summary_of
+from support.warm_runs import rankless
 
 ODD = Path(__file__).parent / "scripts/lose_owners.py"
 STEPPERS = ("adam", "momentum", "two")
@@ -123,7 +124,7 @@ MOMENTS = {
 }
 
 
-@pytest.mark.ci_sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["two in two steps", *(each for each in MOMENTS if each != "two in two steps")])
 def test_kills_of_both_kinds_at_moments_of_a_step_change_no_number(tmp_path, plain, name):
     done = run_killed_heterogeneous(tmp_path, MOMENTS[name], looks=True)
@@ -160,7 +161,7 @@ ODD_KILLS = [
 ]
 
 
-@pytest.mark.ci_sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("case", "kills"), ODD_KILLS)
 def test_odd_scripts_go_on_without_owners_of_parameters(tmp_path, case, kills):
     line = [sys.executable, str(ODD), case, "--plain"]

@@ -95,7 +95,7 @@ def go_on_without(hosts: Hosts, name: str, how: str, job: subprocess.Popen[str])
     return output, errors
 
 
-@pytest.mark.ci_sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("how", "name", "step"), [("kill", "b", 4), ("link", "b", 4), ("kill", "c", 0), ("link", "c", STEPS // 2)]
 )
@@ -283,6 +283,7 @@ def test_status_shows_a_lost_host_and_copies(hosts: Hosts, tmp_path: Path):
 ONE_HOST = ("run", "--servers", "1", "--replicas", "1", "--workers", "2", "--server-restarts", "0", "--no-progress")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("server", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_a_run_goes_on_without_a_server_that_is_not_started_again(server: int, tmp_path: Path, plain):
     done = rankless(*ONE_HOST, str(SCRIPT), "--steps", str(STEPS), "--kill", f"5:{server}", folder=tmp_path)

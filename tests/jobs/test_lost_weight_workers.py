@@ -70,7 +70,7 @@ MOMENTS = {
 }
 
 
-@pytest.mark.ci_sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", MOMENTS)
 def test_kills_at_moments_of_a_step_change_no_weight(tmp_path, plain_weights, name):
     done = run_killed_weights(tmp_path, MOMENTS[name], reads="first" in name)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 from support.example_runs import EXAMPLES, report_of
-from support.jobs import rankless, run_script
 from support.lost_workers import STEPS, require_same_training, run_killed, run_plain
 from support.server_jobs import summary_of
+from support.warm_runs import rankless, run_script
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("zmq")
@@ -32,7 +32,7 @@ def draw_kills(seed: int) -> str:
     return ",".join(kills)
 
 
-@pytest.mark.ci_sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("seed", range(50))
 def test_kills_at_random_moments_change_no_number(tmp_path, plain, seed):
     options = {"gathers": seed % 3 == 0, "workers": "num_workers=2" if seed % 4 == 1 else ""}
@@ -80,6 +80,7 @@ def test_the_default_of_other_runs_is_that_a_killed_worker_ends_them(tmp_path):
     assert "rankless: rank 1 was killed by signal 9 (SIGKILL)\n" in done.stderr
 
 
+@pytest.mark.exhaustive
 def test_an_error_of_the_script_ends_the_run_after_a_worker_was_lost(tmp_path):
     text = "for step in range(9):\n    die_at(step, 3)\n    if step == 6:\n        raise ValueError('no')\n"
     done = run_script(
@@ -90,6 +91,7 @@ def test_an_error_of_the_script_ends_the_run_after_a_worker_was_lost(tmp_path):
     assert re.search(r"rankless: rank [02] raised ValueError: no at script.py:\d+\n", done.stderr)
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize(
     "text",
     [

@@ -59,7 +59,7 @@ KILLS = {
 SURVIVORS = dict(zip(KILLS, (3, 2, 2, 2, 2, 1), strict=True))
 
 
-@pytest.mark.ci_sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["one of each host", *(each for each in KILLS if each[:3] != "one"), *list(KILLS)[:1]])
 def test_the_others_go_on(hosts: Hosts, tmp_path: Path, plain, name: str):
     text = run_killed(hosts, tmp_path, KILLS[name])

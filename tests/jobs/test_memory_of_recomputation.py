@@ -70,7 +70,7 @@ def run_one_block(blocks, x):
     return x
 
 
-@pytest.mark.ci_sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("zero", [None, "parameters"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_blocks_of_a_gpt_keep_less_than_a_third(dropout, zero):
@@ -102,6 +102,7 @@ def make_plain_network():
     return model, lambda x: model(x).square().mean(), (torch.randn(2048, 64),)
 
 
+@pytest.mark.exhaustive
 def test_a_network_without_blocks_is_cut_into_sections():
     assert get_peak(make_plain_network, "blocks") <= 0.4 * get_peak(make_plain_network)
 
@@ -121,6 +122,7 @@ def make_residual_network():
     return model, lambda x: model(x).square().mean(), (torch.randn(8, 8, 16, 16),)
 
 
+@pytest.mark.exhaustive
 def test_blocks_with_batch_norm_are_computed_again_without_their_collectives():
     (plain, sent), (peak, sent_again) = (
         on_mesh(2, measure, make_residual_network, recompute, None)[0] for recompute in (None, "blocks")

@@ -37,6 +37,7 @@ def find_divisions(folder, script: str) -> dict[str, int]:
     return {name: state["value"][0]["dim"] for name, state in states.items() if state["value"]}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_placed_parameter_is_divided_so_and_the_plan_chooses_for_others(tmp_path):
     found = find_divisions(tmp_path, make_script("{'weight': Shard(1)}"))

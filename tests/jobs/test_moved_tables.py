@@ -32,6 +32,7 @@ def written(folder, step):
     return [sum(file.st_size for file in files if (file.st_nlink > 1) == shared) for shared in (False, True)]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_tables_move_from_2_servers_to_3_to_1_and_to_one_device(tmp_path):
     first = move(tmp_path, ("--servers", "2", "--workers", "3"), 4, 6)
@@ -95,6 +96,7 @@ assert torch.equal(table.list_rows()["rows"], rows)
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "before", "readers"),

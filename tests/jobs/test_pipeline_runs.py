@@ -16,6 +16,7 @@ def write(folder: Path, options: str = "", end: str = "") -> None:
     (folder / "train.py").write_text(SCRIPT.format(model=MODEL, options=options, end=end))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_checkpoint_of_a_pipeline_continues_on_other_meshes_and_on_one_device(tmp_path):
     wanted = resume(tmp_path, ("--mesh", "data=2,pipeline=2"), "save")
@@ -102,7 +103,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.ci_sample(4)
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_a_pipeline_is_refused_by_name(tmp_path, case):
@@ -114,6 +115,7 @@ def test_what_cannot_be_a_pipeline_is_refused_by_name(tmp_path, case):
     assert text in re.sub("^ +", "", found.stdout + found.stderr, flags=re.MULTILINE)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_job_without_a_plan_follows_the_stages_of_an_earlier_one(tmp_path):
     write(tmp_path, options=", plan=rankless.Plan(schedule='interleaved')")
@@ -123,6 +125,7 @@ def test_a_job_without_a_plan_follows_the_stages_of_an_earlier_one(tmp_path):
     assert found.stdout.startswith("loss ")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_plan_with_an_unknown_axis_is_refused(tmp_path):
     write(tmp_path)

@@ -1,12 +1,11 @@
 """A job with an operator of the script: workers split it after an experiment, and train as the plain script does."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from support.warm_process import WarmProcess
 from support.warm_runs import rankless, run_script
 
 pytestmark = pytest.mark.slow
@@ -78,13 +77,16 @@ def numbers(text: str) -> torch.Tensor:
 @pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("workers", [2, 3])
 def test_workers_train_as_the_plain_script_and_say_what_was_split(workers: int, tmp_path: Path) -> None:
-    plain = subprocess.run([sys.executable, "-c", PLAIN], capture_output=True, text=True, timeout=100, check=True)
+    (tmp_path / "plain.py").write_text(PLAIN)
+    plain = WarmProcess(tmp_path / "plain.py").wait()
+    assert plain.returncode == 0, plain.stderr
     job = run_script(SCRIPT, "-n", str(workers), folder=tmp_path)
     assert job.returncode == 0, job.stderr
     torch.testing.assert_close(numbers(job.stdout), numbers(plain.stdout), rtol=1e-10, atol=1e-12)
     assert job.stderr.count("splits mine.bend.default, for which Rankless has no rule") == 1
 
 
+@pytest.mark.exhaustive
 def test_a_plan_names_what_was_split_and_what_was_not(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     plan = rankless("plan", "-n", "2", "--devices", "cpu", "script.py", folder=tmp_path)

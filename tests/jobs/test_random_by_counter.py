@@ -63,7 +63,7 @@ def train(mesh: Mesh, captures: bool = True, accumulate: int = 1) -> tuple[list[
     return results, get_random_state(), [item.detach() for item in model.parameters()]
 
 
-@pytest.mark.ci_sample(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("workers", "captures", "accumulate"), [(2, True, 1), (3, True, 1), (4, True, 1), (2, False, 1), (3, True, 2)]
 )

@@ -46,16 +46,19 @@ def require_same(found: dict[str, dict], wanted: dict[str, dict], rank: int) -> 
 
 
 @pytest.mark.parametrize(
-    ("workers", "heterogeneous"),
+    ("workers", "heterogeneous", "cases"),
     [
-        (2, 2),
-        pytest.param(1, 3, marks=pytest.mark.exhaustive),
-        pytest.param(3, 1, marks=pytest.mark.exhaustive),
+        (2, 1, "replicated,odd_batches,use_outside_jobs"),
+        pytest.param(2, 2, "", marks=pytest.mark.exhaustive),
+        pytest.param(1, 3, "", marks=pytest.mark.exhaustive),
+        pytest.param(3, 1, "", marks=pytest.mark.exhaustive),
     ],
 )
-def test_all_workers_train_as_one_device_and_some_read_nothing(tmp_path, plain, workers, heterogeneous):
+def test_all_workers_train_as_one_device_and_some_read_nothing(tmp_path, workers, heterogeneous, cases):
     options = ("--workers", str(workers), "--heter-workers", str(heterogeneous), "-q")
-    done = rankless("run", *options, str(SCRIPT), str(tmp_path), folder=tmp_path)
+    chosen = ("--cases", cases) if cases else ()
+    plain = run_plainly(tmp_path, *chosen)
+    done = rankless("run", *options, str(SCRIPT), str(tmp_path), *chosen, folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     for rank in range(workers + heterogeneous):
         found = read_cases(tmp_path, rank)

@@ -35,7 +35,7 @@ def list_parameters():
         yield pytest.param(name, marks=() if name in OWN else pytest.mark.exhaustive)
 
 
-@pytest.mark.ci_sample(6)
+@pytest.mark.ci_sample(3)
 @pytest.mark.parametrize("name", list(list_parameters()))
 def test_a_training_that_computes_blocks_again_equals_one_device(name):
     wanted = run_case(Mesh.solo(), name, None)
@@ -57,6 +57,7 @@ def test_with_other_settings_too(name, workers, recompute, zero):
 ON_ONE_DEVICE = ("blocks_in_a_list", "noise_in_blocks", "batch_norm_in_blocks", "calls_accumulated", "lengths_vary")
 
 
+@pytest.mark.ci_sample(2)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in ON_ONE_DEVICE else pytest.mark.exhaustive) for name in CASES]
 )

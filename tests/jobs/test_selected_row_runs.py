@@ -74,7 +74,7 @@ def test_a_mixture_is_the_same_training(tmp_path, name):
     assert "same training" in done.stdout
 
 
-@pytest.mark.ci_sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["data=2,tensor=2", "data=2,expert=2"])
 def test_a_mixture_is_the_same_training_on_a_mesh(tmp_path, mesh):

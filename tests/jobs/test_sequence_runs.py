@@ -19,6 +19,34 @@ def make_layers(**options):
     return [torch.nn.TransformerEncoderLayer(16, 4, 32, 0.1, norm_first=True, **options) for _ in range(2)]
 """
 FORMS = {
+    "masks, several arguments and a nested one": """
+class Encoder(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.places = torch.nn.Embedding(40, 16), torch.nn.Embedding(16, 16)
+        self.attention = torch.nn.MultiheadAttention(16, 4, batch_first=True)
+        self.norm, self.head = torch.nn.LayerNorm(16), torch.nn.Linear(16, 40)
+
+    def forward(self, words, mask):
+        x = self.words(words) + self.places(torch.arange(words.shape[1]))
+        x = x + self.attention(x, x, x, key_padding_mask=mask, need_weights=False)[0]
+        return self.head(self.norm(x).cumsum(1) + x.roll(1, 1) + x.flip(1))
+
+model = Encoder()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+@rankless.job(model=model, optimizer=optimizer, clip_norm=0.5)
+def train(batch, weights):
+    scores = model(batch["words"], batch["mask"])
+    losses = F.cross_entropy(scores.transpose(1, 2), batch["labels"], reduction="none")
+    return (losses * weights[:, None] * ~batch["mask"]).sum() / (~batch["mask"]).sum()
+
+for length in (9, 9, 6):
+    words = torch.randint(0, 40, (4, length))
+    mask = torch.arange(length)[None] >= torch.randint(3, length + 1, (4, 1))
+    batch = {"words": words, "labels": words.roll(-1, 1), "mask": mask}
+    print(f"{float(train(batch, torch.rand(4))):.11f}")
+""",
     "lengths that vary": """
 model = torch.nn.Sequential(torch.nn.Embedding(40, 16), *make_layers(batch_first=True), torch.nn.Linear(16, 40))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -49,34 +77,6 @@ for _ in range(4):
     print(f"{float(loss):.11f} {float(found.square().sum()):.9f}", tuple(found.shape))
 model.eval()
 print(f"{float(predict(torch.randn(7, 6, 5)).square().sum()):.9f}")
-""",
-    "masks, several arguments and a nested one": """
-class Encoder(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.words, self.places = torch.nn.Embedding(40, 16), torch.nn.Embedding(16, 16)
-        self.attention = torch.nn.MultiheadAttention(16, 4, batch_first=True)
-        self.norm, self.head = torch.nn.LayerNorm(16), torch.nn.Linear(16, 40)
-
-    def forward(self, words, mask):
-        x = self.words(words) + self.places(torch.arange(words.shape[1]))
-        x = x + self.attention(x, x, x, key_padding_mask=mask, need_weights=False)[0]
-        return self.head(self.norm(x).cumsum(1) + x.roll(1, 1) + x.flip(1))
-
-model = Encoder()
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-@rankless.job(model=model, optimizer=optimizer, clip_norm=0.5)
-def train(batch, weights):
-    scores = model(batch["words"], batch["mask"])
-    losses = F.cross_entropy(scores.transpose(1, 2), batch["labels"], reduction="none")
-    return (losses * weights[:, None] * ~batch["mask"]).sum() / (~batch["mask"]).sum()
-
-for length in (9, 9, 6):
-    words = torch.randint(0, 40, (4, length))
-    mask = torch.arange(length)[None] >= torch.randint(3, length + 1, (4, 1))
-    batch = {"words": words, "labels": words.roll(-1, 1), "mask": mask}
-    print(f"{float(train(batch, torch.rand(4))):.11f}")
 """,
     "images, and a recurrent network": """
 parts = {"conv": torch.nn.Conv2d(3, 4, 3, padding=1), "cells": torch.nn.GRU(8, 12, batch_first=True)}
@@ -129,6 +129,7 @@ def test_a_wrong_dim_is_right_and_a_saved_plan_keeps_it(tmp_path):
     assert plan["jobs"]["train"]["positions"] == {"words": 1, "labels": None}
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("given", "text"),
@@ -146,6 +147,7 @@ def test_what_names_no_positions_is_refused(tmp_path, given, text):
     assert text in found.stdout + found.stderr
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_plan_shows_the_exchanges_of_attention(tmp_path):
     text = HEAD.replace("0.1,", "0.0,") + FORMS["lengths that vary"].replace("(9, 12, 7, 10, 8, 3, 1, 11)", "(8,)")

@@ -101,7 +101,7 @@ def train_shared(mesh: Mesh, way: str) -> tuple[list[Tensor], list[list[Tensor]]
         return [item.detach() for item in model.parameters()], kept, count_shared()
 
 
-@pytest.mark.ci_sample(7)
+@pytest.mark.ci_sample(3)
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_training_with_shared_gradients_equals_the_plain_one(way: str, size: int):

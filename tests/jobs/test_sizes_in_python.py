@@ -128,7 +128,7 @@ BUILDS = [
 ROWS = (7, 7, 7, 7, 5, 6, 7, 9, 7, 7, 4, 7)
 
 
-@pytest.mark.ci_sample(2)
+@pytest.mark.ci_sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("build", "symbolic", "what"),
@@ -153,7 +153,7 @@ def test_a_failed_capture_for_varying_sizes_warns_with_the_line(build, symbolic,
             assert display_name(__file__) in warnings[0]
 
 
-@pytest.mark.ci_sample(3)
+@pytest.mark.ci_sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("build", BUILDS, ids=lambda build: build.__name__)
 @pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.exhaustive)])

@@ -26,7 +26,7 @@ def read_forms(output: str) -> dict[str, dict[str, list[float]]]:
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("options", "optimizer", "part"), CASES)
 def test_every_form_of_a_sparse_embedding_trains_as_in_plain_pytorch(tmp_path, options, optimizer, part):
     command = (str(SCRIPT), "--optimizer", optimizer, "--part", str(part), "--parts", str(PARTS))
@@ -103,7 +103,7 @@ ONE_CHANGES = "epoch()\nif rankless.rank() == 1: embedding.weight.data[3] = 0\ne
 FREED = "epoch(); embedding.float()"
 
 
-@pytest.mark.ci_sample(2)
+@pytest.mark.ci_sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("servers", "case", "texts"),
@@ -130,7 +130,7 @@ def read_result(done) -> list[float]:
     return [float(word) for word in re.search("RESULT (.*)", done.stdout).group(1).split()]
 
 
-@pytest.mark.ci_sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
@@ -147,6 +147,7 @@ def test_options_of_jobs_give_the_same_rows_on_servers_as_on_one_worker(tmp_path
     assert read_result(train(tmp_path, "-n", "2", "--servers", "2", **case)) == pytest.approx(wanted, rel=0, abs=1e-12)
 
 
+@pytest.mark.exhaustive
 def test_a_mesh_of_several_axes_is_refused_for_weights_on_servers(tmp_path):
     done = train(tmp_path, "--mesh", "data=1,tensor=2", "--servers", "1")
     assert done.returncode != 0

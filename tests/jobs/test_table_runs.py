@@ -97,7 +97,7 @@ def uses_on_one_worker(tmp_path_factory) -> dict[str, list[float]]:
     return read_forms(done.stdout)
 
 
-@pytest.mark.ci_sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [("-n", "3"), ("--servers", "2", "--workers", "2")])
 def test_what_scripts_do_with_tables_gives_the_same_rows_everywhere(tmp_path, options, uses_on_one_worker):
@@ -109,7 +109,7 @@ def test_what_scripts_do_with_tables_gives_the_same_rows_everywhere(tmp_path, op
         assert found[case] == pytest.approx(numbers, rel=0, abs=1e-12), case
 
 
-@pytest.mark.ci_sample(4)
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize(
     ("case", "text"),
     [
@@ -185,6 +185,7 @@ def test_verify_finds_a_learning_rate_that_depends_on_the_number_of_workers(tmp_
     assert "which has tables" in done.stdout + done.stderr
 
 
+@pytest.mark.exhaustive
 def test_a_job_with_tables_is_captured_once(tmp_path):
     done = train(tmp_path, "-n", "2", body="epoch(20)")
     assert read_rows(done)

@@ -30,6 +30,7 @@ def test_divided_features_continue_a_checkpoint_of_one_device(tmp_path):
     assert resume(tmp_path, ("--mesh", "tensor=2"), "continue") == pytest.approx(wanted, rel=1e-12, abs=1e-13)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_saved_plan_has_the_divisions_and_runs(tmp_path):
     write(tmp_path)
@@ -50,6 +51,7 @@ def test_a_saved_plan_has_the_divisions_and_runs(tmp_path):
     assert planned.stdout.startswith("loss ")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_plan_shows_what_is_divided_what_moves_and_what_a_worker_holds(tmp_path):
     write(tmp_path)
@@ -73,7 +75,7 @@ PLANS = {
 }
 
 
-@pytest.mark.ci_sample(2)
+@pytest.mark.ci_sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PLANS)
 def test_a_script_says_what_is_divided(tmp_path, name):
@@ -99,7 +101,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.ci_sample(2)
+@pytest.mark.ci_sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_divided_is_refused_by_name(tmp_path, case):
@@ -113,6 +115,7 @@ def test_what_cannot_be_divided_is_refused_by_name(tmp_path, case):
     assert text in found.stdout + found.stderr
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_plan_for_other_lengths_is_refused(tmp_path):
     write(tmp_path)
@@ -126,6 +129,7 @@ def test_a_plan_for_other_lengths_is_refused(tmp_path):
     assert "found:    the lengths [6, 5] for 12 rows" in found.stderr
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_killed_worker_ends_the_run_and_is_named(tmp_path):
     write(tmp_path, end="if rankless.rank() == 1: import os; os.kill(os.getpid(), 9)\ntrain(*data.tensors)")
@@ -143,6 +147,7 @@ def choose(model):
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_function_of_the_model_gives_the_plan(tmp_path):
     options = ", plan=choose"

@@ -18,7 +18,7 @@ def list_cases():
             yield pytest.param(model, mesh, marks=marks)
 
 
-@pytest.mark.ci_sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "mesh"), list(list_cases()))
 def test_a_model_of_transformers_is_the_same_training(tmp_path, model, mesh):

@@ -210,6 +210,7 @@ def train(mesh, loss, from_loader):
     return losses, model.state_dict(), notices
 
 
+@pytest.mark.ci_sample(16)
 @pytest.mark.parametrize("from_loader", [False, True], ids=["tensors", "batches of a loader"])
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
@@ -331,7 +332,7 @@ def numpy_draws_of_the_rank(model, x, rank):
     return model(x).mean() * (1 + 0 * sum(numpy.random.rand() for _ in range(rank)))
 
 
-@pytest.mark.ci_sample(3)
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize(
     ("change", "found"),
     [

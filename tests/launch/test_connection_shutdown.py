@@ -144,6 +144,7 @@ def test_ctrl_c_lets_ranks_clean_up_that_wait_for_a_silent_rank(peer: str, backe
     assert "cleaned2" not in notes(tmp_path) or peer == "stopped"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("backend", [pytest.param("gloo", marks=pytest.mark.exhaustive), pytest.param("shared_memory")])
 @pytest.mark.parametrize(
     "launcher_stands",
@@ -182,6 +183,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
         yield found
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("way", ["plain", pytest.param("handler", marks=pytest.mark.exhaustive)])
 def test_after_the_loss_of_a_host_ranks_on_both_sides_raise_and_clean_up(way: str, hosts: Hosts, tmp_path: Path):
     (tmp_path / "script.py").write_text(SCRIPT)

@@ -25,7 +25,7 @@ BREAKPOINTS = {
 }
 
 
-@pytest.mark.ci_sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", BREAKPOINTS)
 @pytest.mark.parametrize("options", [[], ["--no-warm"]], ids=["warm", "plain"])
 def test_a_rank_with_the_terminal_is_debugged_while_the_others_wait(kind: str, options: list[str], tmp_path: Path):
@@ -44,6 +44,7 @@ def test_a_rank_with_the_terminal_is_debugged_while_the_others_wait(kind: str, o
     assert "this rank has the terminal" in (tmp_path / "log" / "latest" / "rank1.log").read_text()
 
 
+@pytest.mark.exhaustive
 def test_a_single_worker_has_the_input(tmp_path: Path):
     (tmp_path / "script.py").write_text("print('you typed', input('name? '))")
     with on_terminal("run", "script.py", folder=tmp_path) as terminal:

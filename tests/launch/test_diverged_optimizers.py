@@ -96,7 +96,7 @@ def require_divergence(done, folder, *, step: int = 3, ranks: int = 2) -> None:
     assert any("RanksDiverged" in log and "script.py:" in log for log in logs.values())
 
 
-@pytest.mark.ci_sample(2)
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in IN_CI else pytest.mark.exhaustive) for name in FAULTS]
 )

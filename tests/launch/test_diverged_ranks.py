@@ -73,7 +73,7 @@ def cases():
             yield pytest.param(name, workers, marks=marks, id=f"{name}, {workers} workers")
 
 
-@pytest.mark.ci_sample(2)
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize(("name", "workers"), list(cases()))
 def test_all_ranks_stop_and_the_difference_is_named(name, workers, tmp_path):
     fault, sign = FAULTS[name]

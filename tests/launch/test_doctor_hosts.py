@@ -48,6 +48,7 @@ def add_version(folder: Path, package: str, version: str) -> Path:
     return place.parent
 
 
+@pytest.mark.exhaustive
 def test_two_healthy_hosts_are_healthy_and_no_process_remains(tmp_path: Path):
     with two_hosts(tmp_path) as hosts:
         report, problems = doctor(hosts)

@@ -79,6 +79,7 @@ def test_a_rank_that_cannot_connect_in_its_rendezvous_is_named_and_the_job_ends(
     assert f"rank 0 waits in init_process_group at script.py:{line}" in errors[0]
 
 
+@pytest.mark.exhaustive
 def test_without_a_firewall_the_ranks_start_and_every_tried_port_is_free_again(tmp_path: Path):
     with two_hosts(tmp_path, sshd=()) as hosts:
         codes, outputs, errors = run_on_both(hosts, tmp_path, run_commands(hosts))

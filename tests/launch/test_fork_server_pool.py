@@ -133,7 +133,7 @@ def start_verify(script: str, folder: Path) -> subprocess.Popen[str]:
     return start_rankless("verify", "-n", "2", "--devices", "cpu", "train.py", folder=folder)
 
 
-@pytest.mark.ci_sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "killed",
     [

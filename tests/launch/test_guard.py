@@ -72,6 +72,7 @@ def test_no_process_survives_a_killed_agent_by_two_seconds(kind: str, tmp_path: 
         kill_job(job)
 
 
+@pytest.mark.exhaustive
 def test_no_process_survives_a_killed_agent_with_a_stopped_fork_server(tmp_path: Path) -> None:
     job = start_script(MARK + WORKERS["idle"], "-n", "2", folder=tmp_path)
     try:
@@ -85,6 +86,7 @@ def test_no_process_survives_a_killed_agent_with_a_stopped_fork_server(tmp_path:
         kill_job(job)
 
 
+@pytest.mark.exhaustive
 def test_a_killed_fork_server_fails_the_job_and_leaves_no_process(tmp_path: Path) -> None:
     job = start_script(MARK + WORKERS["with a daemon in a session of its own"], "-n", "2", folder=tmp_path)
     try:
@@ -100,6 +102,7 @@ def test_a_killed_fork_server_fails_the_job_and_leaves_no_process(tmp_path: Path
         kill_job(job)
 
 
+@pytest.mark.exhaustive
 def test_a_daemon_does_not_outlive_a_job_that_ends_well(tmp_path: Path) -> None:
     daemon = WORKERS["with a daemon in a session of its own"].removesuffix("time.sleep(600)")
     wait = "while not os.path.exists('daemon' + RANK + '.pid'): time.sleep(0.01)"

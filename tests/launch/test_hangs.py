@@ -125,6 +125,7 @@ def test_a_rank_missing_from_a_rendezvous_is_named(name, missing, tmp_path):
     assert re.search(rf"waits? in {re.escape(name)} at script.py:{line_number(script, 'here')}", verdict)
 
 
+@pytest.mark.exhaustive
 def test_a_stopped_worker_is_named(tmp_path):
     script = TRAINING.replace("{fault}", "def stuck():\n    os.kill(os.getpid(), signal.SIGSTOP)")
     verdict = find_verdict(run_script(script, "-n", "2", "--hang-timeout", TIMEOUT, folder=tmp_path))
@@ -159,6 +160,7 @@ for batch in torch.utils.data.DataLoader(Data(), batch_size=2, num_workers=2):
 """
 
 
+@pytest.mark.exhaustive
 def test_a_hung_data_loader_worker_is_named_while_ddp_waits(tmp_path):
     verdict = find_verdict(run_script(DATA_LOADER, "-n", "2", "--hang-timeout", TIMEOUT, folder=tmp_path))
     assert "rank 1 did not arrive" in verdict
@@ -229,6 +231,7 @@ dist.all_reduce(torch.ones(3))  # here
 """
 
 
+@pytest.mark.exhaustive
 def test_the_missing_rank_is_named_if_the_scripts_own_timeout_expires_first(tmp_path):
     done = run_script(TIMED_OUT, "-n", "3", folder=tmp_path)
     verdict = find_verdict(done)

@@ -50,6 +50,7 @@ def run_hung_job(hosts: Hosts, folder: Path, *, workers: int, missing_rank: int)
     return reports[0]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("missing_rank", "host"), [(1, "b"), pytest.param(0, "a", marks=pytest.mark.exhaustive)])
 def test_a_rank_that_computes_forever_is_named_with_its_stack(
     missing_rank: int, host: str, hosts: Hosts, tmp_path: Path

@@ -47,6 +47,7 @@ def command(*words: str) -> list[str]:
     return [sys.executable, "-m", "rankless", *words]
 
 
+@pytest.mark.exhaustive
 def test_an_agent_of_host_0_that_was_stopped_is_named_on_both_hosts(hosts: Hosts, tmp_path: Path):
     listed = ",".join(f"{address}:1" for address in hosts.addresses)
     (tmp_path / "script.py").write_text(LOOP)
@@ -72,7 +73,7 @@ LAUNCHES = {
 }
 
 
-@pytest.mark.ci_sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("launcher", LAUNCHES)
 def test_host_0_listens_where_others_reach_it_although_its_name_is_a_loopback_address(
     launcher: str, hosts: Hosts, tmp_path: Path

@@ -88,6 +88,7 @@ def ended(process: subprocess.Popen[str], seconds: float = 120) -> tuple[int, st
     return process.returncode, out, err
 
 
+@pytest.mark.exhaustive
 def test_one_command_starts_the_other_host_by_ssh(hosts: Hosts, folder: Path):
     done = hosts.run("a", command("run", "--hosts", listed(hosts), "train.py"), cwd=folder)
     assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, wanted_loss(folder).splitlines()), done.stderr
@@ -99,6 +100,7 @@ def test_one_command_starts_the_other_host_by_ssh(hosts: Hosts, folder: Path):
     assert len(list((folder / "log" / "latest").glob("rank*.log"))) == 4
 
 
+@pytest.mark.exhaustive
 def test_only_chosen_variables_reach_the_other_host(hosts: Hosts, folder: Path):
     (folder / "show.py").write_text(
         "import os\n"
@@ -181,6 +183,7 @@ def test_a_failed_rank_is_named_with_its_host_and_all_processes_end(name: str, h
     assert nobody_is_left(folder)
 
 
+@pytest.mark.exhaustive
 def test_a_host_that_ssh_has_started_keeps_its_report_in_its_log_folder(tmp_path: Path):
     here, there = tmp_path / "here", tmp_path / "there"
     for folder in (here, there):
@@ -256,6 +259,7 @@ def test_ctrl_c_on_one_host_ends_both(name: str, hosts: Hosts, folder: Path):
     assert nobody_is_left(folder)
 
 
+@pytest.mark.exhaustive
 def test_torchs_own_lines_start_on_each_host(hosts: Hosts, folder: Path):
     (folder / "main.py").write_text(
         "import os, torch, torch.distributed as dist\n"

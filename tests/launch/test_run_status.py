@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.jobs import is_alive, kill_job, rankless, start_rankless, start_script, wait_until
+from support.jobs import is_alive, kill_job, start_rankless, start_script, wait_until
 from support.status_calls import (
     HOLDING,
     TRAINING,
@@ -18,6 +18,7 @@ from support.status_calls import (
     wait_for_ranks,
     wait_for_state,
 )
+from support.warm_runs import rankless
 
 pytestmark = pytest.mark.slow
 HERE, THERE = line_of(TRAINING, "here"), line_of(TRAINING, "there")
@@ -80,6 +81,7 @@ def test_the_table_shows_the_same_for_people(held: Path):
     assert re.search(rf"^ +1 +\d+ +idle +5 .* hold\(\) at script\.py:{HERE}, called from .*$", text, re.M)
 
 
+@pytest.mark.ci_sample(2)
 @pytest.mark.parametrize("name", ["id", "folder", "log/latest", "log/latest/", "log/../log/latest", "run.json", "path"])
 def test_a_run_has_many_names(name: str, held: Path):
     folder = (held / "log" / "latest").resolve()
@@ -152,6 +154,7 @@ def test_watch_shows_a_run_until_it_has_ended(tmp_path: Path):
             kill_job(watch)
 
 
+@pytest.mark.exhaustive
 def test_watch_ends_with_a_run_whose_launcher_leaves_no_summary(tmp_path: Path):
     (tmp_path / "script.py").write_text(HOLDING.replace("signal.pause()", "while not os.path.exists('go'): pass"))
     job = start_rankless("torchrun", "--nproc-per-node", "1", "--log-dir", "logs", "script.py", folder=tmp_path)
@@ -175,6 +178,7 @@ def test_watch_ends_with_a_run_whose_launcher_leaves_no_summary(tmp_path: Path):
             kill_job(watch)
 
 
+@pytest.mark.exhaustive
 def test_a_worker_in_c_code_that_keeps_the_lock_gets_no_signal(tmp_path: Path):
     script = HOLDING.replace("signal.pause()", "import ctypes\nctypes.PyDLL(None).pause()\nopen('woken', 'w')")
     job = start_script(script, "-n", "1", "--no-warm", "--quiet", "--hang-timeout", "0", folder=tmp_path)
@@ -195,6 +199,7 @@ LAUNCHERS = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_runs_of_other_launchers_are_shown_too(launcher: str, tmp_path: Path):
     (tmp_path / "script.py").write_text(
@@ -212,6 +217,7 @@ def test_runs_of_other_launchers_are_shown_too(launcher: str, tmp_path: Path):
         kill_job(job)
 
 
+@pytest.mark.exhaustive
 def test_a_run_of_a_notebook_or_of_no_script_is_shown_by_its_code(tmp_path: Path):
     command = ("run", "-n", "1", "--no-warm", "-q", "-c", HOLDING, "--name", "a b")
     job = start_rankless(*command, folder=tmp_path)
@@ -235,6 +241,7 @@ def test_a_script_that_has_closed_all_descriptors_has_a_state_and_no_place(tmp_p
         kill_job(job)
 
 
+@pytest.mark.exhaustive
 def test_a_worker_whose_script_has_ended_and_whose_process_goes_on_says_so(tmp_path: Path):
     script = "import atexit, time\n" + HOLDING.replace("signal.pause()", "atexit.register(lambda: time.sleep(1000))")
     job = start_script(script, "-n", "1", "--no-warm", "--quiet", "--hang-timeout", "0", folder=tmp_path)
@@ -249,6 +256,7 @@ def test_a_worker_whose_script_has_ended_and_whose_process_goes_on_says_so(tmp_p
         kill_job(job)
 
 
+@pytest.mark.exhaustive
 def test_a_stopped_agent_is_read_as_well(tmp_path: Path):
     job = start_script(HOLDING, "-n", "1", "--no-warm", "--quiet", "--hang-timeout", "0", folder=tmp_path)
     try:
@@ -261,6 +269,7 @@ def test_a_stopped_agent_is_read_as_well(tmp_path: Path):
         kill_job(job)
 
 
+@pytest.mark.exhaustive
 def test_a_run_whose_log_folder_is_gone_is_found_by_its_id(tmp_path: Path):
     job = start_script(HOLDING, "-n", "1", "--no-warm", "--quiet", "--hang-timeout", "0", folder=tmp_path)
     try:

@@ -49,6 +49,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
         yield found
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("task", ["run", pytest.param("verify", marks=pytest.mark.exhaustive)])
 def test_each_host_may_keep_the_script_in_another_folder(task: str, hosts: Hosts, tmp_path: Path):
     there = tmp_path / "there" / "deeper"

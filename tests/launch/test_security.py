@@ -217,6 +217,7 @@ def ports_of(agent: psutil.Process) -> set[int]:
     }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "count"),

@@ -106,7 +106,7 @@ print("the session has", kept)
 """
 
 
-@pytest.mark.ci_sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("start", [pytest.param(("-m", "IPython"), id="module"), pytest.param((), id="function")])
 def test_ipython_keeps_its_session_where_configure_would_end_it(start: tuple[str, ...], tmp_path: Path):
@@ -137,6 +137,7 @@ SESSIONS = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case",

@@ -62,6 +62,7 @@ def end(jobs: list[subprocess.Popen[str]]) -> list[str]:
     return [job.communicate(timeout=120)[1] for job in jobs]
 
 
+@pytest.mark.exhaustive
 def test_tasks_of_srun_are_one_run_whose_token_only_the_user_can_read(tmp_path: Path):
     (tmp_path / "script.py").write_text(SUM)
     (tmp_path / "home").mkdir()

@@ -117,7 +117,7 @@ print([type(found) is Point and found.x for found in rankless.spawn(work, (Point
 """
 
 
-@pytest.mark.ci_sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("way", ["script", "standard input", pytest.param("interactive", marks=pytest.mark.exhaustive)])
 def test_a_script_needs_no_guard_and_an_interpreter_no_file(way: str, tmp_path: Path):
     (tmp_path / "script.py").write_text(SCRIPT)

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.jobs import is_alive, kill_job, rankless, run_script, start_script, wait_until
+from support.jobs import is_alive, kill_job, start_script, wait_until
 from support.status_calls import HOLDING, read_one, read_status, wait_for_ranks
+from support.warm_runs import rankless, run_script
 
 from rankless.records.run_summary import decode_run_summary
 
@@ -90,6 +91,7 @@ def interrupted_summary(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.exhaustive
 def test_a_process_that_has_got_the_id_of_an_agent_is_not_taken_for_it(interrupted_summary: Path, tmp_path: Path):
     other = tmp_path / "other"
     other.mkdir()
@@ -135,6 +137,7 @@ def test_a_run_of_another_host_names_that_host(interrupted_summary: Path):
     assert "call rankless status there" in rankless("status", "log/latest", folder=interrupted_summary).stdout
 
 
+@pytest.mark.ci_sample(3)
 @pytest.mark.parametrize(
     "content", ["", "{", "[]", '{"outcome": 3}', '{"outcome": "running"}', "\0" * 100, '{"script": 5}', "null"]
 )
@@ -146,6 +149,7 @@ def test_a_file_that_is_no_summary_is_an_error(content: str, tmp_path: Path):
         assert "expected: the summary of a run in " in done.stderr
 
 
+@pytest.mark.ci_sample(4)
 @pytest.mark.parametrize(
     "name", ["", "nonsense", "log", "log/latest", "log/nothing", "/", "script.py", "x" * 5000, "a/" * 3000, "loop", "-"]
 )

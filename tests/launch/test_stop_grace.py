@@ -80,6 +80,7 @@ def wait_for_notice(job, words: str) -> tuple[str, str]:
     raise AssertionError(text)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("ends_by", ["the grace", "a second signal"])
 def test_workers_that_are_cut_off_are_named_with_what_they_did(ends_by: str, tmp_path: Path):
     options = ["--grace-seconds", "1.5"] if ends_by == "the grace" else []
@@ -109,6 +110,7 @@ def repeated(job, folder: Path) -> bool:
     return not any(is_alive(number) for number in read_process_ids(folder).values())
 
 
+@pytest.mark.exhaustive
 def test_signals_for_the_script_reach_it_and_nothing_else_happens(tmp_path: Path):
     job = start_script(FLAGS, "-n", "2", "--show", "all", folder=tmp_path)
     try:
@@ -127,6 +129,7 @@ def test_signals_for_the_script_reach_it_and_nothing_else_happens(tmp_path: Path
     ]
 
 
+@pytest.mark.exhaustive
 def test_a_script_without_a_handler_ends_by_the_signal(tmp_path: Path):
     job = start_script(SAVES, "-n", "2", folder=tmp_path)
     try:
@@ -155,6 +158,7 @@ while True:
 """
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_leaves_after_a_signal_for_the_script_does_not_cut_a_save(tmp_path: Path):
     job = start_script(LEAVES, "-n", "2", folder=tmp_path)
     try:
@@ -187,6 +191,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
         yield found
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("stopped", [pytest.param("a", marks=pytest.mark.exhaustive), "b"])
 def test_workers_of_all_hosts_save_whichever_agent_gets_the_signal(stopped: str, hosts: Hosts, tmp_path: Path):
     (tmp_path / "script.py").write_text(SAVES)

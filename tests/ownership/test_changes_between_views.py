@@ -43,7 +43,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.ci_sample(2)
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("case", OTHERS)
 def test_changes_in_place_hold_after_a_job_of_each_view(tmp_path: Path, case: str) -> None:
@@ -56,6 +56,7 @@ def test_changes_in_place_hold_after_a_job_of_each_view(tmp_path: Path, case: st
     assert [float(word) for word in divided.stdout.split()] == pytest.approx(wanted, rel=1e-11), divided.stderr
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_two_jobs_of_a_divided_model_are_verified_in_float64(tmp_path: Path) -> None:
     script = SCRIPT.format(other="", change="", argument="inputs").replace(

@@ -17,7 +17,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.ci_sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "zero", "setting"),

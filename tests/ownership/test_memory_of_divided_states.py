@@ -119,6 +119,7 @@ def count_bytes(model):
     return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
 
 
+@pytest.mark.exhaustive
 def test_four_workers_hold_a_quarter_and_gather_a_block():
     """With parameters, gradients and two states of AdamW; the peak within a call has activations too."""
     for state, peak, whole, block in on_mesh(4, train_gpt):

@@ -41,19 +41,19 @@ def check(name, workers, recompute=None):
         require_equal(found, wanted)
 
 
-@pytest.mark.ci_sample(18)
+@pytest.mark.ci_sample(9)
 @pytest.mark.parametrize("name", ALL)
 def test_a_training_with_pieces_in_shared_memory_equals_one_device(name):
     check(name, 2)
 
 
-@pytest.mark.ci_sample(4)
+@pytest.mark.ci_sample(2)
 @pytest.mark.parametrize("name", ALL)
 def test_on_three_workers_whose_pieces_differ_in_length(name):
     check(name, 3)
 
 
-@pytest.mark.ci_sample(6)
+@pytest.mark.ci_sample(3)
 @pytest.mark.parametrize("name", ALL)
 def test_blocks_that_are_computed_again_read_shared_memory(name):
     check(name, 2, "blocks")

@@ -45,7 +45,7 @@ def continue_with(mesh, path, name, zero, deferred):
     return continue_training(mesh, path, name, zero, torch.float64, deferred)
 
 
-@pytest.mark.ci_sample(2)
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("name", TRAININGS)
 def test_a_checkpoint_of_shared_pieces_continues_as_on_one_device(tmp_path, name):
     wanted = train_plainly(name, 4)
@@ -102,7 +102,7 @@ def train_in_bfloat16(mesh, way, recompute):
     return [*losses, *[item.detach().clone() for item in model.parameters()]], programs.gathers
 
 
-@pytest.mark.ci_sample(3)
+@pytest.mark.ci_sample(2)
 @pytest.mark.parametrize("recompute", [None, "blocks"])
 @pytest.mark.parametrize("way", ["float32", "bfloat16", "autocast"])
 def test_shared_and_gathered_parameters_give_the_same_bits(way, recompute):

@@ -130,6 +130,7 @@ def install(wheel: Path, environment: Path, python: str) -> None:
             (site / entry.name).symlink_to(entry)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "version",
     [

@@ -178,6 +178,7 @@ def test_steps_and_jobs_have_ports_of_their_own():
     assert all(FIRST_PORT <= each < 30_000 for each in ports)
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("script", [JOB, MODEL, pytest.param(TRAIN, marks=pytest.mark.exhaustive)])
 def test_tasks_of_srun_join_without_an_address(script: str, tmp_path: Path):
@@ -195,7 +196,7 @@ def test_pods_of_an_indexed_job_join(script: str, tmp_path: Path):
     assert all(("loss 2" if script is MODEL else " 2 ") in each.stdout for each in done), done
 
 
-@pytest.mark.ci_sample(3)
+@pytest.mark.ci_sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "script", [MODEL, *(pytest.param(each, marks=pytest.mark.exhaustive) for each in (LOADER, JOB))]
@@ -220,6 +221,7 @@ def test_a_job_or_a_loader_raises_where_something_is_missing(
     assert found in done.stderr
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "variables", [{"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "7"}, {**pod(0), "WORLD_SIZE": "1"}]
@@ -229,6 +231,7 @@ def test_a_batch_script_and_a_single_pod_train_alone(variables: dict[str, str], 
     assert done.stdout == "loss 1\n", done.stderr
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "mpi"), [(TRAIN, open_mpi), (JOB, mpich), pytest.param(TRAIN, mpich, marks=pytest.mark.exhaustive)]
@@ -254,6 +257,7 @@ def test_an_address_without_a_port_raises(tmp_path: Path):
     assert "found:    rank 1 of 2, and no MASTER_PORT" in done.stderr
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("script", [TRAIN, pytest.param(JOB, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("variables", [open_mpi(0, 1), {**open_mpi(1), "RANK": "0", "WORLD_SIZE": "1"}])

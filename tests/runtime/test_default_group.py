@@ -25,7 +25,7 @@ SHARED = "shared_memory [2.0, 2.0, 2.0]\n"
 GLOO = "gloo [2.0, 2.0, 2.0]\n"
 
 
-@pytest.mark.ci_sample(3)
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -42,6 +42,7 @@ def test_a_script_that_makes_a_gloo_group_gets_one_in_shared_memory(arguments: s
     assert done.stdout == SHARED, done.stdout + done.stderr
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize(
     ("options", "environment"),
     [
@@ -56,6 +57,7 @@ def test_a_user_can_keep_gloo(options: list[str], environment: dict[str, str], t
     assert done.stdout == GLOO, done.stdout + done.stderr
 
 
+@pytest.mark.exhaustive
 def test_checkpoints_of_torch_find_the_groups_devices(tmp_path: Path):
     """`set_model_state_dict` broadcasts to a device of the group, and `async_save` asks for one on the CPU."""
     script = """
@@ -232,7 +234,7 @@ for joins_with_torch in (True, False):
 """
 
 
-@pytest.mark.ci_sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("environment", "expected"), [({}, SHARED), ({"RANKLESS_BACKEND": "gloo"}, GLOO)])
 def test_spawned_functions_join_in_shared_memory(environment: dict[str, str], expected: str, tmp_path: Path):
     (tmp_path / "script.py").write_text(SPAWNED)
@@ -241,6 +243,7 @@ def test_spawned_functions_join_in_shared_memory(environment: dict[str, str], ex
     assert done.stdout == 2 * f"{expected.strip()} {expected}", done.stdout + done.stderr
 
 
+@pytest.mark.exhaustive
 def test_processes_of_torchrun_join_in_shared_memory(tmp_path: Path):
     (tmp_path / "script.py").write_text(JOINS)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "script.py"]

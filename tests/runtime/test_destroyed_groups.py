@@ -46,6 +46,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.exhaustive
 def test_a_model_that_outlives_its_destroyed_group_ends(tmp_path: Path) -> None:
     done = run_script(SHORT_LIVED, "-n", "2", "--show", "all", folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -91,6 +91,7 @@ def test_a_script_gets_the_same_objects_under_every_command(command: str, tmp_pa
     assert "same" in output_of(rankless(command, "script.py", folder=tmp_path))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("how", [(), pytest.param(("--no-warm",), marks=pytest.mark.exhaustive)])
 def test_code_modules_and_spawned_processes_get_the_same_objects(how: tuple[str, ...], tmp_path: Path):
     assert output_of(rankless_here("run", *how, "-c", SAME + "print('same')", folder=tmp_path)) == "same\n"
@@ -179,6 +180,7 @@ def test_workers_get_the_same_objects_with_rankless_horovod_installed(tmp_path: 
     assert done.stderr.count("here it is alone in each of the 2 processes") == 1
 
 
+@pytest.mark.exhaustive
 def test_choice_0_disables_the_alias_and_a_users_folder_is_no_real_horovod(tmp_path: Path):
     (tmp_path / "horovod").mkdir()
     done = rankless("run", "-c", "import horovod.torch", folder=tmp_path, RANKLESS_HOROVOD="0")
@@ -187,6 +189,7 @@ def test_choice_0_disables_the_alias_and_a_users_folder_is_no_real_horovod(tmp_p
     assert output_of(rankless_here("run", "-c", SAME + "print('same')", folder=tmp_path)) == "same\n"
 
 
+@pytest.mark.exhaustive
 def test_a_missing_part_raises_with_the_parts_that_exist(tmp_path: Path):
     for name in ("horovod.tensorflow", "horovod.spark.common", "horovod.torch.nonsense"):
         done = rankless_here("run", "-c", f"import {name}", folder=tmp_path)

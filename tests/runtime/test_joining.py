@@ -30,6 +30,7 @@ def test_each_worker_knows_its_rank(tmp_path: Path) -> None:
     assert run_script(WHO, "-n", "2", "--no-warm", folder=tmp_path).stdout == "0 2 0\n"
 
 
+@pytest.mark.exhaustive
 def test_a_script_under_torchrun_joins(tmp_path: Path) -> None:
     # One write per line: both workers write to one pipe, and buffering may be switched off.
     script = """

@@ -81,6 +81,7 @@ def test_interpreter_flags_reach_the_workers(project: Path) -> None:
     assert "'dev': True" in found.stdout
 
 
+@pytest.mark.ci_sample(7)
 @pytest.mark.parametrize(
     "program",
     [
@@ -131,6 +132,7 @@ def test_output_and_exit_code_are_those_of_plain_python(program: str, tmp_path: 
         assert (tmp_path / "kept").read_text() == "buffered"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "options", [pytest.param((), id="warm"), pytest.param(("--no-warm",), id="plain", marks=pytest.mark.exhaustive)]
 )
@@ -174,7 +176,7 @@ print(torch.ones(2).sum())
     assert (job.stdout, job.returncode) == ("mine mine too\ntensor(2.)\n", 0)
 
 
-@pytest.mark.ci_sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("warm", [True, False], ids=["warm", "plain"])
 def test_find_spec_of_torch_before_its_import_works_as_in_plain_python(warm: bool, tmp_path: Path) -> None:
     """Libraries call it to see whether torch is installed. A second import of torch would raise a SystemError."""

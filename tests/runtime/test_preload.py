@@ -44,6 +44,7 @@ def run_two(folder: Path, *options: str, heavy: str = HEAVY, **environment: str)
     return [json.loads(line.partition(" ")[2]) for line in lines], done.stderr
 
 
+@pytest.mark.exhaustive
 def test_a_module_to_preload_is_imported_once_and_workers_are_seeded_as_without(tmp_path: Path):
     options = ("--seed", "5")
     reports, text = run_two(tmp_path, "--preload", "heavy,json", *options, RANKLESS_PRELOAD="colorsys")
@@ -56,6 +57,7 @@ def test_a_module_to_preload_is_imported_once_and_workers_are_seeded_as_without(
     assert [report["drawn"] for report in reports] == [report["drawn"] for report in plain]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["thread", *(pytest.param(n, marks=pytest.mark.exhaustive) for n in list(UNSAFE)[1:])])
 def test_a_module_that_makes_a_fork_unsafe_is_named_and_the_workers_are_plain_processes(name: str, tmp_path: Path):
     code, sign = UNSAFE[name]
@@ -97,7 +99,7 @@ def test_what_the_fork_server_cannot_import_is_refused_before_the_start(
     assert os.listdir(tmp_path) == ["script.py"]
 
 
-@pytest.mark.ci_sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("imports", ["from torch import optim", "import torch"])
 def test_what_optimizers_import_is_imported_once_for_programs_that_name_them(imports: str, tmp_path: Path):
     line = "print('torch._dynamo' in sys.modules, 'torch' in before)"

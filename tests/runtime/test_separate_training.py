@@ -69,6 +69,7 @@ def run_observed(folder: Path, script: str) -> None:
     assert ended.returncode == 0, ended.stderr
 
 
+@pytest.mark.exhaustive
 def test_one_step_is_no_training_and_the_second_warns_once(tmp_path: Path):
     run_observed(
         tmp_path,

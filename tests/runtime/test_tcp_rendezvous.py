@@ -74,12 +74,14 @@ def test_ranks_wait_for_one_that_starts_late(address: str, tmp_path: Path):
     assert [code for code, _, _ in found] == [0, 0, 0], found
 
 
+@pytest.mark.exhaustive
 def test_ranks_with_different_world_sizes_raise(address: str, tmp_path: Path):
     found = wait_for([start(tmp_path, address, 0, 2, 1, 5), start(tmp_path, address, 1, 3, 1, 5)])
     assert any("all ranks with world_size=" in err and "found:    world_size=" in err for _, _, err in found), found
     assert all(code == 1 for code, _, _ in found)
 
 
+@pytest.mark.exhaustive
 def test_a_second_process_of_the_same_rank_raises(tmp_path: Path):
     address = f"file://{tmp_path}/meet"
     first = start(tmp_path, address, 0, 2)
@@ -92,6 +94,7 @@ def test_a_second_process_of_the_same_rank_raises(tmp_path: Path):
     assert [code for code, _, _ in wait_for([first, start(tmp_path, address, 1, 2)])] == [0, 0]
 
 
+@pytest.mark.exhaustive
 def test_registrations_of_a_dead_run_are_ignored(tmp_path: Path):
     address = f"file://{tmp_path}/meet"
     dead = start(tmp_path, address, 0, 2)
@@ -128,6 +131,7 @@ def test_the_store_listens_on_the_given_address_only(tmp_path: Path):
     assert [code for code, _, _ in wait_for([process, start(tmp_path, f"tcp://127.0.0.1:{port}", 1, 2)])] == [0, 0]
 
 
+@pytest.mark.exhaustive
 def test_a_port_in_use_and_an_address_of_another_host_raise(tmp_path: Path):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]

@@ -89,7 +89,7 @@ def test_a_script_adds_few_lines_to_its_plain_version(name: str) -> None:
     assert "rank()" not in ours
 
 
-@pytest.mark.ci_sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", SHORT)
 def test_on_one_device_every_step_equals_the_plain_versions_bit_for_bit(name: str, ran: dict[str, Outcome]) -> None:
     plain, ours = ran[f"plain_{name}"], ran[name]

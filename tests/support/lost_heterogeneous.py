@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support.jobs import DEADLINE_SECONDS, rankless
+from support.jobs import DEADLINE_SECONDS
 from support.lost_workers import KILLS_OF_WORKERS, require_same_training
+from support.warm_runs import rankless
 
 MODEL = """
 torch.set_default_dtype(torch.float64)

@@ -1,11 +1,11 @@
 """A script with tables whose workers are killed, and the same training in plain PyTorch on one device."""
 
 import subprocess
-import sys
 from pathlib import Path
 
 import torch
-from support.jobs import DEADLINE_SECONDS, rankless
+from support.warm_process import WarmProcess
+from support.warm_runs import rankless
 
 KILLS_OF_WORKERS = """
 import os, signal, subprocess, time
@@ -189,7 +189,8 @@ def die_at(step, now):
 def run_plain(folder: Path) -> dict:
     """Return what plain PyTorch trains on one device."""
     (folder / "plain.py").write_text(PLAIN)
-    subprocess.run([sys.executable, "plain.py"], cwd=folder, check=True, timeout=DEADLINE_SECONDS)
+    done = WarmProcess(folder / "plain.py").wait()
+    assert done.returncode == 0, done.stderr
     return torch.load(folder / "plain.pt")
 
 

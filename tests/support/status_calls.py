@@ -4,8 +4,9 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from support.jobs import rankless, wait_until
+from support.jobs import wait_until
 from support.json_schema import check_result
+from support.warm_runs import rankless
 
 TRAINING = """
 import os, time, torch, rankless

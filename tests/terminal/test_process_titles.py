@@ -79,6 +79,7 @@ def read_own_title(_rank: int) -> str:
     return Path("/proc/self/cmdline").read_text().partition("\0")[0].partition("rankless: ")[2]
 
 
+@pytest.mark.exhaustive
 def test_spawned_processes_are_titled_with_the_function():
     script = os.path.basename(sys.argv[0])
     assert rankless.spawn(read_own_title, nprocs=2) == [

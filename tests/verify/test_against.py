@@ -132,7 +132,7 @@ def test_a_script_is_the_same_training_as_any_form_of_its_reference(baseline: Ba
     assert comparison.rows[-1].compared == (len(baseline.many) + 1) * (9 + 9 + 8 * (1 + 9 + 6))
 
 
-@pytest.mark.ci_sample(3)
+@pytest.mark.ci_sample(2)
 @pytest.mark.parametrize(
     ("fault", "step", "tensor"),
     [
@@ -234,7 +234,7 @@ for batch in rankless.loader(Transformed(), int(sys.argv[2]), shuffle=True, seed
 )
 
 
-@pytest.mark.ci_sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("options", "verdict", "cause", "advice"),
     [

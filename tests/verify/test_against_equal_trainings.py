@@ -73,6 +73,7 @@ for batch in rankless.loader(data, 9, shuffle=True, seed=0):
 )
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize(("bound", "is_same"), [("0.1", True), ("0.1001", False)])
 def test_first_values_differ_only_if_a_step_used_them(bound: str, is_same: bool, tmp_path: Path) -> None:
     _, comparison = compare_scripts(CLIPPED_SCRIPT, CLIPPED_PLAIN, bound, tmp_path)
@@ -125,6 +126,7 @@ for batch in rankless.loader(data, 9, shuffle=True, seed=0):
 )
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize(("unused", "tensors"), [("shift", []), ("bias", ["gradient of model.bias"])])
 def test_a_gradient_of_zero_equals_one_that_is_all_rounding(unused: str, tensors: list[str], tmp_path: Path) -> None:
     one, comparison = compare_scripts(SHIFTED_SCRIPT, SHIFTED_PLAIN, unused, tmp_path)

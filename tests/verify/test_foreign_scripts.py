@@ -45,6 +45,7 @@ def require_cause(name: str, mistake: str, cause: str, code: int, folder: Path) 
     assert (f"cause: {cause}: " in job.stdout) == (code == 1)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("name", "mistake", "cause", "code"), SAMPLE)
 def test_a_mistake_is_named(name: str, mistake: str, cause: str, code: int, tmp_path: Path) -> None:
     require_cause(name, mistake, cause, code, tmp_path)
@@ -56,7 +57,7 @@ def test_every_mistake_is_named(name: str, mistake: str, cause: str, code: int, 
     require_cause(name, mistake, cause, code, tmp_path)
 
 
-@pytest.mark.ci_sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["fsdp2_script", "ddp", "horovod_script", "accelerate_script", "fabric_script"])
 def test_a_right_script_is_the_same_training(name: str, tmp_path: Path) -> None:
     job, report = verify(name, "right", tmp_path)

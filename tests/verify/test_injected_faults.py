@@ -124,7 +124,7 @@ def baseline(tmp_path_factory: pytest.TempPathFactory) -> Baseline:
     return Baseline(folder=folder, one=correct.run_one(), noise=correct.run_perturbed(1))
 
 
-@pytest.mark.ci_sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("workers", [2, 3])
 def test_nothing_is_found_without_an_injected_fault(baseline: Baseline, workers: int) -> None:
     report = baseline.verdict("nothing", workers)
@@ -134,7 +134,7 @@ def test_nothing_is_found_without_an_injected_fault(baseline: Baseline, workers:
     assert report.first_value.fault == "after"  # every value of the third call agrees
 
 
-@pytest.mark.ci_sample(2)
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("fault", FOUND)
 def test_an_injected_fault_is_found_with_its_step_and_line(baseline: Baseline, fault: str) -> None:
     tensor, kind, line, operator = FOUND[fault]
@@ -153,6 +153,7 @@ def test_an_injected_fault_is_found_with_its_step_and_line(baseline: Baseline, f
         assert first.operator == operator
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("fault", STOPPED)
 def test_a_diverging_rank_stops_the_run_at_its_call(
     baseline: Baseline, fault: str, capsys: pytest.CaptureFixture[str]

@@ -148,7 +148,7 @@ def test_nothing_is_found_without_an_injected_fault(baseline: Baseline, kind: st
     require_nothing_found(baseline, kind, workers)
 
 
-@pytest.mark.ci_sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("kind", "fault"), SAMPLE)
 def test_an_injected_fault_is_found_and_its_step_named(baseline: Baseline, fault: str) -> None:
     require_found(baseline, fault, workers=2)

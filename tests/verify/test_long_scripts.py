@@ -46,6 +46,7 @@ def verify(faulty_epoch: str, folder: Path) -> tuple[int, str, str, dict[str, ob
     return job.returncode, job.stdout, job.stderr, json.loads((folder / "report.json").read_text())
 
 
+@pytest.mark.exhaustive
 def test_a_long_script_is_decided_in_its_own_precision_with_a_shorter_noise_run(tmp_path: Path) -> None:
     code, out, errors, report = verify("none", tmp_path)
     assert code == 0, out + errors
@@ -55,6 +56,7 @@ def test_a_long_script_is_decided_in_its_own_precision_with_a_shorter_noise_run(
     assert errors.count("perturbed") == 1
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("epoch", "step", "own_steps"),
     [("16", 65, STEPS), pytest.param("2", 9, FIRST_STEPS, marks=pytest.mark.exhaustive)],

@@ -78,7 +78,7 @@ def test_a_script_differs_from_its_plain_script_by_at_most_ten_lines(name: str) 
     assert 0 < len(lines) <= MOST_LINES, lines
 
 
-@pytest.mark.ci_sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", SAMPLE)
 def test_a_real_script_is_the_same_training_as_its_plain_script(name: str, tmp_path: Path) -> None:
     verdict = require_same(name, 2, tmp_path, "--against", str(FOLDER / "plain" / f"{name}.py"))

@@ -24,6 +24,7 @@ def require_same(name: str, seed: int, folder: Path) -> None:
     assert read_verdict(job.stdout).startswith("same training: ")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", SAMPLE)
 def test_a_right_script_is_the_same_training(name: str, tmp_path: Path) -> None:
     require_same(name, 0, tmp_path)

@@ -47,6 +47,7 @@ ROWS = "Rows()"
 TENSORS = "torch.utils.data.TensorDataset(torch.arange(72.0).reshape(24, 3), torch.arange(24.0))"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "name", "method", "fault", "data"),

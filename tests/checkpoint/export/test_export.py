@@ -244,6 +244,7 @@ sys.exit(main(["checkpoint", "export", *sys.argv[2:]]))
 """
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("--max-file-size", "10")])
 def test_a_disk_that_is_full_leaves_no_file(saved, options):

@@ -47,6 +47,7 @@ def change_rows(rows, drawn):
     return changed
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_any_changes_are_read_back_bit_by_bit(tmp_path, dtype, monkeypatch):
     monkeypatch.setattr(row_files, "MOST_LAYERS", 4)

@@ -42,7 +42,7 @@ def _layered(monkeypatch):
     layer_everything(monkeypatch)
 
 
-@pytest.mark.ci_sample(6)
+@pytest.mark.ci_sample(3)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("table", TABLES)
 def test_each_checkpoint_of_a_series_gives_the_table_of_its_step(tmp_path, optimizer, table):
@@ -133,7 +133,7 @@ def test_several_ranks_save_what_has_changed(tmp_path, layout, background):
     assert len(layers_of(tmp_path / "c")) == 3
 
 
-@pytest.mark.ci_sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("step", [2, pytest.param(1, marks=pytest.mark.exhaustive)])

@@ -16,6 +16,7 @@ hvd.init()
 """
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_does_not_call_init_is_named_with_a_fix(tmp_path: Path):
     done = run_script(SCRIPT, "-n", "2", "--show", "all", folder=tmp_path, HOROVOD_START_TIMEOUT="1")
     assert done.returncode == 1

@@ -46,6 +46,7 @@ if hvd.rank() == 0:
 """
 
 
+@pytest.mark.exhaustive
 def test_all_operations_work_in_one_process_without_a_launcher(tmp_path: Path):
     path = os.pathsep.join([python_path_from(AT_START), str(CONFORMANCE)])
     outside = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}

@@ -142,7 +142,7 @@ def fail_to_open(mesh: Mesh, hosts: str) -> tuple[str, str] | None:
     return run_on_hosts(mesh, hosts, 600, call)
 
 
-@pytest.mark.ci_sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("hosts", ["aa", "aab"])
 def test_ranks_that_open_a_group_do_not_wait_for_one_that_has_left(hosts: str):
     *others, last = on_mesh(len(hosts), fail_to_open, hosts)
@@ -190,6 +190,7 @@ def list_after_many_sets(_: Mesh) -> tuple[list[str], list[str], list[str]]:
     return before, between, list_open()
 
 
+@pytest.mark.exhaustive
 def test_removed_sets_and_shutdowns_leave_nothing_open():
     for before, between, after in on_mesh(3, list_after_many_sets):
         assert between == []

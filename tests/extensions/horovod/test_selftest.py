@@ -40,6 +40,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("count", [2, *(pytest.param(count, marks=pytest.mark.exhaustive) for count in (1, 3))])
 @pytest.mark.parametrize("launcher", ["horovodrun", pytest.param("run", marks=pytest.mark.exhaustive)])
 def test_it_passes_on_any_number_of_processes_under_both_launchers(launcher: str, count: int, tmp_path: Path):
@@ -50,7 +51,7 @@ def test_it_passes_on_any_number_of_processes_under_both_launchers(launcher: str
     assert f"7 of 7 checks passed on {count} process" in done.stdout
 
 
-@pytest.mark.ci_sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "check",
     [pytest.param(each, marks=[pytest.mark.exhaustive] if index > 1 else []) for index, each in enumerate(BROKEN)],

@@ -71,7 +71,7 @@ def variables(lines: list[str]) -> dict[str, str]:
     return dict(line.split("=", 1) for line in lines if "=" in line)
 
 
-@pytest.mark.ci_sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("count", [1, 2])
 def test_the_tutorials_check_prints_the_size_on_each_rank(count: int, tmp_path: Path):
     launch = ("--mpi-launch-flag", "env CUDA_VISIBLE_DEVICES=0")
@@ -220,6 +220,7 @@ def test_a_failing_command_is_named_too(tmp_path: Path):
     assert done.stderr.endswith(SENTENCE.format(1, 3))
 
 
+@pytest.mark.exhaustive
 def test_check_build_reports_the_actual_build(tmp_path: Path):
     done = horovodrun("--check-build", folder=tmp_path)
     assert done.returncode == 0
@@ -260,6 +261,7 @@ def on_two(hosts: Hosts, *words: str, folder: Path, **environment: str) -> subpr
     return hosts.run("a", command, cwd=folder, env=environment)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("listed", ["a:1,b:1", pytest.param("localhost:1,b:3", marks=pytest.mark.exhaustive)])
 def test_one_command_starts_both_hosts_and_shows_all_output(listed: str, hosts: Hosts, tmp_path: Path):
     code = SIZE + "; import os, sys; print(os.environ['MINE'], end='', file=sys.stderr)"

@@ -92,6 +92,7 @@ def join_error_of(worker: HorovodWorker) -> JoinError:
     return caught.value
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "pod"), [(2, POD), pytest.param(3, {}, marks=pytest.mark.exhaustive)])
 def test_a_script_of_horovod_inits_shuts_down_and_inits_again(size: int, pod: dict[str, str], tmp_path: Path):

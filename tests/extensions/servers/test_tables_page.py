@@ -29,6 +29,7 @@ NAMES = {
 }
 
 
+@pytest.mark.exhaustive
 def test_the_script_of_the_guide_prints_what_the_guide_says(tmp_path):
     text = PAGE.read_text()
     script, printed = (re.search(rf"```{kind}\n(.*?)```", text, re.DOTALL)[1] for kind in ("python", "text"))

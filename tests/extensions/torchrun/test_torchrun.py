@@ -293,7 +293,7 @@ while True:
 """
 
 
-@pytest.mark.ci_sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_signals_are_forwarded_and_workers_have_time_to_save(number: signal.Signals, tmp_path: Path):
     (tmp_path / "script.py").write_text(HANDLER)
@@ -309,6 +309,7 @@ def test_signals_are_forwarded_and_workers_have_time_to_save(number: signal.Sign
     assert [(tmp_path / f"saved{rank}").read_text() for rank in range(2)] == [number.name] * 2
 
 
+@pytest.mark.exhaustive
 def test_workers_that_do_not_end_in_time_are_killed(tmp_path: Path):
     script = HANDLER.replace("time.sleep(1.5)", "time.sleep(600)")
     (tmp_path / "script.py").write_text(script)

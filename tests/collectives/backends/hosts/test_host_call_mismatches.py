@@ -111,6 +111,7 @@ def call_pairs(mesh: Mesh, hosts: str, pairs: list[tuple[str, str]]) -> list[str
     ]
 
 
+@pytest.mark.ci_sample(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("hosts", ["aabb", pytest.param("abb", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("first", COLLECTIVES)
@@ -299,6 +300,7 @@ def call_once_more(mesh: Mesh, hosts: str, odd: str) -> tuple[str, float]:
     return error, seconds
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("odd", ["a", "b"])
 def test_a_call_more_on_one_host_ends_after_the_timeout(odd: str):

@@ -81,7 +81,7 @@ def test_a_rank_that_closes_its_group_ends_the_calls_of_all_hosts(hosts: str, ra
         assert seconds < MOST_SECONDS
 
 
-@pytest.mark.ci_sample(2)
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize(("hosts", "rank"), CASES)
 def test_a_stopped_rank_ends_the_calls_of_all_hosts_after_the_timeout(hosts: str, rank: int):
     with own_workers(len(hosts)) as pool:

@@ -105,6 +105,7 @@ assert all(torch.allclose(one, other, rtol=1e-12, atol=1e-14) for one, other in 
     assert compared.returncode == 0, compared.stderr
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "arguments",
     [pytest.param([], id="whole", marks=pytest.mark.exhaustive), pytest.param(["parameters"], id="divided")],
@@ -144,7 +145,7 @@ def test_a_user_can_keep_gloo_on_several_hosts(hosts: Hosts, options: list[str],
     assert done.stdout.splitlines()[-1:] == ["gloo [4.0, 4.0, 4.0]"], done.stdout + done.stderr
 
 
-@pytest.mark.ci_sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("rank", [0, 1, 2, 3])
 def test_a_killed_worker_ends_the_run_and_is_named(hosts: Hosts, rank: int, tmp_path: Path):
     (tmp_path / "faulty.py").write_text(FAULTY)

@@ -11,6 +11,7 @@ from rankless.extensions.servers.launch import server_checks
 from rankless.extensions.servers.launch.server_checks import run_check
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_server_makes_a_step_and_goes_on_after_a_kill():
     found = run_check()

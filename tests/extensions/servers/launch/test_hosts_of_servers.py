@@ -58,6 +58,7 @@ def test_its_agent_has_no_process_but_servers_and_imports_no_torch(hosts: Hosts,
     assert f"{A} was stopped by SIGTERM" in job.errors[1]
 
 
+@pytest.mark.exhaustive
 def test_a_server_killed_on_it_starts_again(hosts: Hosts, tmp_path: Path):
     script = ASK + "if os.environ['RANK'] == '1':\n    kill(1)\nprint(*ask(1, 1)[:2])\n"
     job = run(hosts, tmp_path, script, server=DURABLE, **LONE)
@@ -65,7 +66,7 @@ def test_a_server_killed_on_it_starts_again(hosts: Hosts, tmp_path: Path):
     assert summary_of(tmp_path).server_restarts == (0, 1)
 
 
-@pytest.mark.ci_sample(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("how", ["kill", "SIGTERM", "link", "server"])
 def test_its_loss_ends_the_run_and_is_named(how: str, hosts: Hosts, tmp_path: Path):
     server = DURABLE if how != "server" else SERVER + "listener = serve()\nsignal.pause()\n"
@@ -108,6 +109,7 @@ def test_a_stopped_server_on_it_is_named(hosts: Hosts, tmp_path: Path):
     )
 
 
+@pytest.mark.exhaustive
 def test_a_host_of_servers_needs_no_script(hosts: Hosts, tmp_path: Path):
     other = tmp_path / "b"
     other.mkdir()

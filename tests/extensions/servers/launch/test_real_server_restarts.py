@@ -72,6 +72,7 @@ def kill_and_wait(servers: ServerProcesses, index: int) -> None:
     assert [(type(each), each.server) for each in records] == [(ServerExited, index), (ServerRestarted, index)]
 
 
+@pytest.mark.exhaustive
 def test_the_tables_of_killed_servers_have_what_was_committed(servers, addresses):
     run, generator = ServersConfig(addresses=addresses, token=TOKEN), np.random.default_rng(0)
     plain, incarnations = Table(SETTINGS), itertools.count()  # a worker that comes again counts them

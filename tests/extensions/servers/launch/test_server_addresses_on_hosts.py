@@ -71,6 +71,7 @@ def test_addresses_that_hosts_cannot_share_are_refused(servers, message: str, ho
     assert not (tmp_path / "log").exists()
 
 
+@pytest.mark.exhaustive
 def test_two_runs_at_once_do_not_share_addresses(hosts: Hosts, tmp_path: Path):
     waits = start(hosts, tmp_path, WAITING, servers=(f"--servers={A}:6171,{B}:6172",) * 2)
     wait_for_processes(waits, tmp_path)

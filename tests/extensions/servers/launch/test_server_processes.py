@@ -42,6 +42,7 @@ def test_servers_serve_before_workers_start_and_end_after_them(tmp_path: Path):
     require_nothing_left(tmp_path)
 
 
+@pytest.mark.exhaustive
 def test_the_table_shows_servers_with_process_address_and_log_file(tmp_path: Path):
     job = run(tmp_path, "", "--servers", "2", "-n", "1")
     lines = job.stderr.splitlines()
@@ -55,6 +56,7 @@ def test_the_table_shows_servers_with_process_address_and_log_file(tmp_path: Pat
     assert lines[4].split() == ["rank", "pid", "device", "log", "file"]
 
 
+@pytest.mark.exhaustive
 def test_the_token_stands_in_no_table_log_or_command_line(tmp_path: Path):
     job = start(tmp_path)
     process_ids = read_process_ids(tmp_path)
@@ -69,6 +71,7 @@ def test_the_token_stands_in_no_table_log_or_command_line(tmp_path: Path):
     assert token[1] not in shown
 
 
+@pytest.mark.exhaustive
 def test_given_addresses_are_served_and_missing_ports_are_chosen(tmp_path: Path):
     script = 'import json, os\nprint(*json.loads(os.environ["RANKLESS_WORKER_PLAN"])["roles"]["servers"]["addresses"])'
     job = run(tmp_path, script, "--servers", "localhost,127.0.0.1", "--workers", "127.0.0.1,127.0.0.1:6172")
@@ -76,6 +79,7 @@ def test_given_addresses_are_served_and_missing_ports_are_chosen(tmp_path: Path)
     assert len({*re.findall(r"tcp://127\.0\.0\.1:(\d+)", job.stdout)}) == 2
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_job_ends_its_servers(number: int, tmp_path: Path):
     job = start(tmp_path)
@@ -130,6 +134,7 @@ raise RuntimeError("no answer")
 """
 
 
+@pytest.mark.exhaustive
 def test_a_worker_that_fails_after_its_server_is_no_root_cause(tmp_path: Path):
     job = start(tmp_path, script=LOSES_ITS_SERVER)
     os.kill(read_process_ids(tmp_path)["server0"], signal.SIGKILL)
@@ -140,6 +145,7 @@ def test_a_worker_that_fails_after_its_server_is_no_root_cause(tmp_path: Path):
     assert not re.findall(r"^rankless: (?!after that)rank", messages, re.MULTILINE)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("code", "shown", "exit_code"), [(3, "3", 3), (0, "0", 1)])
 def test_a_server_that_leaves_is_the_root_cause(code: int, shown: str, exit_code: int, tmp_path: Path):
     leaves = f"listener = serve()\nsignal.signal(signal.SIGUSR1, lambda *_: sys.exit({code}))\nsignal.pause()\n"
@@ -193,6 +199,7 @@ def test_an_interrupt_ends_servers_that_never_become_ready(tmp_path: Path):
     assert job.returncode == 128 + signal.SIGINT
 
 
+@pytest.mark.exhaustive
 def test_a_server_that_ignores_its_end_or_is_stopped_is_killed(tmp_path: Path):
     stubborn = SERVER + "listener = serve()\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nsignal.pause()\n"
     job = start(tmp_path, server=stubborn)

@@ -27,6 +27,7 @@ answer()
 SERVES_WITHOUT_TABLES = "listener = serve() if config['incarnation'] else answer()\nsignal.pause()\n"
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize(("allowed", "note"), [(2, "; servers have been started again 2 times, as --server-"), (0, "")])
 def test_more_deaths_than_allowed_end_the_run(allowed: int, note: str, tmp_path: Path):
     script = ASK + "while True:\n    ask(1, kill(1))\n"
@@ -41,6 +42,7 @@ def test_more_deaths_than_allowed_end_the_run(allowed: int, note: str, tmp_path:
     require_nothing_left(tmp_path)
 
 
+@pytest.mark.exhaustive
 def test_a_server_that_refuses_its_memory_ends_the_run(tmp_path: Path):
     server = SERVER + "if config['incarnation']:\n    sys.exit(3)\nanswer()\n"
     job = run(tmp_path, ASK + "kill(0)\nsignal.pause()\n", "--servers", "1", "--workers", "1", server=server)
@@ -49,6 +51,7 @@ def test_a_server_that_refuses_its_memory_ends_the_run(tmp_path: Path):
     require_nothing_left(tmp_path)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("restarted", "note"),
     [
@@ -76,6 +79,7 @@ def test_a_worker_that_fails_during_a_restart_is_the_root_cause(tmp_path: Path):
     require_nothing_left(tmp_path)
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_the_end_of_the_agent_during_a_restart_leaves_nothing(number: int, tmp_path: Path):
     (tmp_path / "script.py").write_text(ASK + "kill(1)\nsignal.pause()\n")
@@ -104,6 +108,7 @@ raise ServerError(
 )
 
 
+@pytest.mark.exhaustive
 def test_a_server_is_the_root_cause_if_a_worker_cannot_go_on(tmp_path: Path):
     job = run(tmp_path, CANNOT_GO_ON, "--servers", "1", "--workers", "1", server=DURABLE)
     assert job.returncode == 128 + signal.SIGKILL
@@ -131,6 +136,7 @@ dist.barrier()
 )
 
 
+@pytest.mark.exhaustive
 def test_workers_that_wait_for_a_restart_do_not_hang(tmp_path: Path):
     options = ("--hang-timeout", "4", "--servers", "1", "--workers", "2")
     job = run(tmp_path, WAITING_FOR_RANK_0, *options, server=SERVER + SLOW_RESTART)

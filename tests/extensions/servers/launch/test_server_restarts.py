@@ -48,6 +48,7 @@ print(memories("self"), memories(os.getppid()), memories(second[2]), memories(as
 ADDRESSES = {"ipc": "2", "tcp": "127.0.0.1,localhost"}
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("transport", ADDRESSES)
 def test_a_killed_server_starts_again_with_its_memory(transport: str, tmp_path: Path):
     job = run(tmp_path, KILLED_ONCE, "--servers", ADDRESSES[transport], "--workers", "1", server=DURABLE)
@@ -64,6 +65,7 @@ def test_a_killed_server_starts_again_with_its_memory(transport: str, tmp_path: 
     require_nothing_left(tmp_path)
 
 
+@pytest.mark.exhaustive
 def test_servers_may_be_killed_again_and_again(tmp_path: Path):
     script = ASK + "for _ in range(5):\n    incarnation = kill(0)\n    last = ask(0, incarnation)\nprint(*last[:2])\n"
     job = run(tmp_path, script, "--servers", "1", "--workers", "1", server=DURABLE)
@@ -73,6 +75,7 @@ def test_servers_may_be_killed_again_and_again(tmp_path: Path):
     require_nothing_left(tmp_path)
 
 
+@pytest.mark.exhaustive
 def test_a_server_that_is_killed_while_it_starts_again_starts_once_more(tmp_path: Path):
     server = SERVER + "if config['incarnation'] == 1:\n    os.kill(os.getpid(), signal.SIGKILL)\nanswer()\n"
     script = ASK + "kill(1)\nprint(*ask(1, 2)[:2])\n"
@@ -82,6 +85,7 @@ def test_a_server_that_is_killed_while_it_starts_again_starts_once_more(tmp_path
     assert summary_of(tmp_path).server_restarts == (0, 2)
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize(("code", "restarts"), [(5, 1), (3, 0), (0, 0)])
 def test_the_exit_code_decides_whether_a_server_starts_again(code: int, restarts: int, tmp_path: Path):
     server = SERVER + f"signal.signal(signal.SIGUSR1, lambda *_: sys.exit({code}))\nanswer()\n"
@@ -103,6 +107,7 @@ def test_a_server_that_is_killed_by_the_last_line_is_no_failure(tmp_path: Path):
     require_nothing_left(tmp_path)
 
 
+@pytest.mark.exhaustive
 def test_fleetrun_starts_servers_again_and_appends_to_their_logs(tmp_path: Path):
     (tmp_path / "script.py").write_text(ASK + "print(*ask(0, kill(0))[:2])\n")
     options = ("--server_num=1", "--worker_num=1", "--log_dir=logs")

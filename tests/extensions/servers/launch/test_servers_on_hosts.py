@@ -85,6 +85,7 @@ with open("digest" + os.environ["RANK"], "w") as file:
 """
 
 
+@pytest.mark.exhaustive
 def test_each_host_derives_the_token_and_no_host_writes_or_sends_it(hosts: Hosts, tmp_path: Path):
     jobs = start(hosts, tmp_path, DIGEST + WAITING)
     ids = wait_for_processes(jobs, tmp_path)
@@ -131,6 +132,7 @@ ENDS = [
 ]
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize(("server", "name", "code", "how"), ENDS)
 def test_a_server_that_cannot_go_on_ends_the_run_on_all_hosts(server, name, code, how, hosts: Hosts, tmp_path: Path):
     jobs = start(hosts, tmp_path, WAITING, server=server)
@@ -146,6 +148,7 @@ def test_a_server_that_cannot_go_on_ends_the_run_on_all_hosts(server, name, code
     assert (failure.rank, failure.server, failure.host) == (None, 1, B)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("index", "host"), [(1, B), pytest.param(0, A, marks=pytest.mark.exhaustive)])
 def test_a_server_that_cannot_start_ends_the_run_before_any_worker(index, host, hosts: Hosts, tmp_path: Path):
     server = f"{SERVER}if index == {index}:\n    raise RuntimeError('no memory for rows')\n" + SERVE.removeprefix(
@@ -163,6 +166,7 @@ def test_a_server_that_cannot_start_ends_the_run_before_any_worker(index, host, 
 LEAVES_EARLY = WAITING.replace("signal.pause()", "os.environ['RANK'] == '1' or signal.pause()")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("script", [WAITING, LEAVES_EARLY], ids=["with workers", "without workers"])
 def test_a_host_that_dies_takes_its_servers_with_it_and_is_named(script: str, hosts: Hosts, tmp_path: Path):
     jobs = start(hosts, tmp_path, script, server=DURABLE)
@@ -179,7 +183,7 @@ def test_a_host_that_dies_takes_its_servers_with_it_and_is_named(script: str, ho
     assert f"rankless: host {B} was lost: the connection" in job.errors[0]
 
 
-@pytest.mark.ci_sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("how", ["link", "kill"])
 def test_servers_and_workers_end_on_a_host_that_has_lost_the_first(how: str, hosts: Hosts, tmp_path: Path):
     jobs = start(hosts, tmp_path, WAITING, server=DURABLE)
@@ -197,6 +201,7 @@ def test_servers_and_workers_end_on_a_host_that_has_lost_the_first(how: str, hos
     assert how == "kill" or f"rankless: host {B} was lost: no heartbeat for" in job.errors[0]
 
 
+@pytest.mark.exhaustive
 def test_a_stopped_server_of_another_host_is_named(hosts: Hosts, tmp_path: Path):
     script = "import torch, torch.distributed as dist\ndist.init_process_group('gloo')\n" + WAITING
     jobs = start(hosts, tmp_path, script, servers=(f"--servers={A},{B} --hang-timeout=4",) * 2)
@@ -210,7 +215,7 @@ def test_a_stopped_server_of_another_host_is_named(hosts: Hosts, tmp_path: Path)
     assert re.search(rf"rankless: server 1 on {B} {doing}; ", job.errors[0])
 
 
-@pytest.mark.ci_sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("place", [1, 0])
 def test_an_interrupt_while_servers_start_ends_both_hosts(place: int, hosts: Hosts, tmp_path: Path):
     server = SERVER + "if index == 1:\n    while True:\n        signal.pause()\n" + SERVE.removeprefix(SERVER)
@@ -232,7 +237,7 @@ answer()
 """
 
 
-@pytest.mark.ci_sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("index", [0, 1])
 def test_servers_that_start_slowly_and_ignore_their_end_lose_no_host(index: int, hosts: Hosts, tmp_path: Path):
     server = SERVER + SLOW_AND_STUBBORN.format(index=index)
@@ -240,6 +245,7 @@ def test_servers_that_start_slowly_and_ignore_their_end_lose_no_host(index: int,
     assert (job.codes, job.outputs) == ([0, 0], ["done\n", ""]), job.errors
 
 
+@pytest.mark.exhaustive
 def test_a_server_that_dies_after_the_workers_of_its_host_starts_again(hosts: Hosts, tmp_path: Path):
     script = ASK + textwrap.dedent(
         """

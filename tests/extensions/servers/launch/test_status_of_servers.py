@@ -57,6 +57,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         kill_job(job)
 
 
+@pytest.mark.exhaustive
 def test_servers_show_what_they_hold_and_what_they_have_done(served: Path):
     def is_settled() -> bool:
         servers = read_one("log/latest", folder=served)["servers"]
@@ -104,6 +105,7 @@ def test_a_stopped_server_is_called_stopped(served: Path):
     wait_until(lambda: read_one("log/latest", folder=served)["servers"][1]["state"] == "serves")
 
 
+@pytest.mark.exhaustive
 def test_a_killed_server_that_goes_on_has_a_restart_and_its_tables(served: Path):
     before = read_one("log/latest", folder=served)["servers"][0]
     os.kill(before["process_id"], signal.SIGKILL)
@@ -123,6 +125,7 @@ def test_a_killed_server_that_goes_on_has_a_restart_and_its_tables(served: Path)
     assert table["rows"] == before["activity"]["tables"][0]["rows"]
 
 
+@pytest.mark.exhaustive
 def test_servers_that_publish_nothing_are_shown_without_counters(tmp_path: Path):
     job = start(tmp_path, "--quiet", server=DURABLE)
     try:
@@ -142,6 +145,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
         yield found
 
 
+@pytest.mark.exhaustive
 def test_on_several_hosts_each_shows_its_own_ranks_and_names_the_others(hosts: Hosts, tmp_path: Path):
     (tmp_path / "script.py").write_text(HOLDING)
     listed = ",".join(f"{address}:2" for address in hosts.addresses)

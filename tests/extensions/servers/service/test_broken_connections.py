@@ -34,6 +34,7 @@ def train(table, client, slices, optimizer) -> None:
             table.contents()
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("most_bytes", [12_000, 40_000])
 @pytest.mark.parametrize("optimizer", ["momentum", "adagrad"])
 def test_a_training_over_connections_that_break_is_the_same(tmp_path, optimizer, most_bytes):

@@ -167,6 +167,7 @@ def test_a_worker_sends_no_part_for_itself(workers):
         first.served.push_for_lost(0, (1, 0), RowGradients(IDS, ONES, gradients(1.0)))
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("change", [(0, 0), (100, 0), (3, 1 << 30)])
 def test_parts_of_other_transactions_are_refused(workers, change):
     first, _, _ = workers

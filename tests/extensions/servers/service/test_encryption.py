@@ -81,6 +81,7 @@ def refused_by(process) -> str:
     return process.text().rpartition("refused: ")[2]
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("tcp", [True, False])
 @pytest.mark.parametrize("changes", [{"token": "another"}, {"encrypted": False}], ids=["token", "not encrypted"])
 def test_a_worker_without_the_keys_is_refused_and_counted(tmp_path, changes, tcp):

@@ -39,6 +39,7 @@ def add(table, client, number: float = 1.0) -> None:
     client.commit()
 
 
+@pytest.mark.ci_sample(2)
 @pytest.mark.parametrize("name", ["sgd", "momentum", "adagrad", "sparse_adam"])
 @pytest.mark.parametrize("servers", [1, 2])
 def test_every_push_is_a_step_in_the_order_of_commits(tmp_path, name, servers):
@@ -118,6 +119,7 @@ def test_a_step_that_a_server_has_not_noted_is_an_error_of_the_next_one_or_at_th
         getattr(client, follows)()
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 def test_a_worker_that_is_ahead_waits_for_the_slowest(tmp_path, staleness):
     with servers_of_run(tmp_path, 2, 3, mode="bounded", staleness=staleness) as run:
@@ -163,6 +165,7 @@ def test_a_worker_that_has_left_holds_nobody_up(tmp_path):
         ahead.close()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mode", ["async", "bounded"])
 def test_every_acknowledged_push_counts_once_though_servers_are_killed(tmp_path, mode):
     descriptor = os.memfd_create("tables")
@@ -203,6 +206,7 @@ def test_every_acknowledged_push_counts_once_though_servers_are_killed(tmp_path,
     os.close(descriptor)
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("kills", [0, 1])
 def test_an_optimizer_that_all_workers_begin_with_resets_once(tmp_path, kills):
     """Each worker asks for a reset before its first push with an optimizer, at another time."""

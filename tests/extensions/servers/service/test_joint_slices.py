@@ -72,6 +72,7 @@ def messages(monkeypatch) -> Counter[str]:
     return counts
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("servers", [1, 3])
 def test_tables_of_many_types_are_stepped_with_one_message_to_each_server(tmp_path, servers, messages):
     with servers_of_run(tmp_path, servers, 2) as run:
@@ -127,6 +128,7 @@ def test_prepared_slices_of_many_tables_are_one_message_and_outlive_a_lost_worke
             client.close()
 
 
+@pytest.mark.exhaustive
 def test_pushes_that_wait_for_the_end_of_a_step_outlive_killed_servers(tmp_path, messages):
     """With `defers` all pushes of a step, also those of several calls, are one message when the step ends."""
     descriptor = os.memfd_create("tables")
@@ -205,6 +207,7 @@ def test_workers_with_other_tables_in_a_message_are_refused(tmp_path):
             client.__exit__(ConnectionError, None, None)
 
 
+@pytest.mark.exhaustive
 def test_copies_of_servers_have_the_slices_of_all_tables(tmp_path):
     """Workers open the tables in different orders, so numbers differ between a server and its copy."""
     with servers_of_run(tmp_path, 2, 2, replicas=1) as run:

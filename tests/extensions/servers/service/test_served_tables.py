@@ -56,7 +56,7 @@ def train(opened, optimizer, steps: int, seed: int = 0) -> None:
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("opened", [(*size, name) for size in SIZES for name in TABLES], indirect=True)
-@pytest.mark.ci_sample(30)
+@pytest.mark.ci_sample(12)
 def test_a_served_table_is_that_of_one_process(opened, optimizer):
     train(opened, OPTIMIZERS[optimizer], 25)
     tables, reference = opened[1:]
@@ -240,6 +240,7 @@ def test_arrays_may_change_as_soon_as_a_call_returns(opened):
     np.testing.assert_array_equal(table.pull(ids), reference.pull(ids))
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("servers", [1, 3])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_large_pulls_and_pushes(shared_servers, servers, dtype):

@@ -79,6 +79,7 @@ def push(table: Table, occurrences: dict[int, int], value: float = 1.0) -> None:
     table.push(ids, counts, gradients, SgdSettings(lr=1.0))
 
 
+@pytest.mark.ci_sample(9)
 @pytest.mark.parametrize("rules", RULES)
 @pytest.mark.parametrize("seed", range(3))
 def test_rows_and_counts_are_those_of_the_rules(rules, seed):

@@ -67,7 +67,7 @@ def test_tables_survive_many_kills_at_random_moments(descriptor, forker, seed):
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample(4)
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("seed", range(24))
 def test_tables_survive_a_kill_at_every_kind_of_moment(descriptor, forker, seed):
     """Each process goes on with the tables of the last one. Not every table comes to every moment in its transactions.

@@ -126,6 +126,7 @@ def test_many_steps_with_momentum_go_on_after_a_restart(descriptor):
     assert difference(tables.tables, {"a": expected}) == ""
 
 
+@pytest.mark.ci_sample(5)
 @pytest.mark.parametrize(
     ("position", "what"),
     [
