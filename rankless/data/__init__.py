@@ -3,8 +3,8 @@
 A data set and the options of `DataLoader` enter. Batches in the order of a one-process `DataLoader` leave: every rank
 knows the whole batch and holds its own rows. `rankless.api` makes the loader.
 
-`sample_order` decides which samples come. `batch_source` reads them: through `batch_requests`, from a stream, or on some
-workers for others (`shared_reading`). `batch_agreement` checks that all ranks agree and makes tensors logical. If a
-`collate_fn` does not work row by row, every rank reads whole batches. `shard_check` checks for any loader, also one of
-torch, that the ranks divide the data (`shard_inspection`).
+`sample_order` decides which samples come. `batch_source` reads them: through `batch_requests`, from a stream, or on
+some workers for others (`shared_reading`). `batch_agreement` checks that all ranks agree and makes tensors logical. If
+a `collate_fn` does not work row by row, every rank reads whole batches. `shard_check` checks for any loader, also one
+of torch, that the ranks divide the data (`shard_inspection`).
 """
