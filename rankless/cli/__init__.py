@@ -24,7 +24,7 @@ from rankless.version import VERSION
 
 COMMANDS = {
     "run": "Run a script on one or more workers, on this host or on several.",
-    "status": "Show the runs that go on on this host: workers, servers, what each does, and how fast.",
+    "status": "List the runs in progress on this host, with the state and the speed of each process.",
     "doctor": "Check for anything that would make a job hang or fail, on this host or between several.",
     "plan": "Show the parallel plan of a script's jobs, and the data that they move in a step.",
     "verify": "Run a script on one worker and on several, and check that both trainings are the same.",

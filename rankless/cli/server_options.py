@@ -43,8 +43,7 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--encrypt-servers",
         action="store_true",
-        help="Workers and servers encrypt what they send each other, with ZeroMQ's CURVE. Default: they only prove "
-        "that they belong to the run.",
+        help="Workers and servers encrypt their traffic with ZeroMQ's CURVE. Default: they only authenticate.",
     )
     _add_mode_options(group)
     _add_loss_options(group)
@@ -58,21 +57,21 @@ def _add_mode_options(group: argparse._ArgumentGroup) -> None:
         default=SERVER_MODES[0],
         help="When steps reach the servers. sync: one step per global batch, as on one device. async: each worker "
         "takes whole batches of its own, with a step for each, and waits for no other one. bounded: as async, but no "
-        "worker runs ahead of the slowest one by more than --staleness. geo: as async, but workers step, and send what "
-        "has changed every --geo-steps. Default: sync.",
+        "worker runs ahead of the slowest one by more than --staleness. geo: as async, but workers step themselves, "
+        "and send their changes every --geo-steps batches. Default: sync.",
     )
     group.add_argument(
         "--staleness",
         type=int,
         metavar="N",
-        help="With --server-mode bounded: by how many of its batches a worker may be ahead of the slowest one. "
+        help="With --server-mode bounded: how many batches a worker may be ahead of the slowest one. "
         f"Default: {DEFAULT_STALENESS}.",
     )
     group.add_argument(
         "--geo-steps",
         type=int,
         metavar="N",
-        help="With --server-mode geo: after how many of its batches a worker sends what has changed. "
+        help="With --server-mode geo: after how many batches a worker sends its changes. "
         f"Default: {DEFAULT_GEO_STEPS}.",
     )
 
@@ -84,23 +83,23 @@ def _add_loss_options(group: "argparse._ArgumentGroup") -> None:
         type=int,
         metavar="N",
         default=0,
-        help="1 for a copy of each server, on another host if there are several. Then the run goes on if a host of "
-        "servers is lost. Default: 0.",
+        help="1 for a copy of each server, on another host if there are several. The run then tolerates the loss "
+        "of one host of servers. Default: 0.",
     )
     group.add_argument(
         "--server-restarts",
         type=int,
         metavar="N",
         default=DEFAULT_SERVER_RESTARTS,
-        help="How often to start servers again that die and can go on with their tables, all servers of a host "
-        f"together. 0: the first death ends the run. Default: {DEFAULT_SERVER_RESTARTS}.",
+        help="How often the agent of a host restarts servers that die, all of the host together. "
+        f"0: the first death ends the run. Default: {DEFAULT_SERVER_RESTARTS}.",
     )
     group.add_argument(
         "--lost-workers",
         type=int,
         metavar="N",
-        help="With --server-mode sync: without how many killed workers, of all hosts, the others go on. 0: the first "
-        "death of a worker ends the run. Default: all but one of each kind, where no worker has an accelerator.",
+        help="With --server-mode sync: how many killed workers, across all hosts, the run tolerates. 0: the first "
+        "killed worker ends the run. Default: all but one of each kind, if no worker has an accelerator.",
     )
 
 

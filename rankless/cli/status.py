@@ -22,15 +22,16 @@ from rankless.version import VERSION
 NAME = "status"
 JSON_CONTENT = RunStatus
 HELP = (
-    "Show the runs that go on on this host, of this user: their workers and servers, what each does, and how fast. "
-    "It does not disturb them. Exit code: 0 if it could answer, also about a run that has ended; 2 for an unknown RUN."
+    "List this user's runs in progress on this host, with the state and the speed of each "
+    "worker and server. It does not disturb them. Exit code: 0 for a known run, also for one that has ended; "
+    "2 for an unknown RUN."
 )
 READING_SECONDS = 0.5
 """Between the two readings that rates need."""
 DEFAULT_WATCH_SECONDS = 2.0
 SHORTEST_WATCH_SECONDS = 0.1
 _CLEAR = "\x1b[H\x1b[2J"
-_NONE = "no run of this user goes on on this host (elastic jobs, and processes of rankless.spawn, are not shown)\n"
+_NONE = "this user has no run in progress on this host (elastic jobs, and processes of rankless.spawn, are not shown)\n"
 
 
 _RunKey = tuple[str, int]
@@ -51,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         metavar="RUN",
         help="Run to show, also one that has ended: its id, its log folder such as log/latest, or its run.json. "
-        "Default: all that go on.",
+        "Default: all runs in progress.",
     )
     parser.add_argument("--json", action="store_true", help="Print one line of JSON for each run.")
     parser.add_argument(

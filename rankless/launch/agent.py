@@ -36,7 +36,7 @@ from rankless.launch.terminal_streams import TerminalStreams, duplicate_terminal
 from rankless.launch.watchdog.watchdog import Watchdog, WatchdogConfig, open_status_pages
 from rankless.launch.worker_configs import WorkerDescriptors, make_worker_configs
 from rankless.launch.worker_output import SOURCES, WorkerOutputFollower, count_common_bytes
-from rankless.records.events import AnyRecord, FileOpened, Notice, Raised, ScriptFinished, ServerRestarted
+from rankless.records.events import AnyRecord, FileOpened, Notice, ProcessRestarted, Raised, ScriptFinished
 from rankless.records.run_summary import RunSummary
 from rankless.terminal import process_title
 from rankless.terminal.cursor_tracker import CursorTracker, share_terminal
@@ -312,7 +312,7 @@ class HostRun:
             text = self._shared_files.check(record)
         elif isinstance(record, Notice):
             text = record.text
-        elif isinstance(record, ServerRestarted):
+        elif isinstance(record, ProcessRestarted):
             self._new_notices.append(self.report.name_server_host(record))  # also if another one had the same text
         elif self._profile.withholds_tracebacks and record.rank in self._log_files:
             self._withhold(record)

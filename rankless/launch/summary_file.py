@@ -24,9 +24,9 @@ from rankless.records.events import (
     AnyRecord,
     Exited,
     HostLost,
+    ProcessExited,
+    ProcessLost,
     ScriptFinished,
-    ServerExited,
-    ServerLost,
     WorkerCut,
 )
 from rankless.records.run_summary import AgentProcess, Outcome, RankSummary, RunFailure, RunSummary
@@ -85,12 +85,12 @@ class SummaryFile:
 
     def receive(self, record: AnyRecord) -> None:
         """Take note of the end of a rank or of a server."""
-        if isinstance(record, ServerExited) and record.is_restarted and record.role == SERVER:
+        if isinstance(record, ProcessExited) and record.is_restarted and record.role == SERVER:
             counts = list(self.summary.server_restarts)
-            counts[record.server] += 1
+            counts[record.number] += 1
             self.summary = msgspec.structs.replace(self.summary, server_restarts=tuple(counts))
-        if isinstance(record, ServerLost) and record.role == SERVER:
-            lost = (*self.summary.lost_servers, record.server)
+        if isinstance(record, ProcessLost) and record.role == SERVER:
+            lost = (*self.summary.lost_servers, record.number)
             self.summary = msgspec.structs.replace(self.summary, lost_servers=lost)
         if isinstance(record, HostLost) and record.is_covered:
             hosts = (*self.summary.lost_hosts, record.host)
@@ -134,7 +134,7 @@ class SummaryFile:
         self._write()
 
     def _describe(self, failure: Verdict) -> RunFailure:
-        rank, server = failure.root_cause_rank, failure.root_cause_server
+        rank, server = failure.root_cause_rank, failure.root_cause_number
         host = failure.root_cause_host or self._host_name.get(rank, "")
         line = failure.line or find_script_line(failure.traceback)
         if server is not None and failure.role == SERVER:

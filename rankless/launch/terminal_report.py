@@ -31,7 +31,7 @@ from rankless.launch.supervisor.terminal_text import (
     format_summary,
     format_worker_table,
 )
-from rankless.records.events import ServerRestarted
+from rankless.records.events import ProcessRestarted
 from rankless.records.run_summary import AgentProcess, Outcome, RunSummary
 
 
@@ -144,21 +144,21 @@ class RunReport:
         """Return the name of the host of such a process; "" if the job has one host."""
         return self.job.names[self.process_host(name)] if len(self.job.names) > 1 else ""
 
-    def name_server_host(self, record: ServerRestarted) -> str:
+    def name_server_host(self, record: ProcessRestarted) -> str:
         """Return the text of a restart, with the name of the server's host if there are several."""
-        name, host = f"{record.role} {record.server}", self.process_host_name((record.role, record.server))
+        name, host = f"{record.role} {record.number}", self.process_host_name((record.role, record.number))
         return record.text.replace(name, f"{name} on {host}", 1) if host else record.text
 
     def root_cause_host(self, verdict: Verdict) -> int:
         """Return the index of the host of the rank or server that caused a failure."""
-        server = verdict.root_cause_server
+        server = verdict.root_cause_number
         if server is None:
             return self.job.start.host_of(verdict.root_cause_rank)
         return self.process_host((verdict.role, server))
 
     def format_failure(self, verdict: Verdict, *, with_traceback: bool = True) -> str:
         """Return at most 15 lines about the rank that failed, and the launcher's own note after them."""
-        rank, server = verdict.root_cause_rank, verdict.root_cause_server
+        rank, server = verdict.root_cause_rank, verdict.root_cause_number
         host = self.root_cause_host(verdict)
         text = format_failure(
             verdict,

@@ -74,13 +74,13 @@ class Exited(Record, frozen=True, tag="exited"):
     """How many workers go on without it, which the agent adds; None: its end is no loss of a worker."""
 
 
-class ServerExited(Record, frozen=True, tag="server_exited"):
+class ProcessExited(Record, frozen=True, tag="process_exited"):
     """A process beside the workers, such as a parameter server, has ended while workers ran.
 
     The agent makes it; its rank is NO_RANK.
     """
 
-    server: int
+    number: int
     exit_code: int
     """Negative for a signal, as in `subprocess`."""
     is_restarted: bool = False
@@ -93,18 +93,18 @@ class ServerExited(Record, frozen=True, tag="server_exited"):
     """What the process is called; its number follows."""
 
 
-class ServerLost(Record, frozen=True, tag="server_lost"):
+class ProcessLost(Record, frozen=True, tag="process_lost"):
     """The run continues without a process beside the workers, because another one has the same. Host 0 makes it."""
 
-    server: int
+    number: int
     role: str = SERVER
     """What the process is called; its number follows."""
 
 
-class ServerRestarted(Record, frozen=True, tag="server_restarted"):
+class ProcessRestarted(Record, frozen=True, tag="process_restarted"):
     """A process beside the workers that has died serves again. The agent makes it; its rank is NO_RANK."""
 
-    server: int
+    number: int
     text: str
     """A line for the user, like "server 1 was killed by SIGKILL; started again in 0.2 s"."""
     role: str = SERVER
@@ -115,10 +115,10 @@ ServerState = Literal["runs", "stopped", "debugged"]
 """stopped: by a signal. debugged: a debugger has stopped it."""
 
 
-class ServerObserved(Record, frozen=True, tag="server_observed"):
+class ProcessObserved(Record, frozen=True, tag="process_observed"):
     """What a process beside the workers does. Its host's agent makes it if host 0 asks; its rank is NO_RANK."""
 
-    server: int
+    number: int
     doing: str
     """To follow "server 1", like "is idle (0 % CPU)"."""
     state: ServerState = "runs"
@@ -226,7 +226,7 @@ class HangDetected(Record, frozen=True, tag="hang_detected"):
 
     headline: str
     traceback: str
-    server: int | None = None
+    number: int | None = None
     """The number of the process beside the workers for which they wait, if it is one; the rank is NO_RANK then."""
     role: str = SERVER
     """What that process is called."""
@@ -238,10 +238,10 @@ AnyRecord = (
     | GroupTeardown
     | ScriptFinished
     | Exited
-    | ServerExited
-    | ServerRestarted
-    | ServerLost
-    | ServerObserved
+    | ProcessExited
+    | ProcessRestarted
+    | ProcessLost
+    | ProcessObserved
     | Progress
     | Notice
     | FileOpened

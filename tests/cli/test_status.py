@@ -61,4 +61,4 @@ def test_without_runs_of_this_user_it_says_so(monkeypatch: pytest.MonkeyPatch, c
     assert capsys.readouterr() == ("", "")
     assert main(["status"]) == 0
     text, messages = capsys.readouterr()
-    assert (text.startswith("no run of this user goes on on this host"), messages) == (True, "")
+    assert (text.startswith("this user has no run in progress on this host"), messages) == (True, "")

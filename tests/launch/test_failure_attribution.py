@@ -10,9 +10,9 @@ from rankless.records.events import (
     Exited,
     GroupTeardown,
     HangDetected,
+    ProcessExited,
     Raised,
     ScriptFinished,
-    ServerExited,
     Started,
 )
 
@@ -201,8 +201,8 @@ expected: server 1 at ipc:///tmp/run/1 to answer worker 0
 found:    the connection has broken: the server has ended, or cannot be reached any more"""
 
 
-def server_exited(server: int, code: int, *, is_restarted: bool = False, note: str = "") -> ServerExited:
-    return ServerExited(rank=NO_RANK, time_ns=0, server=server, exit_code=code, is_restarted=is_restarted, note=note)
+def server_exited(server: int, code: int, *, is_restarted: bool = False, note: str = "") -> ProcessExited:
+    return ProcessExited(rank=NO_RANK, time_ns=0, number=server, exit_code=code, is_restarted=is_restarted, note=note)
 
 
 def test_a_server_that_ends_is_the_root_cause_and_its_workers_are_not() -> None:

@@ -162,7 +162,9 @@ def test_a_name_of_no_run_is_an_error_with_a_fix(name: str, tmp_path: Path):
     done = rankless("status", name, folder=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert "expected: RUN: the id of a run, its log folder, or its run.json\n" in done.stderr
-    assert re.search("fix:      (name one that runs: |no run goes on; name one of the folders in log)", done.stderr)
+    assert re.search(
+        "fix:      (name one that runs: |no run is in progress; name one of the folders in log)", done.stderr
+    )
 
 
 def test_other_files_in_a_log_folder_are_no_summaries(interrupted_summary: Path):

@@ -2,11 +2,11 @@
 
 import pytest
 
-from rankless.launch.status.readings import ProcessReading, RunReading, ServerReading, WorkerReading
+from rankless.launch.status.readings import ProcessReading, RoleProcessReading, RunReading, WorkerReading
 from rankless.launch.status.reports import measure_step_rate, report_running
 from rankless.launch.watchdog.process_stats import ProcessStats
 from rankless.launch.watchdog.stack_classifier import StackLocation
-from rankless.records.live.live_run import LiveRun, LiveServer, LiveWorker, ProcessStage
+from rankless.records.live.live_run import LiveProcess, LiveRun, LiveWorker, ProcessStage
 from rankless.records.live.run_status import RunStatus
 from rankless.records.live.server_activity import ServerActivity
 from rankless.records.worker_status import STEPS_KEPT, WorkerStatus
@@ -70,7 +70,7 @@ def make_run(*, stage: ProcessStage = "serves", servers: int = 1, exit_code: int
         ),
         server_count=servers,
         servers=tuple(
-            LiveServer(index=index, address="ipc:///s", log_file="", process_id=8, stage=stage, restarts=0, page=4)
+            LiveProcess(index=index, address="ipc:///s", log_file="", process_id=8, stage=stage, restarts=0, page=4)
             for index in range(servers)
         ),
     )
@@ -111,7 +111,7 @@ def reading(
         run=make_run(stage=stage),
         monotonic=at,
         workers={0: WorkerReading(page=page_of(999.0), process=worker, location=location)},
-        servers={("server", 0): ServerReading(activity=server, process=server_process)},
+        servers={("server", 0): RoleProcessReading(activity=server, process=server_process)},
     )
 
 

@@ -14,7 +14,7 @@ from rankless.launch.job_setup import ReadyJob
 from rankless.launch.roles import ProcessRow
 from rankless.records.encoding import encode_json
 from rankless.records.events import AnyRecord, Exited, HostLost, ScriptFinished, Started
-from rankless.records.live.live_run import LAYOUT, LIVE_RUN_NAME, LiveRun, LiveServer, LiveWorker
+from rankless.records.live.live_run import LAYOUT, LIVE_RUN_NAME, LiveProcess, LiveRun, LiveWorker
 from rankless.records.live.shared_record import RecordWriter, open_shared_file
 
 _FIXED_BYTES = 1 << 16
@@ -64,7 +64,7 @@ class LiveRunPage:
     def set_servers(self, rows: Sequence[ProcessRow]) -> None:
         """Note what the servers are now."""
         servers = tuple(
-            LiveServer(
+            LiveProcess(
                 role=row.role,
                 index=row.index,
                 address=row.address,

@@ -16,7 +16,7 @@ import msgspec
 from rankless.launch.watchdog.process_stats import ProcessStats, read_process_stats
 from rankless.launch.watchdog.stack_classifier import StackLocation, classify_stack
 from rankless.launch.watchdog.stacks import ask_thread, parse_main_stack
-from rankless.records.live.live_run import LiveRun, LiveServer, LiveWorker
+from rankless.records.live.live_run import LiveProcess, LiveRun, LiveWorker
 from rankless.records.live.server_activity import SERVER_PAGE_NAME, ServerActivity
 from rankless.records.live.shared_record import read_record, read_sequence
 from rankless.records.worker_status import (
@@ -54,7 +54,7 @@ class WorkerReading:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerReading:
+class RoleProcessReading:
     """A parameter server of this host at one moment."""
 
     activity: ServerActivity | None
@@ -70,7 +70,7 @@ class RunReading:
     monotonic: float
     workers: Mapping[int, WorkerReading]
     """By rank, those of this host that have started and not ended."""
-    servers: Mapping[tuple[str, int], ServerReading]
+    servers: Mapping[tuple[str, int], RoleProcessReading]
     """By index."""
 
 
@@ -134,14 +134,14 @@ def _read_places(workers: Mapping[int, tuple[LiveWorker, int | None]]) -> dict[i
     return places
 
 
-def _read_server(run: LiveRun, server: LiveServer) -> ServerReading:
+def _read_server(run: LiveRun, server: LiveProcess) -> RoleProcessReading:
     activity = None
     with _opened(run, server.page, SERVER_PAGE_NAME) as page:
         record = None if page is None else read_record(page)
     if record is not None:
         with contextlib.suppress(msgspec.DecodeError):
             activity = msgspec.json.decode(record.data, type=ServerActivity)
-    return ServerReading(activity=activity, process=read_process(server.process_id))
+    return RoleProcessReading(activity=activity, process=read_process(server.process_id))
 
 
 @contextlib.contextmanager

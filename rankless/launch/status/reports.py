@@ -5,9 +5,9 @@ from collections.abc import Callable
 
 import msgspec
 
-from rankless.launch.status.readings import ProcessReading, RunReading, ServerReading, WorkerReading
+from rankless.launch.status.readings import ProcessReading, RoleProcessReading, RunReading, WorkerReading
 from rankless.launch.watchdog.process_stats import MAX_IDLE_CPU_FRACTION, MAX_SWITCHES_PER_SECOND
-from rankless.records.live.live_run import LiveRun, LiveServer, LiveWorker
+from rankless.records.live.live_run import LiveProcess, LiveRun, LiveWorker
 from rankless.records.live.run_status import (
     RunStatus,
     ServerReport,
@@ -210,7 +210,7 @@ def _cpu_percent(before: ProcessReading | None, after: ProcessReading | None, se
     return max(0.0, 100.0 * (after.stats.cpu_seconds - before.stats.cpu_seconds) / seconds)
 
 
-def _report_server(server: LiveServer, before: RunReading | None, after: RunReading) -> ServerReport:
+def _report_server(server: LiveProcess, before: RunReading | None, after: RunReading) -> ServerReport:
     name = (server.role, server.index)
     reading = after.servers[name]
     earlier = None if before is None else before.servers.get(name)
@@ -238,7 +238,7 @@ def _report_server(server: LiveServer, before: RunReading | None, after: RunRead
 
 
 def _make_server_rate(
-    earlier_at: float | None, earlier: ServerReading | None, reading: ServerReading
+    earlier_at: float | None, earlier: RoleProcessReading | None, reading: RoleProcessReading
 ) -> Callable[[Callable[[ServerActivity], int]], float | None]:
     """Return a function from a counter to its rate. Counters of different processes have none."""
     old, new = None if earlier is None else earlier.activity, reading.activity
@@ -253,7 +253,7 @@ def _make_server_rate(
     return rate
 
 
-def _server_state(server: LiveServer, process: ProcessReading | None) -> ServerState:
+def _server_state(server: LiveProcess, process: ProcessReading | None) -> ServerState:
     if server.stage in ("ended", "restarting") or process is None or process.stats.state in "ZX":
         return "restarting" if server.stage == "restarting" else "ended"
     if process.stats.tracer_pid or process.stats.state == "t":

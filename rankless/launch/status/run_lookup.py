@@ -59,7 +59,7 @@ def find_named_run(name: str, *, log_folder: str) -> FoundRuns:
     raise ConfigError(
         expected="RUN: the id of a run, its log folder, or its run.json",
         found=f"{name!r}, which is none of these" if folder is None else f"{name}, a folder without a run.json",
-        fix=f"name one that runs: {ids}" if ids else f"no run goes on; name one of the folders in {log_folder}",
+        fix=f"name one that runs: {ids}" if ids else f"no run is in progress; name one of the folders in {log_folder}",
     )
 
 

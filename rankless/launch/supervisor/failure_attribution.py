@@ -27,9 +27,9 @@ from rankless.records.events import (
     HangDetected,
     HostInterrupted,
     HostLost,
+    ProcessExited,
     Raised,
     ScriptFinished,
-    ServerExited,
     Started,
 )
 
@@ -39,7 +39,7 @@ ATTRIBUTED_RECORDS = (
     | GroupTeardown
     | ScriptFinished
     | Exited
-    | ServerExited
+    | ProcessExited
     | HostLost
     | HostInterrupted
     | HangDetected
@@ -84,7 +84,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """If a whole host is the root cause, its first rank; NO_RANK if a server is, or a host without ranks."""
     root_cause_host: str = ""
     """The name of the host, if a whole host is the root cause."""
-    root_cause_server: int | None = None
+    root_cause_number: int | None = None
     """The number of the process beside the workers that is the root cause, if one is."""
     role: str = SERVER
     """What that process is called."""
@@ -100,7 +100,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def root_cause(self) -> str:
         """The root cause's name, as "rank 1" or "server 0"."""
-        server = self.root_cause_server
+        server = self.root_cause_number
         return f"rank {self.root_cause_rank}" if server is None else f"{self.role} {server}"
 
 
@@ -111,11 +111,11 @@ def attribute_failure(records: Sequence[AnyRecord], host_of: Callable[[int], int
     """
     own = [verdict for index in range(len(records)) if (verdict := _find_own_failure(records, index)) is not None]
     if _have_all_succeeded(records):
-        own = [verdict for verdict in own if verdict.root_cause_server is None]
+        own = [verdict for verdict in own if verdict.root_cause_number is None]
     if own and own[0].cause == "left":
         # The rank may have caught a lost connection and exited in order. A death by signal is then the root cause:
         # another process reports it, a little later than it happens.
-        is_cause = (each for each in own if each.cause == "signal" or each.root_cause_server is not None)
+        is_cause = (each for each in own if each.cause == "signal" or each.root_cause_number is not None)
         return next(is_cause, own[0])
     if own:
         return own[0]
@@ -179,12 +179,12 @@ def _find_own_failure(records: Sequence[AnyRecord], index: int) -> Verdict | Non
     if isinstance(record, ScriptFinished | Exited):
         earlier = [each for each in records[:index] if each.rank == record.rank]
         return None if any(map(_reports_failure, earlier)) else _attribute_exit(record)
-    if isinstance(record, ServerExited):
+    if isinstance(record, ProcessExited):
         return None if record.is_restarted or record.is_covered else _attribute_server_exit(record)
     if isinstance(record, HangDetected):
         return Verdict(
             root_cause_rank=record.rank,
-            root_cause_server=record.server,
+            root_cause_number=record.number,
             role=record.role,
             cause="hang",
             exit_code=1,
@@ -235,7 +235,7 @@ def _attribute_exit(record: ScriptFinished | Exited) -> Verdict | None:
     return Verdict(root_cause_rank=record.rank, cause="exit", exit_code=record.exit_code, headline=headline)
 
 
-def _attribute_server_exit(record: ServerExited) -> Verdict:
+def _attribute_server_exit(record: ProcessExited) -> Verdict:
     """Return the verdict for a server that has ended before the workers."""
     headline, code = f"ended with exit code {record.exit_code}{_WHILE}", record.exit_code
     if record.exit_code < 0:
@@ -243,7 +243,7 @@ def _attribute_server_exit(record: ServerExited) -> Verdict:
         headline, code = f"was killed by signal {number} ({name_signal(number)})", 128 + number
     return Verdict(
         root_cause_rank=record.rank,
-        root_cause_server=record.server,
+        root_cause_number=record.number,
         role=record.role,
         cause="signal" if record.exit_code < 0 else "exit",
         exit_code=code or 1,
@@ -276,7 +276,7 @@ def _find_restarted_server(records: Sequence[AnyRecord], secondary: Sequence[Rai
     for record in secondary:
         server = _find_lost_server(record)
         ends = [
-            each for each in records if isinstance(each, ServerExited) and (each.role, each.server) == (SERVER, server)
+            each for each in records if isinstance(each, ProcessExited) and (each.role, each.number) == (SERVER, server)
         ]
         if ends:
             verdict = _attribute_server_exit(ends[-1])

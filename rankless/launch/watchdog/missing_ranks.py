@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rankless.launch.watchdog.phases import BY_NAME as PHASES
-from rankless.launch.watchdog.server_monitor import ServerStatus
+from rankless.launch.watchdog.process_monitor import ProcessStatus
 from rankless.records.events import RankStatus
 
 DEADLOCK_SECONDS = 60.0
@@ -36,9 +36,9 @@ class HangDiagnosis:
     """The ranks that did not arrive, or cannot connect to others; empty if all ranks wait in the same place."""
     seconds: float
     """How long the job has made no progress."""
-    servers: tuple[ServerStatus, ...] = ()
+    servers: tuple[ProcessStatus, ...] = ()
     """The parameter servers that do not answer. If there is one, all ranks that are idle wait for it."""
-    busy_servers: tuple[ServerStatus, ...] = ()
+    busy_servers: tuple[ProcessStatus, ...] = ()
     """The servers that compute."""
 
     @property
@@ -83,8 +83,8 @@ class HangDiagnosis:
         return max(BLOCKED_SECONDS, BLOCKED_MULTIPLE * stall_limit)
 
 
-def blame_servers(
-    ranks: Mapping[int, RankStatus], servers: Sequence[ServerStatus], *, seconds: float
+def blame_processes(
+    ranks: Mapping[int, RankStatus], servers: Sequence[ProcessStatus], *, seconds: float
 ) -> HangDiagnosis | None:
     """Return the diagnosis if a parameter server does not answer and a rank is idle; None otherwise.
 

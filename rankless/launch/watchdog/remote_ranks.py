@@ -3,7 +3,7 @@
 from collections.abc import Collection
 
 from rankless.launch.rendezvous.peers import Peers
-from rankless.records.events import RankStatus, ServerObserved
+from rankless.records.events import ProcessObserved, RankStatus
 
 RESPONSE_TIMEOUT_SECONDS = 2.5
 """For another host's response: it requests the stacks of its own workers first."""
@@ -31,9 +31,9 @@ class RemoteRanks:
         self.statuses[where.rank] = where
         self._pending -= {where.rank}
 
-    def receive_server(self, observed: ServerObserved) -> None:
+    def receive_server(self, observed: ProcessObserved) -> None:
         """Note that the host of a server has responded."""
-        self._pending_servers -= {(observed.role, observed.server)}
+        self._pending_servers -= {(observed.role, observed.number)}
 
     def request_statuses(self, now: float) -> None:
         """Request the status of every remote rank, and of servers on hosts without ranks."""

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from rankless.launch.watchdog.missing_ranks import HangDiagnosis
 from rankless.launch.watchdog.phases import BY_NAME as PHASES
-from rankless.launch.watchdog.server_monitor import ServerStatus
+from rankless.launch.watchdog.process_monitor import ProcessStatus
 from rankless.launch.watchdog.stack_classifier import truncate_stack
 from rankless.launch.watchdog.step_rate import StepRate
 from rankless.records.events import RankStatus
@@ -21,7 +21,7 @@ def format_report(
     *,
     host_name: HostName,
     stacks_file: str,
-    servers: Sequence[ServerStatus] = (),
+    servers: Sequence[ProcessStatus] = (),
 ) -> str:
     """Say which ranks wait where, what the servers do, where the missing ranks are, and which file has all stacks."""
     steps = f"{step_rate.steps} steps made" if step_rate.steps else "no step yet"

@@ -10,11 +10,11 @@ import msgspec
 from rankless.config.worker_config import WorkerConfig
 from rankless.launch.rendezvous.peers import Peers
 from rankless.launch.roles import ProcessRow
-from rankless.launch.watchdog.missing_ranks import HangDiagnosis, blame_servers, diagnose
+from rankless.launch.watchdog.missing_ranks import HangDiagnosis, blame_processes, diagnose
+from rankless.launch.watchdog.process_monitor import ProcessMonitor, ProcessStatus
 from rankless.launch.watchdog.process_stats import ActivityTracker
 from rankless.launch.watchdog.remote_ranks import RemoteRanks
 from rankless.launch.watchdog.report import format_headline, format_report
-from rankless.launch.watchdog.server_monitor import ServerMonitor, ServerStatus
 from rankless.launch.watchdog.stack_classifier import truncate_stack
 from rankless.launch.watchdog.step_rate import StepRate
 from rankless.launch.watchdog.timed_out_collectives import find_missing, parse_timeout
@@ -25,10 +25,10 @@ from rankless.records.events import (
     Exited,
     HangDetected,
     Notice,
+    ProcessObserved,
     Raised,
     RankStatus,
     ScriptFinished,
-    ServerObserved,
     Started,
 )
 from rankless.records.quantities import format_seconds
@@ -88,7 +88,7 @@ class Watchdog:
             set(range(size)) - set(self._worker_configs) if config.peers.attributes_failures else (),
             servers=config.lone_servers if config.peers.attributes_failures else (),
         )
-        self._servers = ServerMonitor(config.list_servers, config.server_host_name)
+        self._servers = ProcessMonitor(config.list_servers, config.server_host_name)
         self._timed_out: dict[int, RankStatus] = {}
         self._is_requested = False
         """Whether host 0, or a collective that timed out on a rank, requested the statuses."""
@@ -113,7 +113,7 @@ class Watchdog:
         elif isinstance(record, Raised) and (where := parse_timeout(record)) is not None:
             self._timed_out[record.rank] = where
             self._is_requested = True
-        elif isinstance(record, ServerObserved):
+        elif isinstance(record, ProcessObserved):
             self._remote_ranks.receive_server(record)
         elif isinstance(record, RankStatus) and record.rank not in self._worker_configs:
             self._remote_ranks.receive(record)
@@ -245,7 +245,7 @@ class Watchdog:
             yield from self._report_missing_ranks(self._all_statuses(local))
         elif not self._servers.is_restarting:
             ranks, servers = self._all_statuses(local), self._servers.list_statuses(now)
-            diagnosis = blame_servers(ranks, servers, seconds=stalled) or diagnose(
+            diagnosis = blame_processes(ranks, servers, seconds=stalled) or diagnose(
                 ranks, seconds=stalled, stall_limit=stall_limit
             )
             if diagnosis is not None:
@@ -278,7 +278,7 @@ class Watchdog:
         return local
 
     def _report_diagnosis(
-        self, diagnosis: HangDiagnosis, later: float, servers: Sequence[ServerStatus]
+        self, diagnosis: HangDiagnosis, later: float, servers: Sequence[ProcessStatus]
     ) -> Iterator[AnyRecord]:
         """Report a hang if it has lasted long enough, or choose when to check again.
 
@@ -318,7 +318,7 @@ class Watchdog:
         if diagnosis.servers:
             first = diagnosis.servers[0]
             return HangDetected(
-                rank=NO_RANK, time_ns=now, headline=text, traceback="", server=first.index, role=first.role
+                rank=NO_RANK, time_ns=now, headline=text, traceback="", number=first.index, role=first.role
             )
         missing_rank = diagnosis.missing[0] if diagnosis.missing else diagnosis.waiting[0]
         trace = "\n".join(truncate_stack(missing_rank.stack))

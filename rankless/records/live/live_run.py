@@ -29,7 +29,7 @@ class LiveWorker(msgspec.Struct, frozen=True, kw_only=True):
     exit_code: int | None = None
 
 
-class LiveServer(msgspec.Struct, frozen=True, kw_only=True):
+class LiveProcess(msgspec.Struct, frozen=True, kw_only=True):
     """A process of the run beside its workers, such as a parameter server."""
 
     role: str = "server"
@@ -67,7 +67,7 @@ class LiveRun(msgspec.Struct, frozen=True, kw_only=True):
     workers: tuple[LiveWorker, ...]
     """Those of all hosts, in the order of their ranks."""
     server_count: int
-    servers: tuple[LiveServer, ...] = ()
+    servers: tuple[LiveProcess, ...] = ()
     """None before they have started, nor once they have ended."""
     lost_hosts: tuple[str, ...] = ()
     """The names of the lost hosts, without which the run continues."""

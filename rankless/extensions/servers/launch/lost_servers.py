@@ -15,7 +15,7 @@ from rankless.config.run_config import AgreedJobConfig
 from rankless.config.servers import ServersConfig, find_original, find_partner
 from rankless.launch.rendezvous.peers import FollowerPeers, LeaderPeer, NoPeers
 from rankless.launch.signals import name_signal
-from rankless.records.events import NO_RANK, AnyRecord, HostLost, Notice, ServerExited, ServerLost
+from rankless.records.events import NO_RANK, AnyRecord, HostLost, Notice, ProcessExited, ProcessLost
 from rankless.records.live.lost_servers import mark_lost, open_lost_servers
 
 NAME = "servers"
@@ -71,7 +71,7 @@ class LostServers:
         """
         judged: list[AnyRecord] = []
         for record in records:
-            judged += self._judge_exit(record) if isinstance(record, ServerExited) and self._decides else [record]
+            judged += self._judge_exit(record) if isinstance(record, ProcessExited) and self._decides else [record]
         return judged
 
     def tick(self) -> None:
@@ -89,10 +89,10 @@ class LostServers:
     def _decides(self) -> bool:
         return self._parts > 0 and self._peers.attributes_failures
 
-    def _judge_exit(self, record: ServerExited) -> Iterable[AnyRecord]:
-        if record.is_restarted or record.server in self._lost:
+    def _judge_exit(self, record: ProcessExited) -> Iterable[AnyRecord]:
+        if record.is_restarted or record.number in self._lost:
             return [record]
-        server, partner = record.server, find_partner(record.server, self._parts)
+        server, partner = record.number, find_partner(record.number, self._parts)
         if partner in self._lost:
             more = f"; server {partner}, which had the same tables, was lost before"
             return [msgspec.structs.replace(record, note=record.note + more)]
@@ -133,7 +133,7 @@ class LostServers:
         others = ", ".join(map(self._describe_partner, servers))
         text = how + (f" with {others}" if others else "")
         now = time.monotonic_ns()
-        yield from (ServerLost(rank=NO_RANK, time_ns=now, server=server) for server in servers)
+        yield from (ProcessLost(rank=NO_RANK, time_ns=now, number=server) for server in servers)
         yield Notice(rank=NO_RANK, time_ns=now, text=text)
 
     def _describe_partner(self, lost: int) -> str:

@@ -18,7 +18,7 @@ from rankless.extensions.servers.launch.server_launches import ServerLaunch
 from rankless.extensions.servers.launch.server_process import ServerPhase, ServerProcess
 from rankless.launch.roles import ProcessRow
 from rankless.launch.signals import Interrupts, RendezvousInterrupted
-from rankless.records.events import NO_RANK, ServerExited, ServerRestarted
+from rankless.records.events import NO_RANK, ProcessExited, ProcessRestarted
 from rankless.runtime.process_tree import descendants, send_signal
 
 START_SECONDS = 60.0
@@ -81,9 +81,9 @@ class ServerProcesses:
         roots = {each.process.pid for each in self._servers if each.process.returncode is None}
         return frozenset(roots).union(*map(descendants, roots))
 
-    def poll(self) -> list[ServerExited | ServerRestarted]:
+    def poll(self) -> list[ProcessExited | ProcessRestarted]:
         """Start servers again that have died, and return what has happened to servers since the last call."""
-        records: list[ServerExited | ServerRestarted | None] = []
+        records: list[ProcessExited | ProcessRestarted | None] = []
         for each in self._servers:
             if each.phase is ServerPhase.STARTING:
                 records.append(_check_start(each))
@@ -110,7 +110,7 @@ class ServerProcesses:
             each.close()
         self._servers = []
 
-    def _take_end(self, server: ServerProcess, code: int) -> ServerExited:
+    def _take_end(self, server: ServerProcess, code: int) -> ProcessExited:
         """Start the server again if that is possible. See Note [servers that die]."""
         if not server.is_durable or code in (0, CANNOT_GO_ON) or not self._max_restarts:
             note = "" if server.outage is None else ", when it was started again"
@@ -147,12 +147,14 @@ class ServerProcesses:
                     raise _make_start_error(waiting, f"it has not been ready for {START_SECONDS:g} s")
 
 
-def _check_start(server: ServerProcess) -> ServerExited | ServerRestarted | None:
+def _check_start(server: ServerProcess) -> ProcessExited | ProcessRestarted | None:
     """Return what has come of a restart, or None if the server still starts."""
     server.read_ready_line()
     assert server.outage is not None
     if server.phase is ServerPhase.SERVING and server.is_durable:
-        return ServerRestarted(rank=NO_RANK, time_ns=time.monotonic_ns(), server=server.index, text=server.end_outage())
+        return ProcessRestarted(
+            rank=NO_RANK, time_ns=time.monotonic_ns(), number=server.index, text=server.end_outage()
+        )
     if server.phase is ServerPhase.SERVING:
         note = ", and was started again without its tables"
     elif time.monotonic() >= server.started_at + RESTART_SECONDS:
@@ -164,11 +166,11 @@ def _check_start(server: ServerProcess) -> ServerExited | ServerRestarted | None
     return _make_exit_record(server, server.outage.exit_code, note=note)
 
 
-def _make_exit_record(server: ServerProcess, code: int, *, is_restarted: bool = False, note: str = "") -> ServerExited:
-    return ServerExited(
+def _make_exit_record(server: ServerProcess, code: int, *, is_restarted: bool = False, note: str = "") -> ProcessExited:
+    return ProcessExited(
         rank=NO_RANK,
         time_ns=time.monotonic_ns(),
-        server=server.index,
+        number=server.index,
         exit_code=code,
         is_restarted=is_restarted,
         note=note,

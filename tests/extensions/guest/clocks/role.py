@@ -11,7 +11,7 @@ from rankless.errors import LaunchError
 from rankless.launch.rendezvous.host_facts import RoleFacts
 from rankless.launch.roles import ProcessRole, ProcessRow, WorkerContent
 from rankless.launch.signals import RendezvousInterrupted
-from rankless.records.events import NO_RANK, ServerExited
+from rankless.records.events import NO_RANK, ProcessExited
 
 
 def make_role(config):
@@ -78,11 +78,11 @@ class Clocks(ProcessRole):
         ended = {index for index, process in enumerate(self._processes) if process.poll() is not None}
         new, self._reported = ended - self._reported, ended
         return [
-            ServerExited(
+            ProcessExited(
                 rank=NO_RANK,
                 time_ns=time.monotonic_ns(),
                 role="clock",
-                server=index,
+                number=index,
                 exit_code=self._processes[index].returncode,
             )
             for index in sorted(new)

@@ -9,7 +9,7 @@ from rankless.config.servers import ServersConfig
 from rankless.extensions.servers.launch.lost_servers import LostServers
 from rankless.launch.rendezvous.peers import NoPeers
 from rankless.launch.supervisor.failure_attribution import attribute_failure
-from rankless.records.events import NO_RANK, AnyRecord, HostLost, Notice, ServerExited, ServerLost
+from rankless.records.events import NO_RANK, AnyRecord, HostLost, Notice, ProcessExited, ProcessLost
 from rankless.records.live.lost_servers import is_server_lost
 
 HOSTS = (1, 2, 2, 1)
@@ -44,8 +44,8 @@ def host_lost(host: int) -> HostLost:
     return HostLost(rank=NO_RANK, time_ns=0, host="abc"[host], how="was lost: gone", host_index=host)
 
 
-def exited(server: int, code: int = -9, **more) -> ServerExited:
-    return ServerExited(rank=NO_RANK, time_ns=0, server=server, exit_code=code, **more)
+def exited(server: int, code: int = -9, **more) -> ProcessExited:
+    return ProcessExited(rank=NO_RANK, time_ns=0, number=server, exit_code=code, **more)
 
 
 def judge(run: LostServers, records: list[AnyRecord]) -> list[AnyRecord]:
@@ -63,7 +63,7 @@ def texts_of(records: list[AnyRecord]) -> list[str]:
 def test_a_lost_host_of_servers_with_copies_is_no_failure(run: LostServers):
     records = judge(run, [host_lost(1)])
     assert attribute_failure(records) is None
-    assert [record.server for record in records if isinstance(record, ServerLost)] == [0, 3]
+    assert [record.number for record in records if isinstance(record, ProcessLost)] == [0, 3]
     assert texts_of(records) == [
         "host b was lost: gone; the run goes on with server 2 in place of server 0, server 1 without a copy"
     ]
@@ -91,11 +91,11 @@ def test_the_second_host_of_the_same_tables_is_the_root_cause(run: LostServers):
         ),
     ],
 )
-def test_a_server_that_is_not_started_again_is_no_failure(record: ServerExited, text: str, run: LostServers):
+def test_a_server_that_is_not_started_again_is_no_failure(record: ProcessExited, text: str, run: LostServers):
     records = judge(run, [record])
     assert attribute_failure(records) is None
     assert texts_of(records) == [text]
-    assert lost_of(run) == [record.server]
+    assert lost_of(run) == [record.number]
 
 
 def test_a_server_that_starts_again_is_not_lost(run: LostServers):
@@ -107,7 +107,7 @@ def test_a_server_that_starts_again_is_not_lost(run: LostServers):
 def test_a_server_that_is_lost_after_its_copy_is_the_root_cause(run: LostServers):
     verdict = attribute_failure([*judge(run, [exited(2)]), *judge(run, [exited(0)])])
     assert verdict is not None
-    assert verdict.root_cause_server == 0
+    assert verdict.root_cause_number == 0
     assert verdict.headline.endswith("(SIGKILL); server 2, which had the same tables, was lost before")
     assert lost_of(run) == [2]
 

@@ -15,7 +15,7 @@ from rankless.config.servers import ServerConfig, ServersConfig
 from rankless.extensions.servers.launch.processes import ServerProcesses
 from rankless.extensions.servers.launch.server_launches import ServerLaunch
 from rankless.launch.signals import Interrupts
-from rankless.records.events import ServerExited, ServerRestarted
+from rankless.records.events import ProcessExited, ProcessRestarted
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("zmq")
@@ -62,14 +62,14 @@ def servers(addresses: tuple[str, ...], tmp_path: Path) -> Iterator[ServerProces
 def kill_and_wait(servers: ServerProcesses, index: int) -> None:
     """Kill a server, and wait until it serves again."""
     os.kill(servers.list_rows()[index].process_id, signal.SIGKILL)
-    records: list[ServerExited | ServerRestarted] = []
+    records: list[ProcessExited | ProcessRestarted] = []
 
     def has_come_back() -> bool:
         records.extend(servers.poll())
         return len(records) == 2
 
     wait_until(has_come_back)
-    assert [(type(each), each.server) for each in records] == [(ServerExited, index), (ServerRestarted, index)]
+    assert [(type(each), each.number) for each in records] == [(ProcessExited, index), (ProcessRestarted, index)]
 
 
 @pytest.mark.exhaustive

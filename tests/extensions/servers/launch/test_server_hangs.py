@@ -24,27 +24,27 @@ from rankless.extensions.servers.launch.server_launches import ServerLaunch
 from rankless.launch.roles import ProcessRow
 from rankless.launch.signals import Interrupts
 from rankless.launch.supervisor.failure_attribution import has_lost_server
-from rankless.launch.watchdog.missing_ranks import BLOCKED_SECONDS, blame_servers, diagnose
+from rankless.launch.watchdog.missing_ranks import BLOCKED_SECONDS, blame_processes, diagnose
+from rankless.launch.watchdog.process_monitor import ProcessMonitor, ProcessStatus
 from rankless.launch.watchdog.report import format_report
-from rankless.launch.watchdog.server_monitor import ServerMonitor, ServerStatus
 from rankless.launch.watchdog.step_rate import StepRate
 from rankless.records.events import (
     NO_RANK,
+    ProcessExited,
+    ProcessObserved,
+    ProcessRestarted,
     Raised,
     RankStatus,
-    ServerExited,
-    ServerObserved,
-    ServerRestarted,
 )
 from rankless.records.run_summary import decode_run_summary
 
 WAITING = RankStatus(rank=0, time_ns=0, state="waits", doing="a request to the servers", idle_seconds=100.0)
-STOPPED = ServerStatus(index=1, doing="does not answer: it is stopped by a signal", state="stopped")
-RUNNING = ServerStatus(index=0, doing="is idle (0 % CPU)")
+STOPPED = ProcessStatus(index=1, doing="does not answer: it is stopped by a signal", state="stopped")
+RUNNING = ProcessStatus(index=0, doing="is idle (0 % CPU)")
 
 
 def test_a_stopped_server_holds_up_ranks_that_are_idle():
-    diagnosis = blame_servers({0: WAITING}, [STOPPED, RUNNING], seconds=30.0)
+    diagnosis = blame_processes({0: WAITING}, [STOPPED, RUNNING], seconds=30.0)
     assert diagnosis is not None
     assert (diagnosis.servers, diagnosis.waiting, diagnosis.missing) == ((STOPPED,), (WAITING,), ())
     assert diagnosis.abort_after(timeout=5.0, stall_limit=10.0) == 5.0
@@ -52,15 +52,15 @@ def test_a_stopped_server_holds_up_ranks_that_are_idle():
 
 
 def test_a_running_server_holds_up_nothing():
-    assert blame_servers({0: WAITING}, [RUNNING], seconds=30.0) is None
+    assert blame_processes({0: WAITING}, [RUNNING], seconds=30.0) is None
     computing = RankStatus(rank=0, time_ns=0, state="computes")
-    assert blame_servers({0: computing}, [STOPPED], seconds=30.0) is None
+    assert blame_processes({0: computing}, [STOPPED], seconds=30.0) is None
 
 
 def test_ranks_that_wait_for_servers_that_compute_are_no_fault_of_the_network():
     ranks = {rank: msgspec.structs.replace(WAITING, rank=rank, doing="a lookup in a table") for rank in (0, 1)}
     found = diagnose(ranks, seconds=30.0, stall_limit=10.0)
-    busy = ServerStatus(index=1, doing="computes (90 % CPU)", is_busy=True)
+    busy = ProcessStatus(index=1, doing="computes (90 % CPU)", is_busy=True)
     diagnosis = dataclasses.replace(found, busy_servers=(busy,))
     report = format_report(diagnosis, StepRate(), host_name=lambda _: "", stacks_file="", servers=[RUNNING, busy])
     assert "server 1 computes (90 % CPU)\n  no rank is missing: server 1 computes" in report
@@ -78,7 +78,7 @@ def test_a_server_that_computes_makes_progress():
     code = "print('up', flush=True)\nwhile True: pass"
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     row = ProcessRow(index=0, process_id=process.pid, address="ipc:///run/0", log_file="server0.log")
-    monitor = ServerMonitor(lambda: [row])
+    monitor = ProcessMonitor(lambda: [row])
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == b"up\n"
@@ -91,15 +91,15 @@ def test_a_server_that_computes_makes_progress():
         for now in (6.0, 7.0, 9.0):
             monitor.update(now)
         assert monitor.seconds_since_activity(9.0) >= 2.0
-        assert ServerMonitor(list).seconds_since_activity(9.0) == float("inf")
+        assert ProcessMonitor(list).seconds_since_activity(9.0) == float("inf")
     finally:
         process.kill()
         process.wait()
 
 
 def test_a_server_in_a_debugger_never_ends_the_job():
-    debugged = ServerStatus(index=0, doing="is in a debugger", state="debugged")
-    diagnosis = blame_servers({0: WAITING}, [debugged], seconds=30.0)
+    debugged = ProcessStatus(index=0, doing="is in a debugger", state="debugged")
+    diagnosis = blame_processes({0: WAITING}, [debugged], seconds=30.0)
     assert diagnosis is not None
     assert diagnosis.abort_after(timeout=5.0, stall_limit=10.0) == float("inf")
 
@@ -107,7 +107,7 @@ def test_a_server_in_a_debugger_never_ends_the_job():
 def test_the_monitor_reads_the_state_of_a_servers_process():
     process = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
     row = ProcessRow(index=3, process_id=process.pid, address="ipc:///run/3", log_file="server3.log")
-    monitor = ServerMonitor(lambda: [row])
+    monitor = ProcessMonitor(lambda: [row])
     try:
         monitor.update(0.0)
         assert re.fullmatch(r"(computes|is idle) \(\d+ % CPU\)", monitor.list_statuses(0.0)[0].doing)
@@ -126,7 +126,7 @@ def test_the_monitor_reads_the_state_of_a_servers_process():
 
 def test_the_monitor_follows_a_server_that_is_started_again():
     rows = [ProcessRow(index=3, process_id=os.getpid(), address="ipc:///run/3", log_file="server3.log")]
-    monitor = ServerMonitor(lambda: rows)
+    monitor = ProcessMonitor(lambda: rows)
     monitor.update(0.0)
     assert (monitor.is_restarting, monitor.seconds_since_restart(5.0)) == (False, float("inf"))
     rows[0] = dataclasses.replace(rows[0], process_id=os.getppid(), is_restarting=True)
@@ -146,23 +146,23 @@ def test_the_monitor_follows_a_server_that_is_started_again():
 
 def test_host_0_knows_the_servers_of_other_hosts_from_records():
     own = ProcessRow(index=0, process_id=os.getpid(), address="tcp://a:1", log_file="server0.log")
-    monitor = ServerMonitor(lambda: [own], lambda name: "ab"[name[1]])
-    about = {"rank": NO_RANK, "time_ns": 0, "server": 1}
-    monitor.receive(ServerObserved(**about, doing="does not answer", state="stopped"), 1.0)
-    monitor.receive(ServerObserved(**(about | {"server": 0}), doing="is another host's"), 1.0)
+    monitor = ProcessMonitor(lambda: [own], lambda name: "ab"[name[1]])
+    about = {"rank": NO_RANK, "time_ns": 0, "number": 1}
+    monitor.receive(ProcessObserved(**about, doing="does not answer", state="stopped"), 1.0)
+    monitor.receive(ProcessObserved(**(about | {"number": 0}), doing="is another host's"), 1.0)
     monitor.update(1.0)
     first, second = monitor.list_statuses(1.0)
     assert (first.name, first.doing, first.holds_up) == ("server 1 on b", "does not answer", True)
     assert (second.name, second.holds_up) == ("server 0 on a", False)
-    monitor.receive(ServerExited(**about, exit_code=-9, is_restarted=True), 2.0)
+    monitor.receive(ProcessExited(**about, exit_code=-9, is_restarted=True), 2.0)
     monitor.update(5.0)
     assert (monitor.is_restarting, monitor.seconds_since_restart(5.0)) == (True, 0.0)
     assert {each.name: each.doing for each in monitor.list_statuses(5.0)}["server 1 on b"] == "is being started again"
-    monitor.receive(ServerRestarted(**about, text="server 1 was killed"), 6.0)
+    monitor.receive(ProcessRestarted(**about, text="server 1 was killed"), 6.0)
     monitor.update(8.0)
     assert (monitor.is_restarting, monitor.seconds_since_restart(8.0)) == (False, 2.0)
     (record,) = monitor.make_records(8.0)
-    assert (record.server, record.state) == (0, "runs")
+    assert (record.number, record.state) == (0, "runs")
 
 
 PULLING = """

@@ -15,7 +15,7 @@ from rankless.extensions.servers.launch import server_process
 from rankless.extensions.servers.launch.processes import ServerProcesses
 from rankless.extensions.servers.launch.server_launches import ServerLaunch
 from rankless.launch.signals import Interrupts
-from rankless.records.events import NO_RANK, ServerExited, ServerRestarted
+from rankless.records.events import NO_RANK, ProcessExited, ProcessRestarted
 
 pytestmark = pytest.mark.slow
 
@@ -159,7 +159,7 @@ class Polled:
 
     def __init__(self, folder: Path, server: str = DURABLE, *, max_restarts: int = 10) -> None:
         self.servers = ServerProcesses(launches(folder, server), max_restarts=max_restarts)
-        self.records: list[ServerExited | ServerRestarted] = []
+        self.records: list[ProcessExited | ProcessRestarted] = []
         with Interrupts() as interrupts:
             self.servers.start(interrupts)
 
@@ -186,15 +186,15 @@ def test_a_restart_leaves_no_descriptor_and_no_process(server_folder: Path):
     try:
         first = polled.servers.list_rows()[0].process_id
         polled.kill()
-        polled.wait_for(ServerExited)
+        polled.wait_for(ProcessExited)
         (row,) = polled.servers.list_rows()
         assert (row.is_restarting, row.process_id != first) == (True, True)
-        polled.wait_for(ServerRestarted)
+        polled.wait_for(ProcessRestarted)
         assert not polled.servers.list_rows()[0].is_restarting
         assert polled.servers.list_process_ids() == {row.process_id}
     finally:
         polled.servers.close()
-    assert [type(record) for record in polled.records] == [ServerExited, ServerRestarted]
+    assert [type(record) for record in polled.records] == [ProcessExited, ProcessRestarted]
     assert os.listdir("/proc/self/fd") == before
     require_nothing_left(server_folder)
 
@@ -204,11 +204,11 @@ def test_a_system_without_files_in_memory_starts_no_server_again(server_folder: 
     polled = Polled(server_folder, SERVER + "assert config['memory_descriptor'] is None\nserve()\nsignal.pause()\n")
     try:
         polled.kill()
-        polled.wait_for(ServerExited)
+        polled.wait_for(ProcessExited)
     finally:
         polled.servers.close()
     (record,) = polled.records
-    assert record == ServerExited(rank=NO_RANK, time_ns=record.time_ns, server=0, exit_code=-signal.SIGKILL)
+    assert record == ProcessExited(rank=NO_RANK, time_ns=record.time_ns, number=0, exit_code=-signal.SIGKILL)
 
 
 def test_a_server_that_the_system_cannot_start_again_has_ended(server_folder: Path, monkeypatch):
@@ -219,12 +219,12 @@ def test_a_server_that_the_system_cannot_start_again_has_ended(server_folder: Pa
     try:
         monkeypatch.setattr(server_process.subprocess, "Popen", refuse)
         polled.kill()
-        polled.wait_for(ServerExited)
+        polled.wait_for(ProcessExited)
         assert not polled.servers.poll()
         assert not polled.servers.list_rows()[0].is_restarting
     finally:
         polled.servers.close()
     (record,) = polled.records
-    assert isinstance(record, ServerExited)
+    assert isinstance(record, ProcessExited)
     assert (record.is_restarted, record.exit_code) == (False, -signal.SIGKILL)
     assert record.note == ", and could not be started again: [Errno 11] Resource temporarily unavailable"

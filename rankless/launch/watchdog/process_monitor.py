@@ -15,10 +15,10 @@ from rankless.records.events import (
     NO_RANK,
     SERVER,
     AnyRecord,
-    ServerExited,
-    ServerLost,
-    ServerObserved,
-    ServerRestarted,
+    ProcessExited,
+    ProcessLost,
+    ProcessObserved,
+    ProcessRestarted,
     ServerState,
 )
 from rankless.records.live.server_activity import ServerActivity
@@ -31,7 +31,7 @@ _RESTARTING = "is being started again"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerStatus:
+class ProcessStatus:
     """What a parameter server does."""
 
     index: int
@@ -55,7 +55,7 @@ class ServerStatus:
         return self.state != "runs"
 
 
-class ServerMonitor:
+class ProcessMonitor:
     """The parameter servers of this host, and on host 0 those of the others.
 
     Args:
@@ -73,29 +73,29 @@ class ServerMonitor:
         self._trackers: dict[Name, ActivityTracker] = {}
         self._pages: dict[Name, int | None] = {}
         self._restarting: set[Name] = set()
-        self._remote: dict[Name, ServerStatus] = {}
+        self._remote: dict[Name, ProcessStatus] = {}
         self._remote_restarting: set[Name] = set()
         self._interrupted_at = float("-inf")
 
     def receive(self, record: AnyRecord, now: float) -> None:
         """Take note of a record about a server of another host."""
-        if isinstance(record, ServerLost):  # also one of this host, whose partner goes on
-            self._remote.pop((record.role, record.server), None)
-            self._remote_restarting.discard((record.role, record.server))
+        if isinstance(record, ProcessLost):  # also one of this host, whose partner goes on
+            self._remote.pop((record.role, record.number), None)
+            self._remote_restarting.discard((record.role, record.number))
             self._interrupted_at = now
-        if not isinstance(record, ServerExited | ServerRestarted | ServerObserved):
+        if not isinstance(record, ProcessExited | ProcessRestarted | ProcessObserved):
             return
-        name = (record.role, record.server)
+        name = (record.role, record.number)
         if name in {row.name for row in self._list_servers()}:
             return
-        if isinstance(record, ServerObserved):
-            self._remote[name] = ServerStatus(
-                role=record.role, index=record.server, doing=record.doing, state=record.state, is_busy=record.is_busy
+        if isinstance(record, ProcessObserved):
+            self._remote[name] = ProcessStatus(
+                role=record.role, index=record.number, doing=record.doing, state=record.state, is_busy=record.is_busy
             )
         else:
             self._interrupted_at = now
             self._remote_restarting.discard(name)
-            if isinstance(record, ServerExited) and record.is_restarted:
+            if isinstance(record, ProcessExited) and record.is_restarted:
                 self._remote_restarting.add(name)
 
     def update(self, now: float) -> None:
@@ -129,50 +129,50 @@ class ServerMonitor:
         """
         return min((now - tracker.tree_idle_since for tracker in self._trackers.values()), default=float("inf"))
 
-    def list_statuses(self, now: float) -> list[ServerStatus]:
+    def list_statuses(self, now: float) -> list[ProcessStatus]:
         """Return what each server does; those that hold up the job come first."""
-        restarting = [ServerStatus(role=name[0], index=name[1], doing=_RESTARTING) for name in self._remote_restarting]
+        restarting = [ProcessStatus(role=name[0], index=name[1], doing=_RESTARTING) for name in self._remote_restarting]
         remote = [each for name, each in self._remote.items() if name not in self._remote_restarting]
         found = [*self._list_own(now), *remote, *restarting]
         named = [replace(each, host=self._host_name((each.role, each.index))) for each in found]
         return sorted(named, key=lambda status: (not status.holds_up, status.role, status.index))
 
-    def make_records(self, now: float) -> Iterator[ServerObserved]:
+    def make_records(self, now: float) -> Iterator[ProcessObserved]:
         """Yield for host 0 what each server of this host does."""
         for each in self._list_own(now):
-            yield ServerObserved(
+            yield ProcessObserved(
                 rank=NO_RANK,
                 time_ns=time.monotonic_ns(),
                 role=each.role,
-                server=each.index,
+                number=each.index,
                 doing=each.doing,
                 state=each.state,
                 is_busy=each.is_busy,
             )
 
-    def _list_own(self, now: float) -> list[ServerStatus]:
+    def _list_own(self, now: float) -> list[ProcessStatus]:
         return [
-            ServerStatus(role=name[0], index=name[1], doing=_RESTARTING)
+            ProcessStatus(role=name[0], index=name[1], doing=_RESTARTING)
             if name in self._restarting
             else _describe(name, tracker, self._pages.get(name), now)
             for name, tracker in self._trackers.items()
         ]
 
 
-def _describe(name: Name, tracker: ActivityTracker, page: int | None, now: float) -> ServerStatus:
+def _describe(name: Name, tracker: ActivityTracker, page: int | None, now: float) -> ProcessStatus:
     stats, (role, index) = tracker.stats, name
     if stats is None or stats.state in "ZX":
-        return ServerStatus(role=role, index=index, doing="has ended")
+        return ProcessStatus(role=role, index=index, doing="has ended")
     if stats.tracer_pid or stats.state == "t":
         doing = f"does not answer: its process {tracker.process_id} is in a debugger"
-        return ServerStatus(role=role, index=index, doing=doing, state="debugged")
+        return ProcessStatus(role=role, index=index, doing=doing, state="debugged")
     if stats.state == "T":
         doing = f"does not answer: it is stopped by a signal (kill -CONT {tracker.process_id} resumes it)"
-        return ServerStatus(role=role, index=index, doing=doing, state="stopped")
+        return ProcessStatus(role=role, index=index, doing=doing, state="stopped")
     how = "is idle" if now - tracker.tree_idle_since > _IDLE_SECONDS else "computes"
     how = "waits for a disk" if stats.state == "D" else how
     doing = f"{how} ({tracker.cpu_percent:.0f} % CPU{_describe_work(page)})"
-    return ServerStatus(role=role, index=index, doing=doing, is_busy=how == "computes")
+    return ProcessStatus(role=role, index=index, doing=doing, is_busy=how == "computes")
 
 
 def _describe_work(page: int | None) -> str:
