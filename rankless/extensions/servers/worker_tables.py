@@ -12,6 +12,7 @@ from rankless.context.world import StartedWorkers
 from rankless.extensions.servers.divided_pushes import PushDivision
 from rankless.extensions.servers.geo_exchange import GeoExchange
 from rankless.extensions.servers.geo_table import GeoTable
+from rankless.extensions.servers.lost_memory import is_server_lost
 from rankless.extensions.servers.own_steps import OwnSteps, StepsOnServers
 from rankless.extensions.servers.replicated_table import Gather, ReplicatedTable
 from rankless.extensions.servers.served_weights import ServedWeights
@@ -25,7 +26,6 @@ from rankless.extensions.servers.service.server_connection import (
 from rankless.extensions.servers.table_training import find_trainings
 from rankless.extensions.servers.tables.row_store import RowStore
 from rankless.extensions.servers.tables.table import Table
-from rankless.records.live.lost_servers import is_server_lost
 
 RECONNECT_SECONDS = 60.0
 """How long a worker waits for a server that has ended. The agent starts it again, or ends the run."""

@@ -1,8 +1,8 @@
 """Which servers of a run are lost for good, and whether others have their tables, so that the run goes on.
 
 Host 0 decides it (`LostServers.cover_hosts` and `cover_processes`), because it attributes failures. It tells the other
-hosts, and each agent tells its workers through memory (`records.live.lost_servers`). See Note [copies of servers] in
-`config.servers`.
+hosts, and each agent tells its workers through memory (`extensions.servers.lost_memory`). See Note [copies of servers]
+in `config.servers`.
 """
 
 import os
@@ -13,10 +13,10 @@ import msgspec
 
 from rankless.config.run_config import AgreedJobConfig
 from rankless.config.servers import ServersConfig, find_original, find_partner
+from rankless.extensions.servers.lost_memory import mark_lost, open_lost_servers
 from rankless.launch.rendezvous.peers import FollowerPeers, LeaderPeer, NoPeers
 from rankless.launch.signals import name_signal
 from rankless.records.events import NO_RANK, AnyRecord, HostLost, Notice, ProcessExited, ProcessLost
-from rankless.records.live.lost_servers import mark_lost, open_lost_servers
 
 NAME = "servers"
 """The name of the role."""

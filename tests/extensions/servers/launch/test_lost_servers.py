@@ -7,10 +7,10 @@ import pytest
 from rankless.config.run_config import AgreedJobConfig, AgreedProcesses
 from rankless.config.servers import ServersConfig
 from rankless.extensions.servers.launch.lost_servers import LostServers
+from rankless.extensions.servers.lost_memory import is_server_lost
 from rankless.launch.rendezvous.peers import NoPeers
 from rankless.launch.supervisor.failure_attribution import attribute_failure
 from rankless.records.events import NO_RANK, AnyRecord, HostLost, Notice, ProcessExited, ProcessLost
-from rankless.records.live.lost_servers import is_server_lost
 
 HOSTS = (1, 2, 2, 1)
 """Server 0 and its copy, server 2, are on the hosts 1 and 2; server 1 and its copy, server 3, on 2 and 1."""
