@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from typing import TextIO
 
 from rankless.config.run_config import RunConfig
-from rankless.launch.elastic.survivors import make_survivors
 from rankless.launch.job_setup import ReadyJob, set_up_job
 from rankless.launch.log_files import make_run_folder
 from rankless.launch.ports import require_own_address
 from rankless.launch.profile import load_profile
+from rankless.launch.recovery.survivors import make_survivors
 from rankless.launch.rendezvous.peers import FollowerPeers, LeaderPeer
 from rankless.launch.roles import ProcessRow
 from rankless.launch.signals import Interrupts, RendezvousInterrupted, name_signal
@@ -82,14 +82,15 @@ def run(
     """
     if config.cluster is None:
         require_own_address(config.master_address)
-    forwarding = load_profile(config.launcher).signal_forwarding
+    profile = load_profile(config.launcher)
+    forwarding = profile.signal_forwarding
     context = context or AgentContext()
     cursor = context.cursor if share_terminal(out, err) else None
     streams = TerminalStreams(out=out, err=err, hide_progress=hide_progress, cursor=cursor)
     with Interrupts(forwarding.numbers if forwarding is not None else ()) as interrupts, _titled(config):
         if config.elastic is not None:
             # Imported here: few runs are elastic.
-            driver = importlib.import_module("rankless.launch.elastic.driver")
+            driver = importlib.import_module(profile.elastic_driver)
             driver_context = driver.DriverContext(
                 interrupts=interrupts, on_record=on_record, notify=streams.notify, writes=streams.writers()
             )

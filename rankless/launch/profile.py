@@ -69,6 +69,11 @@ class LauncherProfile(Protocol):
         return None
 
     @property
+    def elastic_driver(self) -> str:
+        """The module whose `run_elastic(config, elastic, context)` runs elastic jobs, with its `DriverContext`."""
+        return ""
+
+    @property
     def output_hosts(self) -> OutputHosts:
         """Where the terminal shows workers: of host 0 on host 0, of each host on itself, or of all hosts on host 0."""
         return "first"

@@ -5,8 +5,8 @@ import socket
 import pytest
 
 from rankless.errors import CollectiveError
-from rankless.launch.elastic.survivors import SurvivorRounds, WorkerHosts
-from rankless.launch.elastic.worker_channels import WorkerChannels
+from rankless.launch.recovery.survivors import SurvivorRounds, WorkerHosts
+from rankless.launch.recovery.worker_channels import WorkerChannels
 from rankless.launch.rendezvous.peers import NoPeers
 from rankless.records.elastic_messages import (
     RoundEnded,

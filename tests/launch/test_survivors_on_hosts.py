@@ -6,8 +6,8 @@ import socket
 import msgspec
 import pytest
 
-from rankless.launch.elastic.survivors import SurvivorRelay, SurvivorRounds, WorkerHosts
-from rankless.launch.elastic.worker_channels import WorkerChannels
+from rankless.launch.recovery.survivors import SurvivorRelay, SurvivorRounds, WorkerHosts
+from rankless.launch.recovery.worker_channels import WorkerChannels
 from rankless.records.elastic_messages import (
     RoundEnded,
     StateSynced,

@@ -39,6 +39,11 @@ class HorovodrunProfile(LauncherProfile):
         return STOP_GRACE_SECONDS
 
     @property
+    def elastic_driver(self) -> str:
+        """See `rankless.extensions.horovodrun.elastic`."""
+        return "rankless.extensions.horovodrun.elastic.driver"
+
+    @property
     def output_hosts(self) -> OutputHosts:
         """Host 0 shows all workers; other hosts send it their output."""
         return "gathered"

@@ -1,7 +1,7 @@
 """Goes on without lost workers: this process's side of Note [operations] in `context.world`.
 
 The agent ends the round of a lost worker, and starts the next one when all others have asked for it
-(`launch.elastic.survivors`).
+(`launch.recovery.survivors`).
 """
 
 import time

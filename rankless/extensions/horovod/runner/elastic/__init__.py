@@ -1,4 +1,4 @@
 """Host discovery and notifications of elastic jobs, for tools that derive from Horovod's classes.
 
-`rankless.launch.elastic` runs elastic jobs, and does not use these.
+`rankless.extensions.horovodrun.elastic` runs elastic jobs, and does not use these.
 """

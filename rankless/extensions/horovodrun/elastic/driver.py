@@ -11,13 +11,13 @@ from rankless.config.backends import choose_backend
 from rankless.config.elastic import Elastic
 from rankless.config.hosts import LOOPBACK
 from rankless.config.run_config import AgreedJobConfig, RunConfig
-from rankless.launch.elastic.all_workers import AllWorkers, LaunchContext
-from rankless.launch.elastic.discovery import DiscoveredHosts, FixedHosts
-from rankless.launch.elastic.driver_actions import Action, KillAction, StartAction
-from rankless.launch.elastic.membership import JobFailure, JobMembership
-from rankless.launch.elastic.stalled_rounds import StalledRoundDetector
+from rankless.extensions.horovodrun.elastic.all_workers import AllWorkers, LaunchContext
+from rankless.extensions.horovodrun.elastic.discovery import DiscoveredHosts, FixedHosts
+from rankless.extensions.horovodrun.elastic.stalled_rounds import StalledRoundDetector
 from rankless.launch.log_files import make_run_folder, make_run_id
 from rankless.launch.profile import load_profile
+from rankless.launch.recovery.driver_actions import Action, KillAction, StartAction
+from rankless.launch.recovery.membership import JobFailure, JobMembership
 from rankless.launch.signals import Interrupts, name_signal
 from rankless.launch.supervisor.failure_attribution import Verdict, attribute_failure, is_secondary_failure
 from rankless.launch.supervisor.supervisor import (

@@ -19,8 +19,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from rankless.config.elastic import Elastic
-from rankless.launch.elastic.blacklist import Blacklist
-from rankless.launch.elastic.driver_actions import (
+from rankless.launch.recovery.blacklist import Blacklist
+from rankless.launch.recovery.driver_actions import (
     Action,
     ElasticWorker,
     KillAction,
@@ -28,7 +28,7 @@ from rankless.launch.elastic.driver_actions import (
     StartAction,
     WorkerState,
 )
-from rankless.launch.elastic.rank_assignment import assign_round_ranks
+from rankless.launch.recovery.rank_assignment import assign_round_ranks
 from rankless.records.elastic_messages import (
     HostsChanged,
     RankAssignment,

@@ -9,7 +9,7 @@ import msgspec
 
 from rankless.config.run_config import RunConfig
 from rankless.config.worker_config import WorkerLaunch
-from rankless.launch.elastic.stalled_workers import WorkerWatchdog
+from rankless.extensions.horovodrun.elastic.stalled_workers import WorkerWatchdog
 from rankless.launch.supervisor.fork_server_client import ForkServerClient
 from rankless.records.channel import receive_records
 from rankless.records.elastic_messages import (

@@ -12,13 +12,13 @@ from rankless.config.elastic import Elastic
 from rankless.config.environment import exported_variables, loopback_name, user_interfaces
 from rankless.config.hosts import LOOPBACK, interface_of, is_here
 from rankless.config.run_config import AgreedJobConfig, RunConfig
-from rankless.launch.elastic.driver_actions import ElasticWorker
-from rankless.launch.elastic.local_workers import LocalWorkers
-from rankless.launch.elastic.membership import RoundState
-from rankless.launch.elastic.remote_workers import RemoteWorkers
-from rankless.launch.elastic.ssh_protocol import HostTask
+from rankless.extensions.horovodrun.elastic.local_workers import LocalWorkers
+from rankless.extensions.horovodrun.elastic.remote_workers import RemoteWorkers
+from rankless.extensions.horovodrun.elastic.ssh_protocol import HostTask
 from rankless.launch.ports import open_store_socket
 from rankless.launch.profile import load_profile
+from rankless.launch.recovery.driver_actions import ElasticWorker
+from rankless.launch.recovery.membership import RoundState
 from rankless.launch.worker_configs import ElasticSlot, make_elastic_worker
 from rankless.launch.worker_output import Source, WorkerOutputFollower, Write
 from rankless.records.elastic_messages import DriverMessage, RoundEnded, RoundStarted, WorkerMessage

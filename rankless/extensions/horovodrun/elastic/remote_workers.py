@@ -11,8 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 
 from rankless.config.elastic import Elastic
-from rankless.launch.elastic.driver_actions import ElasticWorker
-from rankless.launch.elastic.ssh_protocol import (
+from rankless.extensions.horovodrun.elastic.ssh_protocol import (
     HEARTBEAT_SECONDS,
     HEARTBEAT_TIMEOUT_SECONDS,
     AgentEvent,
@@ -25,6 +24,7 @@ from rankless.launch.elastic.ssh_protocol import (
     SignalWorkers,
     StartWorker,
 )
+from rankless.launch.recovery.driver_actions import ElasticWorker
 from rankless.launch.rendezvous.host_facts import find_version_differences, installed_versions
 from rankless.launch.rendezvous.messages import (
     Heartbeat,
@@ -182,7 +182,7 @@ class RemoteWorkers:
 
 def _start_ssh(host: str, elastic: Elastic, error_descriptor: int) -> subprocess.Popen[bytes]:
     """Start the agent on another host, in the same folder and with the same interpreter as here."""
-    agent_command = shlex.join(python_command("rankless.launch.elastic.host_agent"))
+    agent_command = shlex.join(python_command("rankless.extensions.horovodrun.elastic.host_agent"))
     command = f"cd {shlex.quote(os.getcwd())} && exec {agent_command}"
     port = [] if elastic.ssh_port is None else ["-p", str(elastic.ssh_port)]
     identity = [] if elastic.ssh_identity_file is None else ["-i", elastic.ssh_identity_file]

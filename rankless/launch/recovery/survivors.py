@@ -14,8 +14,8 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from rankless.config.hosts import LOOPBACK
-from rankless.launch.elastic.worker_channels import WorkerChannels
 from rankless.launch.job_setup import ReadyJob
+from rankless.launch.recovery.worker_channels import WorkerChannels
 from rankless.launch.rendezvous.peers import FollowerPeers, LeaderPeer, NoPeers
 from rankless.launch.signals import name_signal
 from rankless.launch.supervisor.failure_attribution import is_secondary_failure

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from support.jobs import wait_until
 
-from rankless.launch.elastic import discovery
-from rankless.launch.elastic.discovery import DiscoveredHosts
+from rankless.extensions.horovodrun.elastic import discovery
+from rankless.extensions.horovodrun.elastic.discovery import DiscoveredHosts
 
 
 def write_script(folder: Path, text: str) -> str:

@@ -14,8 +14,8 @@ from rankless.config import environment
 from rankless.config.hosts import interface_of
 from rankless.config.validation import make_run_config
 from rankless.errors import RanklessError
-from rankless.launch.elastic.local_workers import LocalWorkers
-from rankless.launch.elastic.ssh_protocol import (
+from rankless.extensions.horovodrun.elastic.local_workers import LocalWorkers
+from rankless.extensions.horovodrun.elastic.ssh_protocol import (
     HEARTBEAT_SECONDS,
     HEARTBEAT_TIMEOUT_SECONDS,
     AgentCommand,

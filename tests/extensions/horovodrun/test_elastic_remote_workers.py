@@ -16,15 +16,15 @@ from support.jobs import wait_until
 
 from rankless.config.elastic import Elastic
 from rankless.config.run_config import AgreedJobConfig, Program, RunRequest
-from rankless.launch.elastic.driver_actions import ElasticWorker
-from rankless.launch.elastic.remote_workers import RemoteWorkers
-from rankless.launch.elastic.ssh_protocol import HostTask
+from rankless.extensions.horovodrun.elastic.remote_workers import RemoteWorkers
+from rankless.extensions.horovodrun.elastic.ssh_protocol import HostTask
+from rankless.launch.recovery.driver_actions import ElasticWorker
 from rankless.launch.rendezvous.host_facts import installed_versions
 from rankless.records.events import Exited
 
 OTHER_AGENT = """
 import os, sys
-from rankless.launch.elastic.ssh_protocol import AgentReady, PipeConnection
+from rankless.extensions.horovodrun.elastic.ssh_protocol import AgentReady, PipeConnection
 versions = {versions!r}
 ready = AgentReady(address="10.7.0.2", interface="eth0", driver_address="10.7.0.1", versions=versions)
 PipeConnection(0, 1).send(ready)

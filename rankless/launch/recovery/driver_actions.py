@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import Enum
 
-from rankless.launch.elastic.rank_assignment import RankCandidate
+from rankless.launch.recovery.rank_assignment import RankCandidate
 from rankless.records.elastic_messages import DriverMessage
 
 

@@ -1,7 +1,0 @@
-"""Elastic jobs: workers die, hosts leave and join, and the training continues with the workers that are there.
-
-A `RunConfig` with an `elastic` part enters, and an exit code leaves. `launch.agent` calls `driver`, which joins the
-parts: `discovery` finds the hosts and their slots, `blacklist` excludes hosts where workers keep failing, `membership`
-decides which workers are in which round, `rank_assignment` gives them ranks, and `all_workers` starts them and passes
-messages.
-"""

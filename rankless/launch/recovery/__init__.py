@@ -1,0 +1,7 @@
+"""Which workers a run continues with after some of them, or their hosts, are lost: the agent's side.
+
+`survivors` decides it for a run whose number of workers is fixed. `membership` decides which workers are in which round
+of a job that workers and hosts join and leave; `blacklist` excludes hosts where workers keep failing, and
+`rank_assignment` gives ranks. `worker_channels` carries messages to and from workers. `runtime.recovery` is the
+worker's side.
+"""
