@@ -1,6 +1,7 @@
-"""Options of `rankless run` that extensions declare. Their modules are not imported to parse a command line."""
+"""Options of `rankless run`, `plan` and `verify` that extensions declare. Parsing imports no module of theirs."""
 
 import argparse
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,11 +11,17 @@ _TYPES: Mapping[str, Callable[[str], Any]] = {"text": str, "int": int, "float": 
 
 
 def add_extension_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of all extensions to `parser`, a group for each."""
+    """Add the options of all extensions to `parser`, a group for each.
+
+    Leaves out an option that Rankless or another extension has: a package must not keep commands from working.
+    """
     for extension in list_extensions():
         group = parser.add_argument_group(extension.name) if extension.options else None
         for name, option in extension.options.items():
             assert group is not None
+            if f"--{name}" in parser._option_string_actions:
+                print(f"rankless: the extension {extension.name} has no --{name}: it exists already", file=sys.stderr)
+                continue
             dest = _destination(extension.name, name)
             if option.type == "flag":
                 group.add_argument(f"--{name}", dest=dest, action="store_true", default=None, help=option.help)
@@ -33,7 +40,7 @@ def read_extension_options(arguments: argparse.Namespace) -> dict[str, dict[str,
         extension.name: {
             name: given[_destination(extension.name, name)]
             for name in extension.options
-            if given[_destination(extension.name, name)] is not None
+            if given.get(_destination(extension.name, name)) is not None
         }
         for extension in list_extensions()
     }

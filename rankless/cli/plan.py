@@ -7,6 +7,7 @@ import tempfile
 
 import msgspec
 
+from rankless.cli.extension_options import add_extension_options, read_extension_options
 from rankless.cli.host_options import LOG_FOLDER_HELP
 from rankless.cli.json_output import add_json_option, make_json_header, read_json_destination
 from rankless.cli.picture_option import PICTURE_HELP, read_picture_path
@@ -69,6 +70,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_program_options(parser)
 
 
+def add_declared_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that extensions declare. Called for the help, and for a command line with an unknown option."""
+    add_extension_options(parser)
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan of the jobs; return 0, or 1 if the script fails."""
     program, destination = read_program(arguments), read_json_destination(arguments)
@@ -115,6 +121,7 @@ def _read_request(arguments: argparse.Namespace) -> RunRequest:
         worker_count=workers + requested.heterogeneous,
         heterogeneous_workers=requested.heterogeneous,
         servers=servers,
+        options=read_extension_options(arguments),
     )
     if request.worker_count < 2:
         raise ConfigError(

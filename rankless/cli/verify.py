@@ -10,6 +10,7 @@ from typing import get_args
 
 import msgspec
 
+from rankless.cli.extension_options import add_extension_options, read_extension_options
 from rankless.cli.host_options import LOG_FOLDER_HELP, add_host_options, make_cluster
 from rankless.cli.json_output import add_json_option, make_json_header, read_json_destination
 from rankless.cli.program_options import PLAN_HELP, add_backend_option, add_program_options, read_program
@@ -18,7 +19,7 @@ from rankless.config.environment import default_log_folder
 from rankless.config.mesh_option import MESH_HELP, parse_mesh
 from rankless.config.plan_file import count_default_workers, find_plan
 from rankless.config.run_config import Cluster, Precision, Program, RunRequest
-from rankless.config.validation import check_program, check_servers, choose_run_mesh
+from rankless.config.validation import check_options, check_program, check_servers, choose_run_mesh
 from rankless.errors import ConfigError
 from rankless.launch.agent import make_job_runner
 from rankless.launch.supervisor.fork_server_pool_client import ForkServerPoolClient
@@ -88,6 +89,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_program_options(parser)
 
 
+def add_declared_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that extensions declare. Called for the help, and for a command line with an unknown option."""
+    add_extension_options(parser)
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Print the verdict and what led to it; return the verdict's exit code."""
     program = read_program(arguments)
@@ -98,7 +104,12 @@ def run(arguments: argparse.Namespace) -> int:
     requested = read_workers(arguments)
     cluster, workers = _read_cluster(arguments, requested)
     plan = None if arguments.plan is None else find_plan(arguments.plan, program, workers=workers)
-    kinds = RunRequest(worker_count=workers, heterogeneous_workers=requested.heterogeneous, servers=servers)
+    kinds = RunRequest(
+        worker_count=workers,
+        heterogeneous_workers=requested.heterogeneous,
+        servers=servers,
+        options=read_extension_options(arguments),
+    )
     _check_workers(msgspec.structs.replace(kinds, mesh=arguments.mesh, plan=plan), cluster)
     with_servers = "" if servers is None else f" with {format_count(servers.count, 'server')}"
     _tell(f"rankless verify: {_describe_program(program)}, on 1 and on {workers} workers{with_servers}, seed {seed}")
@@ -112,6 +123,7 @@ def run(arguments: argparse.Namespace) -> int:
             backend=arguments.backend,
             cluster=cluster,
             servers=servers,
+            options=kinds.options,
             heterogeneous_workers=requested.heterogeneous,
             log_folder=arguments.log_dir,
             show=arguments.show,
@@ -160,6 +172,7 @@ def _check_options(arguments: argparse.Namespace) -> None:
 def _check_workers(request: RunRequest, cluster: Cluster | None) -> None:
     """Raise `ConfigError` for workers and servers that the run on several workers cannot have."""
     check_servers(request, cluster)
+    check_options(request)
     choose_run_mesh(request, cluster)
 
 

@@ -129,7 +129,7 @@ class Failures(_Declared):
 
 @dataclass(frozen=True, kw_only=True)
 class Option(_Declared):
-    """An option `--NAME` of `rankless run`."""
+    """An option `--NAME` of `rankless run`, `plan` and `verify`, which the runs on several workers of these get."""
 
     help: str
     type: str = "text"
@@ -326,6 +326,8 @@ def _convert(content: Mapping[str, Any]) -> dict[str, Any]:
             found[name] = kind(**lists)
     found["commands"] = {name: Command(**command) for name, command in content.get("commands", {}).items()}
     found["options"] = {name: Option(**option) for name, option in content.get("options", {}).items()}
+    if wrong := [name for name in found["options"] if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name)]:
+        raise TypeError(f"options.{wrong[0]!r}, which is no name of an option, such as log-dir")
     found["sockets"] = tuple(
         ListeningSocket(**{**socket, "kinds": tuple(socket.get("kinds", ()))}) for socket in content.get("sockets", ())
     )

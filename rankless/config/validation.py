@@ -109,7 +109,13 @@ def check_options(request: RunRequest) -> None:
     """Raise `ConfigError` for options of extensions that the run cannot have."""
     for name, options in request.options.items():
         extension = find_extension(name)
-        if extension is not None and extension.options_check:
+        if extension is None:  # another host has requested the run
+            raise ConfigError(
+                expected=f"the extension {name!r}, whose options the run has, on every host",
+                found="none of that name in the environment of this host",
+                fix="install it here too",
+            )
+        if extension.options_check:
             importlib.import_module(extension.options_check).check(options, request)
 
 

@@ -18,7 +18,6 @@ from typing import Any
 
 from rankless.config.extensions import find_extension
 from rankless.config.run_config import AgreedJobConfig, AgreedProcesses, RunConfig
-from rankless.errors import ConfigError
 from rankless.launch.rendezvous.control_server import ControlServer
 from rankless.launch.rendezvous.host_facts import HostFacts, RoleFacts
 from rankless.launch.rendezvous.peers import FollowerPeers, LeaderPeer, NoPeers
@@ -191,12 +190,8 @@ def make_roles(config: RunConfig) -> tuple[ProcessRole, ...]:
     found = []
     for name in config.roles:
         extension = find_extension(name)
-        if extension is None or extension.role is None:
-            raise ConfigError(
-                expected="an installed extension that starts these processes",
-                found=f"none called {name!r}",
-                fix="install it in the environment of this host too",
-            )
+        assert extension is not None
+        assert extension.role is not None
         found.append(importlib.import_module(extension.role.module).make_role(config))
     return tuple(found)
 

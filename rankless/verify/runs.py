@@ -4,11 +4,11 @@ import io
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, TextIO
+from typing import Any, Literal, TextIO
 
 from rankless.config.run_config import (
     Cluster,
@@ -62,6 +62,8 @@ class VerifyRuns:
     """The hosts of the runs on several workers; None for this host alone."""
     servers: RequestedServers | None = None
     """The parameter servers of the runs on several workers; the run on one worker has none."""
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """The options of extensions of the runs on several workers."""
     log_folder: str = "log"
     show: bool = False
     plan: PlanFile | None = None
@@ -172,6 +174,7 @@ class VerifyRuns:
                 observation=observation,
                 cluster=self.cluster if workers > 1 else None,
                 servers=self.servers if name == "many" else None,
+                options=self.options if workers > 1 else {},
                 heterogeneous_workers=self.heterogeneous_workers if workers > 1 else 0,
             ),
         )

@@ -99,6 +99,9 @@ def test_its_command_is_one_of_rankless(installed: Path):
         ("variables = [3]", "variables = (3,)"),
         ("launcher = 3", "launcher = 3"),
         ("[failures]\nsecondary = ['(']", "unterminated subpattern"),
+        ("[options.Log_Dir]\nhelp = 'A folder.'", "options.'Log_Dir', which is no name of an option"),
+        ("[options.log]\nhelp = 'A folder.'\ntype = 'path'", "type = 'path', which is none of text"),
+        ("[role]\nmodule = 'other.role'", "missing 1 required keyword-only argument: 'title'"),
         ("[failures]\nstalled = 'no group'", "has not two groups"),
     ],
 )

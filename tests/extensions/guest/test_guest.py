@@ -104,6 +104,40 @@ def test_its_options_are_checked_before_any_process_starts(words, found, install
     assert not (tmp_path / "log").exists()
 
 
+def test_verify_and_plan_take_its_options_too(installed, tmp_path):
+    start(installed, tmp_path, "--help").communicate()  # writes the script
+    for words, shown in ((["verify"], "same training: 3 steps"), (["plan", "--steps", "2"], "each worker sends")):
+        command = [sys.executable, "-m", "rankless", *words, "-n", "2", "--clocks", "1", "script.py"]
+        done = subprocess.run(command, cwd=tmp_path, env=installed, capture_output=True, text=True)
+        assert (done.returncode, shown in done.stdout) == (0, True), done.stdout + done.stderr
+    assert [log.read_text() for log in tmp_path.glob("log/*/clock0.log")].count("counted 6\n") >= 1
+
+
+@pytest.mark.exhaustive
+def test_two_roles_of_a_run_have_the_same_numbers(installed, tmp_path):
+    """The processes are `server 0` and `clock 0`; a clock's end is not taken for a server's."""
+    pytest.importorskip("zmq")
+    job = start(
+        installed, tmp_path, "-n", "2", "--servers", "1", "--clocks", "1", "--clock-lifetime", "20", steps=10**6
+    )
+    errors = job.communicate()[1]
+    assert job.returncode == 7, errors
+    assert re.search(r"^ +process +pid.*\n +server 0 .*\n +clock 0 ", errors, re.MULTILINE), errors
+    assert "rankless: clock 0 ended with exit code 7 while workers ran\n" in errors
+
+
+def test_an_option_that_exists_already_is_left_out(installed, tmp_path):
+    folder = tmp_path / "packages/seeds"
+    folder.mkdir()
+    (folder / "__init__.py").touch()
+    (folder / "extension.toml").write_text("[options.seed]\nhelp = 'A seed.'\n[options.seeds]\nhelp = 'More.'\n")
+    (tmp_path / "packages/clocks-1.0.dist-info/entry_points.txt").write_text("[rankless.extensions]\nseeds = seeds\n")
+    job = start(installed, tmp_path, "--seed", "1", "--seeds", "2", steps=1)
+    errors = job.communicate()[1]
+    assert job.returncode == 0, errors
+    assert errors.startswith("rankless: the extension seeds has no --seed: it exists already\n")
+
+
 def test_the_help_shows_its_options_without_an_import(installed, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(
         "import atexit, sys\natexit.register(lambda: print('clocks' in sys.modules))\n"
