@@ -28,7 +28,6 @@ from rankless.errors import ConfigError, RanksDiverged
 from rankless.parallel.mesh import Mesh
 
 SHOWN = 5
-PROBED = 3
 FAULTY_FRACTION = 0.1
 """Fraction of equal rows from which on the check fails."""
 DISJOINT_SAMPLES = "every rank to get different samples"

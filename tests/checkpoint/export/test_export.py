@@ -145,7 +145,7 @@ def test_tensors_in_pieces_are_exported_whole(tmp_path, monkeypatch):
 
 SMALL_MEMORY = """
 import resource, sys
-import rankless.checkpoint.safetensors_export, rankless.checkpoint.safetensors_export
+import rankless.checkpoint.safetensors_export
 from rankless.cli import main
 used = int(next(line for line in open("/proc/self/status") if line.startswith("VmData:")).split()[1]) << 10
 resource.setrlimit(resource.RLIMIT_DATA, (used + int(sys.argv[1]),) * 2)

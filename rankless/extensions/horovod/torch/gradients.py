@@ -10,7 +10,8 @@ MiB, and 30 ms with 4 MiB.
 """
 
 import threading
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +19,13 @@ import torch
 from torch.autograd import Variable
 
 from rankless.extensions.horovod import context
+from rankless.extensions.horovod.common.process_sets import ProcessSet
+from rankless.extensions.horovod.common.util import split_list
 from rankless.extensions.horovod.engine.operation_scheduler import OperationScheduler
 from rankless.extensions.horovod.engine.requests import EngineRequest, OperationKind
 from rankless.extensions.horovod.exceptions import HorovodInternalError
-from rankless.extensions.horovod.torch.backward_passes import BackwardPasses
 from rankless.extensions.horovod.torch.compression import Compressor
-from rankless.extensions.horovod.torch.gradient_groups import GradientGroup
+from rankless.extensions.horovod.torch.functions import broadcast_object
 from rankless.extensions.horovod.torch.operations.checks import resolve_set_id, validate_tensor
 from rankless.extensions.horovod.torch.operations.handles import make_group_requests
 from rankless.extensions.horovod.torch.operations.reduction_rule import ReductionRule
@@ -52,6 +54,59 @@ class SentGradient:
     """The tensor that is sent, and receives the result. Often it is the gradient itself."""
     context: Any
     """The compressor's context."""
+
+
+Groups = int | Sequence[Sequence[torch.Tensor]]
+
+
+class GradientGroup:
+    """Parameters whose gradients are reduced together once all of them are complete."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self.parameters = tuple(parameters)
+        self.missing = len(self.parameters)
+        """The number of gradients that are not complete."""
+
+    def restart(self) -> None:
+        """Mark all gradients as incomplete, as after a step."""
+        self.missing = len(self.parameters)
+
+
+def check_groups(groups: Groups | None) -> None:
+    """Raise ValueError unless groups are a positive number, or lists that contain each tensor at most once."""
+    if groups is None:
+        return
+    if not isinstance(groups, list):
+        if not (isinstance(groups, int) and groups > 0):
+            raise ValueError("groups should be a non-negative integer or a list of list of torch.Tensor.")
+        return
+    seen: set[int] = set()
+    for parameter in (parameter for group in groups for parameter in group):
+        if not isinstance(parameter, torch.Tensor):
+            raise ValueError("groups must consist of torch.Tensor.")
+        if id(parameter) in seen:
+            raise ValueError("A parameter can only appear once in groups.")
+        seen.add(id(parameter))
+
+
+def make_groups(
+    groups: Groups | None, names: Mapping[torch.Tensor, str], process_set: ProcessSet
+) -> dict[torch.Tensor, GradientGroup]:
+    """Return the group of each parameter that has one.
+
+    A number is the number of groups, of about equally many parameters each. Parameters in no list are reduced alone.
+    The groups are the same on all ranks, although ranks may order their parameters differently.
+    """
+    if groups is None:
+        return {}
+    by_name = {name: parameter for parameter, name in names.items()}
+    if isinstance(groups, int):
+        order = broadcast_object(list(by_name), process_set.ranks[0], "gradient_groups", process_set)
+        parts: Sequence[Sequence[torch.Tensor]] = split_list([by_name[name] for name in order], groups)
+    else:
+        parts = [[parameter for parameter in group if parameter in names] for group in groups]
+    gradient_groups = [GradientGroup(part) for part in parts if part]
+    return {parameter: group for group in gradient_groups for parameter in group.parameters}
 
 
 class GradientReduction:
@@ -266,3 +321,86 @@ class GradientReduction:
             gradient.zero_().add_(result if result.is_sparse else result.to_sparse())
         else:
             gradient.copy_(result)
+
+
+TOO_MANY = (
+    "Gradients were computed more than backward_passes_per_step times before call to step(). "
+    "Increase backward_passes_per_step to accumulate gradients locally."
+)
+
+
+class BackwardPasses:
+    """Counts the passes of each parameter with hooks, which it removes at its end.
+
+    Args:
+        parameters: The parameters to watch.
+        passes: The number of passes that make a gradient complete.
+        on_complete: Called with the parameter when its gradient is complete.
+    """
+
+    def __init__(
+        self, parameters: Iterable[torch.Tensor], passes: int, on_complete: Callable[[torch.Tensor], None]
+    ) -> None:
+        self.has_gradients = False
+        """Whether backward has computed a gradient since the last `restart`."""
+        self._passes = passes
+        self._on_complete = on_complete
+        self._remaining: dict[torch.Tensor, int] = {}
+        hooks: list[Any] = []
+        self._hooks = hooks
+        # A parameter outlives the optimizers made for it. Their hooks must not keep them alive.
+        self._finalizer = weakref.finalize(self, lambda: [hook.remove() for hook in hooks])
+        self.watch(parameters)
+
+    def watch(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Count the passes of further parameters, from the next pass on."""
+        reference = weakref.ref(self)
+        for parameter in parameters:
+            self._remaining[parameter] = self._passes
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(_make_hook(reference)))
+
+    @property
+    def remaining(self) -> dict[torch.Tensor, int]:
+        """How many passes each parameter still needs."""
+        return self._remaining
+
+    @property
+    def passes(self) -> int:
+        """The number of passes that make a gradient complete. Setting it restarts the count."""
+        return self._passes
+
+    @passes.setter
+    def passes(self, passes: int) -> None:
+        self._passes = passes
+        self._remaining = dict.fromkeys(self._remaining, passes)
+
+    def get_incomplete(self) -> list[torch.Tensor]:
+        """Return the parameters whose gradients are not complete."""
+        return [parameter for parameter, remaining in self._remaining.items() if remaining > 0]
+
+    def restart(self) -> None:
+        """Restart the count, as after a step."""
+        self._remaining = dict.fromkeys(self._remaining, self._passes)
+        self.has_gradients = False
+
+    def count(self, parameter: torch.Tensor) -> None:
+        """Count a pass that has computed the parameter's gradient."""
+        remaining = self._remaining[parameter] - 1
+        if remaining < 0:
+            raise AssertionError(TOO_MANY)
+        gradient = parameter.grad
+        if gradient is None or gradient.requires_grad:
+            raise AssertionError("Gradients that have gradients themselves (create_graph=True) cannot be reduced.")
+        self._remaining[parameter] = remaining
+        self.has_gradients = True
+        if remaining == 0:
+            self._on_complete(parameter)
+
+
+def _make_hook(passes: weakref.ref[BackwardPasses]) -> Callable[[torch.Tensor], None]:
+    def count_pass(parameter: torch.Tensor) -> None:
+        counter = passes()
+        if counter is not None:
+            counter.count(parameter)
+
+    return count_pass

@@ -71,8 +71,7 @@ from rankless.extensions.horovod.torch.operations.broadcast import (
     broadcast_async,
     broadcast_async_,
 )
-from rankless.extensions.horovod.torch.operations.handles import poll, synchronize
-from rankless.extensions.horovod.torch.operations.join import barrier, join
+from rankless.extensions.horovod.torch.operations.handles import barrier, join, poll, synchronize
 from rankless.extensions.horovod.torch.operations.reducescatter import (
     GroupedReducescatter,
     Reducescatter,

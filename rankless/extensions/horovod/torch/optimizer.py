@@ -19,10 +19,15 @@ from rankless.extensions.horovod.common.basics import size
 from rankless.extensions.horovod.common.builds import rocm_built
 from rankless.extensions.horovod.common.process_sets import ProcessSet, global_process_set
 from rankless.extensions.horovod.engine.requests import EngineRequest, OperationKind, ReduceOpCode
-from rankless.extensions.horovod.torch.backward_passes import BackwardPasses
 from rankless.extensions.horovod.torch.compression import Compression, Compressor
-from rankless.extensions.horovod.torch.gradient_groups import Groups, check_groups, make_groups
-from rankless.extensions.horovod.torch.gradients import GradientReduction, GradientRule
+from rankless.extensions.horovod.torch.gradients import (
+    BackwardPasses,
+    GradientReduction,
+    GradientRule,
+    Groups,
+    check_groups,
+    make_groups,
+)
 from rankless.extensions.horovod.torch.operations.checks import validate_tensor
 from rankless.extensions.horovod.torch.operations.reduction_rule import Adasum, Average, make_reduction_rule
 from rankless.extensions.horovodrun.launched_worker import horovod_variables

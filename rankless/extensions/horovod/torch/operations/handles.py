@@ -8,7 +8,7 @@ import torch
 from torch.autograd import Function
 
 from rankless.extensions.horovod import context
-from rankless.extensions.horovod.common.process_sets import ProcessSet
+from rankless.extensions.horovod.common.process_sets import ProcessSet, global_process_set
 from rankless.extensions.horovod.engine.requests import GROUPED_PREFIX, EngineRequest, OperationKind
 from rankless.extensions.horovod.torch.operations.checks import resolve_set_id
 
@@ -117,3 +117,24 @@ def _convert_result(result: Any) -> Any:
 def apply_function(function: type[Function], *arguments: Any) -> Any:
     """Call `forward` and return its result, so that autograd calls `backward`."""
     return function.apply(*arguments)
+
+
+SHARED_NAME = "noname"
+"""One name for all calls, so that ranks with different counts of unnamed operations match."""
+
+
+def join(device: int = -1) -> int:
+    """Wait until all ranks have joined, and return the rank that joined last.
+
+    Until then this rank takes part in the others' allreduces with zeros. An Average still divides by all ranks.
+
+    Args:
+        device: Ignored. Horovod allocates the zeros on this device. Rankless allocates them where they are needed.
+    """
+    last_rank: int = synchronize(submit(OperationKind.JOIN, SHARED_NAME, global_process_set, dict))
+    return last_rank
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Wait until all ranks of the process set have called this."""
+    synchronize(submit(OperationKind.BARRIER, SHARED_NAME, process_set, dict))
