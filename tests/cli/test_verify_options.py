@@ -100,6 +100,7 @@ def test_a_script_that_ends_on_its_own_is_not_reported_as_stopped(tmp_path: Path
     assert report["failure"]
 
 
+@pytest.mark.exhaustive
 def test_a_tolerance_decides_and_is_printed_with_the_noise_floor(tmp_path: Path) -> None:
     job, report = verify(tmp_path, "--steps", "2", "--tolerance", "1e-3")
     assert job.returncode == 0, job.stdout + job.stderr

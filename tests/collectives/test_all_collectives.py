@@ -31,7 +31,7 @@ if not GPUS:
     WITH_NCCL = [pytest.param("all cases", False, marks=pytest.mark.skip(reason=why))]
 
 
-@pytest.mark.ci_sample(40)
+@pytest.mark.ci_sample(41)
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("whole", [True, False], ids=["all ranks", "a group"])
 @pytest.mark.parametrize(("case", "asynchronous"), WAYS)

@@ -112,7 +112,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.ci_sample(12)
+@pytest.mark.ci_sample(13)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_numbers_depend_on_the_logical_place_and_not_on_memory(name, dtype):

@@ -69,7 +69,7 @@ def words():
     return loss, {"model": model}, lambda rows: [torch.randint(0, 9, (rows, 4))]
 
 
-@pytest.mark.ci_sample(4)
+@pytest.mark.ci_sample(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("build", [encoder, pictures, words])
 @pytest.mark.parametrize("rows", [2, 3, 5, 8, 13])

@@ -73,7 +73,7 @@ def test_every_schedule_gives_the_same(options: Mapping[str, Any]) -> None:
     assert_same_as_plain(make_results(), options, trains=False)
 
 
-@pytest.mark.ci_sample(4)
+@pytest.mark.ci_sample(5)
 @pytest.mark.parametrize("options", KINDS, ids=str)
 @pytest.mark.parametrize("make", PLAIN + LAYOUTS, ids=lambda make: make.__name__)
 def test_workers_of_a_stage_that_take_turns_give_the_same(make: Callable[[], Case], options: Mapping[str, Any]) -> None:
@@ -111,7 +111,7 @@ def draw_per_sample(model: nn.Sequential, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(model[2:](model[0](x) * torch.rand(x.shape[0], 1)) * torch.rand(4), y)
 
 
-@pytest.mark.ci_sample(5)
+@pytest.mark.ci_sample(7)
 @pytest.mark.parametrize("job", [mix, drop, mask], ids=lambda job: job.__name__)
 @pytest.mark.parametrize("options", ALL[:3] + KINDS[:2], ids=str)
 def test_a_pipeline_draws_the_numbers_of_one_device(job: Job, options: Mapping[str, Any]) -> None:

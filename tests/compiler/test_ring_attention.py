@@ -116,7 +116,7 @@ MORE_HEADS = [
 ]
 
 
-@pytest.mark.ci_sample(13)
+@pytest.mark.ci_sample(17)
 @pytest.mark.parametrize(
     ("heads", "keys", "length", "other", "is_causal", "ranks"),
     [*((*case, ranks) for case, ranks in product(CASES, (2, 3, 4))), *MORE_HEADS],

@@ -38,7 +38,7 @@ def list_moves(outcome):
     return [item for item in outcome.local.collectives if item.purpose in ("input", "operator") and item.bytes > 16]
 
 
-@pytest.mark.ci_sample(2)
+@pytest.mark.ci_sample(3)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("form", FORMS)
 def test_a_mixture_is_the_same_training_and_no_token_moves(form, mesh):

@@ -45,7 +45,7 @@ def assert_continued(case: str, batches: int, passes: list[Any], position: int) 
         assert passes == [(second[batches:], drawn_after), third], case
 
 
-@pytest.mark.ci_sample(22)
+@pytest.mark.ci_sample(23)
 @pytest.mark.parametrize("batches", [0, 1, 2])
 @pytest.mark.parametrize("case", CASES | STREAM_CASES)
 def test_on_one_worker_a_resumed_pass_equals_an_uninterrupted_one(case, batches):

@@ -106,6 +106,7 @@ def test_ctrl_c_prints_one_line_and_the_logs_have_the_tracebacks(tmp_path: Path)
     assert "KeyboardInterrupt" in (tmp_path / "log" / "latest" / "rank1.log").read_text()
 
 
+@pytest.mark.exhaustive
 def test_ctrl_c_while_the_workers_start_prints_one_line(tmp_path: Path) -> None:
     # The fork server still imports torch. The workers that it forks then find the interrupt in the first line.
     job = start_script("import time; time.sleep(60); print('never')", "-n", "2", folder=tmp_path)

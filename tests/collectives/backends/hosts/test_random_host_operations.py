@@ -84,7 +84,7 @@ def reduce_random_values(mesh: Mesh, hosts: str, dtype: torch.dtype, count: int)
     return found
 
 
-@pytest.mark.ci_sample(6)
+@pytest.mark.ci_sample(7)
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("count", [5, 700_001])

@@ -183,6 +183,7 @@ with ServerClient(config.servers, worker=config.rank, worker_count=config.world_
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_job_whose_server_is_stopped_ends_and_names_the_server(tmp_path: Path):
     pytest.importorskip("zmq")

@@ -89,6 +89,7 @@ def test_an_interrupted_job_ends_its_servers(number: int, tmp_path: Path):
     assert "server 1 ends\n" in (tmp_path / "log" / "latest" / "server1.log").read_text()
 
 
+@pytest.mark.exhaustive
 def test_servers_end_with_an_agent_that_is_killed(tmp_path: Path):
     job = start(tmp_path)
     abandoned = Path((tmp_path / "addresses0").read_text().split()[0].removeprefix("ipc://")).parent

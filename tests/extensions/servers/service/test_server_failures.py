@@ -145,7 +145,7 @@ def test_a_client_may_connect_before_its_server_listens(tmp_path):
     processes[0].close()
 
 
-@pytest.mark.ci_sample(2)
+@pytest.mark.ci_sample(3)
 @pytest.mark.parametrize("tcp", [False, True])
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_killed_server_is_named_within_seconds(tmp_path, killed, tcp):

@@ -51,7 +51,7 @@ def colliding_ids(count: int) -> list[int]:
     return found
 
 
-@pytest.mark.ci_sample(4)
+@pytest.mark.ci_sample(5)
 @pytest.mark.parametrize("shard_bits", [0, 1, 4])
 @pytest.mark.parametrize("seed", range(4))
 def test_random_changes_leave_what_a_dictionary_has(shard_bits, seed):
