@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "packages/rankless-oneflow"
 PAGES = [*ROOT.parents[0].glob("shared/seeds/004_*.txt"), *ROOT.parents[1].glob("shared/seeds/004_*.txt")]
-"""OneFlow's page on its two views, beside the repository or the folder of its worktrees. We do not have it."""
+"""OneFlow's page on its two views, where it lies beside the repository, or beside the folder of its worktrees."""
 
 
 def make_environment(folder: Path) -> Path:

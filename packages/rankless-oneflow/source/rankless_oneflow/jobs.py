@@ -168,7 +168,7 @@ class GlobalFunction:
 
 
 def _make_body(function: Callable[..., Any], variables: Variables, *, trains: bool) -> Callable[..., Any]:
-    """Return the function of Rankless's job: it returns the loss and the function's result, or that alone."""
+    """Return the function of Rankless's job: it returns the loss, if it trains, and the function's result."""
 
     def body(*blobs: Tensor) -> tuple[Any, ...]:
         return _run(function, RunCall(variables, trains=trains), blobs)
@@ -183,7 +183,8 @@ def _make_body(function: Callable[..., Any], variables: Variables, *, trains: bo
 def _run(function: Callable[..., Any], call: RunCall, blobs: Sequence[Tensor]) -> tuple[Any, ...]:
     with during(call):
         result = function(*blobs)
-    return (call.loss(), result) if call.trains else (result,)
+    loss = call.loss() if call.trains else result
+    return (loss,) if result is loss else (loss, result)  # a result that is the loss need not be gathered twice
 
 
 def _prepare(value: Any) -> Any:
