@@ -87,7 +87,6 @@ def test_every_batch_is_trained_once_by_one_worker(tmp_path, workers, mode):
     assert sorted(found["order"]) == list(range(37))
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("workers", [3, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_geo_has_the_mean_of_what_workers_train_between_meetings(tmp_path, workers):
     found = train(tmp_path, SHARED, 0, "saved", workers=workers, mode="geo")

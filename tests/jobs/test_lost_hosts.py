@@ -283,7 +283,6 @@ def test_status_shows_a_lost_host_and_copies(hosts: Hosts, tmp_path: Path):
 ONE_HOST = ("run", "--servers", "1", "--replicas", "1", "--workers", "2", "--server-restarts", "0", "--no-progress")
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("server", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_a_run_goes_on_without_a_server_that_is_not_started_again(server: int, tmp_path: Path, plain):
     done = rankless(*ONE_HOST, str(SCRIPT), "--steps", str(STEPS), "--kill", f"5:{server}", folder=tmp_path)

@@ -36,7 +36,7 @@ MORE_MESHES = (
 )
 
 
-@pytest.mark.exhaustive
+@pytest.mark.ci_sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "mesh", "options", "setting"),

@@ -96,7 +96,7 @@ assert torch.equal(table.list_rows()["rows"], rows)
 """
 
 
-@pytest.mark.exhaustive
+@pytest.mark.ci_sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "before", "readers"),

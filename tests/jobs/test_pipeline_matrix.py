@@ -17,7 +17,7 @@ PRODUCT = [
 ]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.ci_sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "mesh", "schedule", "setting"),

@@ -153,7 +153,7 @@ def expected(phase: str, fault: str) -> str:
     return KILLED.get(phase, "was killed by signal 9")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize(("phase", "fault", "who", "host_count"), CASES)
 def test_a_process_is_named_in_every_phase(
     phase: str, fault: str, who: str, host_count: int, tmp_path: Path, request: pytest.FixtureRequest

@@ -14,7 +14,6 @@ def run(folder: Path, workers: int, action: str, zero: str) -> list[float]:
     return [float(word) for word in done.stdout.split()]
 
 
-@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_checkpoint_continues_with_other_divisions_and_numbers_of_workers(tmp_path: Path) -> None:
     wanted = run(tmp_path, 2, "save", "parameters")

@@ -124,7 +124,7 @@ def baseline(tmp_path_factory: pytest.TempPathFactory) -> Baseline:
     return Baseline(folder=folder, one=correct.run_one(), noise=correct.run_perturbed(1))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("workers", [2, 3])
 def test_nothing_is_found_without_an_injected_fault(baseline: Baseline, workers: int) -> None:
     report = baseline.verdict("nothing", workers)

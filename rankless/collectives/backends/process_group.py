@@ -379,7 +379,9 @@ class SharedMemoryProcessGroup(_ProcessGroup):  # type: ignore[misc]  # its base
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
+        # None while torch makes the group: to one with devices PyTorch 2.15 attaches a recorder in C++, which asks for
+        # a backend that a group in Python does not have.
+        return [torch.device("cpu")] if self in dist.distributed_c10d._world.pg_map else []
 
     def _get_backend(self, device: torch.device) -> Any:
         if device.type != "cpu":

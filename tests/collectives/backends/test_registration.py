@@ -47,6 +47,30 @@ def test_a_new_group_of_the_backend_is_in_shared_memory():
     assert on_mesh(3, make_new_groups) == [expected, [], expected]
 
 
+def list_devices(mesh: Mesh) -> tuple[list[Any], list[str]]:
+    register_backend()
+    found: list[Any] = []
+    original = SharedMemoryProcessGroup._set_group_desc
+
+    def describe(group: SharedMemoryProcessGroup, text: str) -> None:
+        found.extend(group._device_types)
+        original(group, text)
+
+    SharedMemoryProcessGroup._set_group_desc = describe  # type: ignore[method-assign]
+    try:
+        group = dist.new_group(list(range(mesh.size)), backend="shared_memory")
+    finally:
+        SharedMemoryProcessGroup._set_group_desc = original  # type: ignore[method-assign]
+    devices = list(map(str, group._device_types))
+    dist.destroy_process_group(group)
+    return found, devices
+
+
+def test_a_group_has_devices_once_torch_has_made_it():
+    """To a group that has some earlier PyTorch 2.15 attaches a recorder for groups in C++, which raises."""
+    assert on_mesh(2, list_devices) == [([], ["cpu"])] * 2
+
+
 def make_group_without_memory(mesh: Mesh) -> str:
     register_backend()
     original = shared_region._create

@@ -40,7 +40,7 @@ BROKEN = {
 }
 
 
-@pytest.mark.exhaustive
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("count", [2, *(pytest.param(count, marks=pytest.mark.exhaustive) for count in (1, 3))])
 @pytest.mark.parametrize("launcher", ["horovodrun", pytest.param("run", marks=pytest.mark.exhaustive)])
 def test_it_passes_on_any_number_of_processes_under_both_launchers(launcher: str, count: int, tmp_path: Path):
