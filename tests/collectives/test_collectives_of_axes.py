@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from collectives.backends.hosts.host_groups import hosts_group
-from collectives.backends.shared_groups import shared_group
+from collectives.backends.shared_groups import NEEDS_SHARED_GROUPS, shared_group
 from support.processes import on_mesh
 
 from rankless.collectives.mesh_collectives import reduce_scatter, start_ring_shift
@@ -99,7 +99,9 @@ def shift_along_axis(mesh, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64, torch.bool], ids=str)
-@pytest.mark.parametrize("shift", [shift_round, shift_in_shared_memory, shift_between_hosts])
+@pytest.mark.parametrize(
+    "shift", [shift_round, pytest.param(shift_in_shared_memory, marks=NEEDS_SHARED_GROUPS), shift_between_hosts]
+)
 @pytest.mark.parametrize("size", LENGTHS)
 def test_a_tensor_travels_around_a_ring_and_comes_home(shift, size, dtype):
     for rank, found in enumerate(on_mesh(size, shift, dtype)):

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from collectives.backends.shared_groups import list_open, make_group, shared_group
+from collectives.backends.shared_groups import NEEDS_SHARED_GROUPS, list_open, make_group, shared_group
 from support.processes import on_mesh
 from torch import Tensor, nn
 
@@ -16,6 +16,7 @@ from rankless.jobs.definition import StepOptions
 from rankless.jobs.job import make_job
 from rankless.parallel.mesh import Mesh
 
+pytestmark = NEEDS_SHARED_GROUPS
 STEPS = 6
 LENGTHS = [12, 8, 12, 6, 8, 4]
 WAYS = [

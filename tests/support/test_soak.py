@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from support import soak
+from support import soak, torch_soak
 from support.soak import counted, page
 
 
@@ -16,6 +16,23 @@ def test_failures_and_errors_are_counted_as_failed(tmp_path: Path):
 
 
 ONE = {"tests": 3, "failed": 0, "skipped": 0, "seconds": 1.5, "commit": "abc1234", "day": "2026-11-02"}
+
+
+def test_a_report_of_many_files_has_the_counts_of_each(tmp_path: Path):
+    report = tmp_path / "report.xml"
+    report.write_text(
+        '<testsuites><testsuite><testcase classname="tests.jobs.test_a" name="one" time="1.5"/>'
+        '<testcase classname="tests.jobs.test_a" name="two" time="1"><failure/></testcase>'
+        '<testcase classname="tests.jobs.test_ba" name="one" time="1"><skipped/></testcase>'
+        '<testcase classname="" name="tests.jobs.test_c" time="0"><error/></testcase></testsuite></testsuites>'
+    )
+    names = [f"tests/jobs/test_{name}.py" for name in ("a", "ba", "c", "d")]
+    assert torch_soak.count_by_file(report, names) == {
+        names[0]: {"tests": 2, "failed": 1, "skipped": 0, "seconds": 2.5},
+        names[1]: {"tests": 1, "failed": 0, "skipped": 1, "seconds": 1.0},
+        names[2]: {"tests": 1, "failed": 1, "skipped": 0, "seconds": 0.0},
+        names[3]: {"tests": 0, "failed": 0, "skipped": 0, "seconds": 0.0},
+    }
 
 
 def test_the_page_has_the_sums_of_folders_and_the_commits_of_all_files():

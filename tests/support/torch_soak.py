@@ -7,8 +7,8 @@ lie in `.soak/torch`, or where TORCH_ENVIRONMENTS says; each takes up to 6 GB, b
 CUDA builds. A version whose environment exists is not installed again.
 
 docs/torch-versions.json has the counts of each test file on each version, with the commit and the day. A soak runs the
-files without counts first, then the oldest, and writes the counts of each as soon as it ends: it may be interrupted at
-any time. docs/torch-versions.md shows the sums.
+files without counts first, then the oldest, 25 at a time, and writes their counts: it may be interrupted at any time.
+docs/torch-versions.md shows the sums.
 
 `make soak-torch VERSIONS="2.12 2.14" SOAK=tests/jobs` runs some versions, and the files whose paths contain the text.
 """
@@ -17,18 +17,23 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from xml.etree import ElementTree
 
 from support import soak
-from support.soak import ROOT, Part, Result
+from support.soak import ROOT, Counts, Part, Result
 
 from rankless.torch_versions import PINNED, SUPPORTED
 
 FOLDERS = ("tests/collectives", "tests/jobs", "tests/compiler", "tests/verify")
 COUNTS, PAGE = ROOT / "docs/torch-versions.json", ROOT / "docs/torch-versions.md"
 CI_TESTS = ("-m", "not exhaustive")
+TOGETHER = 25
+"""How many files one process runs."""
+TEST_SECONDS = 600
 INTRODUCTION = f"""# PyTorch versions
 
 Rankless supports PyTorch {SUPPORTED[0]} to {SUPPORTED[-1]}. CI runs all tests on {PINNED}. On the other versions
@@ -96,17 +101,56 @@ def page(counts: Mapping[str, Mapping[str, Result]]) -> str:
 
 
 def soak_version(version: str, wanted: str, tested: str) -> None:
-    """Run the files of a version that have not passed at this commit, the oldest results first."""
+    """Run the files of a version that have not passed at this commit, the oldest results first.
+
+    One process runs many files, because each start imports torch. If it breaks, its files run alone.
+    """
     python = make_environment(version)
     found = sorted(file for folder in FOLDERS for file in (ROOT / folder).rglob("test_*.py"))
     names = [str(file.relative_to(ROOT)) for file in found]
     parts = [Part(name, 1, 1, (str(ROOT / name),)) for name in names if wanted in name]
-    for part in soak.order_parts(parts, read_counts().get(version, {}), tested):
-        counts = soak.run(part, {}, python=str(python), selection=CI_TESTS)
-        counted = {**counts, "commit": tested, "day": f"{datetime.now(UTC):%Y-%m-%d}"}
+    due = soak.order_parts(parts, read_counts().get(version, {}), tested)
+    for start in range(0, len(due), TOGETHER):
+        group = due[start : start + TOGETHER]
+        results = run_together(python, group) or {
+            part.name: soak.run(part, {}, python=python, selection=CI_TESTS) for part in group
+        }
+        about = {"commit": tested, "day": f"{datetime.now(UTC):%Y-%m-%d}"}
         known = read_counts()
-        write_counts({**known, version: {**known.get(version, {}), part.name: counted}})
-        print(f"PyTorch {version}, {part.name}: {counts}", flush=True)
+        rows = {name: {**counts, **about} for name, counts in results.items()}
+        write_counts({**known, version: {**known.get(version, {}), **rows}})
+        for name, counts in results.items():
+            print(f"PyTorch {version}, {name}: {counts}", flush=True)
+
+
+def run_together(python: str, parts: Sequence[Part]) -> dict[str, Counts] | None:
+    """Run several files in one process and return the counts of each; None if the process broke."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [python, "-m", "pytest", "-q", *CI_TESTS, "--disable-warnings", f"--timeout={TEST_SECONDS}"]
+        files = [test for part in parts for test in part.tests]
+        done = subprocess.run(
+            [*command, f"--junitxml={report}", *files], cwd=ROOT, capture_output=True, text=True, errors="replace"
+        )
+        if done.returncode not in (0, 1, 5) or not report.exists():
+            return None
+        if done.returncode == 1:
+            print(done.stdout[-8000:], flush=True)
+        return count_by_file(report, [part.name for part in parts])
+
+
+def count_by_file(report: Path, names: Sequence[str]) -> dict[str, Counts]:
+    """Read the counts of each file from pytest's report. A file of which no test was selected has none."""
+    counts: dict[str, Counts] = {name: {"tests": 0, "failed": 0, "skipped": 0, "seconds": 0.0} for name in names}
+    for case in ElementTree.parse(report).getroot().iter("testcase"):
+        module = str(case.get("classname") or case.get("name")).replace(".", "/") + ".py"
+        name = next(name for name in names if f"/{name}".endswith(f"/{module}"))
+        row = counts[name]
+        row["tests"] += 1
+        row["failed"] += case.find("failure") is not None or case.find("error") is not None
+        row["skipped"] += case.find("skipped") is not None
+        row["seconds"] = round(row["seconds"] + float(case.get("time") or 0), 1)
+    return counts
 
 
 def main(versions: Sequence[str], wanted: str) -> None:

@@ -10,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
@@ -19,8 +20,12 @@ from rankless.collectives.backends import (
     make_shared_memory_group,
 )
 from rankless.parallel.mesh import Mesh
+from rankless.torch_versions import find_objection_to_python_groups, find_torch_version
 
 TIMEOUT_SECONDS = 30.0
+_OBJECTION = find_objection_to_python_groups(find_torch_version())
+NEEDS_SHARED_GROUPS = pytest.mark.skipif(bool(_OBJECTION), reason=f"shared memory: {_OBJECTION}")
+"""For tests outside this folder: older versions of PyTorch have no such groups."""
 
 
 def new_store(mesh: Mesh) -> Any:
