@@ -159,8 +159,7 @@ def run_plain_step(script: Script, step: Step, batch: Any) -> Any:
     if step.optimizer is None:
         with torch.no_grad():
             return call_with_batch(step.function, tensors)
-    for module in script.modules.values():
-        module.zero_grad()
+    step.optimizer.zero_grad()  # gradients of a parameter that it does not step add up, as in jobs
     results = call_with_batch(step.function, tensors)
     loss = results["loss"] if isinstance(results, dict) else results[0] if isinstance(results, tuple) else results
     loss.mean().backward()

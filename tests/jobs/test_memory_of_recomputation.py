@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from bench.models import CHARACTERS, CONTEXT, GPT
-from rankless.context.world import World
+from rankless.context.world import RunSettings, World
 from rankless.jobs.definition import StepOptions
 from rankless.jobs.job import make_job
 
@@ -25,7 +25,7 @@ def measure(mesh, make_training, recompute, zero):
     torch.manual_seed(0)
     model, loss, batch = make_training()
     meter = MeteredCalls()
-    world = World(mesh=mesh, notify=lambda _: None, send_record=lambda _: None, programs=meter)
+    world = World(mesh=mesh, notify=lambda _: None, send_record=lambda _: None, settings=RunSettings(programs=meter))
     job = make_job(
         loss,
         model=model,

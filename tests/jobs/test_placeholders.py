@@ -8,7 +8,7 @@ import torch
 from support.processes import on_mesh
 from torch import Tensor, nn
 
-from rankless.context.world import World
+from rankless.context.world import RunSettings, World
 from rankless.errors import ConfigError, DataError
 from rankless.jobs.argument_annotations import PerDevice, Whole
 from rankless.jobs.job import make_job
@@ -145,7 +145,9 @@ def test_without_a_default_dtype_torchs_applies_and_others_raise():
 
 
 def test_a_run_in_another_precision_accepts_the_scripts_dtypes():
-    world = World(mesh=Mesh.solo(), notify=lambda _: None, send_record=lambda _: None, dtype=torch.float64)
+    world = World(
+        mesh=Mesh.solo(), notify=lambda _: None, send_record=lambda _: None, settings=RunSettings(dtype=torch.float64)
+    )
     model = nn.Linear(3, 2)
 
     def score(images: Annotated[Tensor, Whole((4, 3), torch.float32)]) -> Tensor:

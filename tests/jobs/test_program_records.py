@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from support.processes import on_mesh
 from torch import Tensor, nn
 
-from rankless.context.world import World
+from rankless.context.world import RunSettings, World
 from rankless.jobs.arguments import flatten_arguments, get_shardings
 from rankless.jobs.definition import JobDefinition
 from rankless.jobs.programs.bound_program import collect_inputs
@@ -182,7 +182,9 @@ def compare_plan_with_profile(mesh: Mesh, rows: int) -> tuple[JobProgram, list[s
     )
     notices: list[str] = []
     kept = KeptPrograms()
-    world = World(mesh=mesh, notify=notices.append, send_record=lambda _record: None, programs=kept)
+    world = World(
+        mesh=mesh, notify=notices.append, send_record=lambda _record: None, settings=RunSettings(programs=kept)
+    )
     view = ConsistentView(job, world)
     inputs, labels = torch.randn(rows, 40, 32), torch.randint(0, 4, (rows,))
     view.run(flatten_arguments((inputs, labels), {}, mesh.device))
@@ -251,7 +253,10 @@ def list_notices_and_plan(mesh: Mesh, kind: str) -> tuple[list[str], str, JobPro
     )
     notices: list[str] = []
     kept = KeptPrograms()
-    view = ConsistentView(job, World(mesh=mesh, notify=notices.append, send_record=lambda _record: None, programs=kept))
+    view = ConsistentView(
+        job,
+        World(mesh=mesh, notify=notices.append, send_record=lambda _record: None, settings=RunSettings(programs=kept)),
+    )
     for _ in range(3):
         view.run(flatten_arguments((torch.randn(16, 20, 32, dtype=torch.float64),), {}, mesh.device))
     view.run(flatten_arguments((torch.randn(14, 20, 32, dtype=torch.float64),), {}, mesh.device))

@@ -7,7 +7,7 @@ from support.processes import on_mesh
 from torch import nn
 
 from bench.models import GPT
-from rankless.context.world import World
+from rankless.context.world import RunSettings, World
 from rankless.jobs.definition import StepOptions
 from rankless.jobs.job import make_job
 from rankless.jobs.memory_meter import count_local_bytes
@@ -20,7 +20,7 @@ BLOCK_BYTES = WIDTH * WIDTH * 4
 def make_metered(mesh, model, optimizer, zero):
     """Return a world, the meter of its programs, and a train job."""
     meter = MeteredCalls()
-    world = World(mesh=mesh, notify=lambda _: None, send_record=lambda _: None, programs=meter)
+    world = World(mesh=mesh, notify=lambda _: None, send_record=lambda _: None, settings=RunSettings(programs=meter))
     options = StepOptions(zero=zero)
 
     def loss(x):

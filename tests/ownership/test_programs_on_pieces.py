@@ -7,7 +7,7 @@ import torch
 from support.processes import on_mesh
 from torch import nn
 
-from rankless.context.world import World
+from rankless.context.world import RunSettings, World
 from rankless.jobs.definition import StepOptions
 from rankless.jobs.job import make_job
 
@@ -47,7 +47,7 @@ class Residual(nn.Module):
 def compile_program(mesh, make_model, zero, autocast):
     torch.manual_seed(0)
     model, programs = make_model(), Programs()
-    world = World(mesh=mesh, notify=lambda _: None, send_record=lambda _: None, programs=programs)
+    world = World(mesh=mesh, notify=lambda _: None, send_record=lambda _: None, settings=RunSettings(programs=programs))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def loss(x):

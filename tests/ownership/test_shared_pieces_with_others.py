@@ -16,7 +16,7 @@ from test_programs_on_pieces import compile_program, count, deep, residual, smal
 from torch import nn
 
 from bench.models import GPT
-from rankless.context.world import World
+from rankless.context.world import RunSettings, World
 from rankless.jobs.definition import StepOptions
 from rankless.jobs.job import make_job
 
@@ -82,7 +82,7 @@ def train_in_bfloat16(mesh, way, recompute):
     model = GPT(layers=3, width=64)
     model = model.to(torch.bfloat16) if way == "bfloat16" else model
     programs = Programs()
-    world = World(mesh=mesh, notify=lambda _: None, send_record=lambda _: None, programs=programs)
+    world = World(mesh=mesh, notify=lambda _: None, send_record=lambda _: None, settings=RunSettings(programs=programs))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     def loss(text):

@@ -14,7 +14,7 @@ from torch import nn
 import rankless
 from rankless.collectives.backends import close_shared_memory_group
 from rankless.collectives.backends.memory import shared_region
-from rankless.context.world import World
+from rankless.context.world import RunSettings, World
 from rankless.deferred_models.deferred_tensor import DeferredTensor
 from rankless.errors import CollectiveError
 from rankless.jobs.definition import StepOptions
@@ -59,7 +59,9 @@ class Training:
 
     def __init__(self, mesh, model=None, zero="parameters", **options):
         self.programs = SlowPrograms()
-        world = World(mesh=mesh, notify=lambda _: None, send_record=lambda _: None, programs=self.programs)
+        world = World(
+            mesh=mesh, notify=lambda _: None, send_record=lambda _: None, settings=RunSettings(programs=self.programs)
+        )
         self.model = model = make_model() if model is None else model
         self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         self.train = make_job(

@@ -9,7 +9,7 @@ from support.processes import on_mesh
 from torch import Tensor, nn
 
 from rankless.config.run_config import InspectedCall
-from rankless.context.world import World
+from rankless.context.world import RunSettings, World
 from rankless.jobs.job import Job, make_job
 from rankless.parallel.mesh import Mesh
 from rankless.records.recorded_calls import read_values
@@ -63,8 +63,7 @@ def trained(mesh: Mesh, folder: str, fault: str, noise: int | None) -> list[floa
         mesh=mesh,
         notify=lambda _text: None,
         send_record=lambda _record: None,
-        inspector=inspector,
-        perturbation_seed=noise,
+        settings=RunSettings(inspector=inspector, perturbation_seed=noise),
     )
     job = train_job(world, fault)
     losses = []

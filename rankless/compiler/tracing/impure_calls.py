@@ -48,7 +48,7 @@ IMPURE_NAMES |= {"now", "utcnow", "today", "fork_exec"} | GENERATOR_METHODS
 
 GENERATOR_FILES = (
     os.path.join(os.sep, "torch", "random.py"),
-    os.path.join(os.sep, "tracing", "forked_generators.py"),
+    os.path.join(os.sep, "tracing", "script_generators.py"),
     os.path.join(os.sep, "torch", "cuda", "random.py"),
     STANDARD_FOLDER + "contextlib.py",
 )
