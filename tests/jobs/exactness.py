@@ -153,7 +153,7 @@ def train_on_mesh(mesh: Mesh, scenario: Scenario, dtype: torch.dtype) -> list[Ca
         torch.set_default_dtype(torch.float32)
 
 
-def run_plain_step(script: Script, step: Step, batch: Any) -> Any:
+def run_plain_step(step: Step, batch: Any) -> Any:
     """Run the plain script's lines for one step up to `optimizer.step()`, and return the results."""
     tensors = pytree.tree_map_only(torch.Tensor, torch.clone, pytree.tree_map(as_tensor, batch))
     if step.optimizer is None:
@@ -179,7 +179,7 @@ def train_plainly(scenario: Scenario, dtype: torch.dtype, permuted: torch.Genera
             order = torch.randperm(leaves[0].shape[0], generator=permuted)
             batch = pytree.tree_map_only(Tensor, lambda leaf, order=order: leaf[order], batch)
         for step in script.steps:
-            run_plain_step(script, step, batch)
+            run_plain_step(step, batch)
             if step.optimizer is not None:
                 step.optimizer.step()
         script.after_batch()
@@ -244,7 +244,7 @@ def assert_call_plain(
         for name, tensor in get_tensors(script.modules).items():
             tensor.copy_(call.state[name])
     set_random_state(call.generator)
-    results = run_plain_step(script, step, batch)
+    results = run_plain_step(step, batch)
     assert torch.equal(get_random_state(), call.generator_after), f"{label}: the generator moved differently"
     assert_results_close(call.results, results, dtype, label)
     if step.optimizer is not None:
