@@ -3,7 +3,8 @@
     python docs/pictures/make_pictures.py [FOLDER]
 
 The commands run as real processes in a pseudo-terminal of 100 columns. Seeds are fixed. The script replaces the log
-folder's name and process ids and removes speeds and times, which differ between runs. The pictures use fonts of the reader's system.
+folder's name and process ids and removes speeds and times, which differ between runs. The pictures use fonts of the
+reader's system.
 """
 
 import argparse
