@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from rankless.config import extensions
+from rankless.config.run_config import Program, RunRequest
+from rankless.config.validation import make_run_config
 from rankless.errors import ConfigError
 
 DECLARATION = """
@@ -135,3 +137,10 @@ def test_an_installed_package_does_not_replace_an_extension_of_rankless(installe
     assert found is not None
     assert found.launcher == "rankless.extensions.torchrun.profile"
     assert [each.name for each in extensions.list_extensions()].count("torchrun") == 1
+
+
+def test_options_of_an_extension_that_a_host_lacks_are_refused_there():
+    """Host 0 sends its request to the other hosts."""
+    request = RunRequest(worker_count=1, options={"nobody": {"clocks": 1}})
+    with pytest.raises(ConfigError, match="install it here too"):
+        make_run_config(Program(kind="code", target="pass"), request)
