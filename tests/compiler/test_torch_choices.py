@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 
+from rankless.torch_versions import find_torch_version
+
 QUESTIONS = frozenset(
     {
         *("is_grad_enabled", "is_inference_mode_enabled", "is_autocast_enabled", "get_fastpath_enabled"),
@@ -60,6 +62,15 @@ CHOICES: dict[tuple[str, str], tuple[set[str], str]] = {
     ("nn/utils/rnn.py", "pad_sequence"): ({"is_tracing"}, SCRIPTED),
     ("nn/utils/stateless.py", "_functional_call"): ({"is_tracing"}, SCRIPTED),
 }
+if find_torch_version().startswith("2.15"):
+    del CHOICES["nn/modules/linear_cross_entropy.py", "_linear_cross_entropy_batch_chunked"]
+    del CHOICES["functional.py", "broadcast_shapes"]
+    CHOICES |= {
+        ("nn/modules/linear_cross_entropy.py", "_check_batch_chunked_grad_flags"): ({"is_grad_enabled"}, SAME),
+        ("nn/functional.py", "_linear_cross_entropy_chunked_applies"): ({"is_grad_enabled", "is_tracing"}, SAME),
+        ("nn/functional.py", "linear_cross_entropy"): ({"is_compiling", "is_grad_enabled"}, NOT_VALUES),
+        ("nn/modules/module.py", "Module._call_impl"): ({"is_compiling"}, NOT_VALUES),
+    }
 
 
 def list_questions(node: ast.AST, path: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
