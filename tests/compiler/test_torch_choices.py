@@ -64,7 +64,6 @@ CHOICES: dict[tuple[str, str], tuple[set[str], str]] = {
 }
 if find_torch_version().startswith("2.15"):
     del CHOICES["nn/modules/linear_cross_entropy.py", "_linear_cross_entropy_batch_chunked"]
-    del CHOICES["functional.py", "broadcast_shapes"]
     CHOICES |= {
         ("nn/modules/linear_cross_entropy.py", "_check_batch_chunked_grad_flags"): ({"is_grad_enabled"}, SAME),
         ("nn/functional.py", "_linear_cross_entropy_chunked_applies"): ({"is_grad_enabled", "is_tracing"}, SAME),
