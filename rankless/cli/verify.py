@@ -104,13 +104,9 @@ def run(arguments: argparse.Namespace) -> int:
     requested = read_workers(arguments)
     cluster, workers = _read_cluster(arguments, requested)
     plan = None if arguments.plan is None else find_plan(arguments.plan, program, workers=workers)
-    kinds = RunRequest(
-        worker_count=workers,
-        heterogeneous_workers=requested.heterogeneous,
-        servers=servers,
-        options=read_extension_options(arguments),
-    )
-    _check_workers(msgspec.structs.replace(kinds, mesh=arguments.mesh, plan=plan), cluster)
+    options = read_extension_options(arguments)
+    kinds = RunRequest(worker_count=workers, heterogeneous_workers=requested.heterogeneous, servers=servers)
+    _check_workers(msgspec.structs.replace(kinds, mesh=arguments.mesh, plan=plan, options=options), cluster)
     with_servers = "" if servers is None else f" with {format_count(servers.count, 'server')}"
     _tell(f"rankless verify: {_describe_program(program)}, on 1 and on {workers} workers{with_servers}, seed {seed}")
     with ExitStack() as stack:
@@ -123,7 +119,7 @@ def run(arguments: argparse.Namespace) -> int:
             backend=arguments.backend,
             cluster=cluster,
             servers=servers,
-            options=kinds.options,
+            options=options,
             heterogeneous_workers=requested.heterogeneous,
             log_folder=arguments.log_dir,
             show=arguments.show,
@@ -134,9 +130,9 @@ def run(arguments: argparse.Namespace) -> int:
             against=arguments.against,
             run_job=make_job_runner(stack.enter_context(ForkServerPoolClient())),
         )
-        options = ComparisonOptions(workers=workers, noise_runs=arguments.noise_runs, tolerance=arguments.tolerance)
+        comparison = ComparisonOptions(workers=workers, noise_runs=arguments.noise_runs, tolerance=arguments.tolerance)
         try:
-            decision = decide(runs, options, _tell)
+            decision = decide(runs, comparison, _tell)
         except RunFailed as end:
             return end.exit_code  # the user has interrupted a run
     report = make_report(decision, workers=workers)

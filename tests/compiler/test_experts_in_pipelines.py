@@ -11,6 +11,7 @@ from support.grid_jobs import check_equal, float64_by_default, make_grid_job
 from support.processes import on_mesh
 from torch import nn
 
+from rankless.context.world import RunSettings
 from rankless.errors import CaptureError
 from rankless.parallel.mesh import Mesh
 from rankless.parallel.plan import Plan
@@ -87,7 +88,7 @@ def train(mesh, sizes, rows, schedule="1f1b", zero=None, clip_norm=None):
 
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         plan = Plan(schedule=schedule, microbatches=MICROBATCHES)
-        options = {"zero": zero, "clip_norm": clip_norm, "programs": programs}
+        options = {"zero": zero, "clip_norm": clip_norm, "settings": RunSettings(programs=programs)}
         job, _ = make_grid_job(loss, model, optimizer, mesh, sizes, plan, **options)
         found = [item.detach() for _ in range(3) for item in job(ids, labels)]
         values = [*found, *[item.detach().clone() for item in model.parameters()], torch.get_rng_state()]

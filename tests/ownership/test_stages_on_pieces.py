@@ -11,6 +11,7 @@ from support.processes import on_mesh
 from torch import nn
 
 from rankless.compiler.scheduling.parameter_gathers import GatherOfParameters
+from rankless.context.world import RunSettings
 from rankless.parallel.mesh import Mesh
 from rankless.parallel.plan import Plan
 
@@ -55,7 +56,8 @@ def train_in_stages(mesh, schedule, microbatches, autocast=False, tied=False):
             return model(x).square().mean()
 
     plan = Plan(schedule=schedule, microbatches=microbatches)
-    train, _ = make_grid_job(loss, model, optimizer, mesh, GRID, plan, zero="parameters", programs=programs)
+    settings = RunSettings(programs=programs)
+    train, _ = make_grid_job(loss, model, optimizer, mesh, GRID, plan, zero="parameters", settings=settings)
     made, most, finish = [], 0, GatherOfParameters.finish
 
     def note(gather, started):

@@ -8,7 +8,7 @@ import torch
 from support.grids import make_grid
 from torch import Tensor, nn
 
-from rankless.context.world import RunSettings, World
+from rankless.context.world import World
 from rankless.jobs.definition import StepOptions
 from rankless.jobs.job import Job, make_job
 from rankless.parallel.mesh import Mesh
@@ -49,10 +49,10 @@ def make_grid_job(
         plan: The plan.
         zero: What the job divides with `zero=`. One device divides nothing.
         clip_norm: The limit of the gradient's norm.
-        world_options: The settings of the run, such as what receives its programs.
+        world_options: Other fields of the world.
     """
     grid = make_grid(mesh, **sizes) if mesh.size > 1 else mesh
-    world = World(mesh=grid, notify=lambda _: None, send_record=lambda _: None, settings=RunSettings(**world_options))
+    world = World(mesh=grid, notify=lambda _: None, send_record=lambda _: None, **world_options)
     options = StepOptions(zero=zero if mesh.size > 1 else None, clip_norm=clip_norm)
     job = make_job(function, model=model, optimizer=optimizer, view=None, world=lambda: world, step_options=options)
     return job.configure({}, plan=plan), world
