@@ -26,6 +26,7 @@ from rankless.records.elastic_messages import (
     receive_driver_message,
     send_message,
 )
+from rankless.runtime.fast_exit import AGENT_LISTENER
 from rankless.runtime.rendezvous.job_rendezvous import RendezvousInfo
 from rankless.runtime.rendezvous.run_store import open_run_store
 from rankless.terminal import process_title
@@ -99,7 +100,7 @@ class ElasticMember:
         self.round: Round | None = None
         self.keeps_state = False
         """Whether this process leaves its round with the state that all members have, so that nobody need send it."""
-        threading.Thread(target=self._listen, name="rankless elastic rounds", daemon=True).start()
+        threading.Thread(target=self._listen, name=AGENT_LISTENER, daemon=True).start()
 
     def join_next_round(self, join: Callable[[Round], _Joined]) -> _Joined:
         """Return what `join` returns for the next round of which this process is a member.

@@ -16,6 +16,9 @@ import weakref
 from types import ModuleType
 from typing import Any
 
+AGENT_LISTENER = "rankless elastic rounds"
+"""The thread that waits for messages of the agent. It needs no module of the script, so a worker may end beside it."""
+
 
 class FastExit:
     """Ends the process early at exit, if it is armed.
@@ -47,7 +50,8 @@ class FastExit:
 
     def _end(self) -> None:
         # Daemon threads would run on in modules that are being emptied. The interpreter can stop them, this cannot.
-        if os.getpid() != self._process_id or threading.active_count() > 1:
+        others = [each for each in threading.enumerate() if each.name != AGENT_LISTENER]
+        if os.getpid() != self._process_id or len(others) > 1:
             return
         new = {name: module for name, module in sys.modules.items() if id(module) not in self._inherited_modules}
         users = [module for name, module in new.items() if _is_users_module(name, module)]

@@ -42,3 +42,29 @@ def test_modules_that_are_loaded_lazily_stay_unloaded_at_exit(tmp_path: Path):
     assert "the script's objects end" in done.stdout
     assert "at exit" not in done.stdout + done.stderr
     assert "Traceback" not in done.stdout + done.stderr
+
+
+LAST_CALL = """
+import atexit, threading
+import torch, rankless as rk
+
+model = torch.nn.Linear(2, 1)
+job = rk.job(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))(lambda x: model(x).mean())
+job(torch.ones(4, 2))
+print([each.name for each in threading.enumerate()][1:], flush=True)
+
+class Torn:
+    def __del__(self):
+        print("torn down", flush=True)
+
+torch.kept_until_the_interpreter_empties_torch = Torn()
+"""
+
+
+def test_a_worker_that_may_be_lost_ends_fast_too(tmp_path: Path):
+    """The thread that listens to the agent does not keep it: a full teardown also prints what PyTorch 2.15 leaks."""
+    pytest.importorskip("zmq")
+    done = run_script(LAST_CALL, "-n", "2", "--servers", "1", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "rankless elastic rounds" in done.stdout
+    assert "torn down" not in done.stdout
