@@ -62,6 +62,12 @@ CHOICES: dict[tuple[str, str], tuple[set[str], str]] = {
     ("nn/utils/rnn.py", "pad_sequence"): ({"is_tracing"}, SCRIPTED),
     ("nn/utils/stateless.py", "_functional_call"): ({"is_tracing"}, SCRIPTED),
 }
+if find_torch_version().startswith(("2.11", "2.12")):
+    del CHOICES["nn/modules/linear_cross_entropy.py", "_linear_cross_entropy_batch_chunked"]
+    del CHOICES["nn/functional.py", "max_pool3d_with_indices"]
+    del CHOICES["nn/functional.py", "linear_cross_entropy"]
+if find_torch_version().startswith("2.11"):
+    CHOICES["nn/functional.py", "pad"] = ({"are_deterministic_algorithms_enabled"}, KEY)
 if find_torch_version().startswith("2.15"):
     del CHOICES["nn/modules/linear_cross_entropy.py", "_linear_cross_entropy_batch_chunked"]
     CHOICES |= {

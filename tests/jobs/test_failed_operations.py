@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from collectives.backends.shared_groups import NEEDS_SHARED_GROUPS
 from support.jobs import job_environment
 from support.warm_runs import run_script
 
@@ -114,6 +115,7 @@ def list_names(results: list) -> list[str]:
     return [each if isinstance(each, str) else each[0] for each in results]
 
 
+@NEEDS_SHARED_GROUPS  # with Gloo's groups the run ends
 def test_a_script_that_catches_an_exception_of_one_rank_goes_on_as_on_one_device(tmp_path):
     folders = {count: tmp_path / str(count) for count in (1, 2)}
     for count, folder in folders.items():
@@ -139,6 +141,7 @@ def test_with_gloo_whose_waits_cannot_be_ended_an_exception_of_one_rank_ends_the
     assert list_names(results) == ["done", "done", "IndexError", "RanksDiverged", "RanksDiverged"]
 
 
+@NEEDS_SHARED_GROUPS
 def test_an_exception_of_one_rank_in_a_step_ends_the_run_and_no_later_call_trains(tmp_path):
     text = (
         DATA
