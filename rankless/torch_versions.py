@@ -5,6 +5,7 @@ differently is stated here, so that no other module asks for a version.
 """
 
 import functools
+import inspect
 import re
 from collections.abc import Callable
 from importlib import metadata
@@ -22,6 +23,8 @@ OLDER_NAMES = {
     "_checkpoint_without_reentrant_generator_impl": "_checkpoint_without_reentrant_generator",
 }
 """Functions with a new name: those of `torch.distributed` since 2.13, that of `torch.utils.checkpoint` since 2.14."""
+OLDER_PARAMETERS = {"forward_sync_buffers": "broadcast_buffers"}
+"""Parameters with a new name: that of `DistributedDataParallel` since 2.13."""
 
 
 @functools.cache
@@ -81,6 +84,16 @@ def find_name(module: Any, name: str) -> str:
         name: The name of the function in the newest supported version.
     """
     return name if hasattr(module, name) else OLDER_NAMES[name]
+
+
+def find_parameter(function: Callable[..., Any], name: str) -> str:
+    """Return the name of a function's parameter in the installed version, given its name in the newest version.
+
+    Args:
+        function: A function or class of PyTorch.
+        name: The name of the parameter in the newest supported version.
+    """
+    return name if name in inspect.signature(function).parameters else OLDER_PARAMETERS[name]
 
 
 def _read_number(version: str) -> tuple[int, int]:

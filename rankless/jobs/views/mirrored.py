@@ -33,6 +33,7 @@ from rankless.jobs.arguments import FlattenedArguments
 from rankless.jobs.call_sync import CallSync
 from rankless.jobs.definition import CallResult, JobDefinition, detach_leaf
 from rankless.jobs.model_sync import require_usable_models
+from rankless.torch_versions import find_parameter
 
 
 @dataclass(frozen=True)
@@ -196,9 +197,8 @@ class JobModule(nn.Module):
 
 def wrap_in_ddp(job: JobDefinition, group: Any) -> nn.Module:
     """Wrap the job in DistributedDataParallel. Each call may use other parameters, because a job is any code."""
-    return DistributedDataParallel(
-        JobModule(job), process_group=group, find_unused_parameters=True, forward_sync_buffers=False
-    )
+    buffers: dict[str, Any] = {find_parameter(DistributedDataParallel, "forward_sync_buffers"): False}
+    return DistributedDataParallel(JobModule(job), process_group=group, find_unused_parameters=True, **buffers)
 
 
 def count_elements(job: JobDefinition, args: Any, kwargs: Any, size: int) -> int:
