@@ -2,9 +2,9 @@
 
 The input is the command line, the output an exit code. A command is a module, here or in an extension, with `NAME`,
 `HELP`, `add_arguments(parser)` and `run(arguments) -> int`; the command line imports it only if the user calls it.
-`add_declared_arguments(parser)` adds options that it needs on few command lines. `ABBREVIATES` allows abbreviated
-options, for command lines of launchers that allow them. `JSON_CONTENT` is the type of what the command writes with
-`--json`.
+`TAKES_EXTENSION_OPTIONS` adds the options that extensions declare, for the help and for a command line with an unknown
+option. `ABBREVIATES` allows abbreviated options, for command lines of launchers that allow them. `JSON_CONTENT` is the
+type of what the command writes with `--json`.
 """
 
 import argparse
@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import NoReturn, TextIO
 
+from rankless.cli.extension_options import add_extension_options
 from rankless.config.extensions import find_command, list_commands, list_problems
 from rankless.errors import RanklessError
 from rankless.version import VERSION
@@ -53,7 +54,7 @@ class CommandParser(argparse.ArgumentParser):
             message = f"unknown option {given}" + (f"; did you mean --{nearest[0]}?" if nearest else "")
         super().error(message)
 
-    def needs_declared_options(self, given: Sequence[str]) -> bool:
+    def needs_extension_options(self, given: Sequence[str]) -> bool:
         """Return whether a command line asks for help, or has an option before the program that is not known yet."""
         position = 0
         while position < len(given) and given[position].startswith("-") and given[position] not in ("-", "--"):
@@ -178,8 +179,8 @@ def make_main_parser(detailed: str | None = None) -> CommandParser:
         if name == detailed:
             module = _import_command(name)
             module.add_arguments(command)
-            if hasattr(module, "add_declared_arguments"):
-                module.add_declared_arguments(command)
+            if hasattr(module, "TAKES_EXTENSION_OPTIONS"):
+                add_extension_options(command)
     return parser
 
 
@@ -200,8 +201,8 @@ def _import_command(name: str) -> ModuleType:
 
 def _run_command(name: str, given: Sequence[str]) -> int:
     command, parser = _import_command(name), make_parser(name)
-    if hasattr(command, "add_declared_arguments") and parser.needs_declared_options(given):
-        command.add_declared_arguments(parser)
+    if hasattr(command, "TAKES_EXTENSION_OPTIONS") and parser.needs_extension_options(given):
+        add_extension_options(parser)
     if parser.allow_abbrev:
         given = parser.insert_program_separator(given)
     try:

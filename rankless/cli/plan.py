@@ -7,7 +7,7 @@ import tempfile
 
 import msgspec
 
-from rankless.cli.extension_options import add_extension_options, read_extension_options
+from rankless.cli.extension_options import read_extension_options
 from rankless.cli.host_options import LOG_FOLDER_HELP
 from rankless.cli.json_output import add_json_option, make_json_header, read_json_destination
 from rankless.cli.picture_option import PICTURE_HELP, read_picture_path
@@ -29,6 +29,7 @@ from rankless.terminal.program_table import WIDTH, PlanReport, make_plan_report,
 from rankless.verify.runs import INTERRUPTED, RunFailed, run_silently
 
 NAME = "plan"
+TAKES_EXTENSION_OPTIONS = True
 HELP = (
     "Show the parallel plan of a script's jobs on several workers: the placement of every input, and every transfer of "
     "a step with its bytes, line, module and reason. The script runs until its first training steps are done."
@@ -68,11 +69,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_server_options(parser)
     parser.set_defaults(**dict.fromkeys(("hosts", "hostfile", "host_rank", "master", "host_count")))  # one host alone
     add_program_options(parser)
-
-
-def add_declared_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options that extensions declare. Called for the help, and for a command line with an unknown option."""
-    add_extension_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

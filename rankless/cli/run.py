@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from rankless.cli.extension_options import add_extension_options, read_extension_options
+from rankless.cli.extension_options import read_extension_options
 from rankless.cli.host_options import LOG_FOLDER_HELP, add_host_options, make_cluster
 from rankless.cli.json_output import add_json_option, make_json_header, read_json_destination
 from rankless.cli.program_options import (
@@ -25,6 +25,7 @@ from rankless.records.run_summary import RunSummary
 from rankless.terminal.progress_observer import ProgressObserver
 
 NAME = "run"
+TAKES_EXTENSION_OPTIONS = True
 JSON_CONTENT = RunSummary
 HELP = (
     "Run a script on one or more workers, one per device, on this host or on several. "
@@ -60,11 +61,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_server_options(parser)
     add_host_options(parser)
     add_program_options(parser)
-
-
-def add_declared_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options that extensions declare. Called for the help, and for a command line with an unknown option."""
-    add_extension_options(parser)
 
 
 def _add_start_options(parser: argparse.ArgumentParser) -> None:

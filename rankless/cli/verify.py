@@ -10,7 +10,7 @@ from typing import get_args
 
 import msgspec
 
-from rankless.cli.extension_options import add_extension_options, read_extension_options
+from rankless.cli.extension_options import read_extension_options
 from rankless.cli.host_options import LOG_FOLDER_HELP, add_host_options, make_cluster
 from rankless.cli.json_output import add_json_option, make_json_header, read_json_destination
 from rankless.cli.program_options import PLAN_HELP, add_backend_option, add_program_options, read_program
@@ -30,6 +30,7 @@ from rankless.verify.runs import RunFailed, VerifyRuns
 from rankless.verify.verdict import VerifyReport, make_report, render_details
 
 NAME = "verify"
+TAKES_EXTENSION_OPTIONS = True
 HELP = (
     "Run a script on one worker and on several with the same seeds, and compare the two trainings. "
     "Exit code: 0 if they are the same training, 1 if they are not, 2 for an invalid command line, "
@@ -87,11 +88,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_server_options(parser)
     add_host_options(parser)
     add_program_options(parser)
-
-
-def add_declared_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options that extensions declare. Called for the help, and for a command line with an unknown option."""
-    add_extension_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""The tables of rows among a script's modules, which all workers of a run share."""
+"""The tables of rows among a script's modules, which workers share. `independent_workers.TableSharing` holds them."""
 
 import sys
 from collections.abc import Iterable, Mapping

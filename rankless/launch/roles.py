@@ -143,8 +143,10 @@ class ProcessRole(ABC):
     def start(self, interrupts: Interrupts, *, on_wait: Callable[[], None]) -> None:
         """Start the processes of this host, and wait until they serve. Call `on_wait` several times a second meanwhile.
 
-        Raises `LaunchError` if one does not, `RendezvousInterrupted` on a signal, and what `on_wait` raises. No process
-        of the role is alive then.
+        The role has a deadline of its own, because the other hosts wait for this one.
+
+        Raises `LaunchError` if one does not serve, `RendezvousInterrupted` on a signal, and what `on_wait` raises. No
+        process of the role is alive then.
         """
 
     @abstractmethod

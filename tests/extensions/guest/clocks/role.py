@@ -54,14 +54,15 @@ class Clocks(ProcessRole):
             command = [sys.executable, "-m", "clocks.clock", address, str(self._options.get("clock-lifetime", 0))]
             with open(log, "wb") as file:
                 self._processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=file))
+        deadline = time.monotonic() + 30
         for process in self._processes:
             with selectors.DefaultSelector() as selector:
                 selector.register(process.stdout, selectors.EVENT_READ)
-                while not selector.select(0.1):
+                while not selector.select(0.1) and time.monotonic() < deadline:
                     on_wait()
                     for number in interrupts.read():
                         raise RendezvousInterrupted(number)
-            if process.stdout.readline() != b"ready\n":
+            if time.monotonic() >= deadline or process.stdout.readline() != b"ready\n":
                 raise LaunchError(expected="a clock to start", found="none", fix="read its log")
 
     def list_rows(self):
