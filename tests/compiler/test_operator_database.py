@@ -13,6 +13,8 @@ from operator_brute_force import can_be_split
 from operator_database import VARIANTS, DatabaseCase, Split, cases_of
 from operator_scores import VariantScore, score
 
+from rankless.torch_versions import find_torch_version
+
 SCOREBOARD = "SCOREBOARD_JSONL"
 """The environment variable with the file for the counts, which `make soak` sets."""
 CASES_IN_CI = 2
@@ -85,7 +87,13 @@ def test_brute_force_decides_what_can_be_split(variant, arguments, dims, expecte
         ("index_reduce.prod", "float16, contiguous, backward, sample 2", {"gathered"}),
         ("polygamma.polygamma_n_0", "float64, contiguous, in place, sample 0", {"refused"}),
         ("resize_as_", "bfloat16, transposed, forward, sample 0", {"split"}),
-        ("view_copy", "float64, transposed, backward, sample 0", {"split"}),
+        pytest.param(
+            *("view_copy", "float64, transposed, backward, sample 0", {"split"}),
+            marks=pytest.mark.skipif(
+                find_torch_version().startswith("2.11"),
+                reason="PyTorch 2.11 cannot trace the gradient of a copied view of a transposed tensor",
+            ),
+        ),
         ("nn.functional.multi_head_attention_forward", "bfloat16, contiguous, backward, sample 0", {"split"}),
         ("pow", "float16, contiguous, backward, sample 1", {"split"}),
         ("pca_lowrank", "float32, contiguous, backward, sample 1", {"split"}),

@@ -6,12 +6,13 @@ import re
 from pathlib import Path
 
 import pytest
+from collectives.backends.shared_groups import NEEDS_SHARED_GROUPS
 from support.example_runs import EXAMPLES, report_of
 from support.lost_workers import STEPS, require_same_training, run_killed, run_plain
 from support.server_jobs import summary_of
 from support.warm_runs import rankless, run_script
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, NEEDS_SHARED_GROUPS]  # with Gloo a killed worker ends the run
 pytest.importorskip("zmq")
 pytest.importorskip("numba")
 

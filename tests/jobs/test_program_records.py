@@ -24,7 +24,10 @@ from rankless.parallel.mesh import Mesh
 from rankless.records.gather_places import describe_gather_place, list_gather_places
 from rankless.records.job_programs import JobProgram
 from rankless.terminal.program_table import make_plan_report, render_plan
+from rankless.torch_versions import find_name
 from rankless.user_code import display_name
+
+GATHER = find_name(dist, "all_gather_single")
 
 pytestmark = pytest.mark.slow
 
@@ -49,7 +52,7 @@ class Layers(nn.Module):
 def count_bytes() -> Iterator[list[tuple[str, int]]]:
     """Record inside the context the bytes of every whole value in a collective."""
     seen: list[tuple[str, int]] = []
-    originals = dist.all_reduce, dist.all_gather_single
+    originals = dist.all_reduce, getattr(dist, GATHER)
 
     def all_reduce(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         seen.append(("all_reduce", tensor.nbytes))
@@ -67,7 +70,8 @@ def count_bytes() -> Iterator[list[tuple[str, int]]]:
 
 
 def replace_collectives(all_reduce: Callable[..., Any], all_gather_single: Callable[..., Any]) -> None:
-    dist.all_reduce, dist.all_gather_single = all_reduce, all_gather_single
+    dist.all_reduce = all_reduce
+    setattr(dist, GATHER, all_gather_single)
 
 
 def compare_plan_with_traffic(mesh: Mesh, rows: int, dtype: torch.dtype) -> tuple[JobProgram, list[tuple[str, int]]]:
