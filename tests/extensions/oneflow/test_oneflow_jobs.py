@@ -1,6 +1,7 @@
 """Forms in which scripts write OneFlow's jobs: those that work, and the errors of those that do not."""
 
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import rankless_oneflow as flow
 import rankless_oneflow.typing as tp
 import torch
-from rankless_oneflow.session import reset_session
+from rankless_oneflow.session import current_session, reset_session
 
 from rankless.errors import CheckpointError, ConfigError, DataError
 
@@ -69,6 +70,28 @@ def test_jobs_share_the_variables_of_their_layers():
     assert losses[-1].mean() < losses[0].mean() / 2
     after = predict(ROWS)
     assert (after.argmax(1) == LABELS).mean() > (before.argmax(1) == LABELS).mean()
+
+
+def test_a_variable_is_trained_by_the_jobs_whose_layers_say_so():
+    @flow.global_function()
+    def predict_job(rows: Rows) -> tp.Numpy:
+        return network(rows, trainable=False)
+
+    @flow.global_function("train")
+    def train_last(rows: Rows, labels: Labels) -> tp.Numpy:
+        loss = flow.nn.sparse_softmax_cross_entropy_with_logits(labels, network(rows, trainable=False))
+        descend(loss)
+        return loss
+
+    train = make_train_job()
+    initialized()
+    hidden = current_session().variables.find("hidden-weight")
+    values = [hidden.detach().clone()]
+    for job in (train_last, train, train_last):
+        job(ROWS, LABELS)
+        values.append(hidden.detach().clone())
+    assert [not torch.equal(*pair) for pair in pairwise(values)] == [False, True, False]
+    assert predict_job(ROWS).shape == (8, 3)
 
 
 def test_init_begins_anew_with_variables_momentum_and_schedule():

@@ -118,7 +118,8 @@ class GlobalFunction:
         if self._trains:
             chosen = self._require_one_optimizer(call)
             self._scheduler = chosen.lr_scheduler
-            self._optimizer = chosen.make([each for each in variables.parameters() if each.requires_grad])
+            trained = [variables.find(name) for name, spec in call.specs.items() if spec.is_trainable]
+            self._optimizer = chosen.make(trained)
             options = {"optimizer": self._optimizer}
             self.reset()
         decorate = rankless.job(model=variables, view=self._view, dtype=self._dtype, **options)

@@ -108,7 +108,9 @@ class Session:
             elif (known.shape, known.dtype) != (spec.shape, spec.dtype):
                 found = f"variable {spec.name!r} of {list(spec.shape)}, which is {list(known.shape)} in another job"
                 raise refuse("flow.layers", found, "give the layer another name=, or the same sizes", where)
-            own.add(spec.name, self.variables.find(spec.name))
+            found_variable = self.variables.find(spec.name)
+            found_variable.requires_grad_(found_variable.requires_grad or spec.is_trainable)  # of any job
+            own.add(spec.name, found_variable)
         return own
 
     def _list_states(self) -> dict[str, Any]:
