@@ -14,11 +14,11 @@ from rankless.compiler.ir.logical_program import (
 )
 from rankless.compiler.ir.tensor_parts import Part
 from rankless.compiler.lowering.local_operators import LOCAL_OPERATORS
-from rankless.compiler.lowering.row_counts import RowCounts
 from rankless.compiler.rules.strategy import (
     OperatorCall,
     make_call,
 )
+from rankless.compiler.selected_rows.local_counts import RowCounts
 from rankless.compiler.sharding.redistribute import (
     Collective,
     CollectivePurpose,
@@ -27,8 +27,8 @@ from rankless.compiler.sharding.redistribute import (
     RingShift,
     StackingAllGather,
     count_bytes,
+    replace_placement,
 )
-from rankless.compiler.sharding.redistribution_steps import replace_placement
 from rankless.compiler.sharding.sharding_propagation import ShardedProgram
 from rankless.parallel.mesh import Mesh, MeshAxis
 from rankless.parallel.tensor_placement import (

@@ -6,10 +6,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from rankless.compiler.ir import attention_kernels, custom_ops, table_operators
+from rankless.compiler.ir import custom_ops, table_operators
 from rankless.compiler.ir.logical_program import LogicalValue
 from rankless.compiler.ir.memory_order import find_memory_order, find_repeated_dims, order_memory, repeat_memory
 from rankless.compiler.rules.strategy import GraphBuilder
+from rankless.compiler.sequence_parallel import attention_kernels
 from rankless.compiler.tracing.symbolic_sizes import size_hint
 
 aten = torch.ops.aten

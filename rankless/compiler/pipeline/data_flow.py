@@ -16,14 +16,13 @@ from torch import Tensor, fx
 from rankless.compiler.ir import local_kernels
 from rankless.compiler.ir.logical_program import LogicalValue
 from rankless.compiler.ir.memory_order import find_memory_order, find_repeated_dims
-from rankless.compiler.lowering.count_expressions import SizeFromCounts
 from rankless.compiler.pipeline.microbatches import is_join
 from rankless.compiler.pipeline.partition import Phase, ProgramPartition, list_ancestors
 from rankless.compiler.pipeline.schedules import UNIT_KINDS, Unit
 from rankless.compiler.pipeline.stage_workers import StageWorkers
 from rankless.compiler.pipeline.transfers import TransferredValue
-from rankless.compiler.tracing.row_counts import list_traced_counts
-from rankless.compiler.tracing.symbolic_sizes import size_hint
+from rankless.compiler.selected_rows.local_counts import SizeFromCounts
+from rankless.compiler.tracing.symbolic_sizes import list_traced_counts, size_hint
 
 NUMBERS = (torch.ops.aten.sym_size.int, local_kernels.count_places, Tensor.tolist, sum)
 """Functions of local programs that give numbers of selected rows."""

@@ -25,16 +25,20 @@ from rankless.compiler.ir.logical_program import LogicalValue
 from rankless.compiler.lowering.local_graph import LocalGraph
 from rankless.compiler.lowering.local_operators import LOCAL_OPERATORS
 from rankless.compiler.lowering.lower import LoweringPass
-from rankless.compiler.lowering.recomputation import Recomputation, Region, recompute
-from rankless.compiler.lowering.recomputed_regions import choose_regions, count_own_bytes
-from rankless.compiler.lowering.repeated_gathers import gather_again
+from rankless.compiler.lowering.recomputation import (
+    Recomputation,
+    Region,
+    choose_regions,
+    count_own_bytes,
+    gather_again,
+    recompute,
+)
 from rankless.compiler.pipeline.stages import Stages, find_free
 from rankless.compiler.rules.embeddings import OPERATORS_WITH_EFFECTS
 from rankless.compiler.rules.half_precision import ACCUMULATED_IN
 from rankless.compiler.rules.losses import find_class_range, finish_losses, lower_loss_terms
 from rankless.compiler.rules.strategy import LocalValue, Strategy
-from rankless.compiler.sharding.redistribute import Collective, CollectivePurpose, Redistribution
-from rankless.compiler.sharding.redistribution_steps import replace_placement
+from rankless.compiler.sharding.redistribute import Collective, CollectivePurpose, Redistribution, replace_placement
 from rankless.compiler.sharding.sharding_propagation import ShardedProgram
 from rankless.parallel.mesh import Mesh, MeshAxis
 from rankless.parallel.tensor_placement import Partial, Replicate, Sharding, compute_local_shape, remove_owners

@@ -16,9 +16,15 @@ from torch.utils._sympy.printers import PythonPrinter
 from rankless.compiler.ir import local_kernels
 from rankless.compiler.ir.logical_program import LogicalValue
 from rankless.compiler.ir.tensor_parts import list_parts
-from rankless.compiler.lowering.count_expressions import CountCheck, SizeFromCounts
-from rankless.compiler.tracing.row_counts import READ_BY_JOB, find_traced_count, has_count, list_traced_counts
-from rankless.compiler.tracing.row_selections import find_selection, is_reordered
+from rankless.compiler.selected_rows.selections import find_selection, is_reordered
+from rankless.compiler.tracing.symbolic_sizes import (
+    EXPRESSION_GLOBALS,
+    READ_BY_JOB,
+    find_traced_count,
+    has_count,
+    list_traced_counts,
+)
+from rankless.errors import CaptureError
 from rankless.parallel.tensor_placement import (
     OnRank,
     Placement,
@@ -61,6 +67,51 @@ class LocalBuilder(Protocol):
     def all_gather(self, value: fx.Node, reason: str, size: int, number: int | None = None) -> fx.Node:
         """Add an all-gather of equal pieces, of `size` bytes each, along a new dim 0 and an axis."""
         ...
+
+
+class SizeFromCounts:
+    """Called with counts, returns a size that depends on them.
+
+    Args:
+        expression: The size as Python, in the names of the counts.
+        names: These names.
+    """
+
+    __name__ = "size_from_counts"
+
+    def __init__(self, expression: str, names: Sequence[str]) -> None:
+        code = f"lambda {', '.join(names)}: {expression}"
+        self._compute: Callable[..., Any] = eval(code, dict(EXPRESSION_GLOBALS))
+
+    def __call__(self, *counts: int) -> Any:
+        """Return the size."""
+        return self._compute(*counts)
+
+
+class CountCheck:
+    """Called with counts of selected rows that the job combines, raises `CaptureError` if they do not fit.
+
+    Args:
+        expression: The condition as Python, in the names of the counts.
+        names: These names.
+        line: The script's line.
+    """
+
+    __name__ = "count_check"
+
+    def __init__(self, expression: str, names: Sequence[str], line: str) -> None:
+        self._holds = SizeFromCounts(expression, names)
+        self._line = line
+
+    def __call__(self, *counts: int) -> None:
+        """Check the counts."""
+        if not self._holds(*counts):
+            raise CaptureError(
+                expected="selected rows that are combined to be as many as each other, or as the rows of other values",
+                found=f"selections of {' and '.join(map(str, counts))} rows",
+                fix="select both with the same mask",
+                where=self._line or None,
+            )
 
 
 class RowCounts:

@@ -1,83 +1,42 @@
-"""Rules for rows that values select, by a mask or by their numbers, and what the program knows of an index.
+"""Rules for operators on rows that values select, by a mask or by the numbers of the rows.
 
-An index may be a range, 0, 1, 2, … along one of its dims, as `torch.arange(len(x))` in `x[range, y]`. It may have the
-numbers of the rows that a mask selects, as of `torch.where(mask)`. See Note [selections of divided rows].
+Each adds strategies to those of `rules.indexing`. The rows that a mask selects in a divided dim are divided with it. An
+index may have their numbers, as of `torch.where(mask)`. See Note [selections of divided rows].
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import getitem
 from typing import Any
 
 import torch
 from torch import SymInt, fx
+from torch.utils import _pytree as pytree
 
 from rankless.compiler.ir import local_kernels
-from rankless.compiler.rules.pattern import make_letters, split_strategies
+from rankless.compiler.ir.logical_program import LogicalValue, is_random_node
+from rankless.compiler.rules import indexing
+from rankless.compiler.rules.indexing import COPIES, VIEWS, IndexPatterns
+from rankless.compiler.rules.pattern import make_letters, make_placement, split_strategies
 from rankless.compiler.rules.strategy import (
     GraphBuilder,
     LocalValue,
     OperatorCall,
+    ShardingRule,
     Strategy,
     find_local_range,
     logical_shape,
 )
-from rankless.compiler.tracing.row_counts import find_traced_count
-from rankless.compiler.tracing.row_selections import find_selection, get_selections
-from rankless.parallel.tensor_placement import Placement, Replicate, Shard
+from rankless.compiler.selected_rows.selections import find_selection, get_selections, is_reordered
+from rankless.compiler.tracing.symbolic_sizes import find_traced_count, has_count, list_traced_counts
+from rankless.errors import CaptureError
+from rankless.parallel.tensor_placement import BlockedShard, OnRank, Placement, Replicate, Shard
 
 aten = torch.ops.aten
 
-RANGES = (aten.arange.default, aten.arange.start, aten.arange.start_step)
-COPIES = (aten._to_copy.default, aten.clone.default, aten.alias.default, aten.lift_fresh_copy.default)
-VIEWS = (aten.view.default, aten._unsafe_view.default)
 EQUAL_ROWS = {aten.expand.default: 1, aten.full.default: 0, aten.ones.default: 0, aten.zeros.default: 0}
 """Operators that make equal rows, and the place of the size among their arguments."""
 SIZE_ONE_VIEWS = (*VIEWS, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default)
-
-
-def find_range_dim(node: fx.Node) -> int | None:
-    """Return the dim along which a value counts from zero, equal along all other dims; None for any other value.
-
-    The dim has more than one entry. Each value is known from the program, not from numbers.
-    """
-    value = node.meta["val"]
-    if value.dtype not in (torch.int32, torch.int64):
-        return None
-    if node.target in RANGES:
-        return 0 if is_from_zero_by_one(node) and value.shape[0] != 1 else None
-    if node.op != "call_function" or not node.all_input_nodes:
-        return None
-    source = node.all_input_nodes[0]
-    if node.target in COPIES:
-        return find_range_dim(source)
-    if node.target is aten.expand.default:
-        dim = find_range_dim(source)
-        return None if dim is None else dim + len(value.shape) - len(source.meta["val"].shape)
-    if node.target is aten.unsqueeze.default:
-        dim, added = find_range_dim(source), int(str(node.args[1])) % len(value.shape)
-        return None if dim is None else dim + (added <= dim)
-    if node.target in VIEWS:
-        return find_viewed_dim(source, value.shape)
-    return None
-
-
-def is_from_zero_by_one(node: fx.Node) -> bool:
-    """Return whether an `arange` starts at zero and counts by one."""
-    if node.target is aten.arange.default:
-        return True
-    start, step = node.args[0], node.args[2] if len(node.args) > 2 else node.kwargs.get("step", 1)
-    return isinstance(start, int) and isinstance(step, int) and (start, step) == (0, 1)
-
-
-def find_viewed_dim(source: fx.Node, shape: Any) -> int | None:
-    """Return the dim of a range after a view that only adds or drops dims of size one."""
-    dim = find_range_dim(source)
-    before = source.meta["val"].shape
-    if dim is None or any(size != 1 for place, size in enumerate(before) if place != dim):
-        return None
-    long_dims = [place for place, size in enumerate(shape) if size != 1]
-    return long_dims[0] if len(long_dims) == 1 else None
 
 
 @dataclass(frozen=True)
@@ -299,3 +258,111 @@ def uses_row_numbers_rightly(node: fx.Node, strategy: Strategy | None) -> bool:
     """
     takes_numbers = any(map(has_row_numbers, node.all_input_nodes))
     return not takes_numbers or has_row_numbers(node) or (strategy is not None and strategy.lower is lower_own_rows)
+
+
+def find_mask(call: OperatorCall) -> tuple[fx.Node, int] | None:
+    """Return the only index of an indexing, if it is a mask, and the first dim in which it selects."""
+    given = [(index, position) for position, index in enumerate(call.argument("indices")) if index is not None]
+    return given[0] if len(given) == 1 and given[0][0].meta["val"].dtype == torch.bool else None
+
+
+def numbered_strategies(call: OperatorCall, patterns: IndexPatterns, values: str) -> Iterator[Strategy]:
+    """Yield strategies that divide an indexed dim and the numbers of the rows that a mask selects in it together.
+
+    See Note [selections of divided rows]. `values` is the pattern of what is read or written.
+    """
+    is_write = len(call.inputs) > len(patterns.indices) + 1
+    for place, position in enumerate(patterns.positions):
+        index = call.argument("indices")[position]
+        for dim, letter in enumerate(patterns.indices[place]):
+            for rows, numbers in list_row_parts(call, index, dim, position) if letter != "." else ():
+                texts = [*patterns.indices, *([values] if is_write else [])]
+                rest = (make_placement(text, letter, numbers, Replicate()) for text in texts)
+                output = rows if is_write else Shard(values.index(letter), numbers.lengths)
+                yield Strategy((rows, *rest), (output,), lower_own_rows)
+
+
+def index_strategies(call: OperatorCall) -> Iterator[Strategy]:
+    """Yield strategies of `source[indices]`."""
+    patterns = indexing.make_index_patterns(call)
+    if patterns is None:
+        if (mask := find_mask(call)) is not None:
+            yield from select_strategies(call, *mask)
+        return
+    yield from numbered_strategies(call, patterns, patterns.values)
+    yield from indexing.index_strategies(call)
+
+
+def index_put_strategies(call: OperatorCall) -> Iterator[Strategy]:
+    """Yield strategies of writing or adding values at indices."""
+    patterns = indexing.make_index_patterns(call)
+    if patterns is None:
+        if (mask := find_mask(call)) is not None:
+            yield from put_strategies(call, *mask)
+        return
+    yield from numbered_strategies(call, patterns, indexing.make_values_pattern(call, patterns))
+    yield from indexing.index_put_strategies(call)
+
+
+def index_select_strategies(call: OperatorCall) -> Iterator[Strategy]:
+    """Yield strategies of rows by a list of their numbers."""
+    count = len(logical_shape(call.inputs[0]))
+    yield from by_number_strategies(call, call.argument("dim") % max(count, 1), [])
+    yield from indexing.index_select_strategies(call)
+
+
+def index_add_strategies(call: OperatorCall) -> Iterator[Strategy]:
+    """Yield strategies of adding rows at a list of their numbers."""
+    dim, text = indexing.get_rows_pattern(call)
+    if text and len(logical_shape(call.inputs[2])) == len(text):
+        yield from by_number_strategies(call, dim, [dim])
+    yield from indexing.index_add_strategies(call)
+
+
+def list_for_counts(call: OperatorCall, list_others: Callable[[], Sequence[Strategy]]) -> Iterator[Strategy]:
+    """Yield the strategies of an operator on rows that values select; none if its rule needs their number.
+
+    Of those that send as much, the first select on all ranks: fewer rows move than there are.
+
+    What is not in the order of one device is neither drawn in parts, nor regrouped by a view.
+
+    Args:
+        call: The operator.
+        list_others: Returns its strategies for any rows.
+    """
+    try:
+        found = [*equal_rows_strategies(call), *list_others()]
+    except CaptureError:
+        return
+    for strategy in sorted(found, key=lambda item: any(isinstance(output, OnRank) for output in item.outputs)):
+        placements = (*strategy.inputs, *strategy.outputs)
+        if is_reordered(placements) and (is_random_node(call.node) or not all(map(is_plain_selection, placements))):
+            continue
+        yield strategy
+
+
+def is_plain_selection(placement: Placement) -> bool:
+    """Return whether a placement divides selected rows as they are, or divides others."""
+    is_counted = isinstance(placement, Shard | BlockedShard) and has_count(placement.lengths)
+    return not is_counted or find_selection(placement) is not None
+
+
+def takes_counts(call: OperatorCall) -> bool:
+    """Return whether a size of an operator's values or arguments is a count; see Note [counts of selected rows]."""
+    values = [*[node.meta["val"] for node in call.inputs], *call.outputs]
+    sizes = [size for value in values if isinstance(value, LogicalValue) for size in value.shape]
+    arguments = pytree.tree_leaves((call.node.args, call.node.kwargs))
+    return any(map(list_traced_counts, [*sizes, *arguments]))
+
+
+RULES: dict[Any, ShardingRule] = {
+    aten.nonzero.default: nonzero_strategies,
+    aten.masked_scatter.default: masked_scatter_strategies,
+    aten.index.Tensor: index_strategies,
+    aten._unsafe_index.Tensor: index_strategies,
+    aten.index_put.default: index_put_strategies,
+    aten._unsafe_index_put.default: index_put_strategies,
+    aten.index_select.default: index_select_strategies,
+    aten.index_add.default: index_add_strategies,
+}
+"""They replace those of `rules.indexing`."""

@@ -5,7 +5,6 @@ from typing import Any
 import torch
 
 from rankless.compiler.rules import (
-    attention,
     embeddings,
     image_sampling,
     indexing,
@@ -21,6 +20,8 @@ from rankless.compiler.rules import (
     views,
 )
 from rankless.compiler.rules.strategy import AtenOperator, ShardingRule
+from rankless.compiler.selected_rows import rules as selected_rows
+from rankless.compiler.sequence_parallel import attention
 
 aten = torch.ops.aten
 
@@ -39,6 +40,7 @@ SHARDING_RULES: dict[Any, ShardingRule] = {
     **indexing.RULES,
     **random.RULES,
     **pointwise.RULES,
+    **selected_rows.RULES,
 }
 
 REFUSED_OPERATORS = {

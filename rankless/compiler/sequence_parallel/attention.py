@@ -23,12 +23,6 @@ import torch
 from torch import fx
 
 from rankless.collectives.mesh_collectives import PendingShift
-from rankless.compiler.ir.attention_kernels import (
-    AttentionBlock,
-    attend_to_block,
-    differentiate_block,
-    finish_attention,
-)
 from rankless.compiler.ir.logical_program import LogicalValue
 from rankless.compiler.rules.pattern import get_letter, make_placement, require_rows, split_strategies
 from rankless.compiler.rules.strategy import (
@@ -40,6 +34,12 @@ from rankless.compiler.rules.strategy import (
     Strategy,
     find_local_range,
     logical_shape,
+)
+from rankless.compiler.sequence_parallel.attention_kernels import (
+    AttentionBlock,
+    attend_to_block,
+    differentiate_block,
+    finish_attention,
 )
 from rankless.compiler.tracing.symbolic_sizes import size_hint
 from rankless.parallel.tensor_placement import (

@@ -7,7 +7,7 @@ them. Both together send what the sum sends. The rows are those of the longest d
 axis divides: usually the positions. A divided parameter is then never gathered in place of an activation.
 
 What a layer gathers for the forward pass is gathered again for the backward pass, so that it takes no memory between
-them (`lowering.repeated_gathers`).
+them (`lowering.recomputation`).
 
 This is the scheme of Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022).
 """

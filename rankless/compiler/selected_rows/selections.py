@@ -14,7 +14,7 @@ from typing import Any
 from torch import SymInt, fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, _constrain_range_for_size
 
-from rankless.compiler.tracing.row_counts import find_traced_count, limit_count
+from rankless.compiler.tracing.symbolic_sizes import find_traced_count, limit_count
 from rankless.parallel.tensor_placement import Placement, Shard
 
 
