@@ -6,17 +6,15 @@ import torch
 
 from rankless.compiler.rules import (
     embeddings,
-    image_sampling,
+    images,
     indexing,
     linear_algebra,
     losses,
     matrices,
     normalizations,
     pointwise,
-    pooling,
     random,
     reductions,
-    softmax,
     views,
 )
 from rankless.compiler.rules.strategy import AtenOperator, ShardingRule
@@ -28,15 +26,13 @@ aten = torch.ops.aten
 SHARDING_RULES: dict[Any, ShardingRule] = {
     **views.RULES,
     **reductions.RULES,
-    **softmax.RULES,
     **matrices.RULES,
     **embeddings.RULES,
     **normalizations.RULES,
     **losses.RULES,
     **attention.RULES,
     **linear_algebra.RULES,
-    **pooling.RULES,
-    **image_sampling.RULES,
+    **images.RULES,
     **indexing.RULES,
     **random.RULES,
     **pointwise.RULES,

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from rankless.collectives.mesh_collectives import PendingShift
-from rankless.compiler.ir.blocked_dims import join_blocks
-from rankless.compiler.ir.local_kernels import DrawFrom, make_absent, reduce_extremum
+from rankless.compiler.ir.local_kernels import DrawFrom, join_blocks, make_absent, reduce_extremum
 from rankless.compiler.ir.tensor_parts import list_parts, take_parts
 from rankless.compiler.lowering.local_graph import LocalGraph
 from rankless.compiler.sharding.redistribute import Collective, JointGather, RingShift, StackingAllGather

@@ -32,7 +32,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
 from rankless.compiler.capture.linear_layers import unmerge_linears
-from rankless.compiler.ir.generator_starts import GeneratorStart
+from rankless.compiler.ir.local_kernels import GeneratorStart
 from rankless.compiler.ir.logical_program import (
     LogicalProgram,
     LogicalValue,

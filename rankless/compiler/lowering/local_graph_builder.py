@@ -7,7 +7,7 @@ import torch
 from torch import fx
 
 from rankless.compiler.ir import local_kernels
-from rankless.compiler.ir.generator_starts import GeneratorStart
+from rankless.compiler.ir.local_kernels import GeneratorStart
 from rankless.compiler.ir.logical_program import (
     format_operator,
     format_value,

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from rankless.compiler.expert_parallel import runs_everywhere
 from rankless.compiler.ir import local_kernels
-from rankless.compiler.ir.blocked_dims import slice_blocks
+from rankless.compiler.ir.local_kernels import slice_blocks
 from rankless.compiler.ir.logical_program import (
     LogicalValue,
     ProgramOutput,

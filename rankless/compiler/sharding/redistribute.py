@@ -10,7 +10,7 @@ from torch import fx
 
 from rankless.collectives import mesh_collectives
 from rankless.compiler.ir import local_kernels
-from rankless.compiler.ir.blocked_dims import join_blocks
+from rankless.compiler.ir.local_kernels import join_blocks
 from rankless.compiler.ir.operator_origin import ModuleName
 from rankless.compiler.rules.pattern import is_partial_sum
 from rankless.compiler.selected_rows.selections import is_reordered
