@@ -17,6 +17,7 @@ from rankless.compiler.rules import (
     reductions,
     views,
 )
+from rankless.compiler.rules.extension_operators import find_operator
 from rankless.compiler.rules.strategy import AtenOperator, ShardingRule
 from rankless.compiler.selected_rows import rules as selected_rows
 from rankless.compiler.sequence_parallel import attention
@@ -50,4 +51,7 @@ def find_rule(operator: AtenOperator) -> ShardingRule | None:
     """Return the rule of an operator, or None if it has to run replicated."""
     if operator in SHARDING_RULES:
         return SHARDING_RULES[operator]
+    added = find_operator(operator)
+    if added is not None:
+        return added.rule
     return pointwise.pointwise_strategies if pointwise.is_pointwise(operator) else None

@@ -43,8 +43,6 @@ NOT_MOVED_YET = {
     "cli/host_options",
     "cli/plan",
     "cli/server_options",
-    "compiler/ir/row_lookups",
-    "compiler/ir/table_operators",
     "compiler/pipeline/dense_stages",
     "config/extensions",
     "config/run_config",

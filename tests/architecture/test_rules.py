@@ -16,6 +16,7 @@ CROWDED_FOLDERS: dict[str, str] = {}
 # Modules imported late on purpose, by a call of importlib.import_module.
 IMPORTED_LATE = {
     "rankless/config/validation.py": "loads the check of an extension's options by name",
+    "rankless/compiler/rules/extension_operators.py": "loads the operators of an extension by name",
     "rankless/runtime/process_context.py": "loads the step participant of an extension by name",
     "rankless/__init__.py": "the command line imports rankless, and must not import torch",
     "rankless/cli/__init__.py": "a command is imported when it is called",

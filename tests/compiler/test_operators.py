@@ -85,8 +85,6 @@ CUDA_ONLY = {
     aten._scaled_dot_product_cudnn_attention_backward.default,
 }
 TABLES = {
-    torch.ops.rankless.table_rows.default,
-    torch.ops.rankless.table_gradients.default,
     torch.ops.rankless.weight_rows.default,
     torch.ops.rankless.weight_gradients.default,
     torch.ops.rankless.bag_numbers.default,

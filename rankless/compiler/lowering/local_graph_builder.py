@@ -13,7 +13,7 @@ from rankless.compiler.ir.logical_program import (
     format_value,
 )
 from rankless.compiler.ir.tensor_parts import Part
-from rankless.compiler.lowering.local_operators import LOCAL_OPERATORS
+from rankless.compiler.lowering.local_operators import find_local
 from rankless.compiler.rules.strategy import (
     OperatorCall,
     make_call,
@@ -65,7 +65,7 @@ class LocalGraphBuilder:
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         """Add an operator or a Rankless function."""
         args, kwargs = self.counts.resolve((args, kwargs))
-        function = LOCAL_OPERATORS.get(target, target)
+        function = find_local(target)
         if self.generator is not None:
             function = local_kernels.DrawFrom(self.generator, function, self.start)
             self.start = None

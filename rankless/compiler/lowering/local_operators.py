@@ -6,9 +6,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from rankless.compiler.ir import custom_ops, table_operators
+from rankless.compiler.ir import custom_ops
 from rankless.compiler.ir.logical_program import LogicalValue
 from rankless.compiler.ir.memory_order import find_memory_order, find_repeated_dims, order_memory, repeat_memory
+from rankless.compiler.rules.extension_operators import find_operator
 from rankless.compiler.rules.strategy import GraphBuilder
 from rankless.compiler.sequence_parallel import attention_kernels
 from rankless.compiler.tracing.symbolic_sizes import size_hint
@@ -23,11 +24,15 @@ LOCAL_OPERATORS: dict[Any, Callable[..., Any]] = {
     rankless_ops.linear_weight.default: custom_ops.run_linear_weight,
     rankless_ops.recurrent.default: custom_ops.run_recurrent,
     rankless_ops.recurrent_backward.default: custom_ops.run_recurrent_backward,
-    rankless_ops.table_rows.default: table_operators.run_table_rows,
-    rankless_ops.table_gradients.default: table_operators.run_table_gradients,
     aten._scaled_dot_product_flash_attention_for_cpu.default: attention_kernels.run_cpu_attention,
 }
 """Operators, and the functions that run in their place."""
+
+
+def find_local(operator: Any) -> Any:
+    """Return the function that runs in place of an operator on local values: itself if there is no other."""
+    added = find_operator(operator)
+    return LOCAL_OPERATORS.get(operator, operator) if added is None else added.local
 
 
 def restore_layout(builder: GraphBuilder, moved: fx.Node, logical: LogicalValue) -> fx.Node:

@@ -8,7 +8,6 @@ part. A lookup whose ids follow from the dense part would have to come after it,
 from collections.abc import Collection, Mapping
 from operator import getitem
 
-import torch
 from torch import fx
 
 from rankless.compiler.ir.logical_program import LogicalProgram
@@ -20,6 +19,7 @@ from rankless.compiler.pipeline.stages import (
     list_forward,
     list_prefixes,
 )
+from rankless.compiler.rules.extension_operators import is_lookup
 from rankless.errors import CaptureError, ConfigError
 
 DENSE = 1
@@ -63,7 +63,7 @@ def find_dense_stages(
         is_marked = any(path in dense for path in list_prefixes(node))
         follows = any(of.get(value) == DENSE for value in node.all_input_nodes)
         of[node] = DENSE if is_marked or follows else 0
-        if of[node] == DENSE and node.target is torch.ops.rankless.table_rows.default:
+        if of[node] == DENSE and is_lookup(node.target):
             raise CaptureError(
                 expected="lookups in tables before the dense part, which heterogeneous workers compute",
                 found="a lookup in it, or one whose ids follow from it",

@@ -23,7 +23,7 @@ from torch import fx
 from rankless.compiler.ir import local_kernels, vocabulary_kernels
 from rankless.compiler.ir.logical_program import LogicalValue
 from rankless.compiler.lowering.local_graph import LocalGraph
-from rankless.compiler.lowering.local_operators import LOCAL_OPERATORS
+from rankless.compiler.lowering.local_operators import find_local
 from rankless.compiler.lowering.lower import LoweringPass
 from rankless.compiler.lowering.recomputation import (
     Recomputation,
@@ -34,7 +34,7 @@ from rankless.compiler.lowering.recomputation import (
     recompute,
 )
 from rankless.compiler.pipeline.stages import Stages, find_free
-from rankless.compiler.rules.embeddings import OPERATORS_WITH_EFFECTS
+from rankless.compiler.rules.extension_operators import has_effects
 from rankless.compiler.rules.half_precision import ACCUMULATED_IN
 from rankless.compiler.rules.losses import find_class_range, finish_losses, lower_loss_terms
 from rankless.compiler.rules.strategy import LocalValue, Strategy
@@ -98,8 +98,8 @@ class MicrobatchLowering(LoweringPass):
         One with an effect that all microbatches have in common is run once, so no microbatch is the one that runs it.
         """
         strategies = self.sharded.strategies(node)
-        if node.target in OPERATORS_WITH_EFFECTS and is_common(strategies[self._time]):
-            return self.call(LOCAL_OPERATORS[node.target], *args, **kwargs)
+        if has_effects(node.target) and is_common(strategies[self._time]):
+            return self.call(find_local(node.target), *args, **kwargs)
         if node.target not in LOSSES or not isinstance(strategies[self._time].outputs[0], Partial):
             return super().apply_strategies(node, args, kwargs)
         call, dtype = self.make_call(node, self._time), node.meta["val"][1].dtype

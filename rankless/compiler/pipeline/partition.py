@@ -20,12 +20,12 @@ from torch import Tensor, fx
 from rankless.compiler.ir import counter_distributions, counter_operators, local_kernels
 from rankless.compiler.ir.logical_program import LogicalProgram, format_operator, is_fresh
 from rankless.compiler.lowering.local_graph import LocalGraph
-from rankless.compiler.lowering.local_operators import LOCAL_OPERATORS
+from rankless.compiler.lowering.local_operators import find_local
 from rankless.compiler.lowering.value_check import ValueCheck
 from rankless.compiler.pipeline.microbatches import find_time_number, is_join
 from rankless.compiler.pipeline.random_draws import draws_numbers
 from rankless.compiler.pipeline.stages import Stages, list_forward
-from rankless.compiler.rules.embeddings import OPERATORS_WITH_EFFECTS
+from rankless.compiler.rules.extension_operators import has_effects
 from rankless.compiler.rules.pattern import is_partial_sum
 from rankless.compiler.sharding.redistribute import Redistribution, RingShift, StackingAllGather
 from rankless.compiler.sharding.sharding_propagation import ShardedProgram
@@ -136,7 +136,7 @@ class ProgramPartition:
         self.phases[name] = "forward" if is_forward else "backward"
         if node.meta["moves"] and followed and "repeats" not in node.meta:
             self.stages[name], self.phases[name] = self.stages[followed[0]], self.phases[followed[0]]
-        runs_once = source.target in OPERATORS_WITH_EFFECTS and self.is_invariant[name]
+        runs_once = has_effects(source.target) and self.is_invariant[name]
         if node in self._early:
             self.phases[name] = "prepare"
         elif is_join(node) or runs_once or any(self.phases[item] == "finish" for item in inputs):
@@ -205,7 +205,7 @@ class ProgramPartition:
         target = node.target
         if target is local_kernels.make_empty_from:  # see Note [absent values of microbatches]
             is_tuple = isinstance(source.meta["val"], tuple | list)
-            target = getitem if is_tuple else LOCAL_OPERATORS.get(source.target, source.target)
+            target = getitem if is_tuple else find_local(source.target)
         if target is getitem or not isinstance(target, torch._ops.OpOverload):
             return False
         strategy = self._sharded.axes[self._time].strategies.get(source)

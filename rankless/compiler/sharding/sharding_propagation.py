@@ -26,7 +26,7 @@ from rankless.compiler.expert_parallel import join_sums_of_experts, list_strateg
 from rankless.compiler.ir.logical_program import LogicalProgram, LogicalValue, is_fresh
 from rankless.compiler.probing.operator_probe import OperatorProbe
 from rankless.compiler.rule_table import REFUSED_OPERATORS, find_rule
-from rankless.compiler.rules.embeddings import OPERATORS_WITH_EFFECTS
+from rankless.compiler.rules.extension_operators import has_effects
 from rankless.compiler.rules.pointwise import is_pointwise
 from rankless.compiler.rules.strategy import OperatorCall, Strategy, make_call, make_replicated_strategy
 from rankless.compiler.selected_rows.rules import list_for_counts, lower_equal_rows, takes_counts
@@ -287,9 +287,9 @@ def choose_strategy(
     """
     rule = find_rule(call.operator)
     replicated_strategy = make_replicated_strategy(call)
-    has_effects = call.operator in OPERATORS_WITH_EFFECTS
+    runs_once = has_effects(call.operator)
     is_whole = all(isinstance(placement, Replicate) for placement in call.current_placements)
-    if takes_counts(call) and not has_effects:
+    if takes_counts(call) and not runs_once:
         possible = [
             item
             for item in list_for_counts(call, partial(list_strategies, call, rule or no_strategies))
@@ -305,7 +305,7 @@ def choose_strategy(
     if rule is None:
         rule = no_strategies if probe is None else probe.strategies
     strategies = [strategy for strategy in list_strategies(call, rule) if combines(strategy, call, outer)]
-    if not has_effects:
+    if not runs_once:
         strategies.append(replicated_strategy)
     kept = [strategy for strategy in strategies if not gathers_weights(strategy, call, weights)]
     found = find_cheapest(kept or strategies, call, available)
