@@ -14,11 +14,11 @@ The folders in the order of a compilation:
 - `lowering` makes each rank's program from it: redistributions, sums and counts instead of means, values that the
   backward pass computes again, phases for experts on single ranks.
 - `scheduling` orders communication: buckets of gradients, gathers of sharded parameters. On a mesh with the axis
-  `pipeline`, the folder `pipeline` does this instead.
+  `pipeline`, the folder `pipeline_parallel` does this instead.
 - `codegen` writes the program as Python. `ir` has the graph, Rankless's own operators, and their kernels.
 
 Each method has one place, whose head gives its equation: `tensor_parallel`, `sequence_parallel`, `expert_parallel`,
-`pipeline`, and `selected_rows` for `x[mask]`.
+`pipeline_parallel`, and `selected_rows` for `x[mask]`.
 
 Sizes that have varied are symbols in every stage (`tracing.symbolic_sizes`). Decisions that depend on them become
 guards, which all ranks share.

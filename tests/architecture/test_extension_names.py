@@ -43,7 +43,7 @@ NOT_MOVED_YET = {
     "cli/host_options",
     "cli/plan",
     "cli/server_options",
-    "compiler/pipeline/dense_stages",
+    "compiler/pipeline_parallel/dense_stages",
     "config/extensions",
     "config/run_config",
     "config/server_hosts",

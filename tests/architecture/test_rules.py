@@ -51,7 +51,7 @@ BROAD_EXCEPTS = {
     "rankless/extensions/horovod/runner/util/threads.py": "Horovod's in_thread prints the error of any function",
     "rankless/extensions/horovod/runner/run_task.py": "the error travels to the process that called horovod.run",
     "rankless/compiler/codegen/codegen.py": "operators are foreign code; the error gets the line of the script",
-    "rankless/compiler/pipeline/measured_work.py": "operators are foreign code; one that fails is estimated",
+    "rankless/compiler/pipeline_parallel/measured_work.py": "operators are foreign code; one that fails is estimated",
     "rankless/compiler/probing/row_checks.py": "operators are foreign code; one that fails is not compared",
     "rankless/compiler/probing/row_independence.py": "operators are foreign code; one that fails is not split",
     "rankless/context/operations.py": "the other ranks raise it, too",

@@ -20,8 +20,7 @@ from rankless.compiler.ir.logical_program import (
     format_value,
 )
 from rankless.compiler.lowering.local_graph import LocalGraph
-from rankless.compiler.lowering.local_graph_builder import LocalGraphBuilder
-from rankless.compiler.lowering.local_operators import restore_layout
+from rankless.compiler.lowering.local_graph_builder import LocalGraphBuilder, restore_layout
 from rankless.compiler.lowering.phases import JointMove, ProgramPhase, join_moves, list_phases
 from rankless.compiler.lowering.recomputation import choose_regions, count_own_bytes, gather_again, recompute
 from rankless.compiler.lowering.sums_in_place import add_in_place

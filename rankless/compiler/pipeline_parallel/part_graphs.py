@@ -9,12 +9,12 @@ from torch import Tensor, fx
 from rankless.collectives.mesh_collectives import PendingShift
 from rankless.compiler.ir import local_kernels
 from rankless.compiler.ir.custom_ops import add_linear_weight, run_linear_weight
-from rankless.compiler.pipeline.data_flow import DataFlow, Part, ValueKey
-from rankless.compiler.pipeline.microbatches import is_join
-from rankless.compiler.pipeline.partition import is_drawing
-from rankless.compiler.pipeline.random_draws import OrderedDraw, RandomDraws
-from rankless.compiler.pipeline.schedules import UNIT_KINDS
-from rankless.compiler.pipeline.transfers import Streams
+from rankless.compiler.pipeline_parallel.data_flow import DataFlow, Part, ValueKey
+from rankless.compiler.pipeline_parallel.microbatches import is_join
+from rankless.compiler.pipeline_parallel.partition import is_drawing
+from rankless.compiler.pipeline_parallel.random_draws import OrderedDraw, RandomDraws
+from rankless.compiler.pipeline_parallel.schedules import UNIT_KINDS
+from rankless.compiler.pipeline_parallel.transfers import Streams
 from rankless.compiler.rules.pattern import is_partial_sum
 from rankless.compiler.sharding.redistribute import Redistribution, RingShift
 from rankless.parallel.tensor_placement import Partial, Shard, is_absent

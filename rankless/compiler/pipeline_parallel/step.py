@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from rankless.compiler.lowering.value_check import ValueCheck
-from rankless.compiler.pipeline.argument_exchange import ArgumentExchange
-from rankless.compiler.pipeline.data_flow import ValueKey
-from rankless.compiler.pipeline.random_draws import RandomDraws
-from rankless.compiler.pipeline.schedules import Unit
-from rankless.compiler.pipeline.transfers import Streams, TransferredValue, Transport
+from rankless.compiler.pipeline_parallel.argument_exchange import ArgumentExchange
+from rankless.compiler.pipeline_parallel.data_flow import ValueKey
+from rankless.compiler.pipeline_parallel.random_draws import RandomDraws
+from rankless.compiler.pipeline_parallel.schedules import Unit
+from rankless.compiler.pipeline_parallel.transfers import Streams, TransferredValue, Transport
 from rankless.compiler.scheduling.parameter_gathers import copy_if_shared
 
 

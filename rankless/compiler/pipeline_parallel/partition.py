@@ -20,11 +20,11 @@ from torch import Tensor, fx
 from rankless.compiler.ir import counter_distributions, counter_operators, local_kernels
 from rankless.compiler.ir.logical_program import LogicalProgram, format_operator, is_fresh
 from rankless.compiler.lowering.local_graph import LocalGraph
-from rankless.compiler.lowering.local_operators import find_local
+from rankless.compiler.lowering.local_graph_builder import find_local
 from rankless.compiler.lowering.value_check import ValueCheck
-from rankless.compiler.pipeline.microbatches import find_time_number, is_join
-from rankless.compiler.pipeline.random_draws import draws_numbers
-from rankless.compiler.pipeline.stages import Stages, list_forward
+from rankless.compiler.pipeline_parallel.microbatches import find_time_number, is_join
+from rankless.compiler.pipeline_parallel.random_draws import draws_numbers
+from rankless.compiler.pipeline_parallel.stages import Stages, list_forward
 from rankless.compiler.rules.extension_operators import has_effects
 from rankless.compiler.rules.pattern import is_partial_sum
 from rankless.compiler.sharding.redistribute import Redistribution, RingShift, StackingAllGather

@@ -16,11 +16,10 @@ from torch import Tensor, fx
 from rankless.compiler.ir import local_kernels
 from rankless.compiler.ir.logical_program import LogicalValue
 from rankless.compiler.ir.memory_order import find_memory_order, find_repeated_dims
-from rankless.compiler.pipeline.microbatches import is_join
-from rankless.compiler.pipeline.partition import Phase, ProgramPartition, list_ancestors
-from rankless.compiler.pipeline.schedules import UNIT_KINDS, Unit
-from rankless.compiler.pipeline.stage_workers import StageWorkers
-from rankless.compiler.pipeline.transfers import TransferredValue
+from rankless.compiler.pipeline_parallel.microbatches import is_join
+from rankless.compiler.pipeline_parallel.partition import Phase, ProgramPartition, list_ancestors
+from rankless.compiler.pipeline_parallel.schedules import UNIT_KINDS, StageWorkers, Unit
+from rankless.compiler.pipeline_parallel.transfers import TransferredValue
 from rankless.compiler.selected_rows.local_counts import SizeFromCounts
 from rankless.compiler.tracing.symbolic_sizes import list_traced_counts, size_hint
 

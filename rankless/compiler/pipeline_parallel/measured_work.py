@@ -14,8 +14,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.benchmark import Timer
 
 from rankless.compiler.ir.logical_program import LogicalProgram, LogicalValue
-from rankless.compiler.pipeline.random_draws import draws_numbers
-from rankless.compiler.pipeline.stages import estimate_work, list_forward
+from rankless.compiler.pipeline_parallel.random_draws import draws_numbers
+from rankless.compiler.pipeline_parallel.stages import estimate_work, list_forward
 from rankless.compiler.tracing.symbolic_sizes import size_hint
 
 RUNS = 5

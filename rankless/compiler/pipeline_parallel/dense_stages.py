@@ -11,7 +11,7 @@ from operator import getitem
 from torch import fx
 
 from rankless.compiler.ir.logical_program import LogicalProgram
-from rankless.compiler.pipeline.stages import (
+from rankless.compiler.pipeline_parallel.stages import (
     Stages,
     assign_backward,
     find_free,

@@ -20,8 +20,8 @@ from rankless.compiler.ir.custom_ops import run_linear_weight
 from rankless.compiler.ir.logical_program import LogicalProgram, LogicalValue, ProgramOutput, is_fresh
 from rankless.compiler.lowering.local_graph import LocalGraph
 from rankless.compiler.lowering.value_check import ValueCheck
-from rankless.compiler.pipeline.argument_exchange import ArgumentExchange
-from rankless.compiler.pipeline.data_flow import (
+from rankless.compiler.pipeline_parallel.argument_exchange import ArgumentExchange
+from rankless.compiler.pipeline_parallel.data_flow import (
     DataFlow,
     InputHolders,
     Need,
@@ -30,14 +30,14 @@ from rankless.compiler.pipeline.data_flow import (
     count_uses,
     describe_tensor,
 )
-from rankless.compiler.pipeline.microbatches import MICROBATCH
-from rankless.compiler.pipeline.options import PipelineOptions
-from rankless.compiler.pipeline.part_graphs import ADDING_VARIANTS, PartGraph, add_terms, take_sum
-from rankless.compiler.pipeline.partition import ProgramPartition
-from rankless.compiler.pipeline.random_draws import RandomDraws
-from rankless.compiler.pipeline.schedules import UNIT_KINDS, Unit
-from rankless.compiler.pipeline.step import PartFunction, PipelineStep, StepOutput
-from rankless.compiler.pipeline.transfers import TransferredValue
+from rankless.compiler.pipeline_parallel.microbatches import MICROBATCH
+from rankless.compiler.pipeline_parallel.options import PipelineOptions
+from rankless.compiler.pipeline_parallel.part_graphs import ADDING_VARIANTS, PartGraph, add_terms, take_sum
+from rankless.compiler.pipeline_parallel.partition import ProgramPartition
+from rankless.compiler.pipeline_parallel.random_draws import RandomDraws
+from rankless.compiler.pipeline_parallel.schedules import UNIT_KINDS, Unit
+from rankless.compiler.pipeline_parallel.step import PartFunction, PipelineStep, StepOutput
+from rankless.compiler.pipeline_parallel.transfers import TransferredValue
 from rankless.compiler.scheduling.gradient_buckets import schedule_gradients
 from rankless.compiler.scheduling.parameter_gathers import (
     GatheredValue,

@@ -23,7 +23,7 @@ from torch import fx
 from rankless.compiler.ir import local_kernels, vocabulary_kernels
 from rankless.compiler.ir.logical_program import LogicalValue
 from rankless.compiler.lowering.local_graph import LocalGraph
-from rankless.compiler.lowering.local_operators import find_local
+from rankless.compiler.lowering.local_graph_builder import find_local
 from rankless.compiler.lowering.lower import LoweringPass
 from rankless.compiler.lowering.recomputation import (
     Recomputation,
@@ -33,7 +33,7 @@ from rankless.compiler.lowering.recomputation import (
     gather_again,
     recompute,
 )
-from rankless.compiler.pipeline.stages import Stages, find_free
+from rankless.compiler.pipeline_parallel.stages import Stages, find_free
 from rankless.compiler.rules.extension_operators import has_effects
 from rankless.compiler.rules.half_precision import ACCUMULATED_IN
 from rankless.compiler.rules.losses import find_class_range, finish_losses, lower_loss_terms

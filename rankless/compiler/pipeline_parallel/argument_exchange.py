@@ -14,8 +14,8 @@ from torch import Tensor, fx
 from rankless.collectives.mesh_collectives import all_gather
 from rankless.compiler.ir.logical_program import LogicalProgram, LogicalValue
 from rankless.compiler.ir.memory_order import find_memory_order, order_memory
-from rankless.compiler.pipeline.microbatches import find_time_number
-from rankless.compiler.pipeline.options import PipelineOptions
+from rankless.compiler.pipeline_parallel.microbatches import find_time_number
+from rankless.compiler.pipeline_parallel.options import PipelineOptions
 from rankless.compiler.sharding.redistribute import CollectiveRecord, count_bytes, replace_placement
 from rankless.parallel.mesh import Mesh, MeshAxis, find_axis
 from rankless.parallel.tensor_placement import Shard, Sharding, split_lengths

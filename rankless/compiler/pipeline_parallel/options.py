@@ -2,10 +2,9 @@
 
 from dataclasses import dataclass
 
-from rankless.compiler.pipeline.schedules import Schedule
-from rankless.compiler.pipeline.stage_workers import StageWorkers
-from rankless.compiler.pipeline.stages import Stages
-from rankless.compiler.pipeline.transfers import Transport
+from rankless.compiler.pipeline_parallel.schedules import Schedule, StageWorkers
+from rankless.compiler.pipeline_parallel.stages import Stages
+from rankless.compiler.pipeline_parallel.transfers import Transport
 from rankless.parallel.mesh import MeshAxis
 from rankless.parallel.tensor_placement import Shard
 

@@ -12,15 +12,15 @@ from rankless.collectives.byte_messages import all_gather_bytes
 from rankless.compiler.capture.trace_errors import offer_whole_batch
 from rankless.compiler.codegen.codegen import LocalProgram
 from rankless.compiler.ir.logical_program import LogicalProgram, ProgramInput, format_operator, format_value
-from rankless.compiler.pipeline.argument_exchange import divide_microbatch, make_exchanges
-from rankless.compiler.pipeline.data_flow import DataFlow, Need, Part
-from rankless.compiler.pipeline.microbatches import add_microbatch_axis, find_time_number, lower_microbatches
-from rankless.compiler.pipeline.options import PipelineOptions
-from rankless.compiler.pipeline.partition import Phase, ProgramPartition
-from rankless.compiler.pipeline.schedules import UNIT_KINDS, describe_timeline
-from rankless.compiler.pipeline.stages import place_added
-from rankless.compiler.pipeline.step import PipelineRun, PipelineStep
-from rankless.compiler.pipeline.step_builder import StepBuilder
+from rankless.compiler.pipeline_parallel.argument_exchange import divide_microbatch, make_exchanges
+from rankless.compiler.pipeline_parallel.data_flow import DataFlow, Need, Part
+from rankless.compiler.pipeline_parallel.microbatches import add_microbatch_axis, find_time_number, lower_microbatches
+from rankless.compiler.pipeline_parallel.options import PipelineOptions
+from rankless.compiler.pipeline_parallel.partition import Phase, ProgramPartition
+from rankless.compiler.pipeline_parallel.schedules import UNIT_KINDS, describe_timeline
+from rankless.compiler.pipeline_parallel.stages import place_added
+from rankless.compiler.pipeline_parallel.step import PipelineRun, PipelineStep
+from rankless.compiler.pipeline_parallel.step_builder import StepBuilder
 from rankless.compiler.probing.operator_probe import OperatorProbe
 from rankless.compiler.scheduling.stored_states import StateStorage
 from rankless.compiler.sharding.redistribute import CollectiveRecord, count_bytes

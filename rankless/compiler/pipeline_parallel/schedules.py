@@ -1,6 +1,6 @@
 """Schedules of a pipeline: in which order each worker computes its stages on the microbatches.
 
-Note [schedules]: a worker has one or more stages, or some microbatches of one; see `stage_workers`. Each stage has a
+Note [schedules]: a worker has one or more stages, or some microbatches of one. Each stage has a
 forward unit per microbatch, and in training a backward unit, which `zero-bubble` divides: gradients that an earlier
 stage needs come first, gradients of parameters when there is nothing else to do. A simulation with unit costs makes the
 orders. Each worker takes the first unit that is ready by the rules of the schedule, so every order can run, whatever
@@ -11,13 +11,19 @@ the number of microbatches.
   al., SOSP 2019).
 - `interleaved`: the same with several stages per worker, for shorter idle times (Narayanan et al., SC 2021).
 - `zero-bubble`: as `1f1b`, with parameter gradients in the idle times: ZB-H1 of Qi et al., ICLR 2024.
+
+Note [workers of stages]: in a pipeline along an axis of the mesh each stage belongs to one worker. Where some workers
+are of another kind, such as CPU workers beside workers with accelerators, each stage belongs to all workers of a kind,
+and they take its microbatches in turns: of four CPU workers each computes every fourth microbatch. So the numbers of
+workers of the kinds are independent of each other. A unit runs on one worker alone, and values move from worker to
+worker as in any pipeline. Only sums over microbatches have terms on several workers; see Note [sums of several
+workers].
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from rankless.compiler.pipeline.stage_workers import StageWorkers
 from rankless.records.job_programs import PipelineUnit
 from rankless.records.parallel_plan import PipelineSchedule
 
@@ -26,6 +32,44 @@ UnitKind = Literal["forward", "backward", "weights"]
 UNIT_KINDS: tuple[UnitKind, ...] = get_args(UnitKind)
 INTERLEAVED_STAGES = 2
 """Stages per worker of an interleaved schedule."""
+
+
+@dataclass(frozen=True)
+class StageWorkers:
+    """The workers of each stage; see Note [workers of stages].
+
+    Attributes:
+        of (tuple[tuple[int, ...], ...]): For each stage its workers, by their ranks along the axis `pipeline`.
+    """
+
+    of: tuple[tuple[int, ...], ...]
+
+    @staticmethod
+    def alternate(*, stages: int, workers: int) -> "StageWorkers":
+        """Return one worker per stage: stage s belongs to worker s % workers."""
+        return StageWorkers(tuple((stage % workers,) for stage in range(stages)))
+
+    def find_worker(self, stage: int, microbatch: int) -> int:
+        """Return the worker that computes a stage for a microbatch."""
+        workers = self.of[stage]
+        return workers[microbatch % len(workers)]
+
+    def find_first(self, stage: int) -> int:
+        """Return the worker that computes what a stage has once, for all microbatches."""
+        return self.of[stage][0]
+
+    def list_stages(self, worker: int) -> list[int]:
+        """Return the stages of which a worker computes units."""
+        return [stage for stage, workers in enumerate(self.of) if worker in workers]
+
+    def list_busy(self, stage: int, microbatches: int) -> list[int]:
+        """Return the workers of a stage that compute it for some microbatch: with few of them, not all do."""
+        return list(self.of[stage][:microbatches])
+
+    def count_ahead(self, stage: int) -> int:
+        """Return how many microbatches a worker of a stage may have begun, so that all later workers can be busy."""
+        later = sum(len(workers) for workers in self.of[stage:])
+        return -(-later // len(self.of[stage]))
 
 
 @dataclass(frozen=True)

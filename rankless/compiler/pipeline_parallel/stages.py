@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from rankless.compiler.ir.logical_program import LogicalProgram, LogicalValue
-from rankless.compiler.pipeline.random_draws import draws_numbers
+from rankless.compiler.pipeline_parallel.random_draws import draws_numbers
 from rankless.compiler.tracing.symbolic_sizes import size_hint
 
 aten = torch.ops.aten
