@@ -4,6 +4,6 @@
 `forbidden_training_calls` refuse what a program cannot do, with the line of the script. A value that the job's Python
 reads is known to the trace (`value_reads`) and a constant for operators (`constants_for_reads`);
 `lowering.value_check` compares it at each run. `dot_data_assignments` follows `.data` (decision 0023).
-`global_modes_key` makes PyTorch's switches part of the cache key. In half precision, `half_precision_layouts` gives
+`global_modes` makes PyTorch's switches part of the cache key. In half precision, `half_precision_layouts` gives
 results the strides of PyTorch's kernels.
 """

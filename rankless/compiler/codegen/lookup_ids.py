@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, fx
 
-from rankless.compiler.lowering.sums_in_place import without_overwriting
+from rankless.compiler.lowering.lower import without_overwriting
 from rankless.compiler.rules.extension_operators import Lookup
 
 _NAMESPACES = ("aten", "prims")

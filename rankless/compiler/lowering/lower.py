@@ -19,11 +19,9 @@ from rankless.compiler.ir.logical_program import (
     format_operator,
     format_value,
 )
-from rankless.compiler.lowering.local_graph import LocalGraph
-from rankless.compiler.lowering.local_graph_builder import LocalGraphBuilder, restore_layout
+from rankless.compiler.lowering.local_graph import LocalGraph, LocalGraphBuilder, restore_layout
 from rankless.compiler.lowering.phases import JointMove, ProgramPhase, join_moves, list_phases
 from rankless.compiler.lowering.recomputation import choose_regions, count_own_bytes, gather_again, recompute
-from rankless.compiler.lowering.sums_in_place import add_in_place
 from rankless.compiler.lowering.value_check import ValueCheck
 from rankless.compiler.rules.random import CounterDraw, lower_counter_draw
 from rankless.compiler.rules.strategy import (
@@ -391,3 +389,48 @@ def move_locally(
         case OnRank(), Partial():
             return value if before.rank == axis.rank else builder.call(local_kernels.make_zeros, value, tuple(shape))
     return None
+
+
+def add_in_place(graph: fx.Graph) -> None:
+    """Let the sums of a local graph overwrite a term that no later operator reads, as autograd accumulates gradients.
+
+    The sum then needs no memory of its own, and is in the processor's cache.
+    """
+    order = {node: position for position, node in enumerate(graph.nodes)}
+    for node in graph.nodes:
+        terms = [item for item in node.args if isinstance(item, fx.Node)]
+        if node.target is not aten.add.Tensor or node.kwargs or len(terms) < len(node.args):
+            continue
+        first, second = terms
+        for term, other in ((first, second), (second, first)):
+            is_last_use = all(order[user] <= order[node] for user in term.users)
+            if term is not other and is_last_use and may_be_overwritten(term) and has_same_layout(term, node):
+                node.target, node.args = aten.add_.Tensor, (term, other)
+                break
+
+
+def without_overwriting(target: Any) -> Any:
+    """Return the operator that a sum in place was before; another one as it is."""
+    return aten.add.Tensor if target is aten.add_.Tensor else target
+
+
+def may_be_overwritten(value: fx.Node) -> bool:
+    """Return whether a value has memory that nothing else refers to, besides operators that have read it."""
+    return allocates(value.target) and "out" not in value.kwargs and all(allocates(user.target) for user in value.users)
+
+
+def allocates(target: Any) -> bool:
+    """Return whether a function is an operator whose results are never its arguments or views of them."""
+    return isinstance(target, torch._ops.OpOverload) and not any(
+        argument.alias_info is not None for argument in (*target._schema.arguments, *target._schema.returns)
+    )
+
+
+def has_same_layout(term: fx.Node, total: fx.Node) -> bool:
+    """Return whether a term of a sum has the shape, strides and dtype of the sum."""
+    if "logical" not in term.meta or "logical" not in total.meta:
+        return False
+    values = [node.meta["logical"].meta["val"] for node in (term, total)]
+    # As texts, because a comparison of symbolic sizes would restrict the sizes for which the program is valid.
+    layouts = [([*map(str, value.shape)], [*map(str, value.strides)], value.dtype) for value in values]
+    return bool(layouts[0] == layouts[1])

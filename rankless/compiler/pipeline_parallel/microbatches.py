@@ -22,8 +22,7 @@ from torch import fx
 
 from rankless.compiler.ir import local_kernels, vocabulary_kernels
 from rankless.compiler.ir.logical_program import LogicalValue
-from rankless.compiler.lowering.local_graph import LocalGraph
-from rankless.compiler.lowering.local_graph_builder import find_local
+from rankless.compiler.lowering.local_graph import LocalGraph, find_local
 from rankless.compiler.lowering.lower import LoweringPass
 from rankless.compiler.lowering.recomputation import (
     Recomputation,

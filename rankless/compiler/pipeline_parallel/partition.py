@@ -19,8 +19,7 @@ from torch import Tensor, fx
 
 from rankless.compiler.ir import counter_distributions, counter_operators, local_kernels
 from rankless.compiler.ir.logical_program import LogicalProgram, format_operator, is_fresh
-from rankless.compiler.lowering.local_graph import LocalGraph
-from rankless.compiler.lowering.local_graph_builder import find_local
+from rankless.compiler.lowering.local_graph import LocalGraph, find_local
 from rankless.compiler.lowering.value_check import ValueCheck
 from rankless.compiler.pipeline_parallel.microbatches import find_time_number, is_join
 from rankless.compiler.pipeline_parallel.random_draws import draws_numbers

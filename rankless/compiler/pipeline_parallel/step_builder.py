@@ -10,7 +10,7 @@ same order, so they gather the same groups. A parameter that another stage uses 
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from torch import Tensor, fx
@@ -258,14 +258,7 @@ class StepBuilder:
             part.get(ValueKey(node.name))
         for node in self._partition.list_drawing():
             part.note_draw(node)
-        for node in self._partition.nodes:
-            name = node.name
-            is_own = self._partition.phases[name] == "prepare" and self.data_flow.find_part(name) == own
-            for key in self.data_flow.list_keys(Need(name)) if is_own else ():
-                part.get(key)
-            for target, needs in sent.items():
-                for key in self.data_flow.list_keys(Need(name)) if Need(name) in needs else ():
-                    part.send(key, target)
+        self._add_values(part, own, sent)
         keys = [
             key
             for need in needed
@@ -277,6 +270,17 @@ class StepBuilder:
         return PartFunction(
             function=self._generate(part.graph), inputs=tuple(part.inputs), outputs=tuple(keys), gathered=kept
         )
+
+    def _add_values(self, part: PartGraph, own: Part, sent: Mapping[int, Collection[Need]]) -> None:
+        """Compute the values of a part in the program's order, and send those that other workers need."""
+        for node in self._partition.nodes:
+            need = Need(node.name)
+            if self._partition.phases[node.name] == own.phase and self.data_flow.find_part(node.name) == own:
+                for key in self.data_flow.list_keys(need):
+                    part.get(key)
+            for target, needs in sent.items():
+                for key in self.data_flow.list_keys(need) if need in needs else ():
+                    part.send(key, target)
 
     def _build_unit(self, unit: Unit, draws: RandomDraws) -> PartFunction:
         """Build what a stage computes for a microbatch."""
@@ -342,14 +346,7 @@ class StepBuilder:
             for need in needs:
                 for key in self.data_flow.list_keys(need) if need.is_sum else ():
                     part.send(key, target)
-        for node in self._partition.nodes:
-            name = node.name
-            is_own = self._partition.phases[name] == "finish" and self.data_flow.find_part(name) == own
-            for key in self.data_flow.list_keys(Need(name)) if is_own else ():
-                part.get(key)
-            for target, needs in sent.items():
-                for key in self.data_flow.list_keys(Need(name)) if Need(name) in needs else ():
-                    part.send(key, target)
+        self._add_values(part, own, sent)
         local, program = self._add_outputs(part)
         local = schedule_gradients(local, program, self._storage)
         return PartFunction(function=self._generate(local.graph), inputs=tuple(part.inputs))
