@@ -51,6 +51,20 @@ from rankless.parallel.tensor_placement import (
     compute_local_shape,
 )
 
+aten = torch.ops.aten
+rankless_ops = torch.ops.rankless
+
+LOCAL_OPERATORS: dict[Any, Callable[..., Any]] = {
+    aten.view.default: aten.reshape.default,  # a gathered or reduced value may have other strides than the logical one
+    aten._unsafe_view.default: aten.reshape.default,
+    rankless_ops.linear.default: custom_ops.run_linear,
+    rankless_ops.linear_weight.default: custom_ops.run_linear_weight,
+    rankless_ops.recurrent.default: custom_ops.run_recurrent,
+    rankless_ops.recurrent_backward.default: custom_ops.run_recurrent_backward,
+    aten._scaled_dot_product_flash_attention_for_cpu.default: attention_kernels.run_cpu_attention,
+}
+"""Operators, and the functions that run in their place."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LocalGraph:
@@ -74,9 +88,6 @@ class LocalGraph:
     def collectives(self) -> tuple[CollectiveRecord, ...]:
         """All collectives, in the order in which the program starts them."""
         return tuple(node.meta["collective"] for node in self.graph.nodes if "collective" in node.meta)
-
-
-aten = torch.ops.aten
 
 
 class LocalGraphBuilder:
@@ -229,20 +240,6 @@ class LocalGraphBuilder:
         """Return an operator as the axis with this number divides it."""
         axis = self.sharded.axes[number]
         return make_call(node, axis.placements, axis.ranks)
-
-
-rankless_ops = torch.ops.rankless
-
-LOCAL_OPERATORS: dict[Any, Callable[..., Any]] = {
-    aten.view.default: aten.reshape.default,  # a gathered or reduced value may have other strides than the logical one
-    aten._unsafe_view.default: aten.reshape.default,
-    rankless_ops.linear.default: custom_ops.run_linear,
-    rankless_ops.linear_weight.default: custom_ops.run_linear_weight,
-    rankless_ops.recurrent.default: custom_ops.run_recurrent,
-    rankless_ops.recurrent_backward.default: custom_ops.run_recurrent_backward,
-    aten._scaled_dot_product_flash_attention_for_cpu.default: attention_kernels.run_cpu_attention,
-}
-"""Operators, and the functions that run in their place."""
 
 
 def find_local(operator: Any) -> Any:

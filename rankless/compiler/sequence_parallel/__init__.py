@@ -1,6 +1,6 @@
 """Sequence parallelism: workers divide the positions of each sample between them. Two methods use it.
 
-Along the axis `sequence` every value is divided by positions, from the job's arguments on (`jobs.position_dims`), and
+Along the axis `sequence` every value is divided by positions, from the job's arguments on (`jobs.arguments`), and
 only attention needs those of others. With q_r, k_r and v_r on rank r, the result is softmax(q_r k^T) v for all keys k:
 
 - All-to-all: from (positions / R, heads) to (positions, heads / R), attention of these heads, and back (Jacobs et al.,
