@@ -208,6 +208,9 @@ class Extension(_Declared):
     saved_rows: str = ""
     """A module of an extension whose checkpoints have rows. Its `STATE_COUNTS` has, by the name of an optimizer, how
     many states as long as its values a row has."""
+    operators: str = ""
+    """A module with `OPERATORS`: for each operator of programs that the extension adds, in the namespace of its name,
+    an `ExtensionOperator` (`rankless.compiler.rules.extension_operators`)."""
     role: Role | None = None
     doctor_check: DoctorCheck | None = None
     stacks: Stacks = Stacks()

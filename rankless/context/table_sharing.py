@@ -139,8 +139,12 @@ class SharedTables(Protocol):
         """Give the servers the rows of weights, by name, with the optimizer that steps each. Collective."""
         ...
 
-    def request_rows(self) -> None:
-        """Send the requests for rows that lookups of the next call are expected to need."""
+    def request_rows(self, lookups: Iterable[tuple[int, Tensor]]) -> bool:
+        """Ask for the rows that the next call is expected to look up. Return whether that has been of use so far.
+
+        Args:
+            lookups: The number of a table and the ids of each lookup.
+        """
         ...
 
     def prepare(self, weights: Iterable[Tensor]) -> None:

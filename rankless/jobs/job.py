@@ -11,7 +11,7 @@ from typing import Any, Generic, ParamSpec, Self, TypeVar, cast, get_args
 import torch
 from torch import Tensor
 
-from rankless.compiler.capture.autocast import disable_autocast
+from rankless.compiler.capture.global_modes import disable_autocast
 from rankless.context.missing_optimizer import MissingOptimizerCheck
 from rankless.context.redundant_step_calls import StepHook
 from rankless.context.world import World, WorldSource

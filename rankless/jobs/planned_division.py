@@ -11,10 +11,9 @@ from rankless.context.table_sharing import find_tables
 from rankless.context.world import World
 from rankless.data.logical_tensor import LogicalTensor
 from rankless.errors import ConfigError
-from rankless.jobs.arguments import FlattenedArguments, find_batch_dim, name_argument
+from rankless.jobs.arguments import FlattenedArguments, PositionDims, find_batch_dim, name_argument
 from rankless.jobs.definition import JobDefinition
 from rankless.jobs.optimizer_step import count_group_parameters
-from rankless.jobs.position_dims import PositionDims
 from rankless.jobs.stage_assignment import choose_copies, choose_owner, count_microbatches
 from rankless.ownership.default_policy import give_to, make_default_plan
 from rankless.ownership.divided_owner import DividedOwner

@@ -16,6 +16,7 @@ CROWDED_FOLDERS: dict[str, str] = {}
 # Modules imported late on purpose, by a call of importlib.import_module.
 IMPORTED_LATE = {
     "rankless/config/validation.py": "loads the check of an extension's options by name",
+    "rankless/compiler/rules/extension_operators.py": "loads the operators of an extension by name",
     "rankless/runtime/process_context.py": "loads the step participant of an extension by name",
     "rankless/__init__.py": "the command line imports rankless, and must not import torch",
     "rankless/cli/__init__.py": "a command is imported when it is called",
@@ -50,7 +51,7 @@ BROAD_EXCEPTS = {
     "rankless/extensions/horovod/runner/util/threads.py": "Horovod's in_thread prints the error of any function",
     "rankless/extensions/horovod/runner/run_task.py": "the error travels to the process that called horovod.run",
     "rankless/compiler/codegen/codegen.py": "operators are foreign code; the error gets the line of the script",
-    "rankless/compiler/pipeline/measured_work.py": "operators are foreign code; one that fails is estimated",
+    "rankless/compiler/pipeline_parallel/measured_work.py": "operators are foreign code; one that fails is estimated",
     "rankless/compiler/probing/row_checks.py": "operators are foreign code; one that fails is not compared",
     "rankless/compiler/probing/row_independence.py": "operators are foreign code; one that fails is not split",
     "rankless/context/operations.py": "the other ranks raise it, too",

@@ -23,6 +23,7 @@ from rankless.extensions.servers.service.server_connection import (
     is_never_interrupted,
     require_no_interruption,
 )
+from rankless.extensions.servers.table_operators import request_rows
 from rankless.extensions.servers.table_training import find_trainings
 from rankless.extensions.servers.tables.row_store import RowStore
 from rankless.extensions.servers.tables.table import Table
@@ -162,10 +163,12 @@ class WorkerTables:
         assert self._weights is not None
         self._weights.share(weights, self._loss.run_for_all)
 
-    def request_rows(self) -> None:
-        """Send the requests for rows that lookups of the next call are expected to need."""
+    def request_rows(self, lookups: Iterable[tuple[int, Tensor]]) -> bool:
+        """Ask for the rows that the next call is expected to look up. Return whether that has been of use so far."""
+        is_of_use = request_rows(lookups)
         if self._client is not None:
             self._client.request_early_rows()
+        return is_of_use
 
     def prepare(self, weights: Iterable[Tensor]) -> None:
         """Give the servers the gradients of a program that has run, before its step."""

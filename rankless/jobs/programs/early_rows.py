@@ -5,7 +5,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from rankless.compiler.ir.table_operators import request_rows
 from rankless.context.world import World
 from rankless.data.logical_tensor import LogicalTensor
 from rankless.jobs.programs.bound_program import BoundProgram, collect_inputs
@@ -45,9 +44,8 @@ class EarlyRows:
             lookups = bound.local.ids(values, list(bound.sizes(arguments).values()))
         except Exception:  # an operator refuses the values of the next batch: the next call raises it
             return
-        self._is_of_use = request_rows(lookups)
         if self._world.tables.tables is not None:
-            self._world.tables.tables.request_rows()
+            self._is_of_use = self._world.tables.tables.request_rows(lookups)
 
     def _find_next(self, tensor: Tensor) -> tuple[Tensor, bool]:
         """Return what follows an argument, and whether it does: otherwise it is the argument itself."""

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rankless.compiler.capture.autocast import clear_autocast_cache
 from rankless.compiler.capture.capture import TENSOR_LEAF, CapturedJob
+from rankless.compiler.capture.global_modes import clear_autocast_cache
 from rankless.compiler.capture.results import LiveResult
 from rankless.compiler.tracing.symbolic_sizes import evaluate_size
 from rankless.context.world import World
