@@ -20,11 +20,11 @@ import contextlib
 import importlib
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, cast
+from typing import Any
 
 from torch.optim import Optimizer
 
-from rankless.config.extensions import find_extension
+from rankless.config.extensions import find_extension, import_declared
 from rankless.config.worker_config import WorkerConfig
 from rankless.context.upcoming_batches import UpcomingBatches
 from rankless.ownership.extension_modules import list_participants
@@ -191,11 +191,9 @@ class JointEvents:
         for name in () if config is None else dict.fromkeys((*config.options, *config.roles)):
             extension = find_extension(name)
             if extension is not None and extension.joint_participant:
-                self._add(extension.joint_participant)
-
-    def _add(self, module: str) -> None:
-        made = importlib.import_module(module).make_joint_participant(self, self._config, self._workers)
-        self._participants[module] = cast(JointParticipant, made)
+                module = extension.joint_participant
+                make = import_declared(name, "joint_participant", module, name="make_joint_participant")
+                self._participants[module] = make(self, config, workers)
 
     def _list(self) -> Iterable[JointParticipant]:
         return self._participants.values()
@@ -209,7 +207,8 @@ class JointEvents:
         """Return what takes part in a job, a `JobDefinition`, in a `World`."""
         for name in list_participants(job.modules.values()):
             if name not in self._participants:
-                self._add(name)
+                make = importlib.import_module(name).make_joint_participant
+                self._participants[name] = make(self, self._config, self._workers)
         joined = (each.join_job(job, world) for each in self._list())
         return JobEvents(each for each in joined if each is not None)
 

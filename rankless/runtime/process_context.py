@@ -1,7 +1,6 @@
 """The context of a process that has joined its world: mesh, process group, and the channel for records."""
 
 import atexit
-import importlib
 import itertools
 import os
 import random
@@ -20,7 +19,7 @@ from rankless.collectives.byte_messages import all_gather_bytes
 from rankless.collectives.desync_detection import DesyncDetector
 from rankless.config import environment
 from rankless.config.distributed_variables import TorchrunWorker
-from rankless.config.extensions import find_extension
+from rankless.config.extensions import find_extension, import_declared
 from rankless.config.plan_file import read_plan
 from rankless.config.run_config import Backend
 from rankless.config.worker_config import WorkerConfig
@@ -138,7 +137,8 @@ class ProcessContext:
         for name in () if self._config is None else self._config.options:
             extension = find_extension(name)
             if extension is not None and extension.participant:
-                yield importlib.import_module(extension.participant).make_participant(self._config)
+                make = import_declared(name, "participant", extension.participant, name="make_participant")
+                yield make(self._config)
         if config is not None and config.observation.stop_after_steps is not None:
             steps = config.observation.stop_after_steps
             yield StepLimit(steps, at_end=lambda: self._close_recorders(stopped=True))

@@ -6,10 +6,10 @@ from contextlib import AbstractContextManager
 import msgspec
 from torch.optim import Optimizer
 
-from rankless.config.servers import ServersConfig
 from rankless.config.worker_config import WorkerConfig
 from rankless.context.joint_events import JointEvents, JointParticipant
 from rankless.context.world import StartedWorkers, World
+from rankless.extensions.servers.config import NAME, ServersConfig
 from rankless.extensions.servers.own_steps import OwnSteps
 from rankless.extensions.servers.training.independent_view import IndependentView
 from rankless.extensions.servers.training.independent_workers import IndependentWorkers, ServedOwner
@@ -18,14 +18,12 @@ from rankless.extensions.servers.training.shared_tables import SharedTables
 from rankless.jobs.definition import JobDefinition
 from rankless.parallel.mesh import Mesh
 
-ROLE = "servers"
-
 
 def make_joint_participant(
     events: JointEvents, config: WorkerConfig | None, workers: Mesh | None
 ) -> "TableParticipant":
     """Return what takes part in jobs for tables and servers. See `rankless.context.joint_events.JointEvents`."""
-    content = None if config is None else config.roles.get(ROLE)
+    content = None if config is None else config.roles.get(NAME)
     servers = None if content is None else msgspec.convert(content, ServersConfig)
     return TableParticipant(events, servers, workers)
 

@@ -5,9 +5,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from rankless.collectives.byte_messages import all_gather_bytes
-from rankless.config.servers import ServersConfig
 from rankless.context.upcoming_batches import UpcomingBatches
 from rankless.context.world import World
+from rankless.extensions.servers.config import ServersConfig
 
 if TYPE_CHECKING:
     from rankless.extensions.servers.worker_tables import WorkerTables
