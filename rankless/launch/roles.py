@@ -1,4 +1,4 @@
-"""Processes of a run beside its workers. A kind of such processes is a *role*; parameter servers are one.
+"""Processes of a run beside its workers. A kind of such processes is a *role*.
 
 An extension declares its role, and has a subclass of `ProcessRole`, of which the agent makes one object for each run
 that has such processes. The agent calls its methods in this order, which decision 0068 explains:
@@ -10,20 +10,19 @@ that has such processes. The agent calls its methods in this order, which decisi
 """
 
 import contextlib
-import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rankless.config.extensions import find_extension
+from rankless.config.extensions import find_extension, import_declared
 from rankless.config.run_config import AgreedJobConfig, AgreedProcesses, RunConfig
 from rankless.launch.rendezvous.control_server import ControlServer
 from rankless.launch.rendezvous.host_facts import HostFacts, RoleFacts
 from rankless.launch.rendezvous.peers import FollowerPeers, LeaderPeer, NoPeers
 from rankless.launch.signals import Interrupts
 from rankless.records.connection_attempts import UsedPort
-from rankless.records.events import SERVER, AnyRecord
+from rankless.records.events import AnyRecord
 from rankless.records.live.live_run import ProcessStage
 
 
@@ -31,7 +30,7 @@ from rankless.records.live.live_run import ProcessStage
 class ProcessRow:
     """One process of a role, for tables, `rankless status` and the watchdog."""
 
-    role: str = SERVER
+    role: str
     """What the process is called in tables and messages; its number follows, as in "server 1"."""
     index: int
     """Its number among the processes of the role of all hosts."""
@@ -194,7 +193,10 @@ def make_roles(config: RunConfig) -> tuple[ProcessRole, ...]:
         extension = find_extension(name)
         assert extension is not None
         assert extension.role is not None
-        found.append(importlib.import_module(extension.role.module).make_role(config))
+        make: Callable[[RunConfig], ProcessRole] = import_declared(
+            name, "role.module", extension.role.module, name="make_role"
+        )
+        found.append(make(config))
     return tuple(found)
 
 

@@ -176,7 +176,6 @@ def _make_launch(
         terminal=tuple(position.terminal),
         is_debugged=config.debug_rank is not None,
     )
-    environment = worker_environment(worker, cuda_devices=cuda_devices)
-    environment |= start.launcher_variables
+    environment = {**worker_environment(worker, cuda_devices=cuda_devices), **start.launcher_variables}
     environment |= profile.worker_environment(worker, start, elastic_host=elastic_host)
     return WorkerLaunch(config=worker, environment=environment)

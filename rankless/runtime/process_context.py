@@ -1,7 +1,6 @@
 """The context of a process that has joined its world: mesh, process group, and the channel for records."""
 
 import atexit
-import importlib
 import itertools
 import os
 import random
@@ -20,11 +19,11 @@ from rankless.collectives.byte_messages import all_gather_bytes
 from rankless.collectives.desync_detection import DesyncDetector
 from rankless.config import environment
 from rankless.config.distributed_variables import TorchrunWorker
-from rankless.config.extensions import find_extension
+from rankless.config.extensions import find_extension, import_declared
 from rankless.config.plan_file import read_plan
 from rankless.config.run_config import Backend
 from rankless.config.worker_config import WorkerConfig
-from rankless.context.independent_workers import IndependentWorkers, TableSharing
+from rankless.context.joint_events import JointEvents
 from rankless.context.step_events import StepEvents, StepParticipant
 from rankless.context.step_limit import StepLimit
 from rankless.context.training_progress import ProgressMeter
@@ -87,18 +86,15 @@ class ProcessContext:
         self._desync_detector: SyncPointChecker | None = detector
         self._has_agent = config is not None
         self._config = config
-        servers = None if config is None else config.servers
-        workers, tables = replace(mesh, desync_detector=self._desync_detector), TableSharing(servers=servers)
-        trains_alone = servers is not None and servers.mode != "sync"
-        staleness = servers.staleness if servers is not None and servers.mode == "bounded" else None
+        workers = replace(mesh, desync_detector=self._desync_detector)
+        joint = JointEvents(config, workers)
         member = None
         if config is not None and config.recovery_descriptor is not None and mesh.size > 1:
             member = ElasticMember(socket.socket(fileno=config.recovery_descriptor), config)
-        recovery = None if member is None else WorkerRecovery(member, self, tables)
-        tables.independent = IndependentWorkers(workers, tables, staleness) if trains_alone else None
+        recovery = None if member is None else WorkerRecovery(member, self, joint)
         self.world = World(
-            mesh=Mesh.solo(mesh.device) if trains_alone else workers,
-            tables=tables,
+            mesh=workers if joint.workers is None else Mesh.solo(mesh.device),
+            joint=joint,
             notify=self.notify,
             send_record=observer,
             settings=RunSettings() if config is None else self._make_settings(config),
@@ -108,8 +104,6 @@ class ProcessContext:
         )
         if recovery is not None:
             recovery.begin(self.world)
-        if self.world.independent is not None:
-            self.world.passes.subscribe(self.world.independent)
         self.saver = Saver(mesh=self.world.workers, owner=self.world.owner)
         atexit.register(self.leave)
 
@@ -143,7 +137,8 @@ class ProcessContext:
         for name in () if self._config is None else self._config.options:
             extension = find_extension(name)
             if extension is not None and extension.participant:
-                yield importlib.import_module(extension.participant).make_participant(self._config)
+                make = import_declared(name, "participant", extension.participant, name="make_participant")
+                yield make(self._config)
         if config is not None and config.observation.stop_after_steps is not None:
             steps = config.observation.stop_after_steps
             yield StepLimit(steps, at_end=lambda: self._close_recorders(stopped=True))
@@ -160,13 +155,13 @@ class ProcessContext:
             self._observer(Notice(rank=0, time_ns=time.monotonic_ns(), text=text))
 
     def finish(self) -> None:
-        """Wait for a save in the background and for servers, at the end of a script that did not fail.
+        """Wait for a save in the background and for participants, at the end of a script that did not fail.
 
-        Raises `RanksDiverged` if other ranks still wait for this one, and `TableError` if servers could not make its
-        last step.
+        Raises `RanksDiverged` if other ranks still wait for this one, and the error of a
+        participant whose last step failed.
         """
         self.saver.join()
-        self.world.tables.finish()
+        self.world.joint.finish()
         self.world.operations.end(self.world.workers)
         if self._desync_detector is not None:
             detector, self._desync_detector = self._desync_detector, None
@@ -184,7 +179,7 @@ class ProcessContext:
         if (failure := self.saver.close()) is not None:
             print(f"rankless: {failure}", file=sys.stderr)
         self._close_recorders(stopped=False)
-        self.world.tables.close()
+        self.world.joint.close()
         if self._end_group is not None and dist.is_initialized():
             end_group, self._end_group = self._end_group, None
             end_group()

@@ -6,15 +6,14 @@ program that has one. The module has `OPERATORS`, with an `ExtensionOperator` fo
 """
 
 import functools
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 
-from rankless.compiler.rules.strategy import AtenOperator, ShardingRule
-from rankless.config.extensions import find_extension
+from rankless.compiler.rules.strategy import ShardingRule
+from rankless.config.extensions import find_extension, import_declared
 
 _OWN_NAMESPACES = ("aten", "prims", "rankless")
 
@@ -59,8 +58,8 @@ def find_operator(operator: Any) -> ExtensionOperator | None:
     extension = find_extension(operator.namespace)
     if extension is None or not extension.operators:
         return None
-    found = importlib.import_module(extension.operators).OPERATORS.get(cast(AtenOperator, operator))
-    return cast(ExtensionOperator | None, found)
+    operators = import_declared(extension.name, "operators", extension.operators, name="OPERATORS")
+    return cast(ExtensionOperator | None, operators.get(operator))
 
 
 def is_lookup(operator: Any) -> bool:

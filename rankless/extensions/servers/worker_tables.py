@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from rankless.config.servers import ServersConfig
 from rankless.context.world import StartedWorkers
+from rankless.extensions.servers.config import ServersConfig
 from rankless.extensions.servers.divided_pushes import PushDivision
 from rankless.extensions.servers.geo_exchange import GeoExchange
 from rankless.extensions.servers.geo_table import GeoTable

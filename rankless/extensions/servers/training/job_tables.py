@@ -1,27 +1,31 @@
 """The tables of rows among a job's models, which all workers share."""
 
-import importlib
-from collections.abc import Callable
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-from rankless.collectives.byte_messages import all_gather_bytes
-from rankless.context.table_sharing import SharedTables, find_sparse_embeddings, list_tables
+from rankless.context.joint_events import JobParticipant
 from rankless.context.world import World
 from rankless.errors import TableError
+from rankless.extensions.servers.training import PARTICIPANT
+from rankless.extensions.servers.training.early_rows import EarlyRows
+from rankless.extensions.servers.training.shared_tables import SharedTables
 from rankless.jobs.definition import JobDefinition
+from rankless.jobs.programs.bound_program import BoundProgram
+from rankless.jobs.programs.cache_entries import CacheLookup
+from rankless.ownership.extension_modules import list_extension_modules
 
-WORKER_TABLES = "rankless.extensions.servers.worker_tables"
 
-
-class JobTables:
+class JobTables(JobParticipant):
     """Shares the tables of one job, and tells them when a call and a step begin and end."""
 
-    def __init__(self, job: JobDefinition, world: World) -> None:
+    def __init__(self, job: JobDefinition, world: World, shared: SharedTables) -> None:
         self._job = job
         self._world = world
+        self._shared = shared
+        self._early = EarlyRows(world, shared)
         self._tables: list[Any] | None = None
         self._embeddings: dict[str, Any] | None = None
 
@@ -30,13 +34,13 @@ class JobTables:
         world = self._world
         for table in self.find():
             self._require_mesh_of_tables()
-            if world.mesh.size > 1 or world.tables.servers is not None:
-                table.share(world.tables.get(self._make_shared_tables))
+            if world.mesh.size > 1 or self._shared.servers is not None:
+                table.share(self._shared.get(world))
             if self._job.accumulates:
                 table.let_programs_read()  # that of the loss weights
-        if world.independent is not None:
-            world.tables.get(self._make_shared_tables)  # servers hold the other parameters, too
-        elif world.tables.servers is not None:
+        if self._shared.makes_own_steps:
+            self._shared.get(world)  # servers hold the other parameters, too
+        elif self._shared.servers is not None:
             self._share_weights()
 
     def _share_weights(self) -> None:
@@ -48,7 +52,7 @@ class JobTables:
                 expected = "tables of rankless.parameter_server, where the run has heterogeneous workers"
                 fix = "use rankless.parameter_server.Embedding, or sparse=False"
                 raise self._error(expected, f"{next(iter(weights))} of an embedding with sparse gradients", fix)
-            self._world.tables.get(self._make_shared_tables).share_weights(weights)
+            self._shared.get(self._world).share_weights(weights)
 
     def list_sparse_weights(self) -> list[nn.Parameter]:
         """Return the weights of embeddings with sparse gradients in the job's models."""
@@ -84,31 +88,16 @@ class JobTables:
                 found[f"{name}.weight"] = weight, owners[id(weight)]
         return found
 
-    def begin_plain_call(self) -> None:
-        """Share tables, and let servers have what the script has changed in weights. Collective."""
-        self.share()
-        self._begin_weights()
-        self.note_call()
-
     def begin_call(self) -> None:
-        """Share tables, and let them forget earlier gradients, before a program is captured. Collective.
-
-        It can be repeated until `note_call`.
-        """
+        """Share tables, and let servers have what the script has changed in weights. Collective, repeatable."""
         self.share()
-        self._begin_weights()
-        self.begin_program()
+        if self._shared.tables is not None and self._shared.tables.weights is not None:
+            self._shared.tables.weights.begin_call()
 
-    def note_call(self) -> None:
+    def count_call(self) -> None:
         """Note that a call counts for all workers, and servers have what the script has changed before it."""
-        known = self._world.tables.weights
-        if known is not None:
-            known.end_call()
-
-    def _begin_weights(self) -> None:
-        known = self._world.tables.weights
-        if known is not None:
-            known.begin_call()
+        if self._shared.tables is not None and self._shared.tables.weights is not None:
+            self._shared.tables.weights.end_call()
 
     def begin_program(self) -> None:
         """Let tables forget earlier gradients: a captured program runs, perhaps again after one for another value."""
@@ -120,49 +109,21 @@ class JobTables:
         for table in self.find():
             table.end_program()
 
-    def _make_shared_tables(self) -> SharedTables:
-        world, workers = self._world, self._world.numbering
-        module = importlib.import_module(WORKER_TABLES)
-        recovery = world.recovery
-        loss = module.LossHandling(is_first=lambda: world.current.workers.rank == 0)
-        if recovery is not None:
-            loss = loss._replace(
-                run_for_all=self._share_for_all,
-                is_interrupted=recovery.is_interrupted,
-                recover=recovery.go_on,
-                can_recover=True,
-            )
-        make: Callable[..., SharedTables] = module.WorkerTables
-        tables = make(
-            lambda data: all_gather_bytes(data, mesh=world.current.workers),
-            world.tables.servers,
-            worker=workers.own,
-            worker_count=workers.count,
-            notify=world.notify,
-            loss=loss,
-        )
-        if workers.lost:
-            tables.regroup(workers, 0)
-        return tables
-
-    def _share_for_all(self, attempt: Callable[[], Any]) -> Any:
-        """Share a table, as an operation of all workers."""
-
-        def share(world: World) -> Any:
-            world.workers.check_sync_point("a table that all workers share")
-            return attempt()
-
-        return self._world.run_for_all(share)
-
-    def prepare_step(self) -> None:
+    def end_program(self, bound: BoundProgram, call: CacheLookup) -> None:
         """Give the servers the gradients of the program that has run, if workers may be lost before they step.
 
         A step of several calls has more than these: a worker that is lost ends its run.
         """
-        if self._world.recovery is not None and not self._job.accumulates and self._world.tables.tables is not None:
-            self._world.tables.tables.prepare([table.weight for table in self.find()])
+        self._early.note_call(bound, call)
+        may_lose = self._world.recovery is not None and not self._job.accumulates
+        if self._job.trains and may_lose and self._shared.tables is not None:
+            self._shared.tables.prepare([table.weight for table in self.find()])
 
-    def require_none(self, doing: str) -> None:
+    def prepare_next_call(self) -> None:
+        """After a step, ask servers for the rows that the next call is expected to look up."""
+        self._early.request()
+
+    def repeat_call(self, doing: str) -> None:
         """Raise TableError if the job has tables, whose gradients a program would give them once more."""
         if self.find():
             found = f"{doing} in job {self._job.name!r}, which has tables"
@@ -185,3 +146,14 @@ class JobTables:
 
     def _error(self, expected: str, found: str, fix: str) -> TableError:
         return TableError(expected=expected, found=found, fix=fix, where=self._job.line)
+
+
+def list_tables(modules: Iterable[nn.Module]) -> list[Any]:
+    """Return the tables of modules, each once, in their order."""
+    return [each for each in list_extension_modules(modules) if each.rankless_participant == PARTICIPANT]
+
+
+def find_sparse_embeddings(module: nn.Module) -> dict[str, Any]:
+    """Return the embeddings with sparse gradients of a module, itself included, by their names in it."""
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    return {name: part for name, part in module.named_modules() if isinstance(part, kinds) and part.sparse}

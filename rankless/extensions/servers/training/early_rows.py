@@ -7,6 +7,7 @@ from torch import Tensor
 
 from rankless.context.world import World
 from rankless.data.logical_tensor import LogicalTensor
+from rankless.extensions.servers.training.shared_tables import SharedTables
 from rankless.jobs.programs.bound_program import BoundProgram, collect_inputs
 from rankless.jobs.programs.cache_entries import CacheLookup
 
@@ -14,17 +15,18 @@ from rankless.jobs.programs.cache_entries import CacheLookup
 class EarlyRows:
     """Predicts the lookups of a job's next call: those of its last program, with the loaders' next batches."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, shared: SharedTables) -> None:
         self._world = world
+        self._shared = shared
         self._last: tuple[BoundProgram, CacheLookup] | None = None
         self._is_of_use = True
 
     def note_call(self, bound: BoundProgram, call: CacheLookup) -> None:
         """Note a call and the program that has run for it."""
-        can_predict = self._is_of_use and self._world.reads_rows_early and bound.local.ids is not None
+        can_predict = self._is_of_use and self._shared.reads_early(self._world) and bound.local.ids is not None
         self._last = (bound, call) if can_predict else None
         if can_predict:
-            self._world.tables.upcoming.is_wanted = True
+            self._shared.upcoming.is_wanted = True
 
     def request(self) -> None:
         """Ask for the rows of the next call, if the last call had tensors of a batch that another one follows."""
@@ -44,14 +46,14 @@ class EarlyRows:
             lookups = bound.local.ids(values, list(bound.sizes(arguments).values()))
         except Exception:  # an operator refuses the values of the next batch: the next call raises it
             return
-        if self._world.tables.tables is not None:
-            self._is_of_use = self._world.tables.tables.request_rows(lookups)
+        if self._shared.tables is not None:
+            self._is_of_use = self._shared.tables.request_rows(lookups)
 
     def _find_next(self, tensor: Tensor) -> tuple[Tensor, bool]:
         """Return what follows an argument, and whether it does: otherwise it is the argument itself."""
         if not isinstance(tensor, LogicalTensor) or not tensor.fingerprint:
             return tensor, False
-        following = self._world.tables.upcoming.find(tensor.fingerprint)
+        following = self._shared.upcoming.find(tensor.fingerprint)
         is_alike = (
             isinstance(following, LogicalTensor)
             and following.mesh is tensor.mesh

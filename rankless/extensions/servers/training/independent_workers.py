@@ -6,12 +6,10 @@ All run the same script, so all come there. Then they compare which calls they h
 all of them have trained.
 """
 
-import contextlib
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -19,13 +17,13 @@ from torch.optim import Optimizer
 
 from rankless.collectives.byte_messages import all_gather_bytes
 from rankless.collectives.mesh_collectives import all_reduce, broadcast
-from rankless.config.servers import ServersConfig
-from rankless.context.accumulation_passes import AccumulationPass
-from rankless.context.table_sharing import SharedParameters, SharedTables, SharedWeights, WorkerSteps
-from rankless.context.upcoming_batches import UpcomingBatches
 from rankless.errors import ConfigError, RanksDiverged
+from rankless.extensions.servers.own_steps import OwnSteps, SharedParameters
+from rankless.ownership.state_owner import WholeOwner
 from rankless.parallel.mesh import Mesh
 
+StepOnServers = Callable[[Optimizer], AbstractContextManager[None]]
+"""Returns a context in which the servers make an optimizer's step."""
 _SAMPLED_ELEMENTS = 64
 """Of each end of a tensor, for the digest of a batch."""
 
@@ -35,15 +33,15 @@ class IndependentWorkers:
 
     Args:
         workers: The mesh of all of them.
-        tables: What this worker shares through servers.
+        find_steps: Returns the steps of this worker, once a job has shared tables.
         staleness: By how many of its steps a worker may be ahead of the slowest one. None: there is no bound.
     """
 
-    def __init__(self, workers: Mesh, tables: "TableSharing", staleness: int | None = None) -> None:
+    def __init__(self, workers: Mesh, find_steps: Callable[[], OwnSteps], staleness: int | None = None) -> None:
         self.workers = workers
         self._staleness = staleness
         self._jobs: set[str] = set()
-        self._tables = tables
+        self._find_steps = find_steps
         self._calls = 0
         self._digest = 0
         self._has_trained = False
@@ -52,12 +50,7 @@ class IndependentWorkers:
     @property
     def parameters(self) -> SharedParameters:
         """The dense parameters on the servers."""
-        return self._steps.parameters
-
-    @property
-    def _steps(self) -> WorkerSteps:
-        assert self._tables.tables is not None
-        return self._tables.tables.own_steps
+        return self._find_steps().parameters
 
     @property
     def is_current(self) -> bool:
@@ -92,7 +85,7 @@ class IndependentWorkers:
 
     def begin_step(self) -> None:
         """Begin a step of this worker alone."""
-        self._steps.begin_step()
+        self._find_steps().begin_step()
 
     def step_on_servers(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """Return a context in which the servers make an optimizer's step."""
@@ -111,19 +104,11 @@ class IndependentWorkers:
             return
         self._has_trained = False
         self.workers.check_sync_point(f"{operation}, after {self._calls} training calls")
-        self._steps.send()
+        self._find_steps().send()
         self._require_same_calls(operation)  # all have sent what they have trained
-        self._steps.read_all()
+        self._find_steps().read_all()
         self._average_buffers()
         all_gather_bytes(b"", mesh=self.workers)  # nobody trains on while another one still reads
-
-    def on_pass_end(self, ended: AccumulationPass) -> None:  # noqa: ARG002  # of any loader
-        """Meet at the end of a pass."""
-        self.meet("the end of a pass over a loader")
-
-    def unfinished_calls(self) -> str | None:
-        """Return None: every call makes a step."""
-        return None
 
     def _require_same_calls(self, operation: str) -> None:
         gathered = all_gather_bytes(struct.pack("<qI", self._calls, self._digest), mesh=self.workers)
@@ -165,47 +150,13 @@ def _sample(tensor: Tensor) -> bytes:
     return described + ends.view(torch.uint8).numpy().tobytes() if ends.numel() else described
 
 
-@dataclass
-class TableSharing:
-    """The tables of a process that workers share, and the servers of the run."""
+class ServedOwner(WholeOwner):
+    """Owns the states of jobs whose parameters servers hold: workers have copies of everything, and servers step."""
 
-    servers: ServersConfig | None = None
-    """The parameter servers of the run, which hold its tables. None: each worker holds them."""
-    tables: SharedTables | None = None
-    """The shared tables, from the first job that has a table on."""
-    upcoming: UpcomingBatches = field(default_factory=UpcomingBatches)
-    """The batches that loaders will yield next, for jobs that ask servers for rows early."""
-    independent: IndependentWorkers | None = None
-    """What the workers do together where each trains on batches of its own. None: they make all steps together."""
+    def __init__(self, step_on_servers: StepOnServers) -> None:
+        self._step_on_servers = step_on_servers
 
-    def get(self, make: Callable[[], SharedTables]) -> SharedTables:
-        """Return the shared tables, made on first use."""
-        if self.tables is None:
-            self.tables = make()
-        return self.tables
-
-    @property
-    def weights(self) -> SharedWeights | None:
-        """The weights of embeddings whose rows are on servers, if there are any."""
-        return None if self.tables is None else self.tables.weights
-
-    def step(self, optimizer: Optimizer) -> AbstractContextManager[None]:
-        """Return a context in which servers make an optimizer's step for the weights whose rows they have."""
-        weights = self.weights
-        return contextlib.nullcontext() if weights is None else weights.step(optimizer)
-
-    def commit(self) -> None:
-        """End a step of a job."""
-        if self.tables is not None:
-            self.tables.commit()
-
-    def finish(self) -> None:
-        """Wait until servers have noted the last step, at the end of a script. Raises TableError if they could not."""
-        if self.tables is not None:
-            self.tables.finish()
-
-    def close(self) -> None:
-        """Leave the servers: this process needs tables no more."""
-        if self.tables is not None:
-            self.tables.close()
-            self.tables = None
+    def step(self, optimizer: Optimizer) -> None:
+        """Send the gradients to the servers, which make the step."""
+        with self._step_on_servers(optimizer):
+            optimizer.step()

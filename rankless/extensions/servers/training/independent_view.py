@@ -17,24 +17,24 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from rankless.compiler.capture.results import map_result
-from rankless.context.independent_workers import IndependentWorkers
 from rankless.context.world import World
 from rankless.errors import ConfigError, TableError
+from rankless.extensions.servers.training.independent_workers import IndependentWorkers
+from rankless.extensions.servers.training.job_tables import JobTables
 from rankless.jobs.arguments import FlattenedArguments
 from rankless.jobs.definition import CallResult, JobDefinition, detach_leaf
-from rankless.jobs.job_tables import JobTables
 from rankless.jobs.views.one_device import PlainView
 
 
 class IndependentView:
     """Runs every W-th call of a train job on this worker, on parameters that servers hold."""
 
-    def __init__(self, job: JobDefinition, world: World, independent: IndependentWorkers) -> None:
+    def __init__(self, job: JobDefinition, world: World, independent: IndependentWorkers, tables: JobTables) -> None:
         """Raise ConfigError for a job whose workers would need their own slices of a batch, or several calls."""
         _require_usable(job)
         self._job, self._world, self._independent = job, world, independent
         self._plain = PlainView(job, world)
-        self._tables = JobTables(job, world)
+        self._tables = tables
         self._calls = 0
         self._latest: CallResult | None = None
         self._seed = torch.initial_seed()
