@@ -211,6 +211,8 @@ class Extension(_Declared):
     """A module with `make_joint_participant(events, config, workers)`, which returns a
     `rankless.context.joint_events.JointParticipant`: in runs with a role or an option of the extension, and for models
     whose modules name the module in `rankless_participant`."""
+    worker_kinds: bool = False
+    """Whether the joint participant says what each kind of workers computes, in runs with heterogeneous workers."""
     saved_rows: str = ""
     """A module of an extension whose checkpoints have rows. Its `STATE_COUNTS` has, by the name of an optimizer, how
     many states as long as its values a row has."""

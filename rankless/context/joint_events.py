@@ -18,13 +18,13 @@ A job that runs eagerly has neither `begin_program` nor `end_program`, and no `e
 
 import contextlib
 import importlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 from torch.optim import Optimizer
 
-from rankless.config.extensions import find_extension, import_declared
+from rankless.config.extensions import Extension, find_extension, import_declared, list_extensions
 from rankless.config.worker_config import WorkerConfig
 from rankless.context.upcoming_batches import UpcomingBatches
 from rankless.ownership.extension_modules import list_participants
@@ -85,6 +85,17 @@ class JointParticipant:
 
     def make_owner(self) -> StateOwner | None:
         """Return the owner of the states of jobs, if the participant has one."""
+        return None
+
+    def find_stages(self, job: Any, program: Any, names: Mapping[str, str], known: Mapping[str, int]) -> Any:  # noqa: ARG002
+        """Return the `Stages` of a `LogicalProgram` for workers of several kinds, if the participant has such kinds.
+
+        Args:
+            job: The `JobDefinition`.
+            program: The program.
+            names: For each name of a parameter its first name, which differs if it is tied.
+            known: The stages of parameters that have one already.
+        """
         return None
 
     @property
@@ -177,7 +188,7 @@ class JointEvents:
     """The joint participants of a process, in their order: those of its run, then those that its models name."""
 
     def __init__(self, config: WorkerConfig | None = None, workers: Mesh | None = None) -> None:
-        """Make the participants of extensions of which the run has the role or an option.
+        """Make the participants of extensions of which the run has the role, an option or kinds of workers.
 
         Args:
             config: The configuration of this worker; None for a process without an agent.
@@ -188,12 +199,10 @@ class JointEvents:
         """By the module that has them."""
         self.upcoming = UpcomingBatches()
         """The batches that loaders will yield next, for participants that read early."""
-        for name in () if config is None else dict.fromkeys((*config.options, *config.roles)):
-            extension = find_extension(name)
-            if extension is not None and extension.joint_participant:
-                module = extension.joint_participant
-                make = import_declared(name, "joint_participant", module, name="make_joint_participant")
-                self._participants[module] = make(self, config, workers)
+        for extension in () if config is None else _list_extensions(config):
+            module = extension.joint_participant
+            make = import_declared(extension.name, "joint_participant", module, name="make_joint_participant")
+            self._participants[module] = make(self, config, workers)
 
     def _list(self) -> Iterable[JointParticipant]:
         return self._participants.values()
@@ -221,6 +230,11 @@ class JointEvents:
         """Return the owner of the states of jobs, if a participant has one."""
         owners = (each.make_owner() for each in self._list())
         return next((owner for owner in owners if owner is not None), None)
+
+    def find_stages(self, job: Any, program: Any, names: Mapping[str, str], known: Mapping[str, int]) -> Any:
+        """Return the `Stages` of a program for workers of several kinds, if a participant has such kinds; else None."""
+        found = (each.find_stages(job, program, names, known) for each in self._list())
+        return next((stages for stages in found if stages is not None), None)
 
     @property
     def own_steps(self) -> str:
@@ -277,3 +291,11 @@ class JointEvents:
         for each in self._list():
             each.close()
         self._participants.clear()
+
+
+def _list_extensions(config: WorkerConfig) -> list[Extension]:
+    """Return the extensions whose participants a run has, whatever its models are."""
+    found = {name: find_extension(name) for name in (*config.options, *config.roles)}
+    if any(axis.stage_workers for axis in config.mesh):
+        found |= {extension.name: extension for extension in list_extensions() if extension.worker_kinds}
+    return [extension for extension in found.values() if extension is not None and extension.joint_participant]

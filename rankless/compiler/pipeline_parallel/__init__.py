@@ -9,6 +9,6 @@ gradients to the one before. With `gpipe`, P stages of equal work wait (P - 1) /
 `stages` cuts the program, by the times of `measured_work` if the plan asks. `microbatches` lowers it once per
 microbatch. `partition` says when and where each node runs (Note [phases]), and `data_flow` what moves. `step_builder`
 builds one worker's functions, and `step` runs them in the order of `schedules`, which also says which workers take the
-microbatches of a stage in turns. `argument_exchange` gathers the arguments that the axis `expert` shards. With
-heterogeneous workers `dense_stages` cuts two stages. Decisions 0036 and 0052.
+microbatches of a stage in turns. `argument_exchange` gathers the arguments that the axis `expert` shards. With workers
+of several kinds an extension cuts the stages. Decisions 0036 and 0052.
 """

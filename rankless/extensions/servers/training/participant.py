@@ -1,16 +1,21 @@
 """What takes part in jobs for tables of rows, and for the servers of a run that hold them."""
 
 import contextlib
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 
 import msgspec
 from torch.optim import Optimizer
 
+from rankless.compiler.ir.logical_program import LogicalProgram
+from rankless.compiler.pipeline_parallel.stages import Stages
 from rankless.config.worker_config import WorkerConfig
 from rankless.context.joint_events import JointEvents, JointParticipant
 from rankless.context.world import StartedWorkers, World
 from rankless.extensions.servers.config import NAME, ServersConfig
+from rankless.extensions.servers.dense_parts import find_dense
 from rankless.extensions.servers.own_steps import OwnSteps
+from rankless.extensions.servers.training.dense_stages import find_dense_stages
 from rankless.extensions.servers.training.independent_view import IndependentView
 from rankless.extensions.servers.training.independent_workers import IndependentWorkers, ServedOwner
 from rankless.extensions.servers.training.job_tables import JobTables, list_tables
@@ -65,6 +70,12 @@ class TableParticipant(JointParticipant):
     def make_owner(self) -> ServedOwner | None:
         """See `JointParticipant`."""
         return None if self._independent is None else ServedOwner(self._independent.step_on_servers)
+
+    def find_stages(
+        self, job: JobDefinition, program: LogicalProgram, names: Mapping[str, str], known: Mapping[str, int]
+    ) -> Stages:
+        """Return the stages of heterogeneous workers, and of the others; see Note [dense stages]."""
+        return find_dense_stages(program, find_dense(job.modules), names, known, where=job.line)
 
     @property
     def own_steps(self) -> str:
