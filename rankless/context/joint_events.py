@@ -214,15 +214,20 @@ class JointEvents:
 
     def join_job(self, job: Any, world: Any) -> JobEvents:
         """Return what takes part in a job, a `JobDefinition`, in a `World`."""
+        self._make_participants(job)
+        joined = (each.join_job(job, world) for each in self._list())
+        return JobEvents(each for each in joined if each is not None)
+
+    def _make_participants(self, job: Any) -> None:
+        """Make the participants that the models of a job name, unless they are there."""
         for name in list_participants(job.modules.values()):
             if name not in self._participants:
                 make = importlib.import_module(name).make_joint_participant
                 self._participants[name] = make(self, self._config, self._workers)
-        joined = (each.join_job(job, world) for each in self._list())
-        return JobEvents(each for each in joined if each is not None)
 
     def make_view(self, job: Any, world: Any) -> Any:
         """Return the view that runs a job, if a participant has one; else None."""
+        self._make_participants(job)
         views = (each.make_view(job, world) for each in self._list())
         return next((view for view in views if view is not None), None)
 

@@ -1,6 +1,7 @@
-"""An extension of another package uses each seam: options, a role, a step participant and a check of the doctor.
+"""Extensions of other packages use each seam.
 
-`clocks` beside this file is the extension. It starts processes that count the steps of all workers.
+`clocks` has options, a role, a step participant and a check of the doctor. It starts processes that count the steps of
+all workers. `hours` has a joint participant, an operator with lookups, a module with states and a view, and no option.
 """
 
 import os
@@ -34,11 +35,11 @@ for step in range(STEPS):
 
 @pytest.fixture
 def installed(tmp_path: Path) -> dict[str, str]:
-    """Return an environment in which `clocks` is an installed extension."""
+    """Return an environment in which `clocks` and `hours` are installed extensions."""
     information = tmp_path / "packages/clocks-1.0.dist-info"
     information.mkdir(parents=True)
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: clocks\nVersion: 1.0\n")
-    (information / "entry_points.txt").write_text("[rankless.extensions]\nclocks = clocks\n")
+    (information / "entry_points.txt").write_text("[rankless.extensions]\nclocks = clocks\nhours = hours\n")
     variables = job_environment({})
     path = [str(Path(__file__).parent), str(information.parent), variables.get("PYTHONPATH", "")]
     return {**variables, "PYTHONPATH": os.pathsep.join(path)}
@@ -173,3 +174,54 @@ def test_the_doctor_makes_its_check(installed, tmp_path):
     command = [sys.executable, "-m", "rankless", "doctor"]
     done = subprocess.run(command, cwd=tmp_path, env=installed, capture_output=True, text=True)
     assert re.search(r"clocks +a clock ticks", done.stdout), done.stdout + done.stderr
+
+
+HOURS_SCRIPT = """
+import torch
+import hours
+import rankless as rk
+
+face = hours.Face()
+layer = torch.nn.Linear(2, 1, dtype=torch.float64)
+torch.nn.init.ones_(layer.weight)
+optimizer = torch.optim.SGD([*face.parameters(), *layer.parameters()], lr=0.1)
+
+
+@rk.job(model=[face, layer], optimizer=optimizer)
+def train(ids):
+    return layer(face(ids)).square().mean()
+
+
+@rk.job(model=face)
+def tell(ids):
+    raise AssertionError("the extension has a view of its own")
+
+
+loader = rk.loader(torch.utils.data.TensorDataset(torch.arange(12)), batch_size=6)
+for (ids,) in loader:
+    loss = train(ids)
+print(tell(ids), f"{loss:.12f} {face.weight.item():.12f}", rk.check_synchronized(layer), flush=True)
+"""
+STEP = ["count_call", "end_call", "step", "end_step", "prepare_next_call"]
+AROUND = (["meet the end of a pass over a loader", "meet rankless.check_synchronized"], ["finish", "close"])
+
+
+def test_a_module_of_a_script_brings_its_participant_operators_and_view(installed, tmp_path):
+    """No option asks for the extension `hours`. Its participant hears the joint events in the stated order."""
+    (tmp_path / "script.py").write_text(HOURS_SCRIPT)
+    shown = []
+    for workers in (1, 2):
+        command = [sys.executable, "-m", "rankless", "run", "-n", str(workers), "--seed", "1", "-q", "script.py"]
+        done = subprocess.run(command, cwd=tmp_path, env=installed, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        first, rest = done.stdout.split("\nheard\n")
+        shown.append(first)
+        if workers == 1:
+            eager = [each for each in STEP if each not in ("end_call", "prepare_next_call")]
+            call = ["begin_call", *eager]
+        else:
+            programs = ["begin_program", "begin_program", "end_program that looks up 3 of this rank's hours"]
+            call = ["begin_call", *programs, *STEP]
+        assert rest.splitlines() == [*call, *call, *AROUND[0], *AROUND[1]]
+    assert shown[0] == shown[1]
+    assert shown[0].startswith("twelve o'clock 2.58")
