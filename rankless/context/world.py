@@ -7,20 +7,18 @@ others compare how many operations they have passed. The largest number counts f
 passed that last one was in its barrier, and has its result. All begin the next operation again, in a new world.
 """
 
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from rankless.context.accumulation_passes import LoaderPasses
-from rankless.context.hidden_gradients import HiddenGradients
 from rankless.context.joint_events import JointEvents
 from rankless.context.model_change_detector import ModelChangeDetector
-from rankless.context.observers import CallInspector, CompiledProgramRecorder
 from rankless.context.operations import Operations
 from rankless.context.optimizer_changes import OptimizerChanges
 from rankless.context.redundant_step_calls import LeftoverCalls
@@ -33,6 +31,70 @@ from rankless.records.events import AnyRecord
 from rankless.records.parallel_plan import ParallelPlan
 
 Result = TypeVar("Result")
+
+
+class CompiledProgramRecorder(Protocol):
+    """Receives the program of each job, for `rankless plan`. A protocol, so that jobs import no recorder."""
+
+    def record(self, job: Any, local: Any) -> None:
+        """Record the program of one job."""
+        ...
+
+    def run(self, job: Any, bound: Any, values: Sequence[Tensor], sizes: Sequence[int]) -> Sequence[Tensor]:
+        """Run a program of a job, and measure the memory that it takes in its first call."""
+        ...
+
+    def finish(self, known: Iterable[Any]) -> None:
+        """Record which jobs exist, and close."""
+        ...
+
+
+class CallInspector(Protocol):
+    """Records every value of one job call, so that `rankless verify` can name the first value that differs."""
+
+    def count_call(self, job: str) -> bool:
+        """Count a call of a job, and return whether it is the call to inspect."""
+        ...
+
+    def instrument(self, program: Any, world: Any) -> Callable[[Sequence[Tensor], Sequence[int]], Sequence[Tensor]]:
+        """Return a placed program that also records its values."""
+        ...
+
+    def run_alongside(self, job: Any, world: Any, arguments: Any) -> None:
+        """Record the values of the call on one worker, without side effects."""
+        ...
+
+    def record_plain(self, job: Any, result: Any) -> None:
+        """Record the results of the plain call on one worker."""
+        ...
+
+
+class HiddenGradients:
+    """The parameters whose gradients a script does not find in `.grad`, because some job divides them between workers.
+
+    Other jobs may train them too. They are hidden on one device as well, where nothing is divided, so that a script
+    behaves the same there.
+
+    Example:
+        >>> import torch
+        >>> hidden = HiddenGradients()
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> hidden.add([weight])
+        >>> [item is weight for item in hidden.select([torch.ones(2), weight])]
+        [True]
+    """
+
+    def __init__(self) -> None:
+        self._known: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    def add(self, parameters: Iterable[Tensor]) -> None:
+        """Hide the gradients of parameters from now on."""
+        for parameter in parameters:
+            self._known[parameter] = True
+
+    def select(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        """Return those of some parameters whose gradients are hidden."""
+        return [item for item in parameters if item in self._known] if len(self._known) else []
 
 
 class OnceState:

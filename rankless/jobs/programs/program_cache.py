@@ -27,7 +27,7 @@ from rankless.compiler.tracing.value_snapshots import is_equal, make_type_keys
 from rankless.context.generator_states import restore_generators, save_generators
 from rankless.context.world import World
 from rankless.errors import CaptureError
-from rankless.jobs.arguments import FlattenedArguments, get_shapes
+from rankless.jobs.arguments import FlattenedArguments, find_leaf_names, get_shapes
 from rankless.jobs.definition import JobDefinition
 from rankless.jobs.programs.bound_program import BoundProgram, bind_program, collect_inputs
 from rankless.jobs.programs.cache_entries import (
@@ -39,7 +39,6 @@ from rankless.jobs.programs.cache_entries import (
 )
 from rankless.jobs.programs.pipelines import Pipelines
 from rankless.jobs.programs.program_records import ProgramNotices
-from rankless.jobs.programs.recapture_warning import RecaptureWarner
 from rankless.jobs.programs.state_storage import find_storage
 from rankless.jobs.programs.varying_sizes import (
     Shapes,
@@ -57,6 +56,38 @@ from rankless.jobs.programs.varying_sizes import (
 from rankless.parallel.mesh import Mesh
 from rankless.parallel.tensor_placement import Shard, Sharding
 from rankless.records.encoding import encode_msgpack
+
+WARN_AFTER_VALUES = 3
+"""Number of values of one argument after which the user is warned."""
+
+
+class RecaptureWarner:
+    """Warns once of a changing plain number among arguments: each value is part of a program and costs a capture."""
+
+    def __init__(self, job: JobDefinition, notify: Callable[[str], None]) -> None:
+        self._job = job
+        self._notify = notify
+        self._values: dict[Hashable, list[set[Any]]] = {}
+
+    def record(self, arguments: FlattenedArguments) -> None:
+        """Record the numbers of a call that needs a new cache entry."""
+        values = self._values.setdefault(arguments.spec, [set() for _ in arguments.plain])
+        for index, (seen, value) in enumerate(zip(values, arguments.plain, strict=True)):
+            if not is_number(value) or value in seen or len(seen) == WARN_AFTER_VALUES:
+                continue
+            seen.add(value)
+            if len(seen) == WARN_AFTER_VALUES:
+                name = find_leaf_names(self._job.function, arguments)[index]
+                self._notify(
+                    f"{self._job.line}: job {self._job.name!r} is captured again for each value of {name!r}, "
+                    f"{value!r} now (correct, but slow); if it changes often pass a tensor: torch.tensor({value!r})"
+                )
+
+
+def is_number(leaf: Any) -> bool:
+    """Whether a leaf is a number other than a boolean."""
+    return isinstance(leaf, int | float | complex) and not isinstance(leaf, bool)
+
 
 MAX_FAILURES = 3
 """Failed captures for varying sizes after which an entry captures for every shape."""

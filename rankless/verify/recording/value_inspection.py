@@ -36,7 +36,7 @@ from rankless.verify.recording.call_values_recorder import InspectedCallRecorder
 
 
 class ValueInspector:
-    """Inspects one job call: implements `context.observers.CallInspector` with a recorder of values."""
+    """Inspects one job call: implements `context.world.CallInspector` with a recorder of values."""
 
     def __init__(self, recorder: InspectedCallRecorder) -> None:
         self._recorder = recorder
