@@ -3,7 +3,7 @@
 import msgspec
 
 from rankless.launch.supervisor.error_lines import find_line, first_line
-from rankless.launch.supervisor.failure_attribution import has_lost_server, is_secondary_failure
+from rankless.launch.supervisor.failure_attribution import find_lost_process, is_secondary_failure
 from rankless.launch.watchdog.timed_out_collectives import parse_timeout
 from rankless.records.events import Raised
 
@@ -22,8 +22,8 @@ def describe_secondary_failure(record: Raised) -> SecondaryFailure:
     timeout = parse_timeout(record)
     if timeout is not None:
         text = f"waited in {timeout.doing}{at} until its timeout of {timeout.idle_seconds:g} s"
-    elif has_lost_server(record):
-        text = f"lost its connection to a server{at}"
+    elif (lost := find_lost_process(record)) is not None:
+        text = f"lost its connection to a {lost[0]}{at}"
     elif is_secondary_failure(record):
         text = f"lost its connection to another rank{at}"
     else:

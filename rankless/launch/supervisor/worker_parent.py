@@ -1,4 +1,4 @@
-"""The process that starts the workers of a host, and its substitute on a host that has parameter servers alone."""
+"""The process that starts the workers of a host, and its substitute on a host that has no workers."""
 
 import os
 import socket

@@ -15,14 +15,14 @@ class RemoteRanks:
     Args:
         peers: The other hosts.
         ranks: The ranks there.
-        servers: The parameter servers on hosts without workers, which respond too.
+        processes: The processes on hosts without workers, which respond too.
     """
 
-    def __init__(self, peers: Peers, ranks: Collection[int], *, servers: Collection[tuple[str, int]] = ()) -> None:
+    def __init__(self, peers: Peers, ranks: Collection[int], *, processes: Collection[tuple[str, int]] = ()) -> None:
         self._peers = peers
-        self._ranks, self._servers = frozenset(ranks), frozenset(servers)
+        self._ranks, self._processes = frozenset(ranks), frozenset(processes)
         self._pending: frozenset[int] = frozenset()
-        self._pending_servers: frozenset[tuple[str, int]] = frozenset()
+        self._pending_processes: frozenset[tuple[str, int]] = frozenset()
         self._requested_at = 0.0
         self.statuses: dict[int, RankStatus] = {}
 
@@ -31,18 +31,18 @@ class RemoteRanks:
         self.statuses[where.rank] = where
         self._pending -= {where.rank}
 
-    def receive_server(self, observed: ProcessObserved) -> None:
-        """Note that the host of a server has responded."""
-        self._pending_servers -= {(observed.role, observed.number)}
+    def receive_process(self, observed: ProcessObserved) -> None:
+        """Note that the host of a process has responded."""
+        self._pending_processes -= {(observed.role, observed.number)}
 
     def request_statuses(self, now: float) -> None:
-        """Request the status of every remote rank, and of servers on hosts without ranks."""
-        if self._ranks or self._servers:
+        """Request the status of every remote rank, and of processes on hosts without ranks."""
+        if self._ranks or self._processes:
             self._peers.request_rank_status()
-            self._pending, self._pending_servers, self._requested_at = self._ranks, self._servers, now
+            self._pending, self._pending_processes, self._requested_at = self._ranks, self._processes, now
 
     def is_complete(self, now: float, *, ended: Collection[int]) -> bool:
         """Return True once all but the ranks in `ended` have responded, or the responses have timed out."""
         return (
-            self._pending <= set(ended) and not self._pending_servers
+            self._pending <= set(ended) and not self._pending_processes
         ) or now - self._requested_at > RESPONSE_TIMEOUT_SECONDS
