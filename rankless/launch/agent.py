@@ -9,15 +9,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from rankless.config.run_config import RunConfig
 from rankless.launch.job_setup import ReadyJob, set_up_job
 from rankless.launch.log_files import make_run_folder
 from rankless.launch.ports import require_own_address
 from rankless.launch.profile import load_profile
-from rankless.launch.recovery.survivors import make_survivors
-from rankless.launch.rendezvous.peers import FollowerPeers, LeaderPeer
 from rankless.launch.roles import ProcessRow
 from rankless.launch.signals import Interrupts, RendezvousInterrupted, name_signal
 from rankless.launch.startup_table import WorkerTable
@@ -40,6 +38,9 @@ from rankless.records.events import AnyRecord, FileOpened, Notice, ProcessRestar
 from rankless.records.run_summary import RunSummary
 from rankless.terminal import process_title
 from rankless.terminal.cursor_tracker import CursorTracker, share_terminal
+
+if TYPE_CHECKING:
+    from rankless.launch.recovery.survivors import SurvivorRelay, SurvivorRounds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +146,17 @@ def make_job_runner(fork_server: ForkServerPoolClient | None = None) -> Callable
     return run_job
 
 
+def _make_survivors(job: ReadyJob) -> "SurvivorRounds | SurvivorRelay | None":
+    """Return this host's part in letting workers go on without lost ones; None if none may be lost."""
+    if not job.start.most_lost_workers:
+        return None
+    # Imported here: most runs end with their first lost worker.
+    survivors: SurvivorRounds | SurvivorRelay = importlib.import_module(
+        "rankless.launch.recovery.survivors"
+    ).make_survivors(job)
+    return survivors
+
+
 class HostRun:
     """This host's part of a run whose hosts are all there."""
 
@@ -157,8 +169,8 @@ class HostRun:
         self._folder = folder = make_run_folder(config, job.start, job.host_index)
         self._pages = pages = open_status_pages(config.worker_count)
         self._terminal_ends = duplicate_terminal(config, job.start)
-        self._survivors = make_survivors(job)
-        channels = self._survivors.channels.descriptors
+        self._survivors = _make_survivors(job)
+        channels = [] if self._survivors is None else self._survivors.channels.descriptors
         descriptors = WorkerDescriptors(pages, channels, self._terminal_ends)
         content = job.attach_roles(folder)
         self._workers = make_worker_configs(config, job, folder=folder, descriptors=descriptors, content=content)
@@ -219,7 +231,8 @@ class HostRun:
         with contextlib.ExitStack() as stack:
             for page in (*self._pages, *self._terminal_ends):
                 stack.callback(os.close, page)
-            stack.callback(self._survivors.channels.close)
+            if self._survivors is not None:
+                stack.callback(self._survivors.channels.close)
             for role in self._job.roles:
                 stack.callback(role.stop, lambda: self._job.peers.poll(time.monotonic()))  # sends heartbeats
             self._start_roles()
@@ -248,7 +261,8 @@ class HostRun:
     ) -> tuple[RunOutcome, bool]:
         job = self._job
         self._parent = parent = self._start(fork_server)
-        self._survivors.channels.forget_worker_ends()
+        if self._survivors is not None:
+            self._survivors.channels.forget_worker_ends()
         self._on_record = on_record
         try:
             supervisor = Supervisor(
@@ -269,7 +283,7 @@ class HostRun:
             for _ in range(2):
                 self._show_notices()
             if self.report.summary_file is not None:
-                self.report.summary_file.measure(self._pages, self._survivors.first)
+                self.report.summary_file.measure(self._pages, 0 if self._survivors is None else self._survivors.first)
 
     def before_records(self) -> Sequence[AnyRecord]:
         """See `RunObserver`."""
@@ -284,16 +298,18 @@ class HostRun:
         """See `RunObserver`."""
         for role in self._job.roles:
             records = role.cover_hosts(records)
+        if self._survivors is None:
+            return records
         before, judged = self._survivors.first, self._survivors.judge(records)
         if self._survivors.first != before:
-            self._show_next_worker(before)
+            self._show_next_worker(before, self._survivors.first)
         return judged
 
-    def _show_next_worker(self, lost: int) -> None:
+    def _show_next_worker(self, lost: int, first: int) -> None:
         """Show the output of another worker instead of that of one that was lost: what the lost one had not written."""
         configs = [worker.config for worker in self._workers]
         shown = self._profile.shown_streams(self._config, self._folder, configs[lost:])
-        next_configs = configs[self._survivors.first :]
+        next_configs = configs[first:]
         left = self._profile.shown_streams(self._config, self._folder, next_configs) if next_configs else []
         for before, after in zip(shown, left, strict=False):
             if after.path not in {stream.path for stream in shown}:
@@ -330,14 +346,15 @@ class HostRun:
     def tick(self) -> list[AnyRecord]:
         """See `RunObserver`."""
         peers = self._job.peers
-        self._survivors.tick()
+        if self._survivors is not None:
+            self._survivors.tick()
         for role in self._job.roles:
             role.tick()
         if self._has_parent_ended or self._table.is_due(time.monotonic()):
             self._table.show()
         if self._has_parent_ended:
             self._terminal.finish()  # host 0 may stop reading once it knows that no worker is alive here
-        elif self._table.is_shown and not (isinstance(peers, LeaderPeer) and peers.has_unsent_data):
+        elif self._table.is_shown and not peers.has_unsent_data:
             self._terminal.pump()  # otherwise the output stays in the files until the connection catches up
         self._show_notices()
         self.live.set_servers(self._list_rows())
@@ -373,14 +390,13 @@ class HostRun:
     def _open_terminal(self, folder: str) -> WorkerOutputFollower:
         config, peers = self._config, self._job.peers
         writers = self._streams.writers()
-        if isinstance(peers, LeaderPeer) and self._profile.output_hosts == "gathered":
+        if self._job.host_index > 0 and self._profile.output_hosts == "gathered":
             writers = {source: functools.partial(peers.send_output, source) for source in SOURCES}
         is_shown = self._job.host_index == 0 or self._profile.output_hosts != "first"
         workers = [worker.config for worker in self._workers]
         streams = self._profile.shown_streams(config, folder, workers) if is_shown else []
         terminal = WorkerOutputFollower(streams, writers=writers)
-        if isinstance(peers, FollowerPeers):
-            peers.set_output_sink(terminal.show)
+        peers.set_output_sink(terminal.show)
         return terminal
 
     def _start(self, fork_server: ForkServerPoolClient | None) -> WorkerParent:

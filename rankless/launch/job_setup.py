@@ -13,9 +13,9 @@ import msgspec
 from rankless.config.backends import ABORTABLE, choose_abortable_backend, choose_backend, count_most_lost
 from rankless.config.run_config import AgreedJobConfig, RunConfig
 from rankless.launch.log_files import make_run_id
+from rankless.launch.peers import Peers
 from rankless.launch.ports import open_store_socket, reserve_master_port
 from rankless.launch.profile import load_profile
-from rankless.launch.rendezvous.peers import FollowerPeers, LeaderPeer, NoPeers
 from rankless.launch.roles import ProcessRole, RoleHost, WorkerContent, open_roles
 from rankless.launch.signals import Interrupts
 from rankless.runtime.rendezvous.store_server import StoreServer
@@ -25,7 +25,7 @@ from rankless.runtime.rendezvous.store_server import StoreServer
 class ReadyJob:
     """A job whose hosts are all there, as one of them sees it."""
 
-    peers: NoPeers | FollowerPeers | LeaderPeer
+    peers: Peers
     start: AgreedJobConfig
     host_index: int = 0
     names: Sequence[str] = ("",)
@@ -74,7 +74,7 @@ def set_up_job(
             start = msgspec.structs.replace(start, roles={role.name: role.reserve() for role in roles})
             store_token = secrets.token_hex(32)
             yield ReadyJob(
-                peers=NoPeers(),
+                peers=Peers(),
                 start=start,
                 devices=(config.devices,),
                 store=stack.enter_context(StoreServer([listening], token=store_token)),

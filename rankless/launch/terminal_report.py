@@ -9,8 +9,8 @@ from rankless.config.worker_config import WorkerLaunch
 from rankless.errors import JoinError, LaunchError
 from rankless.launch.job_setup import ReadyJob
 from rankless.launch.log_files import run_folder
+from rankless.launch.peers import Peers
 from rankless.launch.profile import WorkerLogFiles, load_profile
-from rankless.launch.rendezvous.peers import FollowerPeers, LeaderPeer
 from rankless.launch.roles import ProcessRow
 from rankless.launch.signals import RendezvousInterrupted, name_signal
 from rankless.launch.summary_file import SummaryFile
@@ -236,16 +236,16 @@ def conclude(
     failed although no worker did.
     """
     peers = report.job.peers
-    if isinstance(peers, LeaderPeer):
+    if report.job.host_index > 0:
         return _conclude_as_follower(outcome, report, peers, write=write)
     parent_text = report.read_parent_log()
     code, text = _format_outcome(outcome, report)
     parent_failed = code == 0 and outcome.fork_server_exit_code not in (0, None)
-    if isinstance(peers, FollowerPeers) and parent_failed:
+    if parent_failed:
         peers.send_job_end(
             2, ["rankless: the process that starts host 0's workers ended before them\n"] * len(report.job.names)
         )
-    elif isinstance(peers, FollowerPeers):
+    else:
         peers.send_job_end(code, [_text_for_host(host, outcome, report, text) for host in range(len(report.job.names))])
     _record_end(report, outcome, 2 if parent_failed else code)
     if outcome.verdict is not None:
@@ -310,7 +310,7 @@ def _text_for_host(host: int, outcome: RunOutcome, report: RunReport, text: str)
 
 
 def _conclude_as_follower(
-    outcome: RunOutcome, report: RunReport, leader: LeaderPeer, *, write: Callable[[str], None]
+    outcome: RunOutcome, report: RunReport, leader: Peers, *, write: Callable[[str], None]
 ) -> int:
     code, text = _format_follower_outcome(outcome, report, leader)
     if report.summary_file is not None:
@@ -322,10 +322,10 @@ def _conclude_as_follower(
     return code
 
 
-def _format_follower_outcome(outcome: RunOutcome, report: RunReport, leader: LeaderPeer) -> tuple[int, str]:
+def _format_follower_outcome(outcome: RunOutcome, report: RunReport, leader: Peers) -> tuple[int, str]:
     parent_text = report.read_parent_log()
     if leader.job_end is not None:
-        return leader.job_end.exit_code, leader.job_end.text
+        return leader.job_end
     if outcome.interrupted_by is not None:
         return 128 + outcome.interrupted_by, f"rankless: ended by {name_signal(outcome.interrupted_by)}\n"
     text = f"rankless: the process that starts the workers wrote: {parent_text}\n" if parent_text else ""

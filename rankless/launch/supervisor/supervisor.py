@@ -21,9 +21,8 @@ from typing import Literal, NamedTuple, Protocol
 import msgspec
 
 from rankless.config.run_config import RunConfig
+from rankless.launch.peers import Peers, StopMode
 from rankless.launch.profile import SignalForwarding, load_profile
-from rankless.launch.rendezvous.messages import HostEnded, StopMode
-from rankless.launch.rendezvous.peers import Peers
 from rankless.launch.signals import Interrupts
 from rankless.launch.supervisor.failure_attribution import ATTRIBUTED_RECORDS, Verdict, attribute_failure
 from rankless.launch.supervisor.secondary_failure_lines import SecondaryFailure, describe_secondary_failure
@@ -202,7 +201,7 @@ class Supervisor:
         """After the fork server's end: return whether the other hosts have ended too."""
         if not self._has_sent_end:
             self._has_sent_end = True
-            self._peers.send_end(HostEnded(fork_server_exit_code=exit_code, interrupted_by=self._interrupted_by))
+            self._peers.send_end(fork_server_exit_code=exit_code, interrupted_by=self._interrupted_by)
             for key in list(selector.get_map().values()):
                 if isinstance(key.fileobj, int):  # the descriptor of an ended process stays readable
                     selector.unregister(key.fileobj)

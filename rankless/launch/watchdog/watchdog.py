@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from rankless.config.worker_config import WorkerConfig
-from rankless.launch.rendezvous.peers import Peers
+from rankless.launch.peers import Peers
 from rankless.launch.roles import ProcessRow
 from rankless.launch.watchdog.missing_ranks import HangDiagnosis, blame_processes, diagnose
 from rankless.launch.watchdog.process_monitor import ProcessMonitor, ProcessStatus

@@ -18,7 +18,7 @@ from rankless.extensions.fleetrun.run_config import describe_ignored_options, fl
 from rankless.extensions.fleetrun.tables import format_arguments_table, format_environment_table, format_worker_line
 from rankless.launch import log_files
 from rankless.launch.job_setup import ReadyJob
-from rankless.launch.rendezvous.peers import NoPeers
+from rankless.launch.peers import Peers
 from rankless.launch.worker_configs import make_worker_configs
 
 SCRIPT = Program(kind="script", target=__file__)
@@ -53,7 +53,7 @@ def job_of(config: RunConfig) -> ReadyJob:
         store_port=1,
         launcher_variables={ENDPOINTS: ",".join(f"127.0.0.1:{6070 + rank}" for rank in range(count))},
     )
-    return ReadyJob(peers=NoPeers(), start=start, devices=(config.devices,))
+    return ReadyJob(peers=Peers(), start=start, devices=(config.devices,))
 
 
 def environments(config: RunConfig) -> list[dict[str, str | None]]:

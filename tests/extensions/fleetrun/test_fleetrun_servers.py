@@ -18,8 +18,8 @@ from rankless.extensions.fleetrun.run_config import fleetrun_request
 from rankless.extensions.fleetrun.tables import format_environment_table, format_server_lines
 from rankless.extensions.servers.launch.server_launches import make_server_launches
 from rankless.launch.job_setup import ReadyJob
+from rankless.launch.peers import Peers
 from rankless.launch.profile import load_profile
-from rankless.launch.rendezvous.peers import NoPeers
 from rankless.launch.roles import WorkerContent
 from rankless.launch.worker_configs import make_worker_configs
 
@@ -52,7 +52,7 @@ def job_of(config: RunConfig, *addresses: str) -> ReadyJob:
         start = msgspec.structs.replace(start, launcher_variables=variables)
     agreed = AgreedProcesses(addresses=tuple(f"tcp://{each}" for each in addresses), hosts=(0,) * len(addresses))
     start = msgspec.structs.replace(start, roles={"servers": agreed})
-    return ReadyJob(peers=NoPeers(), start=start, devices=(config.devices,))
+    return ReadyJob(peers=Peers(), start=start, devices=(config.devices,))
 
 
 def servers_of(job: ReadyJob) -> ServersConfig:
