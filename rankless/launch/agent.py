@@ -21,13 +21,12 @@ from rankless.launch.signals import Interrupts, RendezvousInterrupted, name_sign
 from rankless.launch.startup_table import WorkerTable
 from rankless.launch.status.live_run_page import LiveRunPage, make_live_run, measure_live_run
 from rankless.launch.status.process_identity import identify_agent
-from rankless.launch.supervisor.failure_attribution import Verdict
 from rankless.launch.supervisor.fork_server_client import ForkServerClient
 from rankless.launch.supervisor.fork_server_pool_client import ForkServerPoolClient
 from rankless.launch.supervisor.shared_files import SharedFiles
-from rankless.launch.supervisor.stopping_workers import StoppingWorkers
-from rankless.launch.supervisor.supervisor import RunOutcome, Supervisor, choose_stop_times
+from rankless.launch.supervisor.supervisor import RunOutcome, StoppingWorkers, Supervisor, choose_stop_times
 from rankless.launch.supervisor.terminal_text import format_count
+from rankless.launch.supervisor.verdict import Verdict
 from rankless.launch.supervisor.worker_parent import NoWorkers, WorkerParent
 from rankless.launch.terminal_report import RunReport, conclude
 from rankless.launch.terminal_streams import TerminalStreams, duplicate_terminal

@@ -1,8 +1,10 @@
 """What the terminal shows of a run: the table at its start and, at its end, the rank that failed and its log file."""
 
+import importlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from types import ModuleType
 
 from rankless.config.run_config import RunConfig
 from rankless.config.worker_config import WorkerLaunch
@@ -14,23 +16,20 @@ from rankless.launch.profile import WorkerLogFiles, load_profile
 from rankless.launch.roles import ProcessRow
 from rankless.launch.signals import RendezvousInterrupted, name_signal
 from rankless.launch.summary_file import SummaryFile
-from rankless.launch.supervisor.failure_attribution import Verdict
-from rankless.launch.supervisor.secondary_failure_lines import SecondaryFailure
 from rankless.launch.supervisor.supervisor import RunOutcome
 from rankless.launch.supervisor.terminal_text import (
     WorkerRow,
     format_count,
     format_cuts,
-    format_failure,
     format_hosts_line,
     format_process_table,
-    format_secondary_failures,
     format_servers,
     format_shared_gpus,
     format_start_line,
     format_summary,
     format_worker_table,
 )
+from rankless.launch.supervisor.verdict import SecondaryFailure, Verdict
 from rankless.records.events import ProcessRestarted
 from rankless.records.run_summary import AgentProcess, Outcome, RunSummary
 
@@ -160,7 +159,7 @@ class RunReport:
         """Return at most 15 lines about the rank that failed, and the launcher's own note after them."""
         rank, server = verdict.root_cause_rank, verdict.root_cause_number
         host = self.root_cause_host(verdict)
-        text = format_failure(
+        text: str = _load_error_lines().format_failure(
             verdict,
             log_file=self.log_file(rank) if server is None else self.process_log_file((verdict.role, server)),
             host=self.job.names[host] if len(self.job.names) > 1 else "",
@@ -174,7 +173,10 @@ class RunReport:
         """Return a line for each rank that failed after the root cause; "" if the terminal shows their tracebacks."""
         if not self._profile.withholds_tracebacks:
             return ""
-        return format_secondary_failures([(self.log_file(failure.rank), failure) for failure in failures])
+        if not failures:
+            return ""
+        named = [(self.log_file(failure.rank), failure) for failure in failures]
+        return str(_load_error_lines().format_secondary_failures(named))
 
     @contextmanager
     def recorded_start(self) -> Iterator[None]:
@@ -225,6 +227,11 @@ class RunReport:
         host = start.host_of(rank)
         folder = run_folder(self._config, start.run_id, host)
         return self._profile.log_files(folder, rank, rank - start.first_rank(host))
+
+
+def _load_error_lines() -> ModuleType:
+    # Imported here: only a run in which something fails needs it.
+    return importlib.import_module("rankless.launch.supervisor.error_lines")
 
 
 def conclude(
@@ -280,7 +287,8 @@ def _record_end(report: RunReport, outcome: RunOutcome, code: int) -> None:
     elif outcome.verdict is not None:
         is_host = outcome.verdict.cause in ("host", "interrupted")
         headline = outcome.verdict.headline if is_host else f"{outcome.verdict.root_cause} {outcome.verdict.headline}"
-        report.summary_file.finish("failed", code, verdict=headline, failure=outcome.verdict)
+        line = outcome.verdict.line or _load_error_lines().find_script_line(outcome.verdict.traceback)
+        report.summary_file.finish("failed", code, verdict=headline, failure=outcome.verdict, line=line)
     elif code != 0:
         report.summary_file.finish("failed", code, verdict="the process that starts the workers ended before them")
     else:

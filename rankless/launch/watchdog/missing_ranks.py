@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from rankless.launch.watchdog.phases import BY_NAME as PHASES
 from rankless.launch.watchdog.process_monitor import ProcessStatus
+from rankless.launch.watchdog.process_stats import WAITS_FOR_DISK
 from rankless.records.events import RankStatus
 
 DEADLOCK_SECONDS = 60.0
@@ -23,7 +24,6 @@ BLOCKED_SECONDS = 600.0
 BLOCKED_MULTIPLE = 10.0
 SERVER_CALLS = ("a lookup in a table", "a request to the servers")
 """What the stack classifier calls the waits for parameter servers."""
-WAITS_FOR_DISK = "waits for a disk"
 
 
 @dataclass(frozen=True, kw_only=True)

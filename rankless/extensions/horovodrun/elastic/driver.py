@@ -19,14 +19,16 @@ from rankless.launch.profile import load_profile
 from rankless.launch.recovery.driver_actions import Action, KillAction, StartAction
 from rankless.launch.recovery.membership import JobFailure, JobMembership
 from rankless.launch.signals import Interrupts, name_signal
-from rankless.launch.supervisor.failure_attribution import Verdict, attribute_failure, is_secondary_failure
+from rankless.launch.supervisor.error_lines import format_failure
+from rankless.launch.supervisor.failure_attribution import attribute_failure, is_secondary_failure
 from rankless.launch.supervisor.supervisor import (
     KILL_GRACE_SECONDS,
     POLL_SECONDS,
     STOP_GRACE_SECONDS,
     choose_stop_times,
 )
-from rankless.launch.supervisor.terminal_text import format_count, format_failure
+from rankless.launch.supervisor.terminal_text import format_count
+from rankless.launch.supervisor.verdict import Verdict
 from rankless.launch.worker_output import Source, Write
 from rankless.records.elastic_messages import RoundStarted, WorkerMessage, WorkerReady
 from rankless.records.events import (
