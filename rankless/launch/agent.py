@@ -92,11 +92,15 @@ def run(
             # Imported here: few runs are elastic.
             driver = importlib.import_module(profile.elastic_driver)
             driver_context = driver.DriverContext(
-                interrupts=interrupts, on_record=on_record, notify=streams.notify, writes=streams.writers()
+                profile=profile,
+                interrupts=interrupts,
+                on_record=on_record,
+                notify=streams.notify,
+                writes=streams.writers(),
             )
             return int(driver.run_elastic(config, config.elastic, driver_context))
         try:
-            with set_up_job(config, interrupts=interrupts, notify=streams.notify, token=context.token) as job:
+            with set_up_job(config, profile, interrupts=interrupts, notify=streams.notify, token=context.token) as job:
                 context.on_joined()
                 run = HostRun(config, job, interrupts=interrupts, streams=streams)
                 return _run_on_host(run, on_record, streams, context)
@@ -161,11 +165,11 @@ class HostRun:
 
     def __init__(self, config: RunConfig, job: ReadyJob, *, interrupts: Interrupts, streams: TerminalStreams) -> None:
         self._config = config
-        self._profile = load_profile(config.launcher)
+        self._profile = job.profile
         self._job = job
         self._interrupts = interrupts
         self._streams = streams
-        self._folder = folder = make_run_folder(config, job.start, job.host_index)
+        self._folder = folder = make_run_folder(config, job.profile, job.start, job.host_index)
         self._pages = pages = open_status_pages(config.worker_count)
         self._terminal_ends = duplicate_terminal(config, job.start)
         self._survivors = _make_survivors(job)
@@ -269,7 +273,7 @@ class HostRun:
                 peers=job.peers,
                 interrupts=self._interrupts,
                 observer=self,
-                times=choose_stop_times(self._config),
+                times=choose_stop_times(self._config, self._profile),
                 stopping=StoppingWorkers([worker.config.rank for worker in self._workers], self._pages),
             )
             outcome = supervisor.run_to_end()

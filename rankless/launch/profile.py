@@ -6,7 +6,6 @@ profile consists of and loads it by name. Nothing else in `launch` knows which l
 """
 
 import contextlib
-import functools
 import importlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -192,7 +191,6 @@ class PlainProfile(LauncherProfile):
     """The profile of a plain `rankless run`."""
 
 
-@functools.cache
 def load_profile(launcher: LauncherSpec | None) -> LauncherProfile:
     """Return the profile of a run. Raises `LaunchError` for a launcher that this Rankless does not have."""
     if launcher is None:

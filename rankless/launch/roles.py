@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from rankless.config.extensions import find_extension
 from rankless.config.run_config import AgreedJobConfig, AgreedProcesses, RunConfig
 from rankless.launch.peers import Peers
+from rankless.launch.profile import LauncherProfile
 from rankless.launch.signals import Interrupts
 from rankless.records.events import SERVER, AnyRecord
 from rankless.records.live.live_run import ProcessStage
@@ -72,6 +73,7 @@ class RoleHost:
     """A host of a run whose hosts all agree, as its role sees it."""
 
     start: AgreedJobConfig
+    profile: LauncherProfile
     names: Sequence[str]
     """The name of every host."""
     host_index: int

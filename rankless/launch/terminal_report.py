@@ -12,7 +12,7 @@ from rankless.errors import JoinError, LaunchError
 from rankless.launch.job_setup import ReadyJob
 from rankless.launch.log_files import run_folder
 from rankless.launch.peers import Peers
-from rankless.launch.profile import WorkerLogFiles, load_profile
+from rankless.launch.profile import WorkerLogFiles
 from rankless.launch.roles import ProcessRow
 from rankless.launch.signals import RendezvousInterrupted, name_signal
 from rankless.launch.summary_file import SummaryFile
@@ -47,7 +47,7 @@ class RunReport:
     def __init__(self, config: RunConfig, job: ReadyJob, folder: str, *, agent: AgentProcess | None = None) -> None:
         self.job = job
         self._config = config
-        self._profile = load_profile(config.launcher)
+        self._profile = job.profile
         self._folder = folder
         self.summary_file = (
             SummaryFile(config, job, folder=folder, log_file=self.log_file, agent=agent)
@@ -130,7 +130,7 @@ class RunReport:
 
     def process_log_file(self, name: tuple[str, int]) -> str:
         """Return the log file of a process beside the workers, on its host, by its role and number."""
-        folder = run_folder(self._config, self.job.start.run_id, self.process_host(name))
+        folder = self._folder_of(self.process_host(name))
         return os.path.relpath(self._profile.process_log_file(folder, *name))
 
     def process_host(self, name: tuple[str, int]) -> int:
@@ -201,7 +201,7 @@ class RunReport:
 
     def report_file(self, host: int) -> str:
         """Return the file with the closing text of another host than host 0, which may have no terminal."""
-        return os.path.relpath(os.path.join(run_folder(self._config, self.job.start.run_id, host), f"report{host}.txt"))
+        return os.path.relpath(os.path.join(self._folder_of(host), f"report{host}.txt"))
 
     def save(self, text: str) -> None:
         """Write the closing text of this host, which is not host 0, to its file."""
@@ -222,11 +222,13 @@ class RunReport:
                 os.unlink(self.parent_log)
         return text
 
+    def _folder_of(self, host: int) -> str:
+        return run_folder(self._config, self._profile, self.job.start.run_id, host)
+
     def _log_files(self, rank: int) -> WorkerLogFiles:
         start = self.job.start
         host = start.host_of(rank)
-        folder = run_folder(self._config, start.run_id, host)
-        return self._profile.log_files(folder, rank, rank - start.first_rank(host))
+        return self._profile.log_files(self._folder_of(host), rank, rank - start.first_rank(host))
 
 
 def _load_error_lines() -> ModuleType:

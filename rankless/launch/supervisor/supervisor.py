@@ -24,7 +24,7 @@ import msgspec
 
 from rankless.config.run_config import RunConfig
 from rankless.launch.peers import Peers, StopMode
-from rankless.launch.profile import SignalForwarding, load_profile
+from rankless.launch.profile import LauncherProfile, SignalForwarding
 from rankless.launch.signals import Interrupts
 from rankless.launch.supervisor.verdict import ATTRIBUTED_RECORDS, SecondaryFailure, Verdict, may_be_failure
 from rankless.launch.supervisor.worker_parent import WorkerParent
@@ -76,9 +76,8 @@ class StopTimes(NamedTuple):
     forwarding: SignalForwarding | None
 
 
-def choose_stop_times(config: RunConfig) -> StopTimes:
+def choose_stop_times(config: RunConfig, profile: LauncherProfile) -> StopTimes:
     """Return the times of a run: those of its launcher, if that has some of its own."""
-    profile = load_profile(config.launcher)
     own = profile.stop_grace_seconds
     return StopTimes(config.grace_seconds if own is None else own, profile.signal_forwarding)
 

@@ -52,7 +52,7 @@ def job_of(config: RunConfig, *addresses: str) -> ReadyJob:
         start = msgspec.structs.replace(start, launcher_variables=variables)
     agreed = AgreedProcesses(addresses=tuple(f"tcp://{each}" for each in addresses), hosts=(0,) * len(addresses))
     start = msgspec.structs.replace(start, roles={"servers": agreed})
-    return ReadyJob(peers=Peers(), start=start, devices=(config.devices,))
+    return ReadyJob(peers=Peers(), start=start, profile=load_profile(config.launcher), devices=(config.devices,))
 
 
 def servers_of(job: ReadyJob) -> ServersConfig:
@@ -113,7 +113,7 @@ def test_workers_take_gpus_one_each_and_servers_none(present, visible, line, sel
 def test_every_role_gets_paddles_variables():
     config = config_of("--servers=127.0.0.1:6170,127.0.0.1:6171", "--workers=127.0.0.1:6172,127.0.0.1")
     job = job_of(config, "127.0.0.1:6170", "127.0.0.1:6171")
-    servers = make_server_launches(config, job.start, servers_of(job), folder="log/run")
+    servers = make_server_launches(job.profile, job.start, servers_of(job), folder="log/run")
     workers = workers_of(config, job)
     common = {"PADDLE_PSERVERS_IP_PORT_LIST": "127.0.0.1:6170,127.0.0.1:6171", "PADDLE_TRAINERS_NUM": "2"}
     own = [

@@ -16,7 +16,7 @@ from rankless.extensions.horovodrun.elastic.local_workers import LocalWorkers
 from rankless.extensions.horovodrun.elastic.remote_workers import RemoteWorkers
 from rankless.extensions.horovodrun.elastic.ssh_protocol import HostTask
 from rankless.launch.ports import open_store_socket
-from rankless.launch.profile import load_profile
+from rankless.launch.profile import LauncherProfile
 from rankless.launch.recovery.driver_actions import ElasticWorker
 from rankless.launch.recovery.membership import RoundState
 from rankless.launch.worker_configs import ElasticSlot, make_elastic_worker
@@ -31,6 +31,7 @@ class LaunchContext:
     """What the driver needs to start workers."""
 
     config: RunConfig
+    profile: LauncherProfile
     elastic: Elastic
     start: AgreedJobConfig
     folder: str
@@ -65,8 +66,10 @@ class AllWorkers:
         context = self._context
         self._host_of[worker.number] = self._local
         slot = ElasticSlot(number=worker.number, host=worker.host, slot=worker.slot, store_token=self._store_token)
-        launch = make_elastic_worker(context.config, context.start, slot, folder=context.folder, interface=None)
-        profile = load_profile(context.config.launcher)
+        profile = context.profile
+        launch = make_elastic_worker(
+            context.config, profile, context.start, slot, folder=context.folder, interface=None
+        )
         for stream in profile.shown_streams(context.config, context.folder, [launch.config]):
             self._terminal.add(stream)
         self._local.start(launch)

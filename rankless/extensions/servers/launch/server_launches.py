@@ -4,9 +4,9 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rankless.config.run_config import AgreedJobConfig, RunConfig
+from rankless.config.run_config import AgreedJobConfig
 from rankless.config.servers import ServerConfig, ServersConfig
-from rankless.launch.profile import load_profile
+from rankless.launch.profile import LauncherProfile
 from rankless.records.events import SERVER
 
 
@@ -21,10 +21,9 @@ class ServerLaunch:
 
 
 def make_server_launches(
-    config: RunConfig, start: AgreedJobConfig, servers: ServersConfig, *, folder: str, host_index: int = 0
+    profile: LauncherProfile, start: AgreedJobConfig, servers: ServersConfig, *, folder: str, host_index: int = 0
 ) -> list[ServerLaunch]:
     """Return the servers of a host, with log files in its `folder`."""
-    profile = load_profile(config.launcher)
     own = range(len(servers.addresses)) if start.servers is None else start.servers.on_host(host_index)
     configs = [
         ServerConfig(
