@@ -3,7 +3,7 @@
 import argparse
 
 from rankless.config import environment
-from rankless.config.forwarded_variables import chosen_variables
+from rankless.config.environment import chosen_variables
 from rankless.config.hosts import DEFAULT_PORT, Host, numbered_hosts, own_host_index, parse_hosts, read_hostfile
 from rankless.config.run_config import Cluster
 from rankless.config.server_hosts import add_heterogeneous

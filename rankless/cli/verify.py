@@ -13,16 +13,22 @@ import msgspec
 from rankless.cli.extension_options import read_extension_options
 from rankless.cli.host_options import LOG_FOLDER_HELP, add_host_options, make_cluster
 from rankless.cli.json_output import add_json_option, make_json_header, read_json_destination
-from rankless.cli.program_options import PLAN_HELP, add_backend_option, add_program_options, read_program
+from rankless.cli.program_options import (
+    PLAN_HELP,
+    add_backend_option,
+    add_program_options,
+    count_default_workers,
+    read_plan_file,
+    read_program,
+)
 from rankless.cli.server_options import RequestedWorkers, add_server_options, read_sync_servers, read_workers
 from rankless.config.environment import default_log_folder
 from rankless.config.mesh_option import MESH_HELP, parse_mesh
-from rankless.config.plan_file import count_default_workers, find_plan
 from rankless.config.run_config import Cluster, Precision, Program, RunRequest
 from rankless.config.validation import check_options, check_program, check_servers, choose_run_mesh
 from rankless.errors import ConfigError
 from rankless.launch.agent import make_job_runner
-from rankless.launch.supervisor.fork_server_pool_client import ForkServerPoolClient
+from rankless.launch.supervisor.fork_server_client import ForkServerPoolClient
 from rankless.launch.supervisor.terminal_text import format_count
 from rankless.terminal.styled_text import print_colored
 from rankless.verify.decision import ComparisonOptions, Outcome, decide
@@ -99,7 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
     servers = read_sync_servers(arguments, "verify")
     requested = read_workers(arguments)
     cluster, workers = _read_cluster(arguments, requested)
-    plan = None if arguments.plan is None else find_plan(arguments.plan, program, workers=workers)
+    plan = read_plan_file(arguments, program, workers=workers)
     options = read_extension_options(arguments)
     kinds = RunRequest(worker_count=workers, heterogeneous_workers=requested.heterogeneous, servers=servers)
     _check_workers(msgspec.structs.replace(kinds, mesh=arguments.mesh, plan=plan, options=options), cluster)
@@ -179,7 +185,7 @@ def _read_cluster(arguments: argparse.Namespace, requested: RequestedWorkers) ->
     if cluster is None:
         if arguments.workers is not None:
             return None, arguments.workers + heterogeneous
-        return None, heterogeneous + count_default_workers(arguments.mesh, arguments.plan, otherwise=2)
+        return None, heterogeneous + count_default_workers(arguments, otherwise=2)
     if cluster.host_index > 0:
         raise ConfigError(
             expected=f"rankless verify on host 0, {cluster.hosts[0]}",

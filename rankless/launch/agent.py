@@ -13,27 +13,29 @@ from typing import TYPE_CHECKING, TextIO
 
 from rankless.config.run_config import RunConfig
 from rankless.launch.job_setup import ReadyJob, set_up_job
+from rankless.launch.live_run_page import LiveRunPage, make_live_run, measure_live_run
 from rankless.launch.log_files import make_run_folder
 from rankless.launch.ports import require_own_address
 from rankless.launch.profile import load_profile
 from rankless.launch.roles import ProcessRow
 from rankless.launch.signals import Interrupts, RendezvousInterrupted, name_signal
-from rankless.launch.startup_table import WorkerTable
-from rankless.launch.status.live_run_page import LiveRunPage, make_live_run, measure_live_run
-from rankless.launch.status.process_identity import identify_agent
-from rankless.launch.supervisor.fork_server_client import ForkServerClient
-from rankless.launch.supervisor.fork_server_pool_client import ForkServerPoolClient
-from rankless.launch.supervisor.shared_files import SharedFiles
+from rankless.launch.supervisor.fork_server_client import ForkServerClient, ForkServerPoolClient
 from rankless.launch.supervisor.supervisor import RunOutcome, StoppingWorkers, Supervisor, choose_stop_times
 from rankless.launch.supervisor.terminal_text import format_count
 from rankless.launch.supervisor.verdict import Verdict
 from rankless.launch.supervisor.worker_parent import NoWorkers, WorkerParent
-from rankless.launch.terminal_report import RunReport, conclude
-from rankless.launch.terminal_streams import TerminalStreams, duplicate_terminal
+from rankless.launch.terminal_report import RunReport, WorkerTable, conclude
 from rankless.launch.watchdog.watchdog import Watchdog, WatchdogConfig, open_status_pages
 from rankless.launch.worker_configs import WorkerDescriptors, make_worker_configs
-from rankless.launch.worker_output import SOURCES, WorkerOutputFollower, count_common_bytes
+from rankless.launch.worker_output import (
+    SOURCES,
+    TerminalStreams,
+    WorkerOutputFollower,
+    count_common_bytes,
+    duplicate_terminal,
+)
 from rankless.records.events import AnyRecord, FileOpened, Notice, ProcessRestarted, Raised, ScriptFinished
+from rankless.records.live.live_run import identify_agent
 from rankless.records.run_summary import RunSummary
 from rankless.terminal import process_title
 from rankless.terminal.cursor_tracker import CursorTracker, share_terminal
@@ -415,3 +417,46 @@ class HostRun:
             other_hosts=[each for host, each in enumerate(job.start.addresses) if host != job.host_index],
             pool=fork_server,
         )
+
+
+MAX_WARNINGS = 3
+_EVENTS = "events.out.tfevents."
+MAX_TRACKED_FILES = 10_000
+
+_FIX = "let one do it with rankless.once(…), save models with rankless.save, or put rankless.rank() into the name"
+_FIX_WITHOUT_RANKLESS = "let one do it, where RANK is 0, or put the rank into the name"
+
+
+class SharedFiles:
+    """Tracks which rank writes which file."""
+
+    def __init__(self, *, foreign: bool = False) -> None:
+        self._fix = _FIX_WITHOUT_RANKLESS if foreign else _FIX
+        self._writers: dict[str, int] = {}
+        self._shared: set[str] = set()
+
+    def check(self, record: FileOpened) -> str | None:
+        """Return a warning when a second rank writes a file. Only MAX_WARNINGS files give one."""
+        path = _name_of_all(record.path)
+        first = self._writers.get(path)
+        if first is None and len(self._writers) < MAX_TRACKED_FILES:
+            self._writers[path] = record.rank
+        if first is None or first == record.rank or path in self._shared or len(self._shared) >= MAX_WARNINGS:
+            return None
+        self._shared.add(path)
+        low, high = sorted((first, record.rank))
+        where = f" ({_shorten(record.line)})" if record.line else ""
+        more = "" if len(self._shared) < MAX_WARNINGS else "; further files are not named"
+        return f"ranks {low} and {high} both write {_shorten(path)}{where}: {self._fix}{more}"
+
+
+def _name_of_all(path: str) -> str:
+    """Return one name for the event files of TensorBoard in a folder, whose names differ from process to process."""
+    folder, name = os.path.split(path)
+    return os.path.join(folder, f"{_EVENTS}*") if name.startswith(_EVENTS) else path
+
+
+def _shorten(path: str) -> str:
+    """Return a path relative to the current folder if it lies below it."""
+    relative = os.path.relpath(path)
+    return path if relative.startswith("..") else relative

@@ -11,15 +11,13 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple, Protocol
 
-from rankless.config.environment import python_path_from, user_visible_devices
+from rankless.config.environment import python_path_at_start, user_visible_devices
 from rankless.config.extensions import find_extension
-from rankless.config.launcher_spec import LauncherSpec
-from rankless.config.run_config import AgreedJobConfig, RunConfig
+from rankless.config.run_config import AgreedJobConfig, LauncherSpec, RunConfig
 from rankless.config.servers import ServerConfig, ServersConfig
 from rankless.config.worker_config import WorkerConfig, WorkerLaunch
 from rankless.errors import LaunchError
 from rankless.launch.worker_output import FollowedFile, Source
-from rankless.runtime.hooks.import_aliases import AT_START
 
 OutputHosts = Literal["first", "each", "gathered"]
 
@@ -150,7 +148,7 @@ class LauncherProfile(Protocol):
 
         In an elastic job `elastic_host` is the name of the worker's host, and the worker's rank is not known yet.
         """
-        return {"PYTHONPATH": python_path_from(AT_START)}
+        return {"PYTHONPATH": python_path_at_start()}
 
     def server_environment(
         self, server: ServerConfig, servers: ServersConfig, start: AgreedJobConfig

@@ -19,7 +19,7 @@ from rankless.checkpoint import Saver
 from rankless.collectives.byte_messages import all_gather_bytes
 from rankless.collectives.desync_detection import DesyncDetector
 from rankless.config import environment
-from rankless.config.distributed_variables import TorchrunWorker
+from rankless.config.environment import TorchrunWorker
 from rankless.config.extensions import find_extension
 from rankless.config.plan_file import read_plan
 from rankless.config.run_config import Backend

@@ -19,6 +19,7 @@ IMPORTED_LATE = {
     "rankless/runtime/process_context.py": "loads the step participant of an extension by name",
     "rankless/__init__.py": "the command line imports rankless, and must not import torch",
     "rankless/cli/__init__.py": "a command is imported when it is called",
+    "rankless/cli/program_options.py": "few command lines name a plan",
     "rankless/cli/checkpoint.py": "an export needs torch, and the help of the command line must not",
     "rankless/config/environment.py": "reads the variables of foreign launchers only if they exist",
     "rankless/jobs/job_tables.py": "only jobs with tables need numba",

@@ -9,9 +9,8 @@ from support.warm_runs import rankless
 
 from rankless.cli import main
 from rankless.config import hosts, server_hosts, validation
-from rankless.config.elastic import Elastic
 from rankless.config.hosts import Endpoint, parse_endpoint
-from rankless.config.run_config import Program, RunConfig, RunRequest
+from rankless.config.run_config import Elastic, Program, RunConfig, RunRequest
 from rankless.config.servers import RequestedServers
 from rankless.errors import ConfigError
 from rankless.launch import agent

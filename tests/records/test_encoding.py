@@ -12,7 +12,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from rankless.cli.json_output import JsonHeader
-from rankless.launch.terminal_streams import TerminalStreams
+from rankless.launch.worker_output import TerminalStreams
 from rankless.records.channel import open_channel, receive_records, send_record
 from rankless.records.elastic_messages import DriverMessage, WorkerMessage
 from rankless.records.encoding import encode_json, encode_msgpack
@@ -23,7 +23,7 @@ from rankless.records.live.run_status import RunStatus
 from rankless.records.live.server_activity import ServerActivity
 from rankless.records.recorded_calls import ResultRecord
 from rankless.records.run_summary import RunSummary
-from rankless.terminal.cursor_tracker import CursorTracker
+from rankless.terminal.progress_observer import CursorTracker
 from tests.support.structs import values_of
 
 ANY_TEXT = st.text(st.characters(), max_size=8) | st.sampled_from(["caf\udce9.png", "\0", "\x1b[2J", "\ud83d\ude00"])

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from rankless.config.launcher_spec import LauncherSpec, make_launcher_spec
+from rankless.config.run_config import LauncherSpec, make_launcher_spec
 from rankless.records.elastic_messages import RankAssignment
 from rankless.records.local_ranks import assign_ranks
 

@@ -8,9 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from rankless.config.backends import choose_backend
-from rankless.config.elastic import Elastic
 from rankless.config.hosts import LOOPBACK
-from rankless.config.run_config import AgreedJobConfig, RunConfig
+from rankless.config.run_config import AgreedJobConfig, Elastic, RunConfig
 from rankless.extensions.horovodrun.elastic.all_workers import AllWorkers, LaunchContext
 from rankless.extensions.horovodrun.elastic.discovery import DiscoveredHosts, FixedHosts
 from rankless.extensions.horovodrun.elastic.stalled_rounds import StalledRoundDetector
