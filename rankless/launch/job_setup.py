@@ -17,7 +17,7 @@ from rankless.launch.ports import open_store_socket, reserve_master_port
 from rankless.launch.profile import LauncherProfile, PlainProfile
 from rankless.launch.roles import ProcessRole, RoleHost, WorkerContent, open_roles
 from rankless.launch.signals import Interrupts
-from rankless.runtime.rendezvous.store_server import StoreServer
+from rankless.launch.store_server import StoreServer
 
 
 @dataclass(frozen=True, kw_only=True)

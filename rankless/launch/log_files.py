@@ -8,7 +8,7 @@ import time
 from rankless.config.run_config import AgreedJobConfig, RunConfig
 from rankless.errors import LaunchError
 from rankless.launch.profile import LauncherProfile, WorkerLogFiles
-from rankless.records.access.private_files import make_private_folder, private_opener
+from rankless.records.private_files import make_private_folder, private_opener
 
 
 def make_run_id(profile: LauncherProfile) -> str:

@@ -44,8 +44,8 @@ from rankless.launch.rendezvous.port_test import PortTest, run_port_test
 from rankless.launch.rendezvous.ssh import RemoteTask, SshAgent, SshTokenDelivery
 from rankless.launch.roles import JoinedHosts, ProcessRole, open_roles
 from rankless.launch.signals import Interrupts
+from rankless.launch.store_server import StoreServer
 from rankless.records.connection_attempts import UsedPort
-from rankless.runtime.rendezvous.store_server import StoreServer
 
 _ANYWHERE = ("192.0.2.1", "2001:db8::1")
 """Addresses of no host (RFC 5737, RFC 3849): the route to them is the default route. Nothing is sent there."""

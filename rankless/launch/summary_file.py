@@ -15,7 +15,6 @@ import msgspec
 from rankless.config.run_config import RunConfig
 from rankless.launch.job_setup import ReadyJob
 from rankless.launch.supervisor.verdict import Verdict
-from rankless.records.access.private_files import private_opener
 from rankless.records.encoding import encode_json
 from rankless.records.events import (
     NO_RANK,
@@ -28,6 +27,7 @@ from rankless.records.events import (
     ScriptFinished,
     WorkerCut,
 )
+from rankless.records.private_files import private_opener
 from rankless.records.run_summary import AgentProcess, Outcome, RankSummary, RunFailure, RunSummary
 from rankless.records.worker_status import read_page
 from rankless.version import VERSION

@@ -32,8 +32,7 @@ from rankless.context.world import RunSettings, StartedWorkers, World
 from rankless.errors import ConfigError, JoinError, RanklessError
 from rankless.jobs.programs.program_records import make_program_recorder
 from rankless.parallel.mesh import Mesh, SyncPointChecker
-from rankless.records.channel import send_record
-from rankless.records.events import AnyRecord, Notice
+from rankless.records.events import AnyRecord, Notice, send_record
 from rankless.runtime.elastic_round import ElasticMember, Round
 from rankless.runtime.recovery.round_world import join_round_world
 from rankless.runtime.recovery.worker_recovery import WorkerRecovery

@@ -26,12 +26,12 @@ from rankless.records.elastic_messages import (
     StateSynced,
     WorkerMessage,
     WorkerReady,
+    assign_ranks,
     open_message_channel,
     receive_worker_message,
     send_message,
 )
 from rankless.records.events import AnyRecord, Exited, HostLost, Notice, Raised, ScriptFinished, Started
-from rankless.records.local_ranks import assign_ranks
 
 KILLED = -9
 """The exit code that stands for the end of a worker on a lost host."""

@@ -34,9 +34,9 @@ from rankless.launch.rendezvous.messages import (
 )
 from rankless.launch.rendezvous.recording_transfer import CHUNK_BYTES, read_recording, write_recording
 from rankless.launch.worker_output import Source
-from rankless.records.access.new_clients import RejectedClients
 from rankless.records.elastic_messages import DriverMessage, WorkerMessage
 from rankless.records.events import NO_RANK, AnyRecord, HostInterrupted, HostLost, Notice
+from rankless.records.new_clients import RejectedClients
 from rankless.records.quantities import format_seconds
 
 

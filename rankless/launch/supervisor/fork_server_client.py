@@ -17,9 +17,9 @@ from rankless.config.environment import parent_environment
 from rankless.config.run_config import RunConfig
 from rankless.config.script_source import names_rankless
 from rankless.config.worker_config import ForkServerPoolConfig, HostConfig, WorkerLaunch
-from rankless.records.access.private_files import private_opener
-from rankless.records.channel import open_channel
 from rankless.records.encoding import encode_json
+from rankless.records.events import open_channel
+from rankless.records.private_files import private_opener
 from rankless.runtime.fork_server_protocol import (
     MAX_DESCRIPTORS,
     open_current_folder,

@@ -29,8 +29,7 @@ from rankless.launch.signals import Interrupts
 from rankless.launch.supervisor.verdict import ATTRIBUTED_RECORDS, SecondaryFailure, Verdict, may_be_failure
 from rankless.launch.supervisor.worker_parent import WorkerParent
 from rankless.launch.watchdog import load_part
-from rankless.records.channel import receive_records
-from rankless.records.events import NO_RANK, AnyRecord, Exited, Notice, Raised, Started, WorkerCut
+from rankless.records.events import NO_RANK, AnyRecord, Exited, Notice, Raised, Started, WorkerCut, receive_records
 from rankless.records.worker_status import PAGE_BYTES, STACKS_REQUEST, read_page
 from rankless.runtime.fork_server_protocol import CUT, KILL, encode_signal
 

@@ -24,8 +24,8 @@ from rankless.launch.watchdog.process_stats import (
     iterate_descendants,
     read_process_stats,
 )
-from rankless.records.access.private_files import private_opener
 from rankless.records.events import RankState, RankStatus
+from rankless.records.private_files import private_opener
 from rankless.records.worker_status import WorkerStatus, read_page
 
 if TYPE_CHECKING:

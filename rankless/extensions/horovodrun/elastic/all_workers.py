@@ -18,11 +18,11 @@ from rankless.launch.ports import open_store_socket
 from rankless.launch.profile import LauncherProfile
 from rankless.launch.recovery.driver_actions import ElasticWorker
 from rankless.launch.recovery.membership import RoundState
+from rankless.launch.store_server import StoreServer
 from rankless.launch.worker_configs import ElasticSlot, make_elastic_worker
 from rankless.launch.worker_output import Source, WorkerOutputFollower, Write
 from rankless.records.elastic_messages import DriverMessage, RoundEnded, RoundStarted, WorkerMessage
 from rankless.records.events import AnyRecord
-from rankless.runtime.rendezvous.store_server import StoreServer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,8 +28,8 @@ from typing import Protocol
 
 import msgspec
 
-from rankless.records.access.new_clients import NewClients
-from rankless.records.access.store_access import (
+from rankless.records.new_clients import NewClients
+from rankless.records.store_access import (
     CHALLENGE_KEY,
     PROOF_KEY,
     REFUSED,
