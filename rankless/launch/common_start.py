@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 from rankless.config.extensions import find_extension
 from rankless.errors import JoinError, LaunchError, RanklessError
+from rankless.launch.peers import Peers
 from rankless.launch.rendezvous.answers import INTERRUPTED
 from rankless.launch.rendezvous.messages import JoinRefused, ProcessesStarted, StartedProcess, StartRefused
-from rankless.launch.rendezvous.peers import FollowerPeers, LeaderPeer, NoPeers
+from rankless.launch.rendezvous.peers import FollowerPeers, LeaderPeer
 from rankless.launch.roles import ProcessRole, ProcessRow
 from rankless.launch.signals import Interrupts, RendezvousInterrupted, name_signal
 from rankless.records.events import HostInterrupted, HostLost, Notice
@@ -32,7 +33,7 @@ class CommonStart:
     """
 
     roles: Sequence[ProcessRole]
-    peers: NoPeers | FollowerPeers | LeaderPeer
+    peers: Peers
     names: Sequence[str]
     notify: Callable[[str], None]
 

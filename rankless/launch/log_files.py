@@ -7,27 +7,25 @@ import time
 
 from rankless.config.run_config import AgreedJobConfig, RunConfig
 from rankless.errors import LaunchError
-from rankless.launch.profile import LauncherProfile, WorkerLogFiles, load_profile
-from rankless.records.access.private_files import make_private_folder, private_opener
+from rankless.launch.profile import LauncherProfile, WorkerLogFiles
+from rankless.records.private_files import make_private_folder, private_opener
 
 
-def make_run_id(config: RunConfig) -> str:
+def make_run_id(profile: LauncherProfile) -> str:
     """Return a name that no other run has: the launcher's name for the run or the time, and a random part."""
-    wanted = load_profile(config.launcher).run_name
-    name = re.sub(r"[^\w.-]", "_", wanted) if wanted else time.strftime("%Y%m%d-%H%M%S")
+    name = re.sub(r"[^\w.-]", "_", profile.run_name) if profile.run_name else time.strftime("%Y%m%d-%H%M%S")
     return f"{name}-{secrets.token_hex(3)}"
 
 
-def run_folder(config: RunConfig, run_id: str, host_index: int) -> str:
+def run_folder(config: RunConfig, profile: LauncherProfile, run_id: str, host_index: int) -> str:
     """Return the folder of a host's log files of a run."""
-    return os.path.join(config.log_folder, load_profile(config.launcher).folder_name(run_id, host_index))
+    return os.path.join(config.log_folder, profile.folder_name(run_id, host_index))
 
 
-def make_run_folder(config: RunConfig, start: AgreedJobConfig, host_index: int) -> str:
+def make_run_folder(config: RunConfig, profile: LauncherProfile, start: AgreedJobConfig, host_index: int) -> str:
     """Make the folder of a run's log files and point the link `latest` beside it to it; return its path."""
-    profile = load_profile(config.launcher)
     first = start.first_rank(host_index)
-    folder = run_folder(config, start.run_id, host_index)
+    folder = run_folder(config, profile, start.run_id, host_index)
     try:
         may_exist = config.cluster is not None  # hosts may share a disk
         if profile.has_private_logs:

@@ -6,19 +6,16 @@ profile consists of and loads it by name. Nothing else in `launch` knows which l
 """
 
 import contextlib
-import functools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple, Protocol
 
-from rankless.config.environment import python_path_from, user_visible_devices
+from rankless.config.environment import python_path_at_start, user_visible_devices
 from rankless.config.extensions import find_extension, import_declared
-from rankless.config.launcher_spec import LauncherSpec
-from rankless.config.run_config import AgreedJobConfig, AgreedProcesses, RunConfig
+from rankless.config.run_config import AgreedJobConfig, AgreedProcesses, LauncherSpec, RunConfig
 from rankless.config.worker_config import WorkerConfig, WorkerLaunch
 from rankless.errors import LaunchError
 from rankless.launch.worker_output import FollowedFile, Source
-from rankless.runtime.hooks.import_aliases import AT_START
 
 OutputHosts = Literal["first", "each", "gathered"]
 
@@ -149,7 +146,7 @@ class LauncherProfile(Protocol):
 
         In an elastic job `elastic_host` is the name of the worker's host, and the worker's rank is not known yet.
         """
-        return {"PYTHONPATH": python_path_from(AT_START)}
+        return {"PYTHONPATH": python_path_at_start()}
 
     def process_environment(
         self, processes: AgreedProcesses, index: int, start: AgreedJobConfig
@@ -190,7 +187,6 @@ class PlainProfile(LauncherProfile):
     """The profile of a plain `rankless run`."""
 
 
-@functools.cache
 def load_profile(launcher: LauncherSpec | None) -> LauncherProfile:
     """Return the profile of a run. Raises `LaunchError` for a launcher that this Rankless does not have."""
     if launcher is None:

@@ -14,9 +14,7 @@ import msgspec
 
 from rankless.config.run_config import RunConfig
 from rankless.launch.job_setup import ReadyJob
-from rankless.launch.supervisor.error_lines import find_script_line
-from rankless.launch.supervisor.failure_attribution import Verdict
-from rankless.records.access.private_files import private_opener
+from rankless.launch.supervisor.verdict import Verdict
 from rankless.records.encoding import encode_json
 from rankless.records.events import (
     NO_RANK,
@@ -28,6 +26,7 @@ from rankless.records.events import (
     ScriptFinished,
     WorkerCut,
 )
+from rankless.records.private_files import private_opener
 from rankless.records.run_summary import RESULT_ROLE, AgentProcess, Outcome, RankSummary, RunFailure, RunSummary
 from rankless.records.worker_status import read_page
 from rankless.version import VERSION
@@ -120,22 +119,26 @@ class SummaryFile:
             steps = page.job_steps or page.count
             self.summary = msgspec.structs.replace(self.summary, steps=steps, samples_per_second=rate)
 
-    def finish(self, outcome: Outcome, exit_code: int, *, verdict: str, failure: Verdict | None = None) -> None:
-        """Write how the run ended. `verdict` says it in a sentence; `failure` is the root cause, if it is known."""
+    def finish(
+        self, outcome: Outcome, exit_code: int, *, verdict: str, failure: Verdict | None = None, line: str = ""
+    ) -> None:
+        """Write how the run ended.
+
+        `verdict` says it in a sentence. `failure` is the root cause, if it is known, and `line` its line of the script.
+        """
         self.summary = msgspec.structs.replace(
             self.summary,
             outcome=outcome,
             exit_code=exit_code,
             verdict=verdict,
-            failure=None if failure is None else self._describe(failure),
+            failure=None if failure is None else self._describe(failure, line),
             agent=None,
         )
         self._write()
 
-    def _describe(self, failure: Verdict) -> RunFailure:
+    def _describe(self, failure: Verdict, line: str) -> RunFailure:
         rank, number = failure.root_cause_rank, failure.root_cause_number
         host = failure.root_cause_host or self._host_name.get(rank, "")
-        line = failure.line or find_script_line(failure.traceback)
         server = number if failure.role == RESULT_ROLE else None
         if server is not None:
             host = self._server_host_names[server]

@@ -8,8 +8,7 @@ NAMES = re.compile(r"\b(rankless\.extensions\.\w+|hvd|fleetrun)\b|horovod|torchr
 NAMED = {
     "rankless/api.py": "tells users which launchers are recognized",
     "rankless/config/cluster_variables.py": "a time limit of torchrun's",
-    "rankless/config/distributed_variables.py": "the variables of torch.distributed, which torchrun sets first",
-    "rankless/config/environment.py": "likewise",
+    "rankless/config/environment.py": "the variables of torch.distributed, which torchrun sets first",
     "rankless/config/worker_config.py": "likewise",
     "rankless/collectives/distributed_sampler.py": "likewise",
     "rankless/runtime/process_context.py": "likewise",

@@ -95,8 +95,8 @@ UNREACHABLE_ERRORS = {
     "rankless.extensions.servers.service.wire.messages.MessageRefusedError": "the receiver counts and drops it",
     "rankless.extensions.servers.service.server_connection.TransferLostError": "the worker reads or restores again",
     "rankless.launch.rendezvous.control_connection.DifferentTokenError": "host 0 counts it as a rejected client",
-    "rankless.runtime.rendezvous.store_protocol.IncompleteQuery": "the store waits for the rest of the query",
-    "rankless.runtime.rendezvous.store_protocol.InvalidQuery": "the store closes the connection",
+    "rankless.launch.store_server.IncompleteQuery": "the store waits for the rest of the query",
+    "rankless.launch.store_server.InvalidQuery": "the store closes the connection",
     "rankless.records.framing.FrameTooLongError": "the receiver of a message closes the connection",
     "rankless.verify.runs.RunFailed": "`rankless verify` prints it and ends with its exit code",
 }

@@ -2,8 +2,12 @@
 
 import pytest
 
-from rankless.launch.supervisor.failure_attribution import Verdict, attribute_failure, is_secondary_failure
-from rankless.launch.supervisor.secondary_failure_lines import describe_secondary_failure
+from rankless.launch.supervisor.failure_attribution import (
+    attribute_failure,
+    describe_secondary_failure,
+    is_secondary_failure,
+)
+from rankless.launch.supervisor.verdict import Verdict
 from rankless.records.events import (
     NO_RANK,
     AnyRecord,

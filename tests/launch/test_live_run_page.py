@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from rankless.launch.live_run_page import LiveRunPage
 from rankless.launch.roles import ProcessRow
-from rankless.launch.status.live_run_page import LiveRunPage
 from rankless.launch.status.running_runs import find_running_runs, read_live_run
 from rankless.records.events import Exited, Notice, ScriptFinished, Started
 from rankless.records.live.live_run import LAYOUT, LiveRun, LiveWorker

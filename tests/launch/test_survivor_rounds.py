@@ -5,9 +5,8 @@ import socket
 import pytest
 
 from rankless.errors import CollectiveError
-from rankless.launch.recovery.survivors import SurvivorRounds, WorkerHosts
-from rankless.launch.recovery.worker_channels import WorkerChannels
-from rankless.launch.rendezvous.peers import NoPeers
+from rankless.launch.peers import Peers
+from rankless.launch.recovery.survivors import SurvivorRounds, WorkerChannels, WorkerHosts
 from rankless.records.elastic_messages import (
     RoundEnded,
     RoundStarted,
@@ -24,7 +23,7 @@ class Workers:
 
     def __init__(self, count: int, most_lost: int, kinds: tuple[tuple[int, ...], ...] = ()) -> None:
         channels = WorkerChannels(range(count))
-        self.rounds = SurvivorRounds(channels, WorkerHosts((0,) * count, kinds=kinds), most_lost, NoPeers())
+        self.rounds = SurvivorRounds(channels, WorkerHosts((0,) * count, kinds=kinds), most_lost, Peers())
         self.ends = [socket.socket(fileno=socket.dup(each)) for each in channels.descriptors]
         for end in self.ends:
             end.setblocking(False)

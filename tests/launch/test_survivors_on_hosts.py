@@ -6,8 +6,7 @@ import socket
 import msgspec
 import pytest
 
-from rankless.launch.recovery.survivors import SurvivorRelay, SurvivorRounds, WorkerHosts
-from rankless.launch.recovery.worker_channels import WorkerChannels
+from rankless.launch.recovery.survivors import SurvivorRelay, SurvivorRounds, WorkerChannels, WorkerHosts
 from rankless.records.elastic_messages import (
     RoundEnded,
     StateSynced,
@@ -36,6 +35,8 @@ class OtherHosts:
     def take_worker_messages(self) -> list:
         taken, self.arrived = self.arrived, []
         return taken
+
+    take_driver_messages = take_worker_messages
 
 
 def begin(*, most_lost: int = 4, with_processes: tuple[int, ...] = (0,)) -> tuple[SurvivorRounds, OtherHosts]:

@@ -12,11 +12,10 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from rankless.cli.json_output import JsonHeader
-from rankless.launch.terminal_streams import TerminalStreams
-from rankless.records.channel import open_channel, receive_records, send_record
+from rankless.launch.worker_output import TerminalStreams
 from rankless.records.elastic_messages import DriverMessage, WorkerMessage
 from rankless.records.encoding import encode_json, encode_msgpack
-from rankless.records.events import AnyRecord, Notice, Raised
+from rankless.records.events import AnyRecord, Notice, Raised, open_channel, receive_records, send_record
 from rankless.records.job_programs import ProgramRecord
 from rankless.records.live.live_run import LiveRun
 from rankless.records.live.run_status import RunStatus

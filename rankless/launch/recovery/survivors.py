@@ -8,15 +8,15 @@ Host 0's agent decides for the workers of all hosts. The agents of other hosts p
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import msgspec
 
 from rankless.config.hosts import LOOPBACK
 from rankless.launch.job_setup import ReadyJob
-from rankless.launch.recovery.worker_channels import WorkerChannels
-from rankless.launch.rendezvous.peers import FollowerPeers, LeaderPeer, NoPeers
+from rankless.launch.peers import Peers
+from rankless.launch.rendezvous.peers import LeaderPeer
 from rankless.launch.signals import name_signal
 from rankless.launch.supervisor.failure_attribution import is_secondary_failure
 from rankless.records.elastic_messages import (
@@ -26,9 +26,12 @@ from rankless.records.elastic_messages import (
     StateSynced,
     WorkerMessage,
     WorkerReady,
+    assign_ranks,
+    open_message_channel,
+    receive_worker_message,
+    send_message,
 )
 from rankless.records.events import AnyRecord, Exited, HostLost, Notice, Raised, ScriptFinished, Started
-from rankless.records.local_ranks import assign_ranks
 
 KILLED = -9
 """The exit code that stands for the end of a worker on a lost host."""
@@ -50,23 +53,62 @@ class WorkerHosts(NamedTuple):
     kinds: tuple[tuple[int, ...], ...] = ()
 
 
-class GoingOn(Protocol):
-    """An agent's part in letting workers continue without lost ones."""
+class WorkerChannels:
+    """One channel to each worker of this host, by rank."""
 
-    channels: WorkerChannels
+    def __init__(self, ranks: range) -> None:
+        """Open a channel to each worker. None if there are no ranks."""
+        pairs = {rank: open_message_channel() for rank in ranks}
+        self._own = {rank: own for rank, (own, _) in pairs.items()}
+        self._worker_ends = [end for _, end in pairs.values()]
+        for channel in self._own.values():
+            channel.setblocking(False)
 
     @property
-    def first(self) -> int:
-        """The first worker that was not lost, as far as this host knows."""
-        ...
+    def descriptors(self) -> list[int]:
+        """The workers' ends of the channels, in the order of their ranks."""
+        return [end.fileno() for end in self._worker_ends]
 
-    def judge(self, records: Sequence[AnyRecord]) -> list[AnyRecord]:
-        """Return records of workers, perhaps changed."""
-        ...
+    def forget_worker_ends(self) -> None:
+        """Close the workers' ends in this process: the workers have them."""
+        for end in self._worker_ends:
+            end.close()
+        self._worker_ends = []
 
-    def tick(self) -> None:
-        """Take messages, and pass on or answer them. Called several times a second."""
-        ...
+    def close(self) -> None:
+        """Close all channels."""
+        self.forget_worker_ends()
+        for channel in self._own.values():
+            channel.close()
+        self._own.clear()
+
+    def receive(self) -> Iterator[tuple[int, WorkerMessage]]:
+        """Yield the messages that have arrived, each with the rank of its worker."""
+        for rank in list(self._own):
+            for message in self._receive_from(rank):
+                yield rank, message
+
+    def send(self, rank: int, message: DriverMessage) -> None:
+        """Send a message to a worker of this host. One that has ended gets none."""
+        channel = self._own.get(rank)
+        if channel is not None:
+            try:
+                send_message(channel, message)
+            except OSError:  # the worker has ended, which the fork server reports
+                return
+
+    def _receive_from(self, rank: int) -> Iterator[WorkerMessage]:
+        while rank in self._own:
+            try:
+                message = receive_worker_message(self._own[rank])
+            except BlockingIOError:
+                return
+            except msgspec.MsgspecError:
+                continue  # a user's process may write other data to the descriptor
+            if message is None:
+                self._own.pop(rank).close()  # the fork server reports how the worker ended
+                return
+            yield message
 
 
 class SurvivorRounds:
@@ -77,7 +119,7 @@ class SurvivorRounds:
         channels: WorkerChannels,
         hosts: WorkerHosts,
         most_lost: int,
-        peers: FollowerPeers | NoPeers,
+        peers: Peers,
         end_store_round: Callable[[int], None] = lambda _: None,
     ) -> None:
         """Decide for all workers of a run.
@@ -253,7 +295,7 @@ class SurvivorRelay:
     def tick(self) -> None:
         """Pass messages on, in both directions."""
         self._send_messages()
-        for rank, message in self._leader.take_worker_messages():
+        for rank, message in self._leader.take_driver_messages():
             self.channels.send(rank, message)
 
     def _send_messages(self) -> None:
@@ -261,11 +303,11 @@ class SurvivorRelay:
             self._leader.send_worker_message(rank, message)
 
 
-def make_survivors(job: ReadyJob) -> GoingOn:
+def make_survivors(job: ReadyJob) -> SurvivorRounds | SurvivorRelay:
     """Return this host's part in letting workers continue without lost ones."""
     start, peers = job.start, job.peers
     first = start.first_rank(job.host_index)
-    channels = WorkerChannels(range(first, start.first_rank(job.host_index + 1) if start.most_lost_workers else first))
+    channels = WorkerChannels(range(first, start.first_rank(job.host_index + 1)))
     if isinstance(peers, LeaderPeer):
         return SurvivorRelay(channels, peers, first)
     hosts = WorkerHosts(

@@ -5,9 +5,8 @@ from contextlib import suppress
 
 import msgspec
 
-from rankless.launch.status.process_identity import is_agent_alive
 from rankless.launch.status.readings import open_shared_file_of
-from rankless.records.live.live_run import LAYOUT, LIVE_RUN_NAME, LiveRun
+from rankless.records.live.live_run import LAYOUT, LIVE_RUN_NAME, LiveRun, is_agent_alive
 from rankless.records.live.shared_record import read_record
 from rankless.records.run_summary import AgentProcess
 

@@ -10,7 +10,6 @@ run is a root cause too: the agent notices its end itself, before it reads what 
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 import msgspec
 
@@ -18,6 +17,7 @@ from rankless.config.extensions import list_extensions
 from rankless.errors import LostWorkerError
 from rankless.launch.signals import name_signal
 from rankless.launch.supervisor.error_lines import find_line, first_line
+from rankless.launch.supervisor.verdict import EXPLAINED_SETTLING_SECONDS, SecondaryFailure, Verdict
 from rankless.launch.watchdog.timed_out_collectives import parse_timeout
 from rankless.records.events import (
     AnyRecord,
@@ -32,24 +32,10 @@ from rankless.records.events import (
     Started,
 )
 
-ATTRIBUTED_RECORDS = (
-    Started
-    | Raised
-    | GroupTeardown
-    | ScriptFinished
-    | Exited
-    | ProcessExited
-    | HostLost
-    | HostInterrupted
-    | HangDetected
-)
-"""The records that affect a verdict. A long job has too many others to keep them."""
-
 SETTLING_SECONDS = 0.3
 """How long the record of the root cause may take to arrive after a secondary failure's, if its process was killed."""
 UNEXPLAINED_SETTLING_SECONDS = 0.6
 """The same while no record explains the failure: records of another busy host take longer."""
-EXPLAINED_SETTLING_SECONDS = 0.05
 PRINTING_SECONDS = 1.0
 """How long the root cause may take to print its traceback, before the agent ends it with the other ranks."""
 TIMEOUT_SETTLING_SECONDS = 1.5
@@ -67,35 +53,6 @@ _WHILE = " while workers ran"
 
 MAX_SHOWN_CHARS = 400
 """Limit for the names that a rank has not submitted. Its error has all of them."""
-
-Cause = Literal["raised", "left", "signal", "exit", "lost", "timeout", "host", "interrupted", "hang", "stalled"]
-
-
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """The rank or other process that caused the end of the job, what happened to it, and the job's exit code."""
-
-    root_cause_rank: int
-    """If a whole host is the root cause, its first rank; NO_RANK if another process is, or a host without ranks."""
-    root_cause_host: str = ""
-    """The name of the host, if a whole host is the root cause."""
-    root_cause_number: int | None = None
-    """The number of the process beside the workers that is the root cause, if one is."""
-    role: str = ""
-    """What that process is called; "" if a rank or a host is the root cause."""
-    cause: Cause
-    exit_code: int
-    headline: str
-    line: str = ""
-    """The script's line of an exception, like "train.py:33"."""
-    traceback: str = ""
-    settling_seconds: float = EXPLAINED_SETTLING_SECONDS
-    """How long to wait for a record that changes the verdict."""
-
-    @property
-    def root_cause(self) -> str:
-        """The root cause's name, as "rank 1" or "server 0"."""
-        number = self.root_cause_number
-        return f"rank {self.root_cause_rank}" if number is None else f"{self.role} {number}"
 
 
 def attribute_failure(records: Sequence[AnyRecord], host_of: Callable[[int], int] = lambda _rank: 0) -> Verdict | None:
@@ -373,3 +330,19 @@ def _find_timeout(records: Sequence[AnyRecord], secondary: Sequence[Raised]) -> 
         traceback=next(record.traceback for record in secondary if record.rank == first.rank),
         settling_seconds=TIMEOUT_SETTLING_SECONDS,
     )
+
+
+def describe_secondary_failure(record: Raised) -> SecondaryFailure:
+    """Describe a rank's exception without the texts of the libraries that lost the connection."""
+    line = find_line(record)
+    at = f" at {line}" if line else ""
+    timeout = parse_timeout(record)
+    if timeout is not None:
+        text = f"waited in {timeout.doing}{at} until its timeout of {timeout.idle_seconds:g} s"
+    elif (lost := find_lost_process(record)) is not None:
+        text = f"lost its connection to a {lost[0]}{at}"
+    elif is_secondary_failure(record):
+        text = f"lost its connection to another rank{at}"
+    else:
+        text = f"raised {first_line(record)}{at}"
+    return SecondaryFailure(record.rank, text)

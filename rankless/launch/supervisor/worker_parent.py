@@ -4,7 +4,7 @@ import os
 import socket
 from typing import Protocol
 
-from rankless.records.channel import open_channel
+from rankless.records.events import open_channel
 
 
 class WorkerParent(Protocol):

@@ -14,3 +14,11 @@ kind of evidence:
 
 Outputs are `Notice`, `RankStatus` and `HangDetected` records. The watchdog works on Linux only.
 """
+
+import importlib
+from types import ModuleType
+
+
+def load_part(name: str) -> ModuleType:
+    """Return a module of this package that a run needs only if it stalls or fails, such as `report`."""
+    return importlib.import_module(f"rankless.launch.watchdog.{name}")

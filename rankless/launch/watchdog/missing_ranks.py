@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from rankless.config.extensions import list_extensions
 from rankless.launch.watchdog.phases import BY_NAME as PHASES
 from rankless.launch.watchdog.process_monitor import ProcessStatus
+from rankless.launch.watchdog.process_stats import WAITS_FOR_DISK
 from rankless.records.events import RankStatus
 
 DEADLOCK_SECONDS = 60.0
 DEADLOCK_MULTIPLE = 3.0
 BLOCKED_SECONDS = 600.0
 BLOCKED_MULTIPLE = 10.0
-WAITS_FOR_DISK = "waits for a disk"
 
 
 @dataclass(frozen=True, kw_only=True)

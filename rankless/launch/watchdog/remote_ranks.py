@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 
-from rankless.launch.rendezvous.peers import Peers
+from rankless.launch.peers import Peers
 from rankless.records.events import ProcessObserved, RankStatus
 
 RESPONSE_TIMEOUT_SECONDS = 2.5

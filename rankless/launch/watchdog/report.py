@@ -8,7 +8,7 @@ from rankless.launch.watchdog.process_monitor import ProcessStatus
 from rankless.launch.watchdog.stack_classifier import truncate_stack
 from rankless.launch.watchdog.step_rate import StepRate
 from rankless.records.events import RankStatus
-from rankless.records.quantities import format_seconds
+from rankless.records.quantities import format_ranks, format_seconds
 
 MAX_LISTED = 3
 HostName = Callable[[int], str]
@@ -145,15 +145,3 @@ def format_rank(where: RankStatus, host_name: HostName) -> str:
 
 def _format_location(where: RankStatus) -> str:
     return f" at {where.line}" if where.line else ""
-
-
-def format_ranks(ranks: Sequence[int]) -> str:
-    """Format ranks as "ranks 0, 2", and long runs as "ranks 0-6, 9"."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    texts = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(texts)}"

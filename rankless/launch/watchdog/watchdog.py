@@ -4,20 +4,18 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from rankless.config.worker_config import WorkerConfig
-from rankless.launch.rendezvous.peers import Peers
+from rankless.launch.peers import Peers
 from rankless.launch.roles import ProcessRow
-from rankless.launch.watchdog.missing_ranks import HangDiagnosis, blame_processes, diagnose
+from rankless.launch.watchdog import load_part
 from rankless.launch.watchdog.process_monitor import ProcessMonitor, ProcessStatus
 from rankless.launch.watchdog.process_stats import ActivityTracker
 from rankless.launch.watchdog.remote_ranks import RemoteRanks
-from rankless.launch.watchdog.report import format_headline, format_report
-from rankless.launch.watchdog.stack_classifier import truncate_stack
 from rankless.launch.watchdog.step_rate import StepRate
-from rankless.launch.watchdog.timed_out_collectives import find_missing, parse_timeout
 from rankless.launch.watchdog.worker_monitor import WorkerMonitor, status_before_start, write_stacks
 from rankless.records.events import (
     NO_RANK,
@@ -33,6 +31,9 @@ from rankless.records.events import (
 )
 from rankless.records.quantities import format_seconds
 from rankless.records.worker_status import open_page
+
+if TYPE_CHECKING:
+    from rankless.launch.watchdog.missing_ranks import HangDiagnosis
 
 LONGEST_INTERVAL_SECONDS = 1.0
 """Between two checks of the workers."""
@@ -110,9 +111,11 @@ class Watchdog:
         elif isinstance(record, Exited):
             self._finished.add(record.rank)
             self._ended.add(record.rank)
-        elif isinstance(record, Raised) and (where := parse_timeout(record)) is not None:
-            self._timed_out[record.rank] = where
-            self._is_requested = True
+        elif isinstance(record, Raised):
+            where = load_part("timed_out_collectives").parse_timeout(record)
+            if where is not None:
+                self._timed_out[record.rank] = where
+                self._is_requested = True
         elif isinstance(record, ProcessObserved):
             self._remote_ranks.receive_process(record)
         elif isinstance(record, RankStatus) and record.rank not in self._worker_configs:
@@ -245,7 +248,8 @@ class Watchdog:
             yield from self._report_missing_ranks(self._all_statuses(local))
         elif not self._processes.is_restarting:
             ranks, processes = self._all_statuses(local), self._processes.list_statuses(now)
-            diagnosis = blame_processes(ranks, processes, seconds=stalled) or diagnose(
+            missing_ranks = load_part("missing_ranks")
+            diagnosis = missing_ranks.blame_processes(ranks, processes, seconds=stalled) or missing_ranks.diagnose(
                 ranks, seconds=stalled, stall_limit=stall_limit
             )
             if diagnosis is not None:
@@ -253,7 +257,7 @@ class Watchdog:
                 yield from self._report_diagnosis(diagnosis, stalled - diagnosis.seconds, processes)
 
     def _report_missing_ranks(self, statuses: Mapping[int, RankStatus]) -> Iterator[HangDetected]:
-        diagnosis = find_missing(statuses, self._timed_out)
+        diagnosis = load_part("timed_out_collectives").find_missing(statuses, self._timed_out)
         if diagnosis is not None:
             self._is_finished = True
             yield self._make_verdict(diagnosis, more="; PyTorch's timeout expired")
@@ -278,7 +282,7 @@ class Watchdog:
         return local
 
     def _report_diagnosis(
-        self, diagnosis: HangDiagnosis, later: float, processes: Sequence[ProcessStatus]
+        self, diagnosis: "HangDiagnosis", later: float, processes: Sequence[ProcessStatus]
     ) -> Iterator[AnyRecord]:
         """Report a hang if it has lasted long enough, or choose when to check again.
 
@@ -304,7 +308,7 @@ class Watchdog:
         self._reported_seconds = diagnosis.seconds
         self._next_check_at = min(self._next_check_at, later + max(abort_after, diagnosis.seconds + delay))
         yield _make_notice(
-            format_report(
+            load_part("report").format_report(
                 diagnosis,
                 self._step_rate,
                 host_name=self._config.host_name,
@@ -313,15 +317,18 @@ class Watchdog:
             )
         )
 
-    def _make_verdict(self, diagnosis: HangDiagnosis, more: str = "") -> HangDetected:
-        text, now = format_headline(diagnosis, host_name=self._config.host_name) + more, time.monotonic_ns()
+    def _make_verdict(self, diagnosis: "HangDiagnosis", more: str = "") -> HangDetected:
+        text, now = (
+            load_part("report").format_headline(diagnosis, host_name=self._config.host_name) + more,
+            time.monotonic_ns(),
+        )
         if diagnosis.silent:
             first = diagnosis.silent[0]
             return HangDetected(
                 rank=NO_RANK, time_ns=now, headline=text, traceback="", number=first.index, role=first.role
             )
         missing_rank = diagnosis.missing[0] if diagnosis.missing else diagnosis.waiting[0]
-        trace = "\n".join(truncate_stack(missing_rank.stack))
+        trace = "\n".join(load_part("stack_classifier").truncate_stack(missing_rank.stack))
         return HangDetected(rank=missing_rank.rank, time_ns=now, headline=text, traceback=trace)
 
     def _all_statuses(self, local: Mapping[int, RankStatus]) -> dict[int, RankStatus]:

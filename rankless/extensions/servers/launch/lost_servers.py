@@ -14,7 +14,8 @@ import msgspec
 from rankless.config.run_config import AgreedJobConfig
 from rankless.extensions.servers.config import NAME, SERVER_ROLE, ServersConfig, find_original, find_partner
 from rankless.extensions.servers.lost_memory import mark_lost, open_lost_servers
-from rankless.launch.rendezvous.peers import FollowerPeers, LeaderPeer, NoPeers
+from rankless.launch.peers import Peers
+from rankless.launch.rendezvous.peers import FollowerPeers, LeaderPeer
 from rankless.launch.signals import name_signal
 from rankless.records.events import NO_RANK, AnyRecord, HostLost, Notice, ProcessExited, ProcessLost
 
@@ -35,7 +36,7 @@ class LostServers:
         start: AgreedJobConfig,
         *,
         names: Sequence[str],
-        peers: NoPeers | FollowerPeers | LeaderPeer,
+        peers: Peers,
     ) -> None:
         self._parts = 0 if servers is None or not servers.replicas else servers.part_count
         self._hosts = start.roles[NAME].hosts if NAME in start.roles else ()

@@ -93,7 +93,7 @@ class ServersRole(ProcessRole):
             servers = make_servers_config(self._requested, agreed.addresses, token)
         self._lost = LostServers(servers, host.start, names=host.names, peers=host.peers)
         self._processes = ServerProcesses(
-            make_server_launches(self.config, host.start, servers, folder=folder, host_index=host.host_index),
+            make_server_launches(host.profile, host.start, servers, folder=folder, host_index=host.host_index),
             max_restarts=self._requested.max_restarts,
         )
         descriptor = self._lost.descriptor

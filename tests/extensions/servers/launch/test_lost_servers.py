@@ -8,7 +8,7 @@ from rankless.config.run_config import AgreedJobConfig, AgreedProcesses
 from rankless.extensions.servers.config import ServersConfig
 from rankless.extensions.servers.launch.lost_servers import LostServers
 from rankless.extensions.servers.lost_memory import is_server_lost
-from rankless.launch.rendezvous.peers import NoPeers
+from rankless.launch.peers import Peers
 from rankless.launch.supervisor.failure_attribution import attribute_failure
 from rankless.records.events import NO_RANK, AnyRecord, HostLost, Notice, ProcessExited, ProcessLost
 
@@ -30,7 +30,7 @@ def make_run(replicas: int = 1, hosts: tuple[int, ...] = HOSTS, workers: tuple[i
         roles={"servers": AgreedProcesses(addresses=addresses, hosts=hosts, role="server")},
     )
     servers = ServersConfig(addresses=addresses, token="secret", replicas=replicas)
-    return LostServers(servers, start, names=("a", "b", "c")[: len(workers)], peers=NoPeers())
+    return LostServers(servers, start, names=("a", "b", "c")[: len(workers)], peers=Peers())
 
 
 @pytest.fixture

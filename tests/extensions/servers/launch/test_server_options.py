@@ -9,10 +9,9 @@ from support.warm_runs import rankless
 
 from rankless.cli import main
 from rankless.config import hosts, validation
-from rankless.config.elastic import Elastic
 from rankless.config.extensions import find_extension
 from rankless.config.hosts import Endpoint, parse_endpoint
-from rankless.config.run_config import Program, RunConfig, RunRequest
+from rankless.config.run_config import Elastic, Program, RunConfig, RunRequest
 from rankless.errors import ConfigError
 from rankless.extensions.servers.config import NAME, SERVER_MODES, SERVER_ROLE, RequestedServers, make_settings
 from rankless.extensions.servers.launch import options as server_options
