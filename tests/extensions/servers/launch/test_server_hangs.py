@@ -201,7 +201,7 @@ def test_a_job_whose_server_is_stopped_ends_and_names_the_server(tmp_path: Path)
         kill_job(job)
     assert job.returncode == 1
     silent = rf"server 1 does not answer: it is stopped by a signal \(kill -CONT {server.pid} resumes it\)"
-    places = r"ranks 0, 1 wait in a request to the servers at script\.py:15"
+    places = r"ranks 0, 1 wait in a request to the servers at script\.py:16"
     assert re.search(rf"rankless: no progress for .*: {places}\n  {silent}\n", messages)
     assert re.search(rf"rankless: {silent}; {places} for ", messages)
     assert re.search(r"rankless: its log file is log/\S+/server1\.log; the job was ended, exit code 1\n", messages)
