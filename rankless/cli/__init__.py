@@ -2,14 +2,13 @@
 
 The input is the command line, the output an exit code. A command is a module, here or in an extension, with `NAME`,
 `HELP`, `add_arguments(parser)` and `run(arguments) -> int`; the command line imports it only if the user calls it.
-`TAKES_EXTENSION_OPTIONS` adds the options that extensions declare, for the help and for a command line with an unknown
-option. `ABBREVIATES` allows abbreviated options, for command lines of launchers that allow them. `JSON_CONTENT` is the
-type of what the command writes with `--json`.
+`TAKES_EXTENSION_OPTIONS` adds the options that extensions of other packages declare, for the help and for a command
+line with an unknown option. `ABBREVIATES` allows abbreviated options, for command lines of launchers that allow them.
+`JSON_CONTENT` is the type of what the command writes with `--json`.
 """
 
 import argparse
 import difflib
-import importlib
 import os
 import select
 import signal
@@ -18,8 +17,8 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import NoReturn, TextIO
 
-from rankless.cli.extension_options import add_extension_options
-from rankless.config.extensions import find_command, list_commands, list_problems
+from rankless.cli.extension_options import add_installed_options
+from rankless.config.extensions import find_command, import_declared, list_commands, list_problems
 from rankless.errors import RanklessError
 from rankless.version import VERSION
 
@@ -180,7 +179,7 @@ def make_main_parser(detailed: str | None = None) -> CommandParser:
             module = _import_command(name)
             module.add_arguments(command)
             if hasattr(module, "TAKES_EXTENSION_OPTIONS"):
-                add_extension_options(command)
+                add_installed_options(command)
     return parser
 
 
@@ -196,16 +195,18 @@ def make_parser(name: str) -> CommandParser:
 
 def _import_command(name: str) -> ModuleType:
     extension = None if name in COMMANDS else find_command(name)
-    return importlib.import_module(f"rankless.cli.{name}" if extension is None else extension.module)
+    module = f"rankless.cli.{name}" if extension is None else extension.module
+    command: ModuleType = import_declared(name, f"commands.{name}.module", module)
+    return command
 
 
 def _run_command(name: str, given: Sequence[str]) -> int:
-    command, parser = _import_command(name), make_parser(name)
-    if hasattr(command, "TAKES_EXTENSION_OPTIONS") and parser.needs_extension_options(given):
-        add_extension_options(parser)
-    if parser.allow_abbrev:
-        given = parser.insert_program_separator(given)
     try:
+        command, parser = _import_command(name), make_parser(name)
+        if hasattr(command, "TAKES_EXTENSION_OPTIONS") and parser.needs_extension_options(given):
+            add_installed_options(parser)
+        if parser.allow_abbrev:
+            given = parser.insert_program_separator(given)
         arguments = parser.parse_args(given)
         arguments.command_line = list(given)
         return int(command.run(arguments))

@@ -4,7 +4,7 @@ import argparse
 import importlib
 import re
 
-from rankless.config.extensions import list_extensions
+from rankless.config.extensions import import_declared, list_extensions
 from rankless.errors import ConfigError
 
 NAME = "checkpoint"
@@ -73,8 +73,12 @@ def parse_size(text: str) -> int:
 
 def _read_state_counts() -> dict[str, int]:
     """Return how many states a row of a table has, by the name of the optimizer that steps it."""
-    modules = [importlib.import_module(each.saved_rows) for each in list_extensions() if each.saved_rows]
-    return {name: count for module in modules for name, count in module.STATE_COUNTS.items()}
+    counts = [
+        import_declared(each.name, "saved_rows", each.saved_rows, name="STATE_COUNTS")
+        for each in list_extensions()
+        if each.saved_rows
+    ]
+    return {name: count for each in counts for name, count in each.items()}
 
 
 def _split(text: str) -> list[str]:

@@ -2,21 +2,30 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from rankless.config.extensions import list_extensions
+from rankless.config.extensions import Extension, list_installed, list_own
 
 _TYPES: Mapping[str, Callable[[str], Any]] = {"text": str, "int": int, "float": float}
 
 
-def add_extension_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of all extensions to `parser`, a group for each.
+def add_own_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the extensions that come with Rankless to `parser`, a group for each."""
+    _add_options(parser, list_own())
+
+
+def add_installed_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the extensions of other packages to `parser`, a group for each.
 
     Leaves out an option that Rankless or another extension has: a package must not keep commands from working.
     """
-    for extension in list_extensions():
-        group = parser.add_argument_group(extension.name) if extension.options else None
+    _add_options(parser, list_installed())
+
+
+def _add_options(parser: argparse.ArgumentParser, extensions: Iterable[Extension]) -> None:
+    for extension in extensions:
+        group = parser.add_argument_group(extension.options_title or extension.name) if extension.options else None
         for name, option in extension.options.items():
             assert group is not None
             if f"--{name}" in parser._option_string_actions:
@@ -31,20 +40,14 @@ def add_extension_options(parser: argparse.ArgumentParser) -> None:
                 )
 
 
-def read_extension_options(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
+def find_given_options(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Return the options that the user gives, by the name of the extension; no item for one without."""
-    given = vars(arguments)
-    if not any(name.startswith(_PREFIX) for name in given):
-        return {}
-    found = {
-        extension.name: {
-            name: given[_destination(extension.name, name)]
-            for name in extension.options
-            if given.get(_destination(extension.name, name)) is not None
-        }
-        for extension in list_extensions()
-    }
-    return {name: options for name, options in found.items() if options}
+    found: dict[str, dict[str, Any]] = {}
+    for dest, value in vars(arguments).items():
+        if dest.startswith(_PREFIX) and value is not None:
+            extension, _, name = dest.removeprefix(_PREFIX).partition(": ")
+            found.setdefault(extension, {})[name] = value
+    return found
 
 
 _PREFIX = "option of "

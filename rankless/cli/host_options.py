@@ -1,16 +1,26 @@
 """Options of commands that run on several hosts."""
 
 import argparse
+from collections.abc import Mapping
 
 from rankless.config import environment
 from rankless.config.environment import chosen_variables
-from rankless.config.hosts import DEFAULT_PORT, Host, numbered_hosts, own_host_index, parse_hosts, read_hostfile
+from rankless.config.hosts import (
+    DEFAULT_PORT,
+    Host,
+    add_heterogeneous,
+    numbered_hosts,
+    own_host_index,
+    parse_hosts,
+    read_hostfile,
+)
 from rankless.config.run_config import Cluster
-from rankless.config.server_hosts import add_heterogeneous
+from rankless.config.run_options import GivenOptions, NamedWorkers, find_named_workers
 from rankless.errors import ConfigError
 
 LOG_FOLDER_HELP = "Folder for the logs of runs. Default: RANKLESS_LOG_DIR, else log."
 
+_HOST_OPTIONS = ("hosts", "hostfile", "host_rank", "master", "host_count")
 _NUMBERED = "--host-rank, --master, --host-count"
 
 
@@ -54,6 +64,12 @@ def add_host_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--insecure", action="store_true", help="Use no token: every program that reaches the port may join."
     )
+
+
+def read_workers(arguments: argparse.Namespace, given: Mapping[str, GivenOptions]) -> NamedWorkers:
+    """Return the workers that `-n` and the options of extensions name. Raises `ConfigError` if they contradict."""
+    names_hosts = any(getattr(arguments, name, None) is not None for name in _HOST_OPTIONS)
+    return find_named_workers(given, worker_count=arguments.workers, names_hosts=names_hosts)
 
 
 def make_cluster(

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 
 import msgspec
 
-from rankless.cli.extension_options import read_extension_options
-from rankless.cli.host_options import LOG_FOLDER_HELP
+from rankless.cli.extension_options import add_own_options, find_given_options
+from rankless.cli.host_options import LOG_FOLDER_HELP, read_workers
 from rankless.cli.json_output import add_json_option, make_json_header, read_json_destination
 from rankless.cli.picture_option import PICTURE_HELP, read_picture_path
 from rankless.cli.program_options import (
@@ -19,14 +19,12 @@ from rankless.cli.program_options import (
     read_plan_file,
     read_program,
 )
-from rankless.cli.server_options import RequestedWorkers, add_server_options, read_sync_servers, read_workers
 from rankless.config.environment import default_log_folder
-from rankless.config.hosts import is_here, parse_endpoint
 from rankless.config.mesh_option import MESH_HELP, parse_mesh
 from rankless.config.plan_file import name_axes, write_plan
 from rankless.config.run_config import Program, RunConfig, RunObservation, RunRequest
+from rankless.config.run_options import count_row_holders, read_options
 from rankless.config.script_source import digest_source
-from rankless.config.servers import RequestedServers
 from rankless.config.validation import make_run_config
 from rankless.errors import ConfigError
 from rankless.launch.agent import make_job_runner
@@ -76,8 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json_option(parser, "the plan")
     parser.add_argument("--log-dir", default=default_log_folder(), metavar="DIR", help=LOG_FOLDER_HELP)
     parser.add_argument("--show", action="store_true", help="Show the output of the script too.")
-    add_server_options(parser)
-    parser.set_defaults(**dict.fromkeys(("hosts", "hostfile", "host_rank", "master", "host_count")))  # one host alone
+    add_own_options(parser)
     add_program_options(parser)
 
 
@@ -97,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
         report = make_plan_report(
             records,
             workers=config.worker_count,
-            servers=0 if request.servers is None else request.servers.count,
+            servers=count_row_holders(request),
             steps=arguments.steps,
         )
     if not (report.jobs or report.not_reached or report.without_program):
@@ -117,17 +114,22 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _read_request(arguments: argparse.Namespace) -> RunRequest:
-    """Return the workers and servers that the options request. Raises `ConfigError` for those that cannot be."""
-    servers, requested = read_sync_servers(arguments, "plan"), read_workers(arguments)
-    _require_one_host(requested, servers)
+    """Return the workers and other processes that the options request. Raises `ConfigError` for impossible ones."""
+    given = find_given_options(arguments)
+    options, requested = read_options(given, NAME), read_workers(arguments, given)
+    if requested.hosts:
+        raise ConfigError(
+            expected="all workers on this host, where the plan is found",
+            found="addresses of other hosts",
+            fix="give their number",
+        )
     workers = requested.worker_count
     if workers is None:
         workers = count_default_workers(arguments, otherwise=2)
     request = RunRequest(
         worker_count=workers + requested.heterogeneous,
         heterogeneous_workers=requested.heterogeneous,
-        servers=servers,
-        options=read_extension_options(arguments),
+        options=options,
     )
     if request.worker_count < 2:
         raise ConfigError(
@@ -136,17 +138,6 @@ def _read_request(arguments: argparse.Namespace) -> RunRequest:
             fix="set -n to the number of workers of the job",
         )
     return request
-
-
-def _require_one_host(requested: RequestedWorkers, servers: RequestedServers | None) -> None:
-    """Raise `ConfigError` for addresses of other hosts."""
-    endpoints = () if servers is None else servers.endpoints
-    if requested.hosts or any(not is_here(parse_endpoint(each).host) for each in endpoints):
-        raise ConfigError(
-            expected="workers and servers on this host, where the plan is found",
-            found="addresses of other hosts",
-            fix="give numbers: --servers 2 --workers 4",
-        )
 
 
 def _make_config(arguments: argparse.Namespace, program: Program, request: RunRequest, folder: str) -> RunConfig:

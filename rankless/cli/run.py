@@ -3,8 +3,8 @@
 import argparse
 import sys
 
-from rankless.cli.extension_options import read_extension_options
-from rankless.cli.host_options import LOG_FOLDER_HELP, add_host_options, make_cluster
+from rankless.cli.extension_options import add_own_options, find_given_options
+from rankless.cli.host_options import LOG_FOLDER_HELP, add_host_options, make_cluster, read_workers
 from rankless.cli.json_output import add_json_option, make_json_header, read_json_destination
 from rankless.cli.program_options import (
     PLAN_HELP,
@@ -15,13 +15,13 @@ from rankless.cli.program_options import (
     read_plan_file,
     read_program,
 )
-from rankless.cli.server_options import add_server_options, read_servers, read_workers
 from rankless.config import environment
 from rankless.config.cluster_variables import expand_hosts, read_cluster_worker, read_node_count
 from rankless.config.environment import default_log_folder
 from rankless.config.hosts import Host
 from rankless.config.mesh_option import MESH_HELP, parse_mesh
 from rankless.config.run_config import Cluster, RunConfig, RunRequest
+from rankless.config.run_options import read_options
 from rankless.config.validation import count_gpus, make_run_config
 from rankless.errors import ConfigError
 from rankless.launch import agent
@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Workers whose output to show: the first or all. Default: first.",
     )
     _add_start_options(parser)
-    add_server_options(parser)
+    add_own_options(parser)
     add_host_options(parser)
     add_program_options(parser)
 
@@ -144,7 +144,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _make_config(arguments: argparse.Namespace) -> RunConfig:
     program = read_program(arguments)
-    servers, requested = read_servers(arguments), read_workers(arguments)
+    given = find_given_options(arguments)
+    options, requested = read_options(given, NAME), read_workers(arguments, given)
     arguments.workers = requested.worker_count
     hint = find_misplaced_count(program) if arguments.workers is None else None
     if hint is not None:
@@ -177,9 +178,8 @@ def _make_config(arguments: argparse.Namespace) -> RunConfig:
             hang_timeout_seconds=arguments.hang_timeout,
             grace_seconds=arguments.grace_seconds,
             debug_rank=arguments.debug_rank,
-            servers=servers,
             heterogeneous_workers=requested.heterogeneous,
-            options=read_extension_options(arguments),
+            options=options,
         ),
     )
 

@@ -8,10 +8,8 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import get_args
 
-import msgspec
-
-from rankless.cli.extension_options import read_extension_options
-from rankless.cli.host_options import LOG_FOLDER_HELP, add_host_options, make_cluster
+from rankless.cli.extension_options import add_own_options, find_given_options
+from rankless.cli.host_options import LOG_FOLDER_HELP, add_host_options, make_cluster, read_workers
 from rankless.cli.json_output import add_json_option, make_json_header, read_json_destination
 from rankless.cli.program_options import (
     PLAN_HELP,
@@ -21,15 +19,14 @@ from rankless.cli.program_options import (
     read_plan_file,
     read_program,
 )
-from rankless.cli.server_options import RequestedWorkers, add_server_options, read_sync_servers, read_workers
 from rankless.config.environment import default_log_folder
 from rankless.config.mesh_option import MESH_HELP, parse_mesh
 from rankless.config.run_config import Cluster, Precision, Program, RunRequest
-from rankless.config.validation import check_options, check_program, check_servers, choose_run_mesh
+from rankless.config.run_options import NamedWorkers, check_options, describe_processes, read_options
+from rankless.config.validation import check_program, choose_run_mesh
 from rankless.errors import ConfigError
 from rankless.launch.agent import make_job_runner
 from rankless.launch.supervisor.fork_server_client import ForkServerPoolClient
-from rankless.launch.supervisor.terminal_text import format_count
 from rankless.terminal.styled_text import print_colored
 from rankless.verify.decision import ComparisonOptions, Outcome, decide
 from rankless.verify.runs import RunFailed, VerifyRuns
@@ -91,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--keep", metavar="FOLDER", help="Keep the recordings of all runs in this folder.")
     parser.add_argument("--log-dir", default=default_log_folder(), metavar="DIR", help=LOG_FOLDER_HELP)
     parser.add_argument("--show", action="store_true", help="Show the output of the script too.")
-    add_server_options(parser)
+    add_own_options(parser)
     add_host_options(parser)
     add_program_options(parser)
 
@@ -102,15 +99,10 @@ def run(arguments: argparse.Namespace) -> int:
     _check_options(arguments)
     destination = read_json_destination(arguments)
     seed = secrets.randbelow(2**32) if arguments.seed is None else arguments.seed
-    servers = read_sync_servers(arguments, "verify")
-    requested = read_workers(arguments)
-    cluster, workers = _read_cluster(arguments, requested)
-    plan = read_plan_file(arguments, program, workers=workers)
-    options = read_extension_options(arguments)
-    kinds = RunRequest(worker_count=workers, heterogeneous_workers=requested.heterogeneous, servers=servers)
-    _check_workers(msgspec.structs.replace(kinds, mesh=arguments.mesh, plan=plan, options=options), cluster)
-    with_servers = "" if servers is None else f" with {format_count(servers.count, 'server')}"
-    _tell(f"rankless verify: {_describe_program(program)}, on 1 and on {workers} workers{with_servers}, seed {seed}")
+    cluster, request = _read_request(arguments, program)
+    workers = request.worker_count
+    others = "".join(f" with {text}" for text in describe_processes(request))
+    _tell(f"rankless verify: {_describe_program(program)}, on 1 and on {workers} workers{others}, seed {seed}")
     with ExitStack() as stack:
         folder = arguments.keep or stack.enter_context(tempfile.TemporaryDirectory(prefix="rankless-verify-"))
         runs = VerifyRuns(
@@ -120,12 +112,11 @@ def run(arguments: argparse.Namespace) -> int:
             devices=arguments.devices,
             backend=arguments.backend,
             cluster=cluster,
-            servers=servers,
-            options=options,
-            heterogeneous_workers=requested.heterogeneous,
+            options=request.options,
+            heterogeneous_workers=request.heterogeneous_workers,
             log_folder=arguments.log_dir,
             show=arguments.show,
-            plan=plan,
+            plan=request.plan,
             mesh=arguments.mesh,
             dtype=arguments.dtype,
             steps=arguments.steps,
@@ -167,18 +158,31 @@ def _check_options(arguments: argparse.Namespace) -> None:
         check_program(Program(kind="script", target=arguments.against))
 
 
-def _check_workers(request: RunRequest, cluster: Cluster | None) -> None:
-    """Raise `ConfigError` for workers and servers that the run on several workers cannot have."""
-    check_servers(request, cluster)
-    check_options(request)
+def _read_request(arguments: argparse.Namespace, program: Program) -> tuple[Cluster | None, RunRequest]:
+    """Return the hosts of the runs on several workers, and their workers, options and plan.
+
+    Raises `ConfigError` for workers and other processes that these runs cannot have.
+    """
+    given = find_given_options(arguments)
+    options, requested = read_options(given, NAME), read_workers(arguments, given)
+    cluster, workers = _read_cluster(arguments, requested)
+    request = RunRequest(
+        worker_count=workers,
+        heterogeneous_workers=requested.heterogeneous,
+        mesh=arguments.mesh,
+        plan=read_plan_file(arguments, program, workers=workers),
+        options=options,
+    )
+    check_options(request, cluster)
     choose_run_mesh(request, cluster)
+    return cluster, request
 
 
 def _describe_program(program: Program) -> str:
     return {"script": program.target, "module": f"-m {program.target}", "code": "-c …"}[program.kind]
 
 
-def _read_cluster(arguments: argparse.Namespace, requested: RequestedWorkers) -> tuple[Cluster | None, int]:
+def _read_cluster(arguments: argparse.Namespace, requested: NamedWorkers) -> tuple[Cluster | None, int]:
     """Return the hosts, if there are several, and the total number of workers, with heterogeneous ones."""
     arguments.workers, heterogeneous = requested.worker_count, requested.heterogeneous
     cluster = make_cluster(arguments, requested.hosts, heterogeneous=heterogeneous)

@@ -6,6 +6,7 @@ from typing import get_args
 
 from rankless.config.environment import user_backend
 from rankless.config.run_config import Backend, RunConfig, RunObservation
+from rankless.config.run_options import count_lost_workers
 from rankless.config.shared_memory_support import is_supported
 from rankless.errors import ConfigError
 
@@ -96,21 +97,20 @@ def require_usable_backend(requested: Backend | None, devices: Sequence[str], *,
 
 
 def count_most_lost(config: RunConfig, devices: Sequence[Sequence[str]]) -> int:
-    """Return without how many killed workers the others can go on: 0 where a step needs every worker.
+    """Return how many killed workers the run can tolerate: 0 where a step needs every worker.
 
     Args:
         config: What to run, on host 0.
         devices: For each host, the torch device of each of its workers.
     """
-    servers = config.servers
     kinds = next((axis.stage_workers for axis in config.mesh if axis.stage_workers), ())
-    if servers is None or servers.mode != "sync" or (config.mesh and not kinds) or config.plan is not None:
+    if (config.mesh and not kinds) or config.plan is not None:
         return 0
     is_observed = config.recording is not None or config.observation != RunObservation()
     if is_observed or any(device != "cpu" for on_host in devices for device in on_host):
         return 0
     most = sum(map(len, devices)) - max(1, len(kinds))  # one of each kind is left
-    return most if servers.lost_workers is None else min(most, servers.lost_workers)
+    return count_lost_workers(config.request, most)
 
 
 def choose_abortable_backend(chosen: BackendChoice, config: RunConfig) -> BackendChoice:

@@ -6,13 +6,13 @@ Workers get torchrun's variables, so that scripts written for torchrun run, and 
 import contextlib
 import importlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from rankless.config.extensions import LaunchedWorker, list_extensions
+from rankless.config.extensions import LaunchedWorker, import_declared, list_extensions
 from rankless.config.run_config import RunConfig
 from rankless.config.worker_config import WorkerConfig
 from rankless.errors import ConfigError
@@ -331,15 +331,19 @@ def read_launched_worker() -> LaunchedWorker | None:
 
     Raises `JoinError` for invalid values.
     """
-    module = None if WORKER_PLAN in os.environ else _find_reader()
-    # Imported here: most processes are not started by such a launcher.
-    return None if module is None else importlib.import_module(module).read_worker(dict(os.environ))
+    reader = None if WORKER_PLAN in os.environ else _find_reader()
+    if reader is None:
+        return None
+    read: Callable[[Mapping[str, str]], LaunchedWorker]
+    read = import_declared(reader[0], "launched.module", reader[1], name="read_worker")
+    return read(dict(os.environ))
 
 
-def _find_reader() -> str | None:
-    """Return the module of the extension whose launcher has started this process."""
-    declared = (extension.launched for extension in list_extensions())
-    return next((each.module for each in declared if each is not None and os.environ.get(each.variable)), None)
+def _find_reader() -> tuple[str, str] | None:
+    """Return the name and the module of the extension whose launcher has started this process."""
+    declared = ((extension.name, extension.launched) for extension in list_extensions())
+    found = ((name, each.module) for name, each in declared if each is not None and os.environ.get(each.variable))
+    return next(found, None)
 
 
 def rank_and_size() -> tuple[int | None, int | None]:

@@ -199,9 +199,11 @@ class Extension(_Declared):
     variables: tuple[str, ...] = ()
     """Beginnings of the environment variables that other hosts get too."""
     options: Mapping[str, Option] = field(default_factory=dict)
-    options_check: str = ""
-    """A module with `check(options, request)`. It raises `ConfigError` for options that the run cannot have, before any
-    process starts."""
+    options_title: str = ""
+    """Over the options in `--help`; the name of the extension if it is empty."""
+    options_module: str = ""
+    """A module with `make_options()`, which returns a `rankless.config.run_options.RunOptions`: how the options are
+    checked, and what they mean for a run."""
     participant: str = ""
     """A module with `make_participant(config)`, which returns a `StepParticipant` for the worker with that
     `WorkerConfig`, in runs whose command line has an option of the extension."""
@@ -251,8 +253,36 @@ def list_extensions() -> tuple[Extension, ...]:
 
     Leaves out those of other packages whose declaration cannot be read: they must not keep a run from its end.
     """
-    others = (item for item in _read_installed() if isinstance(item, Extension))
-    return (*_list_own(), *others)
+    return (*list_own(), *list_installed())
+
+
+def list_installed() -> tuple[Extension, ...]:
+    """Return what the extensions of other packages declare, without those whose declaration cannot be read."""
+    return tuple(item for item in _read_installed() if isinstance(item, Extension))
+
+
+def import_declared(extension: str, field_name: str, module: str, *, name: str = "") -> Any:
+    """Return a module that the declaration of an extension names, or what the module has under a name.
+
+    Args:
+        extension: The name of the extension.
+        field_name: The field of the declaration.
+        module: The module.
+        name: What to return of it; "" for the module.
+
+    Raises:
+        ConfigError: The module cannot be imported, or has nothing of that name.
+    """
+    try:
+        found = importlib.import_module(module)
+        return getattr(found, name) if name else found
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            expected=f"the module {module}{f' with {name}' if name else ''}, which {FILE} of the extension {extension} "
+            f"names as {field_name}",
+            found=str(error),
+            fix="correct the declaration, or install what the module needs",
+        ) from error
 
 
 def list_problems() -> list[ConfigError]:
@@ -262,7 +292,7 @@ def list_problems() -> list[ConfigError]:
 
 def find_command(name: str) -> Command | None:
     """Return the command of that name, if an extension has it."""
-    own = (extension.commands.get(name) for extension in _list_own())
+    own = (extension.commands.get(name) for extension in list_own())
     return next(filter(None, own), None) or list_commands().get(name)
 
 
@@ -277,7 +307,8 @@ def list_aliases() -> dict[str, ImportAlias]:
 
 
 @functools.cache
-def _list_own() -> tuple[Extension, ...]:
+def list_own() -> tuple[Extension, ...]:
+    """Return what the extensions that come with Rankless declare, by name."""
     return tuple(_read(name, FOLDER / name) for name in sorted(os.listdir(FOLDER)) if is_own(name))
 
 

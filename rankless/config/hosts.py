@@ -258,3 +258,11 @@ def _host(address: str, workers: str | None, user: str | None, workers_per_host:
 
 def _unreadable(item: str, expected: str) -> ConfigError:
     return ConfigError(expected=expected, found=repr(item), fix="write each host as NAME or NAME:WORKERS")
+
+
+def add_heterogeneous(hosts: Sequence[Host], count: int) -> tuple[Host, ...]:
+    """Return hosts with so many heterogeneous workers on each, besides the others."""
+    return tuple(
+        msgspec.structs.replace(host, workers=host.workers + count, heterogeneous=count) if count else host
+        for host in hosts
+    )

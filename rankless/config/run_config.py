@@ -6,7 +6,6 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from rankless.config.hosts import DEFAULT_PORT, Host
-from rankless.config.servers import RequestedServers
 from rankless.errors import ConfigError
 from rankless.records.encoding import encode_json
 from rankless.records.parallel_plan import PlannedAxis
@@ -110,7 +109,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def worker_host_count(self) -> int:
-        """The number of hosts that have workers. The others have parameter servers alone, and come last."""
+        """The number of hosts that have workers. The others have processes of roles alone, and come last."""
         return sum(host.workers > 0 for host in self.hosts)
 
 
@@ -121,8 +120,10 @@ class AgreedProcesses(msgspec.Struct, frozen=True, kw_only=True):
     """The address of each process, in their order, as its kind writes addresses."""
     hosts: tuple[int, ...]
     """The index of each process's host."""
-    role: str = "server"
+    role: str
     """What one of them is called, as in "server 1"."""
+    replicas: int = 0
+    """How many copies each process has. They are among the addresses, after all processes that are no copies."""
     salt: str = ""
     """Random text. With the job's token, which no host sends, it gives the token of these processes."""
 
@@ -156,7 +157,7 @@ class AgreedJobConfig(msgspec.Struct, frozen=True, kw_only=True):
     roles: Mapping[str, AgreedProcesses] = {}
     """The processes of the run beside its workers, by the name of the extension that they belong to."""
     most_lost_workers: int = 0
-    """Without how many killed workers the others go on."""
+    """How many killed workers the run tolerates."""
 
     @property
     def world_size(self) -> int:
@@ -176,10 +177,11 @@ class AgreedJobConfig(msgspec.Struct, frozen=True, kw_only=True):
             if not self.workers[host]
         ]
 
-    @property
-    def servers(self) -> AgreedProcesses | None:
-        """The parameter servers of the run; None for a run without."""
-        return self.roles.get("servers")
+    def list_processes(self, host_index: int) -> list[tuple[str, int]]:
+        """Return the roles and numbers of a host's processes beside its workers."""
+        return [
+            (processes.role, number) for processes in self.roles.values() for number in processes.on_host(host_index)
+        ]
 
     def first_rank(self, host_index: int) -> int:
         """Return the rank of a host's first worker."""
@@ -187,7 +189,7 @@ class AgreedJobConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def worker_host_count(self) -> int:
-        """The number of hosts that have workers. The others have parameter servers alone, and come last."""
+        """The number of hosts that have workers. The others have processes of roles alone, and come last."""
         return sum(count > 0 for count in self.workers)
 
     def host_of(self, rank: int) -> int:
@@ -318,13 +320,12 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The rank that gets the terminal, for a debugger; None for none."""
     grace_seconds: float | None = None
     """Seconds that workers have to end after a signal to an agent; None takes what the cluster manager gives, or 30."""
-    servers: RequestedServers | None = None
-    """The parameter servers of the run; None for a run without."""
     heterogeneous_workers: int = 0
     """How many of the workers of this host compute the dense part of models, with GPUs if the host has any. The others
     look rows up, on the CPU. With a `cluster` its hosts have these numbers."""
     options: Mapping[str, Mapping[str, Any]] = {}
-    """The options of extensions that the user gives, by the name of the extension."""
+    """The settings of extensions whose options the user gives, by the name of the extension, as their `RunOptions.read`
+    returns them."""
 
 
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -375,8 +376,6 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The rank that gets the terminal. The watchdog is off then, and collectives wait for days."""
     grace_seconds: float
     """Seconds that workers have to end after a signal to an agent."""
-    servers: RequestedServers | None = None
-    """The parameter servers of the run; None for a run without."""
     request: RunRequest
     """The request. Each host makes its own `RunConfig` from it."""
     roles: tuple[str, ...] = ()

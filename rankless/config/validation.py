@@ -1,7 +1,6 @@
 """All checks of a request, before any process starts."""
 
 import glob
-import importlib
 import importlib.util
 import os
 import secrets
@@ -16,11 +15,9 @@ from rankless.config.extensions import find_extension
 from rankless.config.mesh_option import format_mesh, make_heterogeneous_mesh, require_workers
 from rankless.config.resource_limits import core_count
 from rankless.config.run_config import Cluster, PlanFile, Program, RunConfig, RunRequest, check_elastic
+from rankless.config.run_options import check_options, count_processes
 from rankless.config.script_source import names_rankless
-from rankless.config.server_hosts import count_own_servers, require_replicas, require_server_hosts
-from rankless.config.servers import SERVER_MODES, SERVER_PACKAGES
 from rankless.errors import ConfigError
-from rankless.installation import format_install_command
 from rankless.records.parallel_plan import PlannedAxis
 
 
@@ -33,9 +30,8 @@ def make_run_config(program: Program, request: RunRequest) -> RunConfig:
         raise ConfigError(expected="at least 1 worker", found=count, fix="give -n a number from 1 up")
     check_numbers(request)
     check_log_folder(request.log_folder)
-    check_servers(request, cluster)
-    check_options(request)
-    if has_workers:  # a host of servers alone does not run the program
+    check_options(request, cluster)
+    if has_workers:  # a host without workers does not run the program
         check_program(program)
     mesh = choose_run_mesh(request, cluster)
     devices = choose_worker_devices(request, count, has_kinds=any(axis.stage_workers for axis in mesh))
@@ -48,7 +44,7 @@ def make_run_config(program: Program, request: RunRequest) -> RunConfig:
         worker_count=count,
         devices=devices,
         backend=backend,
-        threads_per_worker=threads or user_threads() or share_cores(count, count_own_servers(request.servers, cluster)),
+        threads_per_worker=threads or user_threads() or share_cores(count, count_processes(request, cluster)),
         log_folder=request.log_folder,
         show=request.show,
         warm=request.warm,
@@ -70,7 +66,6 @@ def make_run_config(program: Program, request: RunRequest) -> RunConfig:
         hang_timeout_seconds=hang_timeout(request),
         debug_rank=choose_debug_rank(request, cluster),
         grace_seconds=choose_grace(request.grace_seconds, snapshot()),
-        servers=request.servers,
         request=request,
         roles=list_roles(request),
     )
@@ -104,72 +99,19 @@ def check_numbers(request: RunRequest) -> None:
         raise ConfigError(expected="a seed from 0 to 2**63 - 1", found=seed, fix="choose another --seed")
 
 
-def check_options(request: RunRequest) -> None:
-    """Raise `ConfigError` for options of extensions that the run cannot have."""
-    for name, options in request.options.items():
-        extension = find_extension(name)
-        if extension is None:  # another host has requested the run
-            raise ConfigError(
-                expected=f"the extension {name!r}, whose options the run has, on every host",
-                found="none of that name in the environment of this host",
-                fix="install it here too",
-            )
-        if extension.options_check:
-            importlib.import_module(extension.options_check).check(options, request)
-
-
 def list_roles(request: RunRequest) -> tuple[str, ...]:
     """Return the extensions whose processes the run has beside its workers."""
     given = [find_extension(name) for name in request.options]
-    others = (each.name for each in given if each is not None and each.role is not None)
-    return (*(() if request.servers is None else ("servers",)), *others)
+    return tuple(each.name for each in given if each is not None and each.role is not None)
 
 
-def check_servers(request: RunRequest, cluster: Cluster | None) -> None:
-    """Raise `ConfigError` for parameter servers that no run on these hosts can have."""
-    servers = request.servers
-    if servers is None:
-        return
-    if servers.count < 1:
-        raise ConfigError(expected="at least 1 server", found=servers.count, fix="give --servers a number from 1 up")
-    if servers.mode not in SERVER_MODES:
-        raise ConfigError(
-            expected=f"--server-mode {', '.join(SERVER_MODES)}",
-            found=servers.mode,
-            fix="give one of these",
-        )
-    if request.elastic is not None:
-        raise ConfigError(
-            expected="a fixed set of workers, because servers count the steps of every worker",
-            found=f"{servers.count} servers, and workers that may join and leave",
-            fix="omit the options of elastic jobs, or the servers",
-        )
-    if servers.lost_workers and (request.mesh or request.plan is not None):
-        raise ConfigError(
-            expected="--lost-workers with a mesh of the axis data alone, or with --heter-workers",
-            found=f"--lost-workers {servers.lost_workers} with --mesh or a plan",
-            fix="omit --lost-workers",
-        )
-    require_replicas(servers)
-    require_server_hosts(servers, cluster)
-    require_server_packages()
+def share_cores(worker_count: int, process_count: int) -> int:
+    """Return the threads of each worker: its share of the cores.
 
-
-def require_server_packages() -> None:
-    """Raise `ConfigError` unless the packages are installed that servers need."""
-    missing = [name for name in SERVER_PACKAGES if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ConfigError(
-            expected=f"the packages that parameter servers need: {', '.join(SERVER_PACKAGES)}",
-            found=f"no {' and no '.join(missing)}",
-            fix=format_install_command("ps"),
-        )
-
-
-def share_cores(worker_count: int, server_count: int) -> int:
-    """Return the threads of each worker: its share of the cores, one of which each server keeps if all have one."""
+    Each of the `process_count` processes beside the workers keeps one core, if all workers have one then.
+    """
     cores = core_count()
-    left = cores - server_count
+    left = cores - process_count
     return max(1, (left if left >= worker_count else cores) // max(1, worker_count))
 
 
@@ -203,7 +145,7 @@ def check_heterogeneous(request: RunRequest, cluster: Cluster | None) -> None:
         )
     if other is not None:
         raise ConfigError(
-            expected="heterogeneous workers in the mode sync, without --mesh and --plan",
+            expected="heterogeneous workers without --mesh and --plan",
             found=other,
             fix="omit it, or omit --heter-workers",
         )
@@ -211,8 +153,6 @@ def check_heterogeneous(request: RunRequest, cluster: Cluster | None) -> None:
 
 def _find_conflict(request: RunRequest) -> str | None:
     """Return what a request has that heterogeneous workers do not go with, if it has any."""
-    if request.servers is not None and request.servers.mode != "sync":
-        return f"--server-mode {request.servers.mode}"
     if request.mesh or request.plan is not None:
         return "--mesh" if request.mesh else "--plan"
     return "an elastic job" if request.elastic is not None else None

@@ -6,8 +6,14 @@ from typing import Any
 import msgspec
 
 from rankless.config.run_config import Backend, PlanFile, Precision, Program, RunObservation
-from rankless.config.servers import ServersConfig
 from rankless.records.parallel_plan import PlannedAxis
+
+
+class OwnBatches(msgspec.Struct, frozen=True, kw_only=True):
+    """How each worker trains on whole batches of its own, with its own steps, which go to processes of a role."""
+
+    most_ahead: int | None = None
+    """By how many of its batches a worker may be ahead of the slowest one. None: there is no bound."""
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,8 +61,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The inherited socket to the agent, which tells survivors how to go on; None: a lost worker ends the run."""
     roles: Mapping[str, Any] = {}
     """What the run's processes beside its workers are for a worker, by the name of their extension: plain values."""
+    own_batches: OwnBatches | None = None
+    """None: all workers make one step together."""
     options: Mapping[str, Mapping[str, Any]] = {}
-    """The options of extensions that the user gives, by the name of the extension."""
+    """The settings of extensions whose options the user gives, by the name of the extension."""
     inherited: tuple[int, ...] = ()
     """Descriptors that workers inherit for those processes."""
     terminal: tuple[int, ...] = ()
@@ -65,12 +73,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Whether some rank of the run has the terminal for a debugger, so that this rank waits for it."""
     process_id: int | None = None
     """The worker's process id. A child inherits the environment but is not the worker."""
-
-    @property
-    def servers(self) -> ServersConfig | None:
-        """The parameter servers of the run; None for a run without."""
-        content = self.roles.get("servers")
-        return None if content is None else msgspec.convert(content, ServersConfig)
 
 
 class WorkerLaunch(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,9 +9,10 @@ all of them have trained.
 import contextlib
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,6 @@ from torch.optim import Optimizer
 
 from rankless.collectives.byte_messages import all_gather_bytes
 from rankless.collectives.mesh_collectives import all_reduce, broadcast
-from rankless.config.servers import ServersConfig
 from rankless.context.accumulation_passes import AccumulationPass
 from rankless.context.table_sharing import SharedParameters, SharedTables, SharedWeights, WorkerSteps
 from rankless.context.upcoming_batches import UpcomingBatches
@@ -169,8 +169,8 @@ def _sample(tensor: Tensor) -> bytes:
 class TableSharing:
     """The tables of a process that workers share, and the servers of the run."""
 
-    servers: ServersConfig | None = None
-    """The parameter servers of the run, which hold its tables. None: each worker holds them."""
+    servers: Mapping[str, Any] | None = None
+    """What this worker knows of the servers of the run, which hold its tables. None: each worker holds them."""
     tables: SharedTables | None = None
     """The shared tables, from the first job that has a table on."""
     upcoming: UpcomingBatches = field(default_factory=UpcomingBatches)

@@ -38,9 +38,7 @@ def make_run_folder(config: RunConfig, profile: LauncherProfile, start: AgreedJo
         os.symlink(os.path.basename(folder), link)
         os.replace(link, os.path.join(config.log_folder, "latest"))
         ranks = range(first, first + start.workers[host_index])
-        profile.link_logs(
-            folder, ranks, start, servers=[] if start.servers is None else start.servers.on_host(host_index)
-        )
+        profile.link_logs(folder, ranks, start, processes=start.list_processes(host_index))
     except OSError as error:
         raise LaunchError(
             expected=f"a folder for log files, {folder}",

@@ -6,15 +6,13 @@ profile consists of and loads it by name. Nothing else in `launch` knows which l
 """
 
 import contextlib
-import importlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple, Protocol
 
 from rankless.config.environment import python_path_at_start, user_visible_devices
-from rankless.config.extensions import find_extension
-from rankless.config.run_config import AgreedJobConfig, LauncherSpec, RunConfig
-from rankless.config.servers import ServerConfig, ServersConfig
+from rankless.config.extensions import find_extension, import_declared
+from rankless.config.run_config import AgreedJobConfig, AgreedProcesses, LauncherSpec, RunConfig
 from rankless.config.worker_config import WorkerConfig, WorkerLaunch
 from rankless.errors import LaunchError
 from rankless.launch.worker_output import FollowedFile, Source
@@ -118,11 +116,11 @@ class LauncherProfile(Protocol):
         return os.path.join(folder, f"{role}{index}.log")
 
     def link_logs(
-        self, folder: str, ranks: Sequence[int], start: AgreedJobConfig, *, servers: Sequence[int] = ()
+        self, folder: str, ranks: Sequence[int], start: AgreedJobConfig, *, processes: Sequence[tuple[str, int]] = ()
     ) -> None:
         """Link the log files of this host's `ranks` to where the launcher's users look for those of the latest run.
 
-        So it does with those of this host's `servers`.
+        So it does with those of this host's `processes` beside the workers, by role and number.
         """
         return
 
@@ -150,10 +148,10 @@ class LauncherProfile(Protocol):
         """
         return {"PYTHONPATH": python_path_at_start()}
 
-    def server_environment(
-        self, server: ServerConfig, servers: ServersConfig, start: AgreedJobConfig
+    def process_environment(
+        self, processes: AgreedProcesses, index: int, start: AgreedJobConfig
     ) -> Mapping[str, str | None]:
-        """Return the variables to set (or, where None, to remove) for a parameter server."""
+        """Return the variables to set (or, where None, to remove) for one of the processes of a role."""
         return {}
 
     @contextlib.contextmanager
@@ -201,7 +199,8 @@ def load_profile(launcher: LauncherSpec | None) -> LauncherProfile:
             found=repr(launcher.name),
             fix="install the same version of Rankless on all hosts",
         )
-    profile: LauncherProfile = importlib.import_module(extension.launcher).make_profile(launcher.settings)
+    make = import_declared(launcher.name, "launcher", extension.launcher, name="make_profile")
+    profile: LauncherProfile = make(launcher.settings)
     return profile
 
 

@@ -1,4 +1,4 @@
-"""Processes of a run beside its workers. A kind of such processes is a *role*; parameter servers are one.
+"""Processes of a run beside its workers. A kind of such processes is a *role*.
 
 An extension declares its role, and has a subclass of `ProcessRole`, of which the agent makes one object for each run
 that has such processes. The agent calls its methods in this order, which decision 0068 explains:
@@ -10,18 +10,18 @@ that has such processes. The agent calls its methods in this order, which decisi
 """
 
 import contextlib
-import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rankless.config.extensions import find_extension
+from rankless.config.extensions import find_extension, import_declared
 from rankless.config.run_config import AgreedJobConfig, AgreedProcesses, RunConfig
+from rankless.config.worker_config import OwnBatches
 from rankless.launch.peers import Peers
 from rankless.launch.profile import LauncherProfile
 from rankless.launch.signals import Interrupts
-from rankless.records.events import SERVER, AnyRecord
+from rankless.records.events import AnyRecord
 from rankless.records.live.live_run import ProcessStage
 
 if TYPE_CHECKING:  # most runs have one host
@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # most runs have one host
 class ProcessRow:
     """One process of a role, for tables, `rankless status` and the watchdog."""
 
-    role: str = SERVER
+    role: str
     """What the process is called in tables and messages; its number follows, as in "server 1"."""
     index: int
     """Its number among the processes of the role of all hosts."""
@@ -90,6 +90,8 @@ class WorkerContent:
     """What the processes are for a worker, by the name of the role, as plain values."""
     descriptors: Sequence[int] = ()
     """Descriptors that they inherit."""
+    own_batches: OwnBatches | None = None
+    """How they train on batches of their own; None: the role leaves it to them to make steps together."""
 
 
 class ProcessRole(ABC):
@@ -198,7 +200,10 @@ def make_roles(config: RunConfig) -> tuple[ProcessRole, ...]:
         extension = find_extension(name)
         assert extension is not None
         assert extension.role is not None
-        found.append(importlib.import_module(extension.role.module).make_role(config))
+        make: Callable[[RunConfig], ProcessRole] = import_declared(
+            name, "role.module", extension.role.module, name="make_role"
+        )
+        found.append(make(config))
     return tuple(found)
 
 

@@ -65,13 +65,13 @@ class SummaryFile:
         self._path = os.path.join(folder, f"run{job.host_index or ''}.json")
         self._ranks = {each.rank: each for each in _list_ranks(config, job, log_file)}
         self._host_name = {rank: each.host for rank, each in self._ranks.items()}
-        servers = job.start.servers
+        servers = next((each for each in job.start.roles.values() if each.role == SERVER), None)
         self._server_host_names = [job.names[host] for host in (() if servers is None else servers.hosts)]
         self.summary = RunSummary(
             command_line=config.request.command or tuple(sys.argv),
             workers=job.start.world_size,
             servers=len(self._server_host_names),
-            replicas=0 if config.servers is None else config.servers.replicas,
+            replicas=0 if servers is None else servers.replicas,
             server_restarts=(0,) * len(self._server_host_names),
             torch=torch_version(),
             python=platform.python_version(),

@@ -3,6 +3,7 @@
 import importlib
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import ModuleType
@@ -24,7 +25,7 @@ from rankless.launch.supervisor.terminal_text import (
     format_cuts,
     format_hosts_line,
     format_process_table,
-    format_servers,
+    format_processes,
     format_shared_gpus,
     format_start_line,
     format_summary,
@@ -60,7 +61,7 @@ class RunReport:
     def format_opening(self, lead: WorkerLaunch | None) -> str:
         """Return the first line about the job; on other hosts than host 0 about its part; or the launcher's own text.
 
-        `lead` is this host's first worker; None on a host of servers alone.
+        `lead` is this host's first worker; None on a host without workers.
         """
         config, job = self._config, self.job
         count = len(job.start.workers)
@@ -70,9 +71,9 @@ class RunReport:
         if job.host_index > 0:
             first, own = job.start.first_rank(job.host_index), job.start.workers[job.host_index]
             ranks = f"rank {first}" if own == 1 else f"ranks {first} to {first + own - 1}" if own else "no ranks"
-            servers = "" if job.start.servers is None else format_servers(job.start.servers.on_host(job.host_index))
+            others = format_processes(job.start.list_processes(job.host_index))
             return (
-                f"rankless: host {job.host_index + 1} of {count}, {ranks}{servers}, logs in {self._folder}; "
+                f"rankless: host {job.host_index + 1} of {count}, {ranks}{others}, logs in {self._folder}; "
                 f"{job.names[0]} shows the training\n"
             )
         if count == 1:
@@ -80,9 +81,9 @@ class RunReport:
         return format_hosts_line(config, folder=self._folder, worker_count=job.start.world_size, host_count=count)
 
     def format_processes(
-        self, lead: WorkerLaunch | None, process_ids: Mapping[int, int], servers: Sequence[ProcessRow] = ()
+        self, lead: WorkerLaunch | None, process_ids: Mapping[int, int], others: Sequence[ProcessRow] = ()
     ) -> str:
-        """Return the tables of all servers and workers, to follow `format_opening`; "" if this host shows none."""
+        """Return the tables of all processes of the run, to follow `format_opening`; "" if this host shows none."""
         config, job = self._config, self.job
         if job.host_index > 0 or self._launcher_text(lead) is not None:
             return ""
@@ -100,10 +101,10 @@ class RunReport:
         ]
         shared = format_shared_gpus(config.devices) if len(job.names) == 1 and not has_error_files else ""
         is_several = len(job.names) > 1
-        server_table = format_process_table(
-            servers, hosts=[self.process_host_name(row.name) for row in servers] if is_several else None
+        other_table = format_process_table(
+            others, hosts=[self.process_host_name(row.name) for row in others] if is_several else None
         )
-        return server_table + format_worker_table(rows, has_error_files=has_error_files) + shared
+        return other_table + format_worker_table(rows, has_error_files=has_error_files) + shared
 
     def _launcher_text(self, lead: WorkerLaunch | None) -> str | None:
         return (
@@ -342,8 +343,9 @@ def _format_follower_outcome(outcome: RunOutcome, report: RunReport, leader: Pee
     text = f"rankless: the process that starts the workers wrote: {parent_text}\n" if parent_text else ""
     start, host = report.job.start, report.job.host_index
     ended = format_count(start.workers[host], "worker")
-    if not start.workers[host] and start.servers is not None:
-        ended = format_count(len(start.servers.on_host(host)), "server")
+    if not start.workers[host]:
+        counts = Counter(role for role, _ in start.list_processes(host))
+        ended = " and ".join(format_count(number, role) for role, number in counts.items())
     return 1, f"{text}rankless: host 0, {report.job.names[0]}, was lost: {leader.lost_reason}; {ended} here ended\n"
 
 

@@ -179,12 +179,12 @@ def _make_launch(
         store_port=start.store_port or None,
         store_token=position.store_token,
         roles=position.content.roles,
+        own_batches=position.content.own_batches,
         options=config.request.options,
         inherited=tuple(position.content.descriptors),
         terminal=tuple(position.terminal),
         is_debugged=config.debug_rank is not None,
     )
-    environment = worker_environment(worker, cuda_devices=cuda_devices)
-    environment |= start.launcher_variables
+    environment = {**worker_environment(worker, cuda_devices=cuda_devices), **start.launcher_variables}
     environment |= profile.worker_environment(worker, start, elastic_host=position.elastic_host)
     return WorkerLaunch(config=worker, environment=environment)

@@ -1,7 +1,6 @@
 """The context of a process that has joined its world: mesh, process group, and the channel for records."""
 
 import atexit
-import importlib
 import itertools
 import os
 import random
@@ -20,7 +19,7 @@ from rankless.collectives.byte_messages import all_gather_bytes
 from rankless.collectives.desync_detection import DesyncDetector
 from rankless.config import environment
 from rankless.config.environment import TorchrunWorker
-from rankless.config.extensions import find_extension
+from rankless.config.extensions import find_extension, import_declared
 from rankless.config.plan_file import read_plan
 from rankless.config.run_config import Backend
 from rankless.config.worker_config import WorkerConfig
@@ -86,17 +85,16 @@ class ProcessContext:
         self._desync_detector: SyncPointChecker | None = detector
         self._has_agent = config is not None
         self._config = config
-        servers = None if config is None else config.servers
+        servers, own_batches = (None, None) if config is None else (config.roles.get("servers"), config.own_batches)
         workers, tables = replace(mesh, desync_detector=self._desync_detector), TableSharing(servers=servers)
-        trains_alone = servers is not None and servers.mode != "sync"
-        staleness = servers.staleness if servers is not None and servers.mode == "bounded" else None
         member = None
         if config is not None and config.recovery_descriptor is not None and mesh.size > 1:
             member = ElasticMember(socket.socket(fileno=config.recovery_descriptor), config)
         recovery = None if member is None else WorkerRecovery(member, self, tables)
-        tables.independent = IndependentWorkers(workers, tables, staleness) if trains_alone else None
+        if own_batches is not None:
+            tables.independent = IndependentWorkers(workers, tables, own_batches.most_ahead)
         self.world = World(
-            mesh=Mesh.solo(mesh.device) if trains_alone else workers,
+            mesh=workers if own_batches is None else Mesh.solo(mesh.device),
             tables=tables,
             notify=self.notify,
             send_record=observer,
@@ -142,7 +140,8 @@ class ProcessContext:
         for name in () if self._config is None else self._config.options:
             extension = find_extension(name)
             if extension is not None and extension.participant:
-                yield importlib.import_module(extension.participant).make_participant(self._config)
+                make = import_declared(name, "participant", extension.participant, name="make_participant")
+                yield make(self._config)
         if config is not None and config.observation.stop_after_steps is not None:
             steps = config.observation.stop_after_steps
             yield StepLimit(steps, at_end=lambda: self._close_recorders(stopped=True))

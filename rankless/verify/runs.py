@@ -20,7 +20,6 @@ from rankless.config.run_config import (
     RunObservation,
     RunRequest,
 )
-from rankless.config.servers import RequestedServers
 from rankless.config.validation import make_run_config
 from rankless.records.job_programs import ProgramRecord, read_program_records
 from rankless.records.parallel_plan import PlannedAxis
@@ -60,10 +59,8 @@ class VerifyRuns:
     """The backend of the process group of the runs on several workers; None leaves it to the devices."""
     cluster: Cluster | None = None
     """The hosts of the runs on several workers; None for this host alone."""
-    servers: RequestedServers | None = None
-    """The parameter servers of the runs on several workers; the run on one worker has none."""
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """The options of extensions of the runs on several workers."""
+    """The options of extensions of the runs on several workers; the run on one worker has none."""
     log_folder: str = "log"
     show: bool = False
     plan: PlanFile | None = None
@@ -173,7 +170,6 @@ class VerifyRuns:
                 mesh=() if workers == 1 else self.mesh,
                 observation=observation,
                 cluster=self.cluster if workers > 1 else None,
-                servers=self.servers if name == "many" else None,
                 options=self.options if workers > 1 else {},
                 heterogeneous_workers=self.heterogeneous_workers if workers > 1 else 0,
             ),

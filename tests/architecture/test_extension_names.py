@@ -39,19 +39,10 @@ SERVERS = re.compile(
 NOT_MOVED_YET = {
     "__init__",
     "cli/doctor",
-    "cli/host_options",
-    "cli/plan",
-    "cli/server_options",
     "compiler/ir/row_lookups",
     "compiler/ir/table_operators",
     "compiler/pipeline/dense_stages",
     "config/extensions",
-    "config/run_config",
-    "config/server_hosts",
-    "config/servers",
-    "config/validation",
-    "config/worker_config",
-    "context/independent_workers",
     "context/table_sharing",
     "context/world",
     "errors",
@@ -59,10 +50,8 @@ NOT_MOVED_YET = {
     "jobs/optimizer_step",
     "jobs/views/independent",
     "launch/access_inventory",
-    "launch/profile",
     "launch/recovery/survivors",
     "launch/rendezvous/job_token",
-    "launch/roles",
     "launch/status/readings",
     "launch/supervisor/failure_attribution",
     "launch/supervisor/worker_parent",
@@ -84,7 +73,6 @@ NOT_MOVED_YET = {
     "runtime/recovery/__init__",
     "terminal/process_title",
     "terminal/program_table",
-    "verify/runs",
 }
 """Files of the core that know parameter servers: their options, what jobs and loaders do for tables, the operators of
 lookups, and the words of results. The set only gets smaller: decision 0066 says what is left to move."""

@@ -15,10 +15,7 @@ CROWDED_FOLDERS: dict[str, str] = {}
 
 # Modules imported late on purpose, by a call of importlib.import_module.
 IMPORTED_LATE = {
-    "rankless/config/validation.py": "loads the check of an extension's options by name",
-    "rankless/runtime/process_context.py": "loads the step participant of an extension by name",
     "rankless/__init__.py": "the command line imports rankless, and must not import torch",
-    "rankless/cli/__init__.py": "a command is imported when it is called",
     "rankless/cli/program_options.py": "few command lines name a plan",
     "rankless/cli/checkpoint.py": "an export needs torch, and the help of the command line must not",
     "rankless/config/environment.py": "reads the variables of foreign launchers only if they exist",
@@ -28,18 +25,15 @@ IMPORTED_LATE = {
     "rankless/launch/supervisor/supervisor.py": "only a run in which something fails needs to know why",
     "rankless/launch/terminal_report.py": "likewise",
     "rankless/launch/watchdog/__init__.py": "only a run that stalls or fails needs stacks and reports",
-    "rankless/launch/profile.py": "loads a launcher's profile by name, so that a plain run loads none",
     "rankless/extensions/horovodrun/profile.py": "the HTTP server costs 20 ms, and most jobs need none",
     "rankless/parameter_server.py": "what it shows is used without torch too, in servers and in the help of commands",
-    "rankless/launch/roles.py": "loads a role by name, so that a run with workers alone loads none",
-    "rankless/launch/doctor/probe_server.py": "loads the check of an extension by name",
     "rankless/runtime/fork_server.py": "preloads what the workers will import",
     "rankless/runtime/hooks/at_start/sitecustomize.py": "runs in every Python below a worker, and must cost nothing",
     "rankless/runtime/hooks/import_aliases.py": "imports the module behind an alias when a script asks for it",
     "rankless/runtime/hooks/default_group.py": "only a script that makes a process group needs what makes one",
     "rankless/runtime/preload.py": "imports the modules that the user names",
     "rankless/extensions/horovodrun/launched_worker.py": "reads variables without torch, which a rendezvous needs",
-    "rankless/config/extensions.py": "importlib.metadata takes 50 ms, and most commands need no other package",
+    "rankless/config/extensions.py": "modules of extensions, and what finds other packages, are for few runs",
     "rankless/runtime/worker.py": "a worker imports torch and numpy when the script does",
     "rankless/terminal/progress_observer.py": "rich is imported at the first progress record",
 }
@@ -84,7 +78,7 @@ BROAD_EXCEPTS = {
 
 # Files beside config/environment.py that mention the process's environment.
 ENVIRONMENT_READERS = {
-    "rankless/config/servers.py": "reads and writes the configuration of server processes, which no worker has",
+    "rankless/extensions/servers/config.py": "the configuration of server processes, which no worker has",
     "rankless/cli/__init__.py": "looks for a completing shell's variable before it imports anything",
     "rankless/extensions/horovod/common/util.py": "changes the environment for the caller, as Horovod's own does",
     "rankless/compiler/guards/guard_discovery.py": "recognizes os.environ among the objects that a job reads",

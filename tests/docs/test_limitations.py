@@ -35,7 +35,7 @@ SHOWN_BY = {
     "On macOS": "::test_on_macos_status_and_shared_memory_are_refused",
     "On Windows": "cli/test_commands.py::test_on_windows_the_import_fails_with_one_sentence",
     "Rankless searches for no": "::test_no_mesh_is_searched_for",
-    "`rankless verify` checks": "cli/test_server_options.py::test_verify_has_the_mode_sync_alone",
+    "`rankless verify` checks": "extensions/servers/launch/test_server_options.py::test_verify_has_the_mode_sync_alone",
     "In the modes `async`": "jobs/test_independent_runs.py::test_what_independent_workers_cannot_do_is_refused",
     "A job with tables": "jobs/test_table_runs.py::test_what_several_workers_cannot_share_is_refused",
     "A pipeline refuses": "jobs/test_pipeline_runs.py::test_what_cannot_be_a_pipeline_is_refused_by_name",

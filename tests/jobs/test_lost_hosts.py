@@ -19,7 +19,7 @@ from support.jobs import wait_until
 from support.server_jobs import summary_of
 from support.warm_runs import rankless
 
-from rankless.config.servers import SERVER
+from rankless.extensions.servers.config import SERVER
 
 pytestmark = pytest.mark.slow
 

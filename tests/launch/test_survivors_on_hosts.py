@@ -39,10 +39,10 @@ class OtherHosts:
     take_driver_messages = take_worker_messages
 
 
-def begin(*, most_lost: int = 4, with_servers: tuple[int, ...] = (0,)) -> tuple[SurvivorRounds, OtherHosts]:
+def begin(*, most_lost: int = 4, with_processes: tuple[int, ...] = (0,)) -> tuple[SurvivorRounds, OtherHosts]:
     """Return the rounds of two workers on host a, two on b and one on c, which have all joined."""
     peers = OtherHosts()
-    hosts = WorkerHosts((0, 0, 1, 1, 2), ("10.0.0.1", "10.0.0.2", "10.0.0.3"), frozenset(with_servers))
+    hosts = WorkerHosts((0, 0, 1, 1, 2), ("10.0.0.1", "10.0.0.2", "10.0.0.3"), frozenset(with_processes))
     rounds = SurvivorRounds(WorkerChannels(range(0)), hosts, most_lost, peers)
     peers.arrived = [(rank, StateSynced(round=0)) for rank in range(5)]
     rounds.tick()
@@ -68,7 +68,7 @@ def test_a_lost_host_loses_the_workers_that_it_still_had():
     assert "1 worker ended there; 3 workers go on" in notice.text
 
 
-@pytest.mark.parametrize("options", [{"with_servers": (0, 1)}, {"most_lost": 1}])
+@pytest.mark.parametrize("options", [{"with_processes": (0, 1)}, {"most_lost": 1}])
 def test_a_lost_host_ends_the_run_if_it_has_servers_or_too_many_workers(options):
     rounds, peers = begin(**options)
     assert rounds.judge([LOST]) == [LOST]
@@ -107,7 +107,7 @@ def test_another_host_passes_messages_on():
 
 
 def test_a_lost_host_of_servers_alone_is_none_of_the_workers():
-    rounds, peers = begin(with_servers=(3,))
+    rounds, peers = begin(with_processes=(3,))
     lost = HostLost(rank=-1, time_ns=0, host="d", how="was lost", host_index=3, is_covered=True)
     assert rounds.judge([lost]) == [lost]
     assert peers.sent == []
@@ -116,13 +116,13 @@ def test_a_lost_host_of_servers_alone_is_none_of_the_workers():
 
 
 def test_a_lost_host_whose_servers_nobody_else_has_ends_the_run():
-    rounds, _ = begin(with_servers=(3,))
+    rounds, _ = begin(with_processes=(3,))
     lost = HostLost(rank=-1, time_ns=0, host="d", how="was lost", host_index=3)
     assert rounds.judge([lost, LOST]) == [lost, LOST]
     assert rounds.lost == set()
 
 
 def test_a_lost_host_of_workers_whose_servers_others_have_is_the_end_of_its_workers():
-    rounds, _ = begin(with_servers=(1,))
+    rounds, _ = begin(with_processes=(1,))
     rounds.judge([msgspec.structs.replace(LOST, are_servers_covered=True)])
     assert rounds.lost == {2, 3}

@@ -5,6 +5,7 @@ import msgspec
 from rankless.config.hosts import (
     DEFAULT_PORT,
     Host,
+    add_heterogeneous,
     addresses_of,
     check_hosts,
     numbered_hosts,
@@ -12,7 +13,6 @@ from rankless.config.hosts import (
     own_host_index,
 )
 from rankless.config.run_config import UNKNOWN_HOST, Cluster
-from rankless.config.server_hosts import add_heterogeneous
 from rankless.errors import ConfigError
 from rankless.extensions.fleetrun.parser import FleetrunFlags
 

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rankless.config.hosts import Endpoint, Host, is_here, read_endpoints
-from rankless.config.server_hosts import find_worker_hosts, order_workers
-from rankless.config.servers import RequestedServers
 from rankless.errors import ConfigError
 from rankless.extensions.fleetrun.hosts import count_hosts
 from rankless.extensions.fleetrun.parser import FleetrunFlags
+from rankless.extensions.servers.config import RequestedServers
+from rankless.extensions.servers.launch.server_hosts import find_worker_hosts, order_workers
 
 SERVER_FLAGS = ("server_num", "servers", "worker_num", "workers", "http_port", "gloo_port")
 """As in Paddle, any one of them requests servers."""

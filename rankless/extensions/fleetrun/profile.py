@@ -10,8 +10,14 @@ from dataclasses import dataclass
 import msgspec
 
 from rankless.config.hosts import Endpoint, parse_endpoint
-from rankless.config.run_config import AgreedJobConfig, LauncherSpec, RunConfig, decode_settings, make_launcher_spec
-from rankless.config.servers import ServerConfig, ServersConfig
+from rankless.config.run_config import (
+    AgreedJobConfig,
+    AgreedProcesses,
+    LauncherSpec,
+    RunConfig,
+    decode_settings,
+    make_launcher_spec,
+)
 from rankless.config.worker_config import WorkerConfig, WorkerLaunch
 from rankless.extensions.fleetrun.tables import (
     HETEROGENEOUS_ENDPOINTS,
@@ -23,6 +29,9 @@ from rankless.extensions.fleetrun.tables import (
     format_worker_line,
     name_endpoint,
 )
+from rankless.extensions.servers.config import NAME as SERVERS
+from rankless.extensions.servers.config import SERVER_ROLE, RequestedServers
+from rankless.extensions.servers.launch.options import find_requested
 from rankless.launch.ports import reserve_master_port
 from rankless.launch.profile import LauncherProfile, VisibleDevices, WorkerLogFiles, show_gpus
 
@@ -139,25 +148,26 @@ class FleetrunProfile(LauncherProfile):
         return rank in self.settings.heterogeneous
 
     def link_logs(
-        self, folder: str, ranks: Sequence[int], start: AgreedJobConfig, *, servers: Sequence[int] = ()
+        self, folder: str, ranks: Sequence[int], start: AgreedJobConfig, *, processes: Sequence[tuple[str, int]] = ()
     ) -> None:
         """Link `workerlog.N` and `serverlog.N` beside the run's folder to this run's.
 
         Links of an earlier, larger run are removed.
         """
         log_folder, run = os.path.split(folder)
-        for name in (*map(self._log_name, ranks), *map(SERVER_LOG_NAME.format, servers)):
+        own = [SERVER_LOG_NAME.format(number) for role, number in processes if role == SERVER_ROLE]
+        for name in (*map(self._log_name, ranks), *own):
             path = os.path.join(log_folder, name)
             if os.path.isfile(path) and not os.path.islink(path):
                 os.replace(path, path + ".old")  # Paddle has written it: it is the user's
             link = os.path.join(log_folder, f".{name}-{secrets.token_hex(3)}")
             os.symlink(os.path.join(run, name), link)
             os.replace(link, path)
-        server_count = 0 if start.servers is None else len(start.servers.addresses)
+        servers = start.roles.get(SERVERS)
         heterogeneous = len(self.settings.heterogeneous)
         counts = {
             LOG_NAME.format(""): start.world_size - heterogeneous,
-            SERVER_LOG_NAME.format(""): server_count,
+            SERVER_LOG_NAME.format(""): 0 if servers is None else len(servers.addresses),
             HETEROGENEOUS_LOG_NAME.format(""): heterogeneous,
         }
         for name in os.listdir(log_folder):
@@ -168,7 +178,9 @@ class FleetrunProfile(LauncherProfile):
                     os.unlink(path)
 
     def process_log_file(self, folder: str, role: str, index: int) -> str:
-        """Return the path of a server's log file, under Paddle's name."""
+        """Return the path of a log file; that of a server has Paddle's name."""
+        if role != SERVER_ROLE:
+            return super().process_log_file(folder, role, index)
         return os.path.join(folder, SERVER_LOG_NAME.format(index))
 
     def visible_devices(self, devices: Sequence[str]) -> VisibleDevices:
@@ -202,7 +214,7 @@ class FleetrunProfile(LauncherProfile):
             "TRAINING_ROLE": "HETER_TRAINER" if self._is_heterogeneous(worker.rank) else "TRAINER",
             "FLAGS_selected_gpus": self.settings.selected(worker.local_rank),
             **self._list_heterogeneous(start),
-            **({} if worker.servers is None else {SERVER_ENDPOINTS: _list_endpoints(worker.servers)}),
+            **({SERVER_ENDPOINTS: _list_endpoints(start.roles[SERVERS])} if SERVERS in start.roles else {}),
         }
 
     def _list_heterogeneous(self, start: AgreedJobConfig) -> Mapping[str, str]:
@@ -212,18 +224,20 @@ class FleetrunProfile(LauncherProfile):
         endpoints = (start.launcher_variables[ENDPOINTS] or "").split(",")
         return {HETEROGENEOUS_ENDPOINTS: ",".join(endpoints[rank] for rank in self.settings.heterogeneous)}
 
-    def server_environment(
-        self, server: ServerConfig, servers: ServersConfig, start: AgreedJobConfig
+    def process_environment(
+        self, processes: AgreedProcesses, index: int, start: AgreedJobConfig
     ) -> Mapping[str, str | None]:
         """Return Paddle's variables of a server."""
-        address, _, port = name_endpoint(server.address).rpartition(":")
+        if processes.role != SERVER_ROLE:
+            return {}
+        address, _, port = name_endpoint(processes.addresses[index]).rpartition(":")
         return {
             **start.launcher_variables,
             "TRAINING_ROLE": "PSERVER",
-            SERVER_ENDPOINTS: _list_endpoints(servers),
+            SERVER_ENDPOINTS: _list_endpoints(processes),
             "PADDLE_PORT": port,
             "POD_IP": address.strip("[]"),
-            "PADDLE_TRAINERS_NUM": str(server.worker_count),
+            "PADDLE_TRAINERS_NUM": str(start.world_size),
         }
 
     @contextlib.contextmanager
@@ -236,8 +250,9 @@ class FleetrunProfile(LauncherProfile):
         """
         with contextlib.ExitStack() as stack:
             wanted = self._list_endpoints(addresses, worker_counts)
-            if config.servers is not None:
-                wanted.append(self._http_endpoint(config, addresses[0]))
+            requested = find_requested(config.request)
+            if requested is not None:
+                wanted.append(self._http_endpoint(requested, addresses[0]))
             is_single = len(addresses) == 1 and self.settings.first_port is None
             ports = None if is_single else _CountedPorts(self.settings.first_port or FIRST_PORT, wanted)
             found = []
@@ -246,7 +261,7 @@ class FleetrunProfile(LauncherProfile):
                     stack.enter_context(reserve_master_port()).getsockname()[1] if ports is None else ports.take(each)
                 )
                 found.append(endpoint(each.host, port))
-            http = {} if config.servers is None else {HTTP_ENDPOINT: found.pop()}
+            http = {} if requested is None else {HTTP_ENDPOINT: found.pop()}
             yield {ENDPOINTS: ",".join(found), **http}
 
     def _list_endpoints(self, addresses: Sequence[str], worker_counts: Sequence[int]) -> list[Endpoint]:
@@ -256,23 +271,25 @@ class FleetrunProfile(LauncherProfile):
         hosts = zip(addresses, worker_counts, strict=True)
         return [Endpoint(address) for address, count in hosts for _ in range(count)]
 
-    def _http_endpoint(self, config: RunConfig, first_address: str) -> Endpoint:
+    def _http_endpoint(self, requested: RequestedServers, first_address: str) -> Endpoint:
         """Return the address of the first server with `--http_port`, as in Paddle."""
-        servers = () if config.servers is None else config.servers.endpoints
-        return Endpoint(parse_endpoint((*servers, first_address)[0]).host, self.settings.http_port)
+        return Endpoint(parse_endpoint((*requested.endpoints, first_address)[0]).host, self.settings.http_port)
 
     def opening_text(
         self, config: RunConfig, lead: WorkerLaunch, start: AgreedJobConfig, *, folder: str, first_host: str
     ) -> str:
         """Return Paddle's table of the first worker's variables, and lines about this host's servers and workers."""
         table = format_environment_table(lead.environment, local_count=config.worker_count)
-        servers = "" if start.servers is None else format_server_lines(config, start.servers, lead.config.host, folder)
+        servers = ""
+        if SERVERS in start.roles:
+            servers = format_server_lines(config, start.roles[SERVERS], lead.config.host, folder)
         logs = [self._log_name(lead.config.rank + number) for number in range(config.worker_count)]
         return table + servers + format_worker_line(config, lead.config, logs, folder=folder, first_host=first_host)
 
 
-def _list_endpoints(servers: ServersConfig) -> str:
-    return ",".join(map(name_endpoint, servers.addresses[: servers.part_count]))
+def _list_endpoints(servers: AgreedProcesses) -> str:
+    count = len(servers.addresses) // (1 + servers.replicas)
+    return ",".join(map(name_endpoint, servers.addresses[:count]))
 
 
 def endpoint(address: str, port: int) -> str:

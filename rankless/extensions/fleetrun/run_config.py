@@ -13,6 +13,8 @@ from rankless.extensions.fleetrun.hosts import make_cluster
 from rankless.extensions.fleetrun.parameter_server_options import ParameterServerJob, read_parameter_server_job
 from rankless.extensions.fleetrun.parser import FleetrunFlags, user_first_port
 from rankless.extensions.fleetrun.profile import FleetrunSettings, make_fleetrun_spec, share_out
+from rankless.extensions.servers.config import NAME as SERVERS
+from rankless.extensions.servers.config import make_settings
 
 _CPU_BACKENDS = ("gloo",)
 _GPU_BACKENDS = ("nccl",)
@@ -75,8 +77,8 @@ def fleetrun_request(flags: FleetrunFlags, program: Program) -> RunRequest:
             )
         ),
         cluster=cluster,
-        servers=None if job is None else job.servers,
         heterogeneous_workers=heterogeneous,
+        options={} if job is None else {SERVERS: make_settings(job.servers)},
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from rankless.config.run_config import AgreedProcesses, RunConfig
 from rankless.config.worker_config import WorkerConfig
-from rankless.launch.supervisor.terminal_text import format_count, format_servers
+from rankless.launch.supervisor.terminal_text import format_count, format_processes
 
 LOG_NAME = "workerlog.{}"
 """Paddle's name for the log file of a rank. Its users look for it directly in the log folder."""
@@ -68,7 +68,7 @@ def format_server_lines(config: RunConfig, servers: AgreedProcesses, host_index:
         rest = [SERVER_LOG_NAME.format(index) for index in own[1:]]
         if rest:
             logs += f" to {rest[-1]}" if own[-1] - own[0] == len(rest) else f", {', '.join(rest)}"
-        here = "" if len(own) == count else f"{format_servers(own)} here"
+        here = "" if len(own) == count else f"{format_processes((servers.role, index) for index in own)} here"
         lines[0] += f"{here}; logs: {logs} (in {folder}, where they stay)"
     return "\n".join(lines) + "\n"
 

@@ -4,11 +4,12 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
+import msgspec
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from rankless.config.servers import ServersConfig
 from rankless.context.world import StartedWorkers
+from rankless.extensions.servers.config import ServersConfig
 from rankless.extensions.servers.divided_pushes import PushDivision
 from rankless.extensions.servers.geo_exchange import GeoExchange
 from rankless.extensions.servers.geo_table import GeoTable
@@ -54,7 +55,7 @@ class WorkerTables:
 
     Args:
         gather: Exchanges bytes with the other workers.
-        servers: The servers of the run. None: every worker holds all rows.
+        servers: The servers of the run, a `ServersConfig` as plain values. None: every worker holds all rows.
         worker: Number of this worker.
         worker_count: Number of workers.
         notify: Shows the user a notice.
@@ -67,7 +68,7 @@ class WorkerTables:
     def __init__(
         self,
         gather: Gather,
-        servers: ServersConfig | None,
+        servers: Mapping[str, Any] | None,
         *,
         worker: int,
         worker_count: int,
@@ -79,20 +80,21 @@ class WorkerTables:
         self._client: ServerClient | None = None
         self._own_steps: OwnSteps | None = None
         if servers is not None:
+            known = msgspec.convert(servers, ServersConfig)
             settings = ConnectionSettings(
                 RECONNECT_SECONDS,
                 notify,
                 is_interrupted=loss.is_interrupted,
                 recover=loss.recover,
-                is_lost=partial(is_server_lost, servers.lost_descriptor),
-                defers=servers.mode != "sync",
+                is_lost=partial(is_server_lost, known.lost_descriptor),
+                defers=known.mode != "sync",
             )
-            self._client = client = ServerClient(servers, worker=worker, worker_count=worker_count, settings=settings)
-            if servers.mode == "geo":
+            self._client = client = ServerClient(known, worker=worker, worker_count=worker_count, settings=settings)
+            if known.mode == "geo":
                 self._own_steps = GeoExchange(
-                    client, gather, worker=worker, worker_count=worker_count, steps=servers.geo_steps
+                    client, gather, worker=worker, worker_count=worker_count, steps=known.geo_steps
                 )
-            elif servers.mode != "sync":
+            elif known.mode != "sync":
                 self._own_steps = StepsOnServers(client, gather, is_first=worker == 0)
         self._opened = 0
         self._division = PushDivision(worker=worker, worker_count=worker_count, keeps=loss.can_recover)

@@ -4,7 +4,6 @@ It ends when either is closed.
 """
 
 import contextlib
-import importlib
 import selectors
 import socket
 import subprocess
@@ -17,7 +16,7 @@ from typing import IO
 import msgspec
 
 from rankless.config import environment
-from rankless.config.extensions import find_extension
+from rankless.config.extensions import find_extension, import_declared
 from rankless.launch.doctor.probe_protocol import (
     ApplyEnvironment,
     CheckExtension,
@@ -151,8 +150,9 @@ def _check_extension(name: str) -> CheckResult:
     extension = find_extension(name)
     assert extension is not None
     assert extension.doctor_check is not None
-    result: CheckResult = importlib.import_module(extension.doctor_check.module).run_check()
-    return result
+    check = extension.doctor_check
+    run: Callable[[], CheckResult] = import_declared(name, "doctor_check.module", check.module, name="run_check")
+    return run()
 
 
 def _send(response: ProbeResponse) -> None:

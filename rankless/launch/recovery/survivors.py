@@ -43,13 +43,13 @@ class WorkerHosts(NamedTuple):
     Args:
         host_of: The index of each worker's host, by rank.
         addresses: The address of each host, by which the others reach it; empty for a run on one host.
-        with_servers: The hosts that have servers: without one of these no worker goes on.
+        with_processes: The hosts that have processes beside the workers: without one of these no worker continues.
         kinds: The workers of each kind, where some are heterogeneous. One of each must be left.
     """
 
     host_of: tuple[int, ...]
     addresses: tuple[str, ...] = ()
-    with_servers: frozenset[int] = frozenset()
+    with_processes: frozenset[int] = frozenset()
     kinds: tuple[tuple[int, ...], ...] = ()
 
 
@@ -192,7 +192,7 @@ class SurvivorRounds:
         """Return the ends of the workers of a lost host, if the others go on without them."""
         host = record.host_index
         lost = {rank for rank in self._living if self._hosts.host_of[rank] == host}
-        is_needed = host in self._hosts.with_servers and not record.are_servers_covered
+        is_needed = host in self._hosts.with_processes and not record.are_servers_covered
         if record.is_covered or (not is_needed and not lost):
             return [record]
         if is_needed or not self._lose(lost):
@@ -313,7 +313,7 @@ def make_survivors(job: ReadyJob) -> SurvivorRounds | SurvivorRelay:
     hosts = WorkerHosts(
         host_of=tuple(map(start.host_of, range(start.world_size))),
         addresses=start.addresses,
-        with_servers=frozenset(() if start.servers is None else start.servers.hosts),
+        with_processes=frozenset(host for processes in start.roles.values() for host in processes.hosts),
         kinds=next((axis.stage_workers for axis in start.mesh if axis.stage_workers), ()),
     )
     end_store_round = (lambda _: None) if job.store is None else job.store.end_round

@@ -3,11 +3,13 @@
 `error_lines` has the text about a failed rank.
 """
 
+import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rankless.config.run_config import RunConfig
+from rankless.config.run_options import describe_processes
 from rankless.launch.roles import ProcessRow
 from rankless.records.events import WorkerCut
 from rankless.records.quantities import format_bytes, format_ranks, format_seconds
@@ -35,16 +37,14 @@ def format_start_line(config: RunConfig, *, folder: str) -> str:
     threads = format_count(config.threads_per_worker, "thread")
     start = "" if config.warm else ", plain processes"
     seed = "" if config.seed is None else f", seed {config.seed}"
-    servers = _format_server_count(config)
-    return f"rankless: {workers}, {threads} each{servers}{seed}{start}, logs in {folder}\n"
+    return f"rankless: {workers}, {threads} each{_describe_others(config)}{seed}{start}, logs in {folder}\n"
 
 
 def format_hosts_line(config: RunConfig, *, folder: str, worker_count: int, host_count: int) -> str:
     """Return the first line about the workers of a job on several hosts."""
     counts = f"{_format_kinds(config, worker_count)} on {format_count(host_count, 'host')}"
     seed = "" if config.seed is None else f", seed {config.seed}"
-    servers = _format_server_count(config)
-    return f"rankless: {counts}{servers}{seed}, logs in {folder} on each\n"
+    return f"rankless: {counts}{_describe_others(config)}{seed}, logs in {folder} on each\n"
 
 
 def _format_kinds(config: RunConfig, worker_count: int) -> str:
@@ -56,11 +56,9 @@ def _format_kinds(config: RunConfig, worker_count: int) -> str:
     return f"{workers} and {format_count(len(ranks), 'heterogeneous worker')} ({format_ranks(ranks)})"
 
 
-def _format_server_count(config: RunConfig) -> str:
-    if config.servers is None:
-        return ""
-    copies = "" if not config.servers.replicas else " and a copy of each"
-    return f", {format_count(config.servers.count, 'server')}{copies}"
+def _describe_others(config: RunConfig) -> str:
+    """Return the processes beside the workers, as ", 2 servers"; "" without any."""
+    return "".join(f", {text}" for text in describe_processes(config.request))
 
 
 def format_worker_table(rows: Sequence[WorkerRow], *, has_error_files: bool = False) -> str:
@@ -111,12 +109,13 @@ def format_process_table(rows: Sequence[ProcessRow], *, hosts: Sequence[str] | N
     return "\n".join(lines) + "\n"
 
 
-def format_servers(indices: Sequence[int]) -> str:
-    """Return the servers of a host as ", servers 0 and 1"; "" for none."""
-    if not indices:
-        return ""
-    *others, last = map(str, indices)
-    return f", servers {', '.join(others)} and {last}" if others else f", server {last}"
+def format_processes(names: Iterable[tuple[str, int]]) -> str:
+    """Return processes beside the workers as ", servers 0 and 1"; "" for none."""
+    found = ""
+    for role, group in itertools.groupby(names, key=lambda name: name[0]):
+        *others, last = (str(number) for _, number in group)
+        found += f", {role}s {', '.join(others)} and {last}" if others else f", {role} {last}"
+    return found
 
 
 def format_shared_gpus(devices: Sequence[str]) -> str:

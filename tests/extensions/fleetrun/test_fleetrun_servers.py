@@ -6,9 +6,8 @@ import msgspec
 import pytest
 
 from rankless.cli import CommandParser, main
-from rankless.config import hosts, server_hosts, validation
+from rankless.config import hosts, validation
 from rankless.config.run_config import AgreedJobConfig, AgreedProcesses, Program, RunConfig
-from rankless.config.servers import ServersConfig
 from rankless.config.worker_config import WorkerLaunch
 from rankless.errors import ConfigError
 from rankless.extensions.fleetrun import command as fleetrun
@@ -16,6 +15,9 @@ from rankless.extensions.fleetrun.parameter_server_options import COORDINATOR_FL
 from rankless.extensions.fleetrun.parser import read_flags
 from rankless.extensions.fleetrun.run_config import fleetrun_request
 from rankless.extensions.fleetrun.tables import format_environment_table, format_server_lines
+from rankless.extensions.servers.config import RequestedServers, ServersConfig
+from rankless.extensions.servers.launch import server_hosts
+from rankless.extensions.servers.launch.options import find_requested
 from rankless.extensions.servers.launch.server_launches import make_server_launches
 from rankless.launch.job_setup import ReadyJob
 from rankless.launch.peers import Peers
@@ -50,9 +52,17 @@ def job_of(config: RunConfig, *addresses: str) -> ReadyJob:
     )
     with services as variables:
         start = msgspec.structs.replace(start, launcher_variables=variables)
-    agreed = AgreedProcesses(addresses=tuple(f"tcp://{each}" for each in addresses), hosts=(0,) * len(addresses))
+    agreed = AgreedProcesses(
+        addresses=tuple(f"tcp://{each}" for each in addresses), hosts=(0,) * len(addresses), role="server"
+    )
     start = msgspec.structs.replace(start, roles={"servers": agreed})
     return ReadyJob(peers=Peers(), start=start, profile=load_profile(config.launcher), devices=(config.devices,))
+
+
+def servers_in(config: RunConfig) -> RequestedServers:
+    found = find_requested(config.request)
+    assert found is not None
+    return found
 
 
 def servers_of(job: ReadyJob) -> ServersConfig:
@@ -89,8 +99,11 @@ LINES = [
 @pytest.mark.parametrize(("line", "servers", "workers"), LINES)
 def test_numbers_and_lists_name_servers_and_workers(line: str, servers: int, workers: int):
     config = config_of(*line.split())
-    assert config.servers is not None
-    assert (config.servers.count, len(config.servers.endpoints), config.worker_count) == (servers, servers, workers)
+    assert (servers_in(config).count, len(servers_in(config).endpoints), config.worker_count) == (
+        servers,
+        servers,
+        workers,
+    )
 
 
 GPU_LINES = [
@@ -144,8 +157,7 @@ def test_the_tables_show_the_servers():
     rows = [line.strip(" |").split() for line in box.splitlines()]
     assert ["TRAINING_ROLE", "TRAINER"] in rows
     assert ["PADDLE_PSERVERS_IP_PORT_LIST", "127.0.0.1:6170"] in rows
-    assert job.start.servers is not None
-    line = format_server_lines(config, job.start.servers, 0, "log/run")
+    line = format_server_lines(config, job.start.roles["servers"], 0, "log/run")
     assert "2 servers on the CPU at 127.0.0.1:6170, 127.0.0.1:6171" in line
     assert "log/serverlog.0 to serverlog.1" in line
     assert "secret" not in box + line
@@ -177,10 +189,9 @@ def test_lists_of_several_hosts_give_each_host_its_part(workers: str, wanted: li
     gpus(8, "0,1,2,3,4,5,6,7")
     config = config_of(named("--servers=xx:6170,yy:6171"), named(f"--workers={workers}"))
     assert config.cluster is not None
-    assert config.servers is not None
     counts = [workers.count("xx"), workers.count("yy")]
     assert ([host.workers for host in config.cluster.hosts], config.cluster.host_index) == (counts, 1)
-    assert (config.cluster.agent_start, config.worker_count, config.servers.count) == ("script", counts[1], 2)
+    assert (config.cluster.agent_start, config.worker_count, servers_in(config).count) == ("script", counts[1], 2)
     assert config.devices == tuple(f"cuda:{number}" for number in range(counts[1]))
     services = load_profile(config.launcher).open_services(
         config, addresses=named("xx,yy").split(","), worker_counts=counts, store_address=named("xx")
@@ -193,9 +204,8 @@ def test_lists_of_several_hosts_give_each_host_its_part(workers: str, wanted: li
 def test_numbers_are_those_of_each_host():
     config = config_of("--server_num=2", "--worker_num=3", "--nnodes=2", "--master=127.0.0.1:9988", "--rank=1")
     assert config.cluster is not None
-    assert config.servers is not None
     assert ([host.workers for host in config.cluster.hosts], config.worker_count) == ([3, 3], 3)
-    assert (config.servers.count, config.servers.endpoints) == (4, ())
+    assert (servers_in(config).count, servers_in(config).endpoints) == (4, ())
 
 
 CONTRADICTIONS = [

@@ -53,7 +53,7 @@ def start(installed: dict[str, str], folder: Path, *words: str, steps: int = 3) 
 
 
 def test_its_processes_start_before_workers_hear_of_steps_and_end_after_them(installed, tmp_path):
-    job = start(installed, tmp_path, "-n", "2", "--clocks", "2")
+    job = start(installed, tmp_path, "--clocked-workers", "1", "--clocks", "2")
     output, errors = job.communicate()
     assert job.returncode == 0, errors
     heard = "heard, " + ", ".join(["call of train", "step of train"] * 3)
@@ -61,6 +61,7 @@ def test_its_processes_start_before_workers_hear_of_steps_and_end_after_them(ins
     logs = sorted((tmp_path / "log/latest").glob("clock*.log"))
     assert [log.read_text() for log in logs] == ["counted 6\n"] * 2  # 3 steps of 2 workers
     table = errors.splitlines()
+    assert re.match(r"rankless: 2 workers, \d+ threads? each, 2 clocks, seed ", table[0]), errors
     assert re.match(r" +clock +pid +address +log file", table[1]), errors
     assert [line.split()[0] for line in table[2:4]] == ["0", "1"]
 
@@ -111,6 +112,24 @@ def test_verify_and_plan_take_its_options_too(installed, tmp_path):
         done = subprocess.run(command, cwd=tmp_path, env=installed, capture_output=True, text=True)
         assert (done.returncode, shown in done.stdout) == (0, True), done.stdout + done.stderr
     assert [log.read_text() for log in tmp_path.glob("log/*/clock0.log")].count("counted 6\n") >= 1
+
+
+def test_a_declared_module_that_is_missing_is_an_error_with_a_fix(installed, tmp_path):
+    folder = tmp_path / "packages/seeds"
+    folder.mkdir()
+    (folder / "__init__.py").touch()
+    (folder / "extension.toml").write_text(
+        "options_module = 'seeds.missing'\n[options.seeds]\nhelp = 'More.'\n"
+        "[commands.sow]\nhelp = 'Sow.'\nmodule = 'seeds.sow'\n"
+    )
+    (tmp_path / "packages/clocks-1.0.dist-info/entry_points.txt").write_text("[rankless.extensions]\nseeds = seeds\n")
+    errors = start(installed, tmp_path, "--seeds", "2").communicate()[1]
+    assert "expected: the module seeds.missing with make_options, which extension.toml of the extension" in errors
+    assert "found:    No module named 'seeds.missing'\nfix:" in errors
+    sow = [sys.executable, "-m", "rankless", "sow"]
+    done = subprocess.run(sow, cwd=tmp_path, env=installed, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("rankless sow: ConfigError\nexpected: the module seeds.sow, which ext"), done.stderr
 
 
 @pytest.mark.exhaustive

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import rankless
-from rankless.config.servers import SERVER
+from rankless.extensions.servers.config import SERVER
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--plain", action="store_true")

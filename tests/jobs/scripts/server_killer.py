@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import psutil
 
-from rankless.config.servers import SERVER
+from rankless.extensions.servers.config import SERVER
 
 
 class ServerKiller:

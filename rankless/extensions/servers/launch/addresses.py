@@ -11,8 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rankless.config.hosts import addresses_of, is_loopback, own_addresses, parse_endpoint
-from rankless.config.servers import RequestedServers, ServersConfig, format_server_address, make_servers_config
 from rankless.errors import ConfigError
+from rankless.extensions.servers.config import (
+    RequestedServers,
+    ServersConfig,
+    format_server_address,
+    make_servers_config,
+)
 from rankless.launch.ports import find_port_conflict
 
 MAX_PATH_BYTES = 107

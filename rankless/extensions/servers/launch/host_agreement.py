@@ -14,10 +14,10 @@ import msgspec
 
 from rankless.config.hosts import Endpoint
 from rankless.config.run_config import AgreedProcesses
-from rankless.config.server_hosts import divide_servers, place_copies
-from rankless.config.servers import RequestedServers
 from rankless.errors import JoinError, RanklessError
+from rankless.extensions.servers.config import SERVER_ROLE, RequestedServers
 from rankless.extensions.servers.launch.addresses import reserve_address
+from rankless.extensions.servers.launch.server_hosts import divide_servers, place_copies
 from rankless.launch.rendezvous.answers import ANSWER_TIMEOUT_SECONDS, announced_failures, receive_answers
 from rankless.launch.rendezvous.host_facts import HostFacts, RoleFacts
 from rankless.launch.rendezvous.messages import RoleMessage
@@ -104,7 +104,11 @@ def agree_on_servers(
             addresses[host] = _read_answer(answers, host, names)
         found = {host: iter(each) for host, each in addresses.items()}
         return AgreedProcesses(
-            addresses=tuple(next(found[host]) for host in places), hosts=places, salt=secrets.token_hex(_SALT_BYTES)
+            addresses=tuple(next(found[host]) for host in places),
+            hosts=places,
+            role=SERVER_ROLE,
+            replicas=requested.replicas,
+            salt=secrets.token_hex(_SALT_BYTES),
         )
 
 

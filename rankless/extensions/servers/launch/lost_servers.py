@@ -2,7 +2,7 @@
 
 Host 0 decides it (`LostServers.cover_hosts` and `cover_processes`), because it attributes failures. It tells the other
 hosts, and each agent tells its workers through memory (`extensions.servers.lost_memory`). See Note [copies of servers]
-in `config.servers`.
+in `extensions.servers.config`.
 """
 
 import os
@@ -12,15 +12,12 @@ from collections.abc import Collection, Iterable, Sequence
 import msgspec
 
 from rankless.config.run_config import AgreedJobConfig
-from rankless.config.servers import ServersConfig, find_original, find_partner
+from rankless.extensions.servers.config import NAME, ServersConfig, find_original, find_partner
 from rankless.extensions.servers.lost_memory import mark_lost, open_lost_servers
 from rankless.launch.peers import Peers
 from rankless.launch.rendezvous.peers import FollowerPeers, LeaderPeer
 from rankless.launch.signals import name_signal
 from rankless.records.events import NO_RANK, AnyRecord, HostLost, Notice, ProcessExited, ProcessLost
-
-NAME = "servers"
-"""The name of the role."""
 
 
 class LostServers:
@@ -41,8 +38,8 @@ class LostServers:
         names: Sequence[str],
         peers: Peers,
     ) -> None:
-        self._parts = 0 if servers is None or not servers.replicas or start.servers is None else servers.part_count
-        self._hosts = () if start.servers is None else start.servers.hosts
+        self._parts = 0 if servers is None or not servers.replicas else servers.part_count
+        self._hosts = start.roles[NAME].hosts if NAME in start.roles else ()
         self._workers, self._names, self._peers = start.workers, names, peers
         self._lost: set[int] = set()
         self.descriptor = open_lost_servers(2 * self._parts) if self._parts else None

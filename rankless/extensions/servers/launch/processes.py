@@ -12,8 +12,8 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 
-from rankless.config.servers import CANNOT_GO_ON, DEFAULT_SERVER_RESTARTS, find_original
 from rankless.errors import LaunchError
+from rankless.extensions.servers.config import CANNOT_GO_ON, DEFAULT_SERVER_RESTARTS, SERVER_ROLE, find_original
 from rankless.extensions.servers.launch.server_launches import ServerLaunch
 from rankless.extensions.servers.launch.server_process import ServerPhase, ServerProcess
 from rankless.launch.roles import ProcessRow
@@ -63,6 +63,7 @@ class ServerProcesses:
         """Return what each server is, at present."""
         return [
             ProcessRow(
+                role=SERVER_ROLE,
                 index=each.index,
                 process_id=each.process.pid,
                 address=each.launch.config.address,

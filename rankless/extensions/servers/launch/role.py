@@ -7,12 +7,21 @@ from typing import Any
 import msgspec
 
 from rankless.config.run_config import AgreedProcesses, RunConfig
-from rankless.config.server_hosts import describe_servers, find_own_servers
-from rankless.config.servers import RequestedServers, ServersConfig, make_servers_config, parse_server_address
+from rankless.config.worker_config import OwnBatches
+from rankless.extensions.servers.config import (
+    NAME,
+    SERVER_ROLE,
+    RequestedServers,
+    ServersConfig,
+    make_servers_config,
+    parse_server_address,
+)
 from rankless.extensions.servers.launch.addresses import reserve_server_addresses
 from rankless.extensions.servers.launch.host_agreement import agree_on_servers, answer_reservation
-from rankless.extensions.servers.launch.lost_servers import NAME, LostServers
+from rankless.extensions.servers.launch.lost_servers import LostServers
+from rankless.extensions.servers.launch.options import find_requested
 from rankless.extensions.servers.launch.processes import ServerProcesses
+from rankless.extensions.servers.launch.server_hosts import describe_servers, find_own_servers
 from rankless.extensions.servers.launch.server_launches import make_server_launches
 from rankless.launch.rendezvous.host_facts import RoleFacts
 from rankless.launch.rendezvous.job_token import derive_server_token
@@ -24,8 +33,9 @@ from rankless.records.events import AnyRecord
 
 def make_role(config: RunConfig) -> "ServersRole":
     """Return the servers of a run with `--servers`, on this host."""
-    assert config.servers is not None
-    return ServersRole(config, config.servers)
+    requested = find_requested(config.request)
+    assert requested is not None
+    return ServersRole(config, requested)
 
 
 class ServersRole(ProcessRole):
@@ -50,7 +60,9 @@ class ServersRole(ProcessRole):
         """See `ProcessRole`."""
         self._on_one_host = self._held.enter_context(reserve_server_addresses(self._requested))
         addresses = self._on_one_host.addresses
-        return AgreedProcesses(addresses=addresses, hosts=(0,) * len(addresses))
+        return AgreedProcesses(
+            addresses=addresses, hosts=(0,) * len(addresses), role=SERVER_ROLE, replicas=self._requested.replicas
+        )
 
     def describe(self) -> RoleFacts:
         """See `ProcessRole`."""
@@ -86,8 +98,11 @@ class ServersRole(ProcessRole):
         )
         descriptor = self._lost.descriptor
         content = msgspec.structs.replace(servers, lost_descriptor=descriptor)
+        bound = servers.staleness if servers.mode == "bounded" else None
         return WorkerContent(
-            roles={self.name: msgspec.to_builtins(content)}, descriptors=() if descriptor is None else (descriptor,)
+            roles={self.name: msgspec.to_builtins(content)},
+            descriptors=() if descriptor is None else (descriptor,),
+            own_batches=None if servers.mode == "sync" else OwnBatches(most_ahead=bound),
         )
 
     def start(self, interrupts: Interrupts, *, on_wait: Callable[[], None]) -> None:

@@ -3,8 +3,8 @@
 import subprocess
 import tempfile
 
-from rankless.config.validation import require_server_packages
 from rankless.errors import ConfigError
+from rankless.extensions.servers.launch.options import require_server_packages
 from rankless.records.check_results import CheckResult, make_failure, make_pass
 from rankless.runtime.subprocess_command import module_command
 

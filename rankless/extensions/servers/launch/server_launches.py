@@ -5,9 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rankless.config.run_config import AgreedJobConfig
-from rankless.config.servers import ServerConfig, ServersConfig
+from rankless.extensions.servers.config import NAME, SERVER_ROLE, ServerConfig, ServersConfig
 from rankless.launch.profile import LauncherProfile
-from rankless.records.events import SERVER
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +23,7 @@ def make_server_launches(
     profile: LauncherProfile, start: AgreedJobConfig, servers: ServersConfig, *, folder: str, host_index: int = 0
 ) -> list[ServerLaunch]:
     """Return the servers of a host, with log files in its `folder`."""
-    own = range(len(servers.addresses)) if start.servers is None else start.servers.on_host(host_index)
+    agreed = start.roles[NAME]
     configs = [
         ServerConfig(
             index=index,
@@ -38,13 +37,13 @@ def make_server_launches(
             mode=servers.mode,
             staleness=servers.staleness,
         )
-        for index in own
+        for index in agreed.on_host(host_index)
     ]
     return [
         ServerLaunch(
             config=each,
-            variables=profile.server_environment(each, servers, start),
-            log_file=os.path.abspath(profile.process_log_file(folder, SERVER, each.index)),
+            variables=profile.process_environment(agreed, each.index, start),
+            log_file=os.path.abspath(profile.process_log_file(folder, SERVER_ROLE, each.index)),
         )
         for each in configs
     ]

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from rankless.config.environment import WORKER_PLAN
-from rankless.config.servers import ServerConfig, server_environment
+from rankless.extensions.servers.config import ServerConfig, server_environment
 from rankless.extensions.servers.launch.server_launches import ServerLaunch
 from rankless.launch.signals import name_signal
 from rankless.records.live.live_run import ProcessStage

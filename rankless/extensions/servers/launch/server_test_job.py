@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from rankless.config.servers import ServerConfig, ServersConfig
 from rankless.errors import RanklessError, TableError
+from rankless.extensions.servers.config import ServerConfig, ServersConfig
 from rankless.extensions.servers.launch.processes import ServerProcesses
 from rankless.extensions.servers.launch.server_launches import ServerLaunch
 from rankless.extensions.servers.service.client import ServerClient

@@ -6,8 +6,8 @@ from typing import Self
 
 import msgspec
 
-from rankless.config.servers import ServersConfig
 from rankless.errors import LostWorkerError, RanklessError, ServerError
+from rankless.extensions.servers.config import ServersConfig
 from rankless.extensions.servers.service.served_table import OpenedTable, ServedTable
 from rankless.extensions.servers.service.server_connection import ConnectionSettings
 from rankless.extensions.servers.service.server_requests import ServerRequests

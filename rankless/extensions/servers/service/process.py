@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 import zmq
 
-from rankless.config.servers import CANNOT_GO_ON, ServerConfig, read_server_config
 from rankless.errors import RanklessError, TableError
+from rankless.extensions.servers.config import CANNOT_GO_ON, ServerConfig, read_server_config
 from rankless.extensions.servers.service.server_status import ServerStatusPage
 from rankless.extensions.servers.service.table_server import TableServer, log_line
 from rankless.extensions.servers.service.wire.addresses import bound

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from rankless.config.servers import ServersConfig
 from rankless.errors import RanklessError, ServerError
+from rankless.extensions.servers.config import ServersConfig
 from rankless.extensions.servers.service.sent_requests import TRANSFERS, SentRequest, SentRequests
 from rankless.extensions.servers.service.wire.authentication import (
     PROOF_BYTES,

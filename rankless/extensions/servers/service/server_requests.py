@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TypeVar
 
-from rankless.config.servers import ServersConfig
 from rankless.errors import RanklessError, ServerError, TableError
+from rankless.extensions.servers.config import ServersConfig
 from rankless.extensions.servers.service.replicated_connection import ReplicatedConnection
 from rankless.extensions.servers.service.server_connection import (
     ConnectionSettings,

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from rankless.config.servers import ServerMode
 from rankless.errors import RanklessError, TableError
+from rankless.extensions.servers.config import ServerMode
 from rankless.extensions.servers.service.contents_transfer import (
     ContentsMetadata,
     ContentsSnapshot,
@@ -67,7 +67,7 @@ class TableRequests:
     """Does requests, and commits transactions when they are complete."""
 
     def __init__(self, tables: ServerTables, worker_count: int, mode: ServerMode, staleness: int) -> None:
-        """Do requests to tables; see `config.servers` for the mode and the staleness."""
+        """Do requests to tables; see `extensions.servers.config` for the mode and the staleness."""
         self.tables = tables
         self.transactions = make_transactions(tables, worker_count, mode)
         self._most_ahead = staleness if mode == "bounded" else None

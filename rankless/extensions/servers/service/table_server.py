@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from rankless.config.servers import ServerConfig
 from rankless.errors import ServerError
+from rankless.extensions.servers.config import ServerConfig
 from rankless.extensions.servers.service.served_tables import ServerTables
 from rankless.extensions.servers.service.server_status import RequestCounter
 from rankless.extensions.servers.service.sessions import RequestAnswer, WorkerSession

@@ -6,8 +6,7 @@ import re
 import pytest
 from support.jobs import job_environment
 
-from rankless.config import validation
-from rankless.extensions.servers.launch import server_checks
+from rankless.extensions.servers.launch import options, server_checks
 from rankless.extensions.servers.launch.server_checks import run_check
 
 
@@ -39,7 +38,7 @@ def test_a_server_that_does_not_answer_is_a_failure(monkeypatch):
 
 
 def test_missing_packages_are_no_failure(monkeypatch):
-    monkeypatch.setattr(validation, "SERVER_PACKAGES", ("zmq", "no_such_package"))
+    monkeypatch.setattr(options, "SERVER_PACKAGES", ("zmq", "no_such_package"))
     found = run_check()
     assert found.status == "pass"
     assert found.seen.startswith("no no_such_package; runs with --servers need pip install")

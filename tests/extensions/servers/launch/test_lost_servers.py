@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from rankless.config.run_config import AgreedJobConfig, AgreedProcesses
-from rankless.config.servers import ServersConfig
+from rankless.extensions.servers.config import ServersConfig
 from rankless.extensions.servers.launch.lost_servers import LostServers
 from rankless.extensions.servers.lost_memory import is_server_lost
 from rankless.launch.peers import Peers
@@ -27,7 +27,7 @@ def make_run(replicas: int = 1, hosts: tuple[int, ...] = HOSTS, workers: tuple[i
         master_port=1,
         store_address="a",
         store_port=2,
-        roles={"servers": AgreedProcesses(addresses=addresses, hosts=hosts)},
+        roles={"servers": AgreedProcesses(addresses=addresses, hosts=hosts, role="server")},
     )
     servers = ServersConfig(addresses=addresses, token="secret", replicas=replicas)
     return LostServers(servers, start, names=("a", "b", "c")[: len(workers)], peers=Peers())

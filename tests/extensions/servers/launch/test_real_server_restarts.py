@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from support.jobs import wait_until
 
-from rankless.config.servers import ServerConfig, ServersConfig
+from rankless.extensions.servers.config import ServerConfig, ServersConfig
 from rankless.extensions.servers.launch.processes import ServerProcesses
 from rankless.extensions.servers.launch.server_launches import ServerLaunch
 from rankless.launch.signals import Interrupts

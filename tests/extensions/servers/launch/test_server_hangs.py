@@ -17,8 +17,8 @@ import psutil
 import pytest
 from support.jobs import kill_job, read_process_ids, start_rankless, wait_until
 
-from rankless.config.servers import ServerConfig, ServersConfig
 from rankless.errors import ServerError
+from rankless.extensions.servers.config import ServerConfig, ServersConfig
 from rankless.extensions.servers.launch.processes import ServerProcesses
 from rankless.extensions.servers.launch.server_launches import ServerLaunch
 from rankless.launch.roles import ProcessRow
@@ -77,7 +77,7 @@ def test_ranks_that_wait_for_servers_that_compute_are_no_fault_of_the_network():
 def test_a_server_that_computes_makes_progress():
     code = "print('up', flush=True)\nwhile True: pass"
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
-    row = ProcessRow(index=0, process_id=process.pid, address="ipc:///run/0", log_file="server0.log")
+    row = ProcessRow(role="server", index=0, process_id=process.pid, address="ipc:///run/0", log_file="server0.log")
     monitor = ProcessMonitor(lambda: [row])
     try:
         assert process.stdout is not None
@@ -106,7 +106,7 @@ def test_a_server_in_a_debugger_never_ends_the_job():
 
 def test_the_monitor_reads_the_state_of_a_servers_process():
     process = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
-    row = ProcessRow(index=3, process_id=process.pid, address="ipc:///run/3", log_file="server3.log")
+    row = ProcessRow(role="server", index=3, process_id=process.pid, address="ipc:///run/3", log_file="server3.log")
     monitor = ProcessMonitor(lambda: [row])
     try:
         monitor.update(0.0)
@@ -125,7 +125,7 @@ def test_the_monitor_reads_the_state_of_a_servers_process():
 
 
 def test_the_monitor_follows_a_server_that_is_started_again():
-    rows = [ProcessRow(index=3, process_id=os.getpid(), address="ipc:///run/3", log_file="server3.log")]
+    rows = [ProcessRow(role="server", index=3, process_id=os.getpid(), address="ipc:///run/3", log_file="server3.log")]
     monitor = ProcessMonitor(lambda: rows)
     monitor.update(0.0)
     assert (monitor.is_restarting, monitor.seconds_since_restart(5.0)) == (False, float("inf"))
@@ -145,7 +145,7 @@ def test_the_monitor_follows_a_server_that_is_started_again():
 
 
 def test_host_0_knows_the_servers_of_other_hosts_from_records():
-    own = ProcessRow(index=0, process_id=os.getpid(), address="tcp://a:1", log_file="server0.log")
+    own = ProcessRow(role="server", index=0, process_id=os.getpid(), address="tcp://a:1", log_file="server0.log")
     monitor = ProcessMonitor(lambda: [own], lambda name: "ab"[name[1]])
     about = {"rank": NO_RANK, "time_ns": 0, "number": 1}
     monitor.receive(ProcessObserved(**about, doing="does not answer", state="stopped"), 1.0)
@@ -169,11 +169,12 @@ PULLING = """
 import os
 import numpy as np
 from rankless.config.environment import read_worker_config
+from rankless.extensions.servers.config import find_served
 from rankless.extensions.servers.service.client import ServerClient
 from rankless.extensions.servers.tables.settings import TableSettings
 
 config = read_worker_config()
-with ServerClient(config.servers, worker=config.rank, worker_count=config.world_size) as client:
+with ServerClient(find_served(config.roles), worker=config.rank, worker_count=config.world_size) as client:
     table = client.open_table("users", TableSettings(dim=4))
     table.pull(np.arange(3))
     with open(f"rank{config.rank}.pid", "w") as file:

@@ -10,7 +10,7 @@ from support.jobs import rankless, wait_until
 from support.server_jobs import require_nothing_left, run, summary_of
 from support.servers import ASK, DURABLE, SERVER, install_server
 
-from rankless.config.servers import ServerConfig
+from rankless.extensions.servers.config import ServerConfig
 from rankless.extensions.servers.launch import server_process
 from rankless.extensions.servers.launch.processes import ServerProcesses
 from rankless.extensions.servers.launch.server_launches import ServerLaunch

@@ -19,14 +19,15 @@ AHEAD = """
 import os, signal
 import numpy as np
 from rankless.config.environment import read_worker_config
+from rankless.extensions.servers.config import find_served
 from rankless.extensions.servers.service.client import ServerClient
 from rankless.extensions.servers.service.server_connection import ConnectionSettings
 from rankless.extensions.servers.tables.optimizers import SgdSettings
 from rankless.extensions.servers.tables.settings import TableSettings
 
 config = read_worker_config()
-settings = ConnectionSettings(60.0)
-with ServerClient(config.servers, worker=config.rank, worker_count=config.world_size, settings=settings) as client:
+settings, servers = ConnectionSettings(60.0), find_served(config.roles)
+with ServerClient(servers, worker=config.rank, worker_count=config.world_size, settings=settings) as client:
     table = client.open_table("users", TableSettings(dim=4))
     ids = np.arange(100)
     for step in range(4 if config.rank == 0 else 1):

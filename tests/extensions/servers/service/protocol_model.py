@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from rankless.config.servers import ServerConfig, ServersConfig
+from rankless.extensions.servers.config import ServerConfig, ServersConfig
 from rankless.extensions.servers.service import server_connection, server_requests, table_server
 from rankless.extensions.servers.service.client import ServerClient
 from rankless.extensions.servers.service.server_connection import ConnectionSettings

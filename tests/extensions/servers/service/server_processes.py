@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from rankless.config.servers import ServerConfig, ServersConfig, server_environment
+from rankless.extensions.servers.config import ServerConfig, ServersConfig, server_environment
 from rankless.extensions.servers.service.client import ServerClient
 
 ROOT = Path(__file__).parents[3]

@@ -15,8 +15,8 @@ from served_training import (
 from server_processes import ServersOfRun
 from support.jobs import wait_until
 
-from rankless.config.servers import ServersConfig
 from rankless.errors import ServerError
+from rankless.extensions.servers.config import ServersConfig
 from rankless.extensions.servers.service.client import ServerClient
 from rankless.extensions.servers.service.server_connection import ConnectionSettings
 from rankless.extensions.servers.tables.table import Table

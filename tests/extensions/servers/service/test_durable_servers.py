@@ -10,8 +10,8 @@ import zmq
 from served_training import OPTIMIZERS
 from server_processes import RestartedServer, ServerProcess
 
-from rankless.config.servers import CANNOT_GO_ON, ServerConfig, ServersConfig
 from rankless.errors import TableError
+from rankless.extensions.servers.config import CANNOT_GO_ON, ServerConfig, ServersConfig
 from rankless.extensions.servers.service.client import ServerClient
 from rankless.extensions.servers.service.server_connection import ConnectionSettings
 from rankless.extensions.servers.service.wire.authentication import PROOF_BYTES

@@ -11,8 +11,8 @@ from served_training import OPTIMIZERS
 from server_processes import RestartedServer, servers_of_run
 from support.jobs import wait_until
 
-from rankless.config.servers import ServersConfig
 from rankless.errors import ServerError
+from rankless.extensions.servers.config import ServersConfig
 from rankless.extensions.servers.service.client import ServerClient
 from rankless.extensions.servers.service.server_connection import ConnectionSettings
 from rankless.extensions.servers.service.wire.encryption import encrypt_worker

@@ -15,8 +15,8 @@ from raw_worker import RawWorker
 from served_training import OPTIMIZERS, table_settings
 from server_processes import PROGRAM, ROOT, ServerProcess, ServersOfRun, servers_of_run
 
-from rankless.config.servers import ServerConfig, ServersConfig, server_environment
 from rankless.errors import ServerError
+from rankless.extensions.servers.config import ServerConfig, ServersConfig, server_environment
 from rankless.extensions.servers.service.client import ServerClient
 from rankless.extensions.servers.service.server_connection import ConnectionSettings
 from rankless.extensions.servers.service.wire.messages import Kind, MessageHeader

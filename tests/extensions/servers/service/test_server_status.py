@@ -12,7 +12,7 @@ from served_training import OPTIMIZERS
 from server_processes import ServerProcess, ServersOfRun
 from support.jobs import wait_until
 
-from rankless.config.servers import ServerConfig, ServerMode, ServersConfig
+from rankless.extensions.servers.config import ServerConfig, ServerMode, ServersConfig
 from rankless.extensions.servers.service.client import ServerClient
 from rankless.extensions.servers.service.server_status import encode_activity
 from rankless.extensions.servers.tables.id_map import mix, shard_of

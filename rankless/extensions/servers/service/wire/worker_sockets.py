@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from rankless.config.servers import ServersConfig
 from rankless.errors import ServerError
+from rankless.extensions.servers.config import ServersConfig
 from rankless.extensions.servers.service.wire.encryption import encrypt_worker
 from rankless.extensions.servers.service.wire.messages import COPIED_BYTES, MOST_MESSAGE_BYTES
 

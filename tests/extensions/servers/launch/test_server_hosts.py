@@ -2,10 +2,12 @@
 
 import pytest
 
-from rankless.config import server_hosts
 from rankless.config.hosts import Endpoint, Host, parse_endpoint
 from rankless.config.run_config import UNKNOWN_HOST, Cluster
-from rankless.config.server_hosts import (
+from rankless.errors import ConfigError
+from rankless.extensions.servers.config import RequestedServers, format_server_address, parse_server_address
+from rankless.extensions.servers.launch import server_hosts
+from rankless.extensions.servers.launch.server_hosts import (
     count_own_servers,
     divide_servers,
     find_own_servers,
@@ -14,8 +16,6 @@ from rankless.config.server_hosts import (
     place_copies,
     require_server_hosts,
 )
-from rankless.config.servers import RequestedServers, format_server_address, parse_server_address
-from rankless.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)

@@ -8,11 +8,14 @@ from support.servers import install_server
 from support.warm_runs import rankless
 
 from rankless.cli import main
-from rankless.config import hosts, server_hosts, validation
+from rankless.config import hosts, validation
 from rankless.config.hosts import Endpoint, parse_endpoint
 from rankless.config.run_config import Elastic, Program, RunConfig, RunRequest
-from rankless.config.servers import RequestedServers
 from rankless.errors import ConfigError
+from rankless.extensions.servers.config import NAME, RequestedServers, make_settings
+from rankless.extensions.servers.launch import options as server_options
+from rankless.extensions.servers.launch import server_hosts
+from rankless.extensions.servers.launch.options import find_requested
 from rankless.launch import agent
 
 
@@ -43,7 +46,7 @@ ACCEPTED = [
 @pytest.mark.parametrize(("options", "servers", "endpoints", "workers"), ACCEPTED)
 def test_numbers_and_lists_name_servers_and_workers(options, servers, endpoints, workers, started):
     assert main(["run", *options, "--devices", "cpu", __file__]) == 0
-    assert started[0].servers == RequestedServers(count=servers, endpoints=endpoints)
+    assert find_requested(started[0].request) == RequestedServers(count=servers, endpoints=endpoints)
     assert started[0].worker_count == workers
 
 
@@ -144,8 +147,7 @@ def test_heterogeneous_workers_that_cannot_be_are_refused(command, options, mess
 @pytest.mark.parametrize(("options", "restarts"), [((), 10), (("--server-restarts", "0"), 0)])
 def test_the_number_of_restarts_of_servers_has_a_limit(servers, options, restarts, started: list[RunConfig]):
     assert main(["run", "--servers", servers, *options, "--devices", "cpu", __file__]) == 0
-    assert started[0].servers is not None
-    assert started[0].servers.max_restarts == restarts
+    assert started[0].request.options[NAME]["max_restarts"] == restarts
 
 
 @pytest.mark.parametrize(
@@ -153,7 +155,7 @@ def test_the_number_of_restarts_of_servers_has_a_limit(servers, options, restart
 )
 def test_without_servers_workers_are_those_of_n(options: tuple[str, ...], workers: int, started: list[RunConfig]):
     assert main(["run", *options, "--devices", "cpu", __file__]) == 0
-    assert (started[0].servers, started[0].worker_count) == (None, workers)
+    assert (started[0].request.options, started[0].worker_count) == ({}, workers)
 
 
 REFUSED = [
@@ -227,7 +229,8 @@ def test_modes_of_servers_reach_the_run(started: list[RunConfig]):
     assert main(["run", "--server-mode", "bounded", "--staleness", "0", *options]) == 0
     assert main(["run", "--server-mode", "async", *options]) == 0
     assert main(["run", "--server-mode", "geo", "--geo-steps", "3", *options]) == 0
-    found = [(each.servers.mode, each.servers.staleness, each.servers.geo_steps) for each in started if each.servers]
+    servers = [find_requested(each.request) for each in started]
+    found = [(each.mode, each.staleness, each.geo_steps) for each in servers if each is not None]
     assert found == [("bounded", 0, 10), ("async", 4, 10), ("geo", 4, 3)]
 
 
@@ -238,14 +241,14 @@ def test_an_unresolvable_name_is_no_address_of_this_host(started: list[RunConfig
 
 
 def test_missing_packages_of_servers_are_named(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(validation, "SERVER_PACKAGES", ("numba", "no_such_package"))
+    monkeypatch.setattr(server_options, "SERVER_PACKAGES", ("numba", "no_such_package"))
     with pytest.raises(ConfigError, match="no no_such_package\nfix:      pip install"):
-        validation.require_server_packages()
+        server_options.require_server_packages()
 
 
 def test_elastic_jobs_have_no_servers():
     elastic = Elastic(min_workers=1)
-    request = RunRequest(worker_count=1, elastic=elastic, servers=RequestedServers(count=1))
+    request = RunRequest(worker_count=1, elastic=elastic, options={NAME: make_settings(RequestedServers(count=1))})
     with pytest.raises(ConfigError, match="omit the options of elastic jobs, or the servers"):
         validation.make_run_config(Program(kind="script", target=__file__), request)
 

@@ -3,12 +3,10 @@
 from collections.abc import Sequence
 from itertools import groupby
 
-import msgspec
-
 from rankless.config.hosts import Endpoint, Host, addresses_of, is_here, is_loopback, own_addresses, parse_endpoint
 from rankless.config.run_config import UNKNOWN_HOST, Cluster
-from rankless.config.servers import RequestedServers
 from rankless.errors import ConfigError
+from rankless.extensions.servers.config import RequestedServers
 
 _LOCALHOST = "localhost"
 
@@ -82,14 +80,6 @@ def _require_order(option: str, workers: Sequence[Endpoint], hosts: Sequence[str
         "ranks follow it",
         found=",".join(map(str, workers)),
         fix=f"reorder them: {option}={','.join(str(workers[number]) for number in order)}",
-    )
-
-
-def add_heterogeneous(hosts: Sequence[Host], count: int) -> tuple[Host, ...]:
-    """Return hosts with so many heterogeneous workers on each, besides the others."""
-    return tuple(
-        msgspec.structs.replace(host, workers=host.workers + count, heterogeneous=count) if count else host
-        for host in hosts
     )
 
 

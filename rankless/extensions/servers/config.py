@@ -7,8 +7,8 @@ S + k is the copy of server k. Both hold part k of each table. They are equal, a
 """
 
 import os
-from collections.abc import Iterable
-from typing import Literal, get_args
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -33,8 +33,6 @@ ServerMode = Literal["sync", "async", "bounded", "geo"]
 - `geo`: workers step, and send to the servers what has changed after a given number of their batches.
 """
 SERVER_MODES: tuple[str, ...] = get_args(ServerMode)
-SERVER_PACKAGES = ("numba", "zmq")
-"""What the extra `ps` installs."""
 
 
 class RequestedServers(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,7 +52,7 @@ class RequestedServers(msgspec.Struct, frozen=True, kw_only=True):
     max_restarts: int = DEFAULT_SERVER_RESTARTS
     """How often servers that died are started again, all of a host together; 0 for never."""
     lost_workers: int | None = None
-    """Without how many killed workers the others go on. None: all but one, where they can."""
+    """How many killed workers the run tolerates. None: all but one, where it can."""
     encrypted: bool = False
     """Whether workers and servers encrypt what they send each other."""
     replicas: int = 0
@@ -64,6 +62,29 @@ class RequestedServers(msgspec.Struct, frozen=True, kw_only=True):
     def process_count(self) -> int:
         """The number of servers with their copies."""
         return self.count * (1 + self.replicas)
+
+
+NAME = "servers"
+"""The name of the extension, and of its role."""
+SERVER_ROLE = "server"
+"""What one of its processes is called."""
+
+
+def make_settings(servers: RequestedServers) -> dict[str, Any]:
+    """Return what a `RunRequest` has of servers among its `options`."""
+    settings: dict[str, Any] = msgspec.to_builtins(servers)
+    return settings
+
+
+def find_servers(settings: Mapping[str, Any]) -> RequestedServers:
+    """Return the servers of `make_settings`."""
+    return msgspec.convert(settings, RequestedServers)
+
+
+def find_served(roles: Mapping[str, Any]) -> "ServersConfig | None":
+    """Return the servers as a worker with these `roles` of its configuration sees them; None in a run without."""
+    content = roles.get(NAME)
+    return None if content is None else msgspec.convert(content, ServersConfig)
 
 
 class ServersConfig(msgspec.Struct, frozen=True, kw_only=True):
