@@ -21,8 +21,8 @@ from rankless.records.events import (
     ProcessRestarted,
     ServerState,
 )
-from rankless.records.live.server_activity import ServerActivity
-from rankless.records.live.shared_record import read_record
+from rankless.records.server_activity import ServerActivity
+from rankless.records.shared_record import read_record
 
 _IDLE_SECONDS = 1.5
 Name = tuple[str, int]
