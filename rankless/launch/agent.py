@@ -14,16 +14,19 @@ from typing import TYPE_CHECKING, TextIO
 from rankless.config.run_config import RunConfig
 from rankless.launch.job_setup import ReadyJob, set_up_job
 from rankless.launch.live_run_page import LiveRunPage, make_live_run, measure_live_run
-from rankless.launch.log_files import make_run_folder
 from rankless.launch.ports import require_own_address
-from rankless.launch.profile import load_profile
+from rankless.launch.profile import load_profile, make_run_folder
 from rankless.launch.roles import ProcessRow
 from rankless.launch.signals import Interrupts, RendezvousInterrupted, name_signal
-from rankless.launch.supervisor.fork_server_client import ForkServerClient, ForkServerPoolClient
+from rankless.launch.supervisor.fork_server_client import (
+    ForkServerClient,
+    ForkServerPoolClient,
+    NoWorkers,
+    WorkerParent,
+)
 from rankless.launch.supervisor.supervisor import RunOutcome, StoppingWorkers, Supervisor, choose_stop_times
 from rankless.launch.supervisor.terminal_text import format_count
 from rankless.launch.supervisor.verdict import Verdict
-from rankless.launch.supervisor.worker_parent import NoWorkers, WorkerParent
 from rankless.launch.terminal_report import RunReport, WorkerTable, conclude
 from rankless.launch.watchdog.watchdog import Watchdog, WatchdogConfig, open_status_pages
 from rankless.launch.worker_configs import WorkerDescriptors, make_worker_configs
@@ -35,7 +38,7 @@ from rankless.launch.worker_output import (
     duplicate_terminal,
 )
 from rankless.records.events import AnyRecord, FileOpened, Notice, ProcessRestarted, Raised, ScriptFinished
-from rankless.records.live.live_run import identify_agent
+from rankless.records.live_run import identify_agent
 from rankless.records.run_summary import RunSummary
 from rankless.terminal import process_title
 from rankless.terminal.cursor_tracker import CursorTracker, share_terminal

@@ -14,8 +14,8 @@ from rankless.launch.job_setup import ReadyJob
 from rankless.launch.roles import ProcessRow
 from rankless.records.encoding import encode_json
 from rankless.records.events import AnyRecord, Exited, HostLost, ScriptFinished, Started
-from rankless.records.live.live_run import LAYOUT, LIVE_RUN_NAME, LiveProcess, LiveRun, LiveWorker
-from rankless.records.live.shared_record import RecordWriter, open_shared_file
+from rankless.records.live_run import LAYOUT, LIVE_RUN_NAME, LiveProcess, LiveRun, LiveWorker
+from rankless.records.shared_record import RecordWriter, open_shared_file
 
 _FIXED_BYTES = 1 << 16
 _PROCESS_BYTES = 1 << 12

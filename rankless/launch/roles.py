@@ -22,7 +22,7 @@ from rankless.launch.peers import Peers
 from rankless.launch.profile import LauncherProfile
 from rankless.launch.signals import Interrupts
 from rankless.records.events import AnyRecord
-from rankless.records.live.live_run import ProcessStage
+from rankless.records.live_run import ProcessStage
 
 if TYPE_CHECKING:  # most runs have one host
     from rankless.launch.rendezvous.control_server import ControlServer

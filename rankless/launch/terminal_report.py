@@ -12,9 +12,8 @@ from rankless.config.run_config import RunConfig
 from rankless.config.worker_config import WorkerLaunch
 from rankless.errors import JoinError, LaunchError
 from rankless.launch.job_setup import ReadyJob
-from rankless.launch.log_files import run_folder
 from rankless.launch.peers import Peers
-from rankless.launch.profile import WorkerLogFiles
+from rankless.launch.profile import WorkerLogFiles, run_folder
 from rankless.launch.roles import ProcessRow
 from rankless.launch.signals import RendezvousInterrupted, name_signal
 from rankless.launch.summary_file import SummaryFile

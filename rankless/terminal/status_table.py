@@ -3,10 +3,10 @@
 import os
 from collections.abc import Sequence
 
-from rankless.records.live.run_status import RunStatus, ServerReport, WorkerReport
-from rankless.records.live.server_activity import TableActivity
 from rankless.records.quantities import format_bytes, format_seconds
+from rankless.records.run_status import RunStatus, ServerReport, WorkerReport
 from rankless.records.run_summary import RESULT_ROLE
+from rankless.records.server_activity import TableActivity
 
 _MOST_PROGRAM_CHARACTERS = 100
 _UNKNOWN = "-"

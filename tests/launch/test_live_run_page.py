@@ -11,7 +11,7 @@ from rankless.launch.live_run_page import LiveRunPage
 from rankless.launch.roles import ProcessRow
 from rankless.launch.status.running_runs import find_running_runs, read_live_run
 from rankless.records.events import Exited, Notice, ScriptFinished, Started
-from rankless.records.live.live_run import LAYOUT, LiveRun, LiveWorker
+from rankless.records.live_run import LAYOUT, LiveRun, LiveWorker
 
 SIZE = 1 << 16
 

@@ -6,9 +6,9 @@ from rankless.launch.status.readings import ProcessReading, RoleProcessReading, 
 from rankless.launch.status.reports import measure_step_rate, report_running
 from rankless.launch.watchdog.process_stats import ProcessStats
 from rankless.launch.watchdog.stack_classifier import StackLocation
-from rankless.records.live.live_run import LiveProcess, LiveRun, LiveWorker, ProcessStage
-from rankless.records.live.run_status import RunStatus
-from rankless.records.live.server_activity import ServerActivity
+from rankless.records.live_run import LiveProcess, LiveRun, LiveWorker, ProcessStage
+from rankless.records.run_status import RunStatus
+from rankless.records.server_activity import ServerActivity
 from rankless.records.worker_status import STEPS_KEPT, WorkerStatus
 from rankless.terminal.status_table import format_status
 

@@ -16,9 +16,9 @@ import msgspec
 from rankless.launch.watchdog.process_stats import ProcessStats, read_process_stats
 from rankless.launch.watchdog.stack_classifier import StackLocation, classify_stack
 from rankless.launch.watchdog.stacks import ask_thread, parse_main_stack
-from rankless.records.live.live_run import LiveProcess, LiveRun, LiveWorker
-from rankless.records.live.server_activity import SERVER_PAGE_NAME, ServerActivity
-from rankless.records.live.shared_record import read_record, read_sequence
+from rankless.records.live_run import LiveProcess, LiveRun, LiveWorker
+from rankless.records.server_activity import SERVER_PAGE_NAME, ServerActivity
+from rankless.records.shared_record import read_record, read_sequence
 from rankless.records.worker_status import (
     NAME,
     PLACE_BYTES,

@@ -7,8 +7,8 @@ import msgspec
 
 from rankless.launch.status.readings import ProcessReading, RoleProcessReading, RunReading, WorkerReading
 from rankless.launch.watchdog.process_stats import MAX_IDLE_CPU_FRACTION, MAX_SWITCHES_PER_SECOND
-from rankless.records.live.live_run import LiveProcess, LiveRun, LiveWorker
-from rankless.records.live.run_status import (
+from rankless.records.live_run import LiveProcess, LiveRun, LiveWorker
+from rankless.records.run_status import (
     RunStatus,
     ServerReport,
     ServerState,
@@ -16,8 +16,8 @@ from rankless.records.live.run_status import (
     WorkerReport,
     WorkerState,
 )
-from rankless.records.live.server_activity import ServerActivity
 from rankless.records.run_summary import RunSummary
+from rankless.records.server_activity import ServerActivity
 from rankless.records.worker_status import WorkerStatus
 
 RATE_SECONDS = 10.0

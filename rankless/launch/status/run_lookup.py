@@ -11,8 +11,8 @@ import msgspec
 from rankless.errors import ConfigError
 from rankless.launch.status.reports import report_ended
 from rankless.launch.status.running_runs import find_running_runs, read_run_of_agent
-from rankless.records.live.live_run import LiveRun, current_system, is_agent_alive
-from rankless.records.live.run_status import RunStatus
+from rankless.records.live_run import LiveRun, current_system, is_agent_alive
+from rankless.records.run_status import RunStatus
 from rankless.records.run_summary import RunProgram, RunSummary, decode_run_summary
 
 _SUMMARY_NAME = re.compile(r"run\d*\.json")

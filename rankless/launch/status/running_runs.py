@@ -6,9 +6,9 @@ from contextlib import suppress
 import msgspec
 
 from rankless.launch.status.readings import open_shared_file_of
-from rankless.records.live.live_run import LAYOUT, LIVE_RUN_NAME, LiveRun, is_agent_alive
-from rankless.records.live.shared_record import read_record
+from rankless.records.live_run import LAYOUT, LIVE_RUN_NAME, LiveRun, is_agent_alive
 from rankless.records.run_summary import AgentProcess
+from rankless.records.shared_record import read_record
 
 
 class _RunLayout(msgspec.Struct, frozen=True):

@@ -26,8 +26,8 @@ from rankless.config.run_config import RunConfig
 from rankless.launch.peers import Peers, StopMode
 from rankless.launch.profile import LauncherProfile, SignalForwarding
 from rankless.launch.signals import Interrupts
+from rankless.launch.supervisor.fork_server_client import WorkerParent
 from rankless.launch.supervisor.verdict import ATTRIBUTED_RECORDS, SecondaryFailure, Verdict, may_be_failure
-from rankless.launch.supervisor.worker_parent import WorkerParent
 from rankless.launch.watchdog import load_part
 from rankless.records.events import NO_RANK, AnyRecord, Exited, Notice, Raised, Started, WorkerCut, receive_records
 from rankless.records.worker_status import PAGE_BYTES, STACKS_REQUEST, read_page

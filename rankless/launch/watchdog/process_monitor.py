@@ -20,8 +20,8 @@ from rankless.records.events import (
     ProcessRestarted,
     ProcessState,
 )
-from rankless.records.live.server_activity import ServerActivity
-from rankless.records.live.shared_record import read_record
+from rankless.records.server_activity import ServerActivity
+from rankless.records.shared_record import read_record
 
 _IDLE_SECONDS = 1.5
 Name = tuple[str, int]

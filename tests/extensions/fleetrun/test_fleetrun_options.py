@@ -16,10 +16,9 @@ from rankless.extensions.fleetrun.parser import FLAGS, FleetrunFlags, list_argum
 from rankless.extensions.fleetrun.profile import ENDPOINTS, share_out
 from rankless.extensions.fleetrun.run_config import describe_ignored_options, fleetrun_program, fleetrun_request
 from rankless.extensions.fleetrun.tables import format_arguments_table, format_environment_table, format_worker_line
-from rankless.launch import log_files
 from rankless.launch.job_setup import ReadyJob
 from rankless.launch.peers import Peers
-from rankless.launch.profile import load_profile
+from rankless.launch.profile import load_profile, make_run_folder
 from rankless.launch.worker_configs import make_worker_configs
 
 SCRIPT = Program(kind="script", target=__file__)
@@ -266,7 +265,7 @@ def test_a_log_file_that_paddle_wrote_is_kept(tmp_path: Path, monkeypatch: pytes
     Path("log/workerlog.0").write_text("Paddle's\n")
     for count in (2, 1):
         config = config_of(f"--nproc_per_node={count}")
-        log_files.make_run_folder(
+        make_run_folder(
             config,
             load_profile(config.launcher),
             msgspec.structs.replace(job_of(config).start, run_id=f"run{count}"),

@@ -13,8 +13,7 @@ from rankless.config.run_config import AgreedJobConfig, Elastic, RunConfig
 from rankless.extensions.horovodrun.elastic.all_workers import AllWorkers, LaunchContext
 from rankless.extensions.horovodrun.elastic.discovery import DiscoveredHosts, FixedHosts
 from rankless.extensions.horovodrun.elastic.stalled_rounds import StalledRoundDetector
-from rankless.launch.log_files import make_run_folder, make_run_id
-from rankless.launch.profile import LauncherProfile
+from rankless.launch.profile import LauncherProfile, make_run_folder, make_run_id
 from rankless.launch.recovery.driver_actions import Action, KillAction, StartAction
 from rankless.launch.recovery.membership import JobFailure, JobMembership
 from rankless.launch.signals import Interrupts, name_signal

@@ -16,11 +16,11 @@ from rankless.config.environment import WORKER_PLAN
 from rankless.extensions.servers.config import ServerConfig, server_environment
 from rankless.extensions.servers.launch.server_launches import ServerLaunch
 from rankless.launch.signals import name_signal
-from rankless.records.live.live_run import ProcessStage
-from rankless.records.live.server_activity import SERVER_PAGE_BYTES, SERVER_PAGE_NAME
-from rankless.records.live.shared_record import open_shared_file
+from rankless.records.live_run import ProcessStage
 from rankless.records.private_files import private_opener
 from rankless.records.quantities import format_seconds
+from rankless.records.server_activity import SERVER_PAGE_BYTES, SERVER_PAGE_NAME
+from rankless.records.shared_record import open_shared_file
 from rankless.runtime.process_tree import delayed_interrupts
 from rankless.runtime.subprocess_command import module_command
 

@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-from rankless.records.live.server_activity import ServerActivity
+from rankless.records.server_activity import ServerActivity
 
 StatusOutcome = Literal["running", "succeeded", "failed", "interrupted", "killed", "unknown"]
 WorkerState = Literal["starting", "computes", "waits", "idle", "stopped", "debugged", "ended", "elsewhere"]
