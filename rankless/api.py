@@ -204,8 +204,7 @@ def check_synchronized(model: torch.nn.Module, optimizer: torch.optim.Optimizer 
     """
     world = _current().world
     world.require_not_in_once("rankless.check_synchronized")
-    if world.independent is not None:
-        world.independent.meet("rankless.check_synchronized")
+    world.joint.meet("rankless.check_synchronized")
     if world.workers.size > 1:
         require_synchronized(model, optimizer)
 
@@ -744,8 +743,7 @@ def _find_saver(operation: str) -> checkpoint.Saver:
     """Return what saves in this process. Raises RanklessError inside `rankless.once`."""
     context = _current()
     context.world.require_not_in_once(operation)
-    if context.world.independent is not None:
-        context.world.independent.meet(operation)
+    context.world.joint.meet(operation)
     return context.saver
 
 

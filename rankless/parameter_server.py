@@ -12,15 +12,15 @@ from rankless.extensions.servers.tables.contents import TableStatistics
 from rankless.extensions.servers.tables.settings import ByCount, ByHash, Constant, Normal, Uniform
 
 if TYPE_CHECKING:
+    from rankless.extensions.servers.dense_parts import mark_dense
     from rankless.extensions.servers.embedding import Embedding
     from rankless.extensions.servers.ftrl import FTRL
-    from rankless.parallel.dense_parts import mark_dense
 
 __all__ = ["FTRL", "ByCount", "ByHash", "Constant", "Embedding", "Normal", "TableStatistics", "Uniform", "mark_dense"]
 LOADED_ON_USE = {
     "FTRL": "rankless.extensions.servers.ftrl",
     "Embedding": "rankless.extensions.servers.embedding",
-    "mark_dense": "rankless.parallel.dense_parts",
+    "mark_dense": "rankless.extensions.servers.dense_parts",
 }
 """The modules of functions and classes that need PyTorch."""
 

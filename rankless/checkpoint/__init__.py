@@ -4,9 +4,9 @@ Input: a path, objects by name, the mesh. Output: a folder that safetensors alon
 layout), or the restored objects. `rankless.api` calls it on every rank. The runtime makes the one `Saver` of a
 process.
 
-`saving` agrees with the other ranks within the step. `background_write` then needs only the disk, and may run in a
-thread: ranks communicate through the folder, never by collectives. `file_shares` says what each rank writes. `loading`
-gives objects tensors that `stored_tensors` reads when something needs them. Decisions 0031 and 0051 have the reasons.
+`saving` agrees with the other ranks within the step, and says what each rank writes. The writing then needs only the
+disk, and may run in a thread: ranks communicate through the folder, never by collectives. `loading` gives objects
+tensors that `stored_tensors` reads when something needs them. Decisions 0031 and 0051 have the reasons.
 """
 
 from rankless.checkpoint.checkpoints import Checkpoints, Restored

@@ -9,15 +9,17 @@ The folders in the order of a compilation:
   read.
 - `analysis` finds what splitting the batch does to each value, and what a loss divides by (gradient accumulation).
 - `program_agreement` compares the graphs of all ranks. If they differ, nothing runs.
-- `sharding` gives each value a placement along each axis, and each operator a strategy from `rules`. `tensor_parallel`
-  chooses which parameters the axes `tensor` and `expert` shard. `probing` tries an operator without a rule.
+- `sharding` gives each value a placement along each axis, and each operator a strategy from `rule_table`, which has
+  those of `rules`. `probing` tries an operator without a rule.
 - `lowering` makes each rank's program from it: redistributions, sums and counts instead of means, values that the
   backward pass computes again, phases for experts on single ranks.
 - `scheduling` orders communication: buckets of gradients, gathers of sharded parameters. On a mesh with the axis
-  `pipeline`, the folder `pipeline` does this instead.
+  `pipeline`, the folder `pipeline_parallel` does this instead.
 - `codegen` writes the program as Python. `ir` has the graph, Rankless's own operators, and their kernels.
 
+Each method has one place, whose head gives its equation: `tensor_parallel`, `sequence_parallel`, `expert_parallel`,
+`pipeline_parallel`, and `selected_rows` for `x[mask]`.
+
 Sizes that have varied are symbols in every stage (`tracing.symbolic_sizes`). Decisions that depend on them become
-guards, which all ranks share. Numbers of rows that values select (`x[mask]`) are symbols without a number:
-`tracing.row_counts`, `tracing.row_selections`, `rules.selected_rows` and `lowering.row_counts` (decision 0043).
+guards, which all ranks share.
 """

@@ -1,5 +1,9 @@
 """Tensor parallelism: choose how the parameters of a program are divided along the axis `tensor`.
 
+With the hidden features of an MLP divided, rank r has the columns A_r of the first weight and the rows B_r of the
+second. f(x A) B = sum over r of f(x A_r) B_r for an elementwise f, so each rank computes a term, and one all-reduce the
+sum. Its gradient is that of every term; the gradient of x is a sum of terms again, with a second all-reduce.
+
 Note [choice of dims]: dims that are divided together are one choice (Note [linked dims]): the heads of an attention
 layer, the hidden features of an MLP, the channels between two convolutions, the vocabulary. Each has a price: the bytes
 that are sent for every byte of parameters that is divided. Choices are made in the order of their prices, if no value
@@ -23,8 +27,8 @@ import torch
 from torch import fx
 
 from rankless.compiler.ir.logical_program import LogicalProgram, LogicalValue
+from rankless.compiler.rule_table import find_rule
 from rankless.compiler.rules.strategy import OperatorCall, Strategy, make_call
-from rankless.compiler.rules.table import find_rule
 from rankless.compiler.tracing.symbolic_sizes import size_hint
 from rankless.parallel.tensor_placement import BlockedShard, Placement, Replicate, Shard, split_lengths
 

@@ -230,9 +230,18 @@ class Extension(_Declared):
     participant: str = ""
     """A module with `make_participant(config)`, which returns a `StepParticipant` for the worker with that
     `WorkerConfig`, in runs whose command line has an option of the extension."""
+    joint_participant: str = ""
+    """A module with `make_joint_participant(events, config, workers)`, which returns a
+    `rankless.context.joint_events.JointParticipant`: in runs with a role or an option of the extension, and for models
+    whose modules name the module in `rankless_participant`."""
+    worker_kinds: bool = False
+    """Whether the joint participant says what each kind of workers computes, in runs with heterogeneous workers."""
     saved_rows: str = ""
     """A module of an extension whose checkpoints have rows. Its `STATE_COUNTS` has, by the name of an optimizer, how
     many states as long as its values a row has."""
+    operators: str = ""
+    """A module with `OPERATORS`: for each operator of programs that the extension adds, in the namespace of its name,
+    an `ExtensionOperator` (`rankless.compiler.rules.extension_operators`)."""
     role: Role | None = None
     doctor_check: DoctorCheck | None = None
     stacks: Stacks = Stacks()

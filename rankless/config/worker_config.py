@@ -9,13 +9,6 @@ from rankless.config.run_config import Backend, PlanFile, Precision, Program, Ru
 from rankless.records.parallel_plan import PlannedAxis
 
 
-class OwnBatches(msgspec.Struct, frozen=True, kw_only=True):
-    """How each worker trains on whole batches of its own, with its own steps, which go to processes of a role."""
-
-    most_ahead: int | None = None
-    """By how many of its batches a worker may be ahead of the slowest one. None: there is no bound."""
-
-
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """All that one worker needs. It travels in one environment variable, besides torchrun's."""
 
@@ -61,8 +54,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The inherited socket to the agent, which tells survivors how to continue; None: a lost worker ends the run."""
     roles: Mapping[str, Any] = {}
     """What the run's processes beside its workers are for a worker, by the name of their extension: plain values."""
-    own_batches: OwnBatches | None = None
-    """None: all workers make one step together."""
     options: Mapping[str, Mapping[str, Any]] = {}
     """The settings of extensions whose options the user gives, by the name of the extension."""
     inherited: tuple[int, ...] = ()

@@ -1,6 +1,6 @@
 """The world that the runtime passes to jobs and loaders, so that they never look up rank or process group.
 
-Note [operations]: in a run with parameter servers the others may go on without a worker that was killed. What workers
+Note [operations]: in some runs the others may go on without a worker that was killed. What workers
 do together is therefore an operation: a job's call, a pass over a loader, `once`, `save`. It changes nothing that
 lasts, and ends with a barrier. A worker that has passed the barrier knows that all have entered it. After a loss the
 others compare how many operations they have passed. The largest number counts for all of them. A worker that has not
@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from rankless.context.accumulation_passes import LoaderPasses
 from rankless.context.hidden_gradients import HiddenGradients
-from rankless.context.independent_workers import IndependentWorkers, TableSharing
+from rankless.context.joint_events import JointEvents
 from rankless.context.model_change_detector import ModelChangeDetector
 from rankless.context.observers import CallInspector, CompiledProgramRecorder
 from rankless.context.operations import Operations
@@ -27,7 +27,6 @@ from rankless.context.redundant_step_calls import LeftoverCalls
 from rankless.context.step_events import StepEvents
 from rankless.errors import RanklessError
 from rankless.ownership.divided_owner import DividedOwner
-from rankless.ownership.served_owner import ServedOwner
 from rankless.ownership.state_owner import StateOwner, WholeOwner
 from rankless.parallel.mesh import Mesh, list_state_axes
 from rankless.records.events import AnyRecord
@@ -46,7 +45,7 @@ class OnceState:
 
 @dataclass(frozen=True, kw_only=True)
 class StartedWorkers:
-    """The workers with which the run began. Servers and records know them by these numbers."""
+    """The workers with which the run began. Participants and records know them by these numbers."""
 
     own: int
     """The number of this process."""
@@ -89,7 +88,7 @@ class Recovery(Protocol):
 
         Args:
             attempt: Makes the operation in a world.
-            commits: Whether a step on servers follows the operation.
+            commits: Whether a step that participants count follows the operation.
             is_in_step: Whether the operation is a part of a step, which the one before has begun and which counts.
         """
         ...
@@ -164,8 +163,8 @@ class World:
     """Receives batches and ends of passes from loaders, for jobs that accumulate several calls into a step."""
     pipeline: PipelineStages = field(default_factory=PipelineStages)
     """Where the parameters of pipelines are."""
-    tables: TableSharing = field(default_factory=TableSharing)
-    """The tables that workers share, and the servers that hold them."""
+    joint: JointEvents = field(default_factory=JointEvents)
+    """Tells the participants of extensions that all ranks have what jobs do."""
     started: StartedWorkers | None = None
     """The workers with which the run began, where it may go on without some of them."""
     operations: Operations = field(default_factory=Operations)
@@ -174,15 +173,9 @@ class World:
     """Goes on without lost workers. None: a lost worker ends the run."""
 
     @property
-    def independent(self) -> "IndependentWorkers | None":
-        """What the workers do together where each trains on batches of its own; `mesh` is one worker then. None: they
-        make all steps together."""
-        return self.tables.independent
-
-    @property
     def workers(self) -> Mesh:
         """The mesh of all workers that run the script. Jobs and loaders use `mesh`."""
-        return self.mesh if self.independent is None else self.independent.workers
+        return self.joint.workers or self.mesh
 
     @property
     def current(self) -> "World":
@@ -191,13 +184,8 @@ class World:
 
     @property
     def numbering(self) -> StartedWorkers:
-        """The workers as servers know them."""
+        """The workers by the numbers with which the run began."""
         return self.started or StartedWorkers.of(self.workers)
-
-    @property
-    def reads_rows_early(self) -> bool:
-        """Whether jobs may ask servers for rows before a call needs them; see Note [early rows]."""
-        return self.tables.servers is not None and self.independent is None and self.mesh.size > 1
 
     def run_for_all(
         self,
@@ -211,7 +199,7 @@ class World:
         Args:
             attempt: Makes the operation in a world. It changes nothing that lasts, because it is called again if a
                 worker is lost.
-            commits: Whether a step on servers follows the operation.
+            commits: Whether a step that participants count follows the operation.
             generators: Returns the generators that it draws from besides PyTorch's own, in the same order on all ranks.
         """
         recovery = self.recovery
@@ -224,8 +212,9 @@ class World:
     @cached_property
     def owner(self) -> StateOwner:
         """Holds parameters, gradients and optimizer state, of which each worker may have only pieces."""
-        if self.independent is not None:
-            return ServedOwner(self.independent.step_on_servers)
+        own = self.joint.make_owner()
+        if own is not None:
+            return own
         owner: StateOwner = WholeOwner()
         for axis in reversed(list_state_axes(self.mesh) if self.mesh.size > 1 else ()):
             # Only along `data` do workers read each other's parameters.

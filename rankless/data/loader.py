@@ -206,6 +206,7 @@ class Loader(Generic[Batch]):
             raise
         current.is_over = True
         world.passes.end(loader_pass)
+        world.joint.meet("the end of a pass over a loader")
         world.events.end_pass(loader_pass)
 
     def _iterate_batches(
@@ -221,7 +222,7 @@ class Loader(Generic[Batch]):
         if copier is not None:
             batches = copy_to_device(batches, copier=copier, ahead=self.options.num_workers > 0)
         count = self._count_steps_left(current)
-        if count is None or not world.reads_rows_early or not self._source.may_read_early:
+        if count is None or not world.joint.reads_early(world) or not self._source.may_read_early:
             return batches
 
         def read_again(read: BatchRead) -> Any:
@@ -229,8 +230,8 @@ class Loader(Generic[Batch]):
             return batch if copier is None else copier.finish(copier.start(batch))
 
         if self.options.num_workers > 0:
-            return look_ahead(batches, world.tables.upcoming, most=count, read_again=None)
-        return look_ahead(batches, world.tables.upcoming, most=count - 1, read_again=read_again)
+            return look_ahead(batches, world.joint.upcoming, most=count, read_again=None)
+        return look_ahead(batches, world.joint.upcoming, most=count - 1, read_again=read_again)
 
     def _make_batch(self, read: BatchRead) -> Any:
         """Return what was read as the script gets it."""

@@ -2,8 +2,7 @@
 
 A function, its models and its optimizers enter. A callable that takes and returns whole values leaves. `rankless.api`
 makes and calls it. A job runs in one of the `views`: plain on one device, consistent as one program on a mesh, with
-`capture=False` on the whole batch on every rank, mirrored once per device, or independent of other workers (parameter
-servers in the modes `async`, `bounded` and `geo`).
+`capture=False` on the whole batch on every rank, or mirrored once per device. An extension may add a view of its own.
 
 `job` flattens the arguments (`arguments`). `call_sync` and `call_fingerprint` compare the call with those of other
 ranks, and `model_sync` the models. `programs.program_cache` finds or compiles the program. `optimizer_step`

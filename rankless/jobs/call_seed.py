@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from rankless.compiler.capture.autocast import apply_autocast_state, get_autocast_state
+from rankless.compiler.capture.global_modes import apply_autocast_state, get_autocast_state
 from rankless.context.world import World
 from rankless.jobs.definition import CallResult, JobDefinition
 from rankless.jobs.dtype_override import use_default_dtype

@@ -11,7 +11,7 @@ from typing import Any, Generic, ParamSpec, Self, TypeVar, cast, get_args
 import torch
 from torch import Tensor
 
-from rankless.compiler.capture.autocast import disable_autocast
+from rankless.compiler.capture.global_modes import disable_autocast
 from rankless.context.missing_optimizer import MissingOptimizerCheck
 from rankless.context.redundant_step_calls import StepHook
 from rankless.context.world import World, WorldSource
@@ -241,8 +241,8 @@ class Job(Generic[Parameters, Result]):
             return
         with disable_autocast(self.definition.device(world.mesh.device).type):
             self._stepped = self._get_stepper(world).add_call(outcome, outcome.loss, evaluate)
-            world.tables.commit()
-            self._views.request_rows(world)
+            world.joint.end_step()
+            self._views.prepare_next_call(world)
 
     @property
     def stepped(self) -> bool:
@@ -313,7 +313,7 @@ class Job(Generic[Parameters, Result]):
         with world.operations.change(world.mesh):
             if not self._stepper.flush():
                 return False
-            world.tables.commit()
+            world.joint.end_step()
         self._stepper.report_step()
         return True
 

@@ -20,11 +20,11 @@ from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_
 from torch.optim import Optimizer
 
 from rankless.context.accumulation_passes import AccumulationPass
-from rankless.context.table_sharing import list_tables
 from rankless.context.world import World
 from rankless.errors import ConfigError, LostWorkerError, StepError
 from rankless.jobs.definition import CallResult, JobDefinition, StepOptions
 from rankless.jobs.gradient_accumulation import GradientAccumulator
+from rankless.ownership.extension_modules import list_extension_modules
 from rankless.parallel.mesh import find_pipeline_axis, list_layer_axes
 
 
@@ -136,7 +136,7 @@ class OptimizerStepper:
         if self._pass is not None and self._pass() is ended:
             self._pass = None
             if self.flush():
-                self._world.tables.commit()
+                self._world.joint.end_step()
                 self.report_step()
 
     def report_step(self) -> None:
@@ -201,7 +201,7 @@ class OptimizerStepper:
                 parameter.grad = None
 
     def _make_accumulator(self) -> GradientAccumulator:
-        return GradientAccumulator(list_tables(self._job.modules.values()) if self._job.accumulates else ())
+        return GradientAccumulator(list_extension_modules(self._job.modules.values()) if self._job.accumulates else ())
 
     def _step(self) -> None:
         """Measure and clip the whole gradient, then step."""
@@ -228,7 +228,7 @@ class OptimizerStepper:
         if options.clip_value is not None:
             clip_grad_value_(holders, options.clip_value)
         for optimizer in self._job.optimizers:
-            with self._world.tables.step(optimizer):
+            with self._world.joint.step(optimizer):
                 if needs_closure(optimizer):
                     self._step_with_closure(optimizer)
                 else:
@@ -239,19 +239,17 @@ class OptimizerStepper:
     def _step_with_closure(self, optimizer: Optimizer) -> None:
         """Let an optimizer evaluate the loss as often as it needs; see Note [closures]."""
         world = self._world
-        found = None
-        if world.tables.tables is not None or world.independent is not None:
-            found = "tables, or servers that step"
-        elif hides_gradients(self._job, world):
+        found = world.joint.own_steps or None
+        if found is None and hides_gradients(self._job, world):
             found = "workers that each have a part of the gradients"
-        elif world.recovery is not None:
+        if found is None and world.recovery is not None:
             found = "servers: others go on without a lost worker"
         if found is not None:
             raise ConfigError(
                 expected=f"workers that each have all parameters and gradients, because {type(optimizer).__name__} "
                 "computes the loss several times in a step",
                 found=found,
-                fix="run on one device, or on workers that divide batches alone (-n N without --mesh and --servers), "
+                fix="run on one device, or on workers that divide batches alone (-n N without --mesh and servers), "
                 "or use another optimizer",
                 where=self._job.line,
             )

@@ -7,17 +7,16 @@ from typing import Any
 from torch import Tensor
 
 from rankless.compiler.capture.graph_cleanup import named_tensors
-from rankless.context.table_sharing import find_tables
 from rankless.context.world import World
 from rankless.data.logical_tensor import LogicalTensor
 from rankless.errors import ConfigError
-from rankless.jobs.arguments import FlattenedArguments, find_batch_dim, name_argument
+from rankless.jobs.arguments import FlattenedArguments, PositionDims, find_batch_dim, name_argument
 from rankless.jobs.definition import JobDefinition
 from rankless.jobs.optimizer_step import count_group_parameters
-from rankless.jobs.position_dims import PositionDims
 from rankless.jobs.stage_assignment import choose_copies, choose_owner, count_microbatches
 from rankless.ownership.default_policy import give_to, make_default_plan
 from rankless.ownership.divided_owner import DividedOwner
+from rankless.ownership.extension_modules import list_extension_modules
 from rankless.ownership.gather_after_step import GATHER_BYTES
 from rankless.ownership.optimizer_pieces import READS_WHOLE, list_parameters, require_divisible
 from rankless.ownership.piece_layout import group_in_order
@@ -83,9 +82,9 @@ class PlannedDivision:
         """Return how the axes `tensor`, `expert` and `pipeline` divide parameters, by name, in this order."""
         stepped = {id(item) for optimizer in self._job.optimizers for item in list_parameters(optimizer)}
         found: dict[str, tuple[StateDivision, ...]] = {}
-        tables = {id(table.weight) for model in self._job.modules.values() for table in find_tables(model).values()}
+        stand_ins = {id(part.weight) for part in list_extension_modules(self._job.modules.values())}
         for name, tensor in tensors.items():
-            if id(tensor) in tables:  # it stands for rows, which all workers step together
+            if id(tensor) in stand_ins:  # for states that all workers step together
                 continue
             divisions = (self._divisions or {}).get(name, ())
             if self.pipeline is not None and name in (self._stages or {}) and id(tensor) in stepped:

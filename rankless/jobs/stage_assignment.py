@@ -5,7 +5,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 
 from torch import Tensor
 
-from rankless.compiler.pipeline.stage_workers import StageWorkers
+from rankless.compiler.pipeline_parallel.schedules import StageWorkers
 from rankless.parallel.mesh import MeshAxis
 from rankless.parallel.plan import MICROBATCHES_PER_WORKER, Plan
 

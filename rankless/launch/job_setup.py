@@ -56,7 +56,6 @@ class ReadyJob:
         return WorkerContent(
             roles={name: value for each in contents for name, value in each.roles.items()},
             descriptors=[descriptor for each in contents for descriptor in each.descriptors],
-            own_batches=next((each.own_batches for each in contents if each.own_batches is not None), None),
         )
 
 

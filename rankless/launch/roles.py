@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from rankless.config.extensions import find_extension, import_declared
 from rankless.config.run_config import AgreedJobConfig, AgreedProcesses, RunConfig
-from rankless.config.worker_config import OwnBatches
 from rankless.launch.peers import Peers
 from rankless.launch.profile import LauncherProfile
 from rankless.launch.signals import Interrupts
@@ -90,8 +89,6 @@ class WorkerContent:
     """What the processes are for a worker, by the name of the role, as plain values."""
     descriptors: Sequence[int] = ()
     """Descriptors that they inherit."""
-    own_batches: OwnBatches | None = None
-    """How they train on batches of their own; None: the role leaves it to them to make steps together."""
 
 
 class ProcessRole(ABC):

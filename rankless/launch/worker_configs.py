@@ -178,7 +178,6 @@ def _make_launch(
         store_port=start.store_port or None,
         store_token=position.store_token,
         roles=position.content.roles,
-        own_batches=position.content.own_batches,
         options=config.request.options,
         inherited=tuple(position.content.descriptors),
         terminal=tuple(position.terminal),

@@ -105,11 +105,11 @@ def fit_label(label: Label, width: float, *, title: str = "") -> Label:
     )
 
 
-def wrap_texts(texts: Sequence[str], width: float, *, separator: str = " · ") -> Iterator[str]:
+def wrap_texts(texts: Sequence[str], width: float) -> Iterator[str]:
     """Yield texts that are joined in lines of at most this width; a text of its own may be wider."""
     line = ""
     for text in texts:
-        joined = f"{line}{separator}{text}" if line else text
+        joined = f"{line} · {text}" if line else text
         if line and measure_text(joined, TEXT_SIZE) > width:
             yield line
             joined = text

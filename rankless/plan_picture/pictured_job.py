@@ -201,7 +201,7 @@ def collect_plan(script: str, records: Iterable[ProgramRecord], axes: Sequence[P
         script=script,
         jobs=tuple(collect_job(program, defined.get((program.job, program.line)), grid) for program in programs),
         others=tuple(
-            f"job {job.job} ({shorten_line(job.line)}) "
+            f"job {job.job} ({os.path.basename(job.line)}) "
             + ("is not compiled, so it has no plan" if job.called else "was not called")
             for key, job in defined.items()
             if key not in compiled
@@ -217,7 +217,7 @@ def collect_job(program: JobProgram, defined: DefinedJob | None, grid: WorkerGri
     buffers = {item.name for item in program.inputs if item.kind == "buffer"}
     kind = "train job" if program.trains else "predict job"
     return PicturedJob(
-        title=f"{kind} {program.job} ({shorten_line(program.line)})",
+        title=f"{kind} {program.job} ({os.path.basename(program.line)})",
         program=program,
         grid=grid,
         inputs=tuple(describe_inputs(program)),
@@ -277,7 +277,7 @@ def collect_moves(group: ModuleGroup) -> Iterable[PicturedMove]:
             kind=kind,
             axis=axis,
             backward=backward,
-            line=shorten_line(line),
+            line=os.path.basename(line),
             count=len(members),
             value_bytes=sum(size for size, _, _ in members),
             sent_bytes=sum(sent for _, sent, _ in members),
@@ -294,8 +294,3 @@ def describe_inputs(program: JobProgram) -> Iterable[str]:
     for (kind, placement), sizes in groups.items():
         noun = kind if len(sizes) == 1 else f"{kind}s"
         yield f"{len(sizes)} {noun}, {format_decimal_bytes(sum(sizes))}: {placement}"
-
-
-def shorten_line(line: str) -> str:
-    """Return a line of a script without its folder."""
-    return os.path.basename(line)

@@ -62,7 +62,7 @@ class ProgramCommunication(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TableLookup(msgspec.Struct, frozen=True, kw_only=True):
-    """A lookup of rows in a table."""
+    """A lookup of rows in a table of an extension."""
 
     line: str
     module: str = ""

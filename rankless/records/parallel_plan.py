@@ -9,7 +9,7 @@ Recompute = Literal["blocks"] | float
 ZeroLevel = Literal["optimizer", "gradients", "parameters"]
 """The training state that is sharded across workers: that of optimizers, also gradients, or also parameters."""
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
-"""The order in which the stages of a pipeline compute microbatches; see `compiler.pipeline.schedules`."""
+"""The order in which the stages of a pipeline compute microbatches; see `compiler.pipeline_parallel.schedules`."""
 PLAN_FORMAT = 2
 ZERO_LEVELS: tuple[ZeroLevel, ...] = ("optimizer", "gradients", "parameters")
 

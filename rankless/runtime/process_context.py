@@ -23,7 +23,7 @@ from rankless.config.extensions import find_extension, import_declared
 from rankless.config.plan_file import read_plan
 from rankless.config.run_config import Backend
 from rankless.config.worker_config import WorkerConfig
-from rankless.context.independent_workers import IndependentWorkers, TableSharing
+from rankless.context.joint_events import JointEvents
 from rankless.context.step_events import StepEvents, StepParticipant
 from rankless.context.step_limit import StepLimit
 from rankless.context.training_progress import ProgressMeter
@@ -85,17 +85,15 @@ class ProcessContext:
         self._desync_detector: SyncPointChecker | None = detector
         self._has_agent = config is not None
         self._config = config
-        servers, own_batches = (None, None) if config is None else (config.roles.get("servers"), config.own_batches)
-        workers, tables = replace(mesh, desync_detector=self._desync_detector), TableSharing(servers=servers)
+        workers = replace(mesh, desync_detector=self._desync_detector)
+        joint = JointEvents(config, workers)
         member = None
         if config is not None and config.recovery_descriptor is not None and mesh.size > 1:
             member = ElasticMember(socket.socket(fileno=config.recovery_descriptor), config)
-        recovery = None if member is None else WorkerRecovery(member, self, tables)
-        if own_batches is not None:
-            tables.independent = IndependentWorkers(workers, tables, own_batches.most_ahead)
+        recovery = None if member is None else WorkerRecovery(member, self, joint)
         self.world = World(
-            mesh=workers if own_batches is None else Mesh.solo(mesh.device),
-            tables=tables,
+            mesh=workers if joint.workers is None else Mesh.solo(mesh.device),
+            joint=joint,
             notify=self.notify,
             send_record=observer,
             settings=RunSettings() if config is None else self._make_settings(config),
@@ -105,8 +103,6 @@ class ProcessContext:
         )
         if recovery is not None:
             recovery.begin(self.world)
-        if self.world.independent is not None:
-            self.world.passes.subscribe(self.world.independent)
         self.saver = Saver(mesh=self.world.workers, owner=self.world.owner)
         atexit.register(self.leave)
 
@@ -158,13 +154,13 @@ class ProcessContext:
             self._observer(Notice(rank=0, time_ns=time.monotonic_ns(), text=text))
 
     def finish(self) -> None:
-        """Wait for a save in the background and for servers, at the end of a script that did not fail.
+        """Wait for a save in the background and for participants, at the end of a script that did not fail.
 
-        Raises `RanksDiverged` if other ranks still wait for this one, and `TableError` if servers could not make its
-        last step.
+        Raises `RanksDiverged` if other ranks still wait for this one, and the error of a
+        participant whose last step failed.
         """
         self.saver.join()
-        self.world.tables.finish()
+        self.world.joint.finish()
         self.world.operations.end(self.world.workers)
         if self._desync_detector is not None:
             detector, self._desync_detector = self._desync_detector, None
@@ -182,7 +178,7 @@ class ProcessContext:
         if (failure := self.saver.close()) is not None:
             print(f"rankless: {failure}", file=sys.stderr)
         self._close_recorders(stopped=False)
-        self.world.tables.close()
+        self.world.joint.close()
         if self._end_group is not None and dist.is_initialized():
             end_group, self._end_group = self._end_group, None
             end_group()

@@ -16,8 +16,7 @@ import msgspec
 from rankless.records.recorded_calls import ModelRegistered
 from rankless.verify.comparison import Divergence
 from rankless.verify.differences import compute_sketch_distance
-from rankless.verify.foreign_ranks import ForeignStep, list_steps
-from rankless.verify.recordings import Recording
+from rankless.verify.recordings import ForeignStep, Recording, list_steps
 from rankless.verify.reference_comparison import ReferenceRun, list_training_steps
 from rankless.verify.tolerance import ROUNDING_BOUND
 

@@ -25,8 +25,7 @@ from rankless.records.job_programs import ProgramRecord, read_program_records
 from rankless.records.parallel_plan import PlannedAxis
 from rankless.records.recorded_calls import ComputedValue, read_values
 from rankless.verify.first_differing_value import FirstDifferingValue, find_first_value
-from rankless.verify.foreign_ranks import combine_losses
-from rankless.verify.recordings import Recording, read_recordings
+from rankless.verify.recordings import Recording, combine_losses, read_recordings
 from rankless.verify.reference_comparison import ReferenceRun
 
 INTERRUPTED = 130

@@ -20,9 +20,6 @@ NAMED = {
     "rankless/launch/recovery/membership.py": "likewise",
     "rankless/launch/watchdog/phases.py": "a table for users",
     "rankless/parameter_server.py": "the public path of the extension `servers`",
-    "rankless/context/table_sharing.py": "finds the tables of a script; not a seam yet",
-    "rankless/jobs/job_tables.py": "likewise",
-    "rankless/compiler/guards/guard_discovery.py": "likewise",
     "rankless/verify/causes.py": "names the call that mends a script",
 }
 """Files of the core that name an extension, with the reason."""
@@ -38,22 +35,11 @@ SERVERS = re.compile(
 )
 NOT_MOVED_YET = {
     "__init__",
-    "compiler/ir/row_lookups",
-    "compiler/ir/table_operators",
-    "compiler/pipeline/dense_stages",
-    "context/table_sharing",
-    "context/world",
     "errors",
-    "jobs/job_tables",
-    "jobs/optimizer_step",
-    "jobs/views/independent",
-    "ownership/__init__",
-    "ownership/states_of_survivors",
-    "parallel/dense_parts",
     "parameter_server",
 }
-"""Files of the core that know parameter servers: what jobs and loaders do for tables, the operators of lookups, and the
-public path `rankless.parameter_server` with its errors. The set only gets smaller: decision 0066 says what is left."""
+"""Files of the core that know parameter servers: the public path `rankless.parameter_server`, and its errors. The set
+only gets smaller."""
 
 
 def test_the_files_that_know_parameter_servers_get_fewer():

@@ -12,7 +12,7 @@ from torch import nn
 
 from rankless.checkpoint import load
 from rankless.checkpoint.file_io import read_manifest
-from rankless.checkpoint.file_shares import assign_tensors
+from rankless.checkpoint.saving import assign_tensors
 from rankless.errors import CheckpointError
 
 pytestmark = pytest.mark.usefixtures("one_thread")

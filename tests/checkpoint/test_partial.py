@@ -7,7 +7,7 @@ from support.processes import on_mesh
 from torch import nn
 
 from rankless.checkpoint import load
-from rankless.checkpoint.load_mismatches import shorten_names
+from rankless.checkpoint.loading import shorten_names
 from rankless.errors import CheckpointError
 
 

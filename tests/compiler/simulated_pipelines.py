@@ -20,11 +20,10 @@ from rankless.compiler.capture.value_reads import ValueReads
 from rankless.compiler.codegen.codegen import LocalProgram
 from rankless.compiler.ir.logical_program import LogicalProgram
 from rankless.compiler.ir.memory_order import find_memory_order
-from rankless.compiler.pipeline.options import PipelineOptions
-from rankless.compiler.pipeline.pipeline_program import build_pipeline_program
-from rankless.compiler.pipeline.schedules import make_schedule
-from rankless.compiler.pipeline.stage_workers import StageWorkers
-from rankless.compiler.pipeline.stages import Stages, find_stages
+from rankless.compiler.pipeline_parallel.options import PipelineOptions
+from rankless.compiler.pipeline_parallel.pipeline_program import build_pipeline_program
+from rankless.compiler.pipeline_parallel.schedules import StageWorkers, make_schedule
+from rankless.compiler.pipeline_parallel.stages import Stages, find_stages
 from rankless.compiler.scheduling.stored_states import StateStorage
 from rankless.parallel.mesh import Mesh, MeshAxis
 from rankless.parallel.tensor_placement import Replicate, Shard, split_lengths

@@ -12,13 +12,11 @@ import torch
 from torch import Tensor, fx
 
 from rankless.collectives.mesh_collectives import PendingShift
-from rankless.compiler.ir.blocked_dims import join_blocks
-from rankless.compiler.ir.local_kernels import DrawFrom, make_absent, reduce_extremum
+from rankless.compiler.ir.local_kernels import DrawFrom, join_blocks, make_absent, reduce_extremum
 from rankless.compiler.ir.tensor_parts import list_parts, take_parts
 from rankless.compiler.lowering.local_graph import LocalGraph
 from rankless.compiler.sharding.redistribute import Collective, JointGather, RingShift, StackingAllGather
-from rankless.compiler.tracing.row_counts import has_count
-from rankless.compiler.tracing.symbolic_sizes import evaluate_size
+from rankless.compiler.tracing.symbolic_sizes import evaluate_size, has_count
 from rankless.context.generator_states import restore_generators, save_generators
 from rankless.parallel.mesh import AxisRole, MeshAxis
 from rankless.parallel.tensor_placement import BlockedShard, OnRank, Placement, Shard

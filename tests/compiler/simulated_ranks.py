@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 
 from rankless.compiler.capture.capture import ArgumentShape, JobSource, capture
 from rankless.compiler.capture.graph_cleanup import named_tensors
-from rankless.compiler.ir.blocked_dims import join_blocks
+from rankless.compiler.ir.local_kernels import join_blocks
 from rankless.compiler.ir.logical_program import LogicalProgram
 from rankless.compiler.ir.memory_order import find_memory_order
 from rankless.compiler.ir.tensor_parts import list_parts, take_parts

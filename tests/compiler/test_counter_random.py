@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from rankless.compiler.capture.capture import JobSource, run_compiled_functions_eagerly
 from rankless.compiler.ir.counter_distributions import draw, draw_key
 from rankless.compiler.ir.counter_operators import CounterRandomMode, find_reader
-from rankless.compiler.rules.table import SHARDING_RULES
+from rankless.compiler.rule_table import SHARDING_RULES
 
 aten = torch.ops.aten
 RANKS = (1, 2, 3, 4)

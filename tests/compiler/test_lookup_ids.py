@@ -8,7 +8,7 @@ from torch import fx
 
 from rankless.compiler.codegen.codegen import generate_function
 from rankless.compiler.codegen.lookup_ids import IdsProgram, find_lookup_ids
-from rankless.compiler.ir.table_operators import run_table_rows
+from rankless.extensions.servers.table_operators import run_table_rows
 
 aten = torch.ops.aten
 
@@ -76,7 +76,7 @@ def test_a_sum_in_place_leaves_its_term(program):
         pytest.param(lambda p: p.call(aten.copy_.default, p.ids, p.ids), id="a change of an input"),
         pytest.param(lambda p: p.call(aten.argmax.default, p.look_up(p.ids, source=4)), id="rows"),
         pytest.param(lambda p: p.call(lambda ids: ids, p.ids), id="a function of Rankless"),
-        pytest.param(lambda p: p.call(torch.ops.rankless.table_gradients.default, p.ids, p.ids, 0), id="its operator"),
+        pytest.param(lambda p: p.call(torch.ops.servers.table_gradients.default, p.ids, p.ids, 0), id="its operator"),
     ],
 )
 def test_ids_that_need_more_than_the_inputs_are_left_out(program, make):

@@ -8,9 +8,9 @@ from support.grid_jobs import check_equal, make_grid_job
 from support.processes import on_mesh
 from torch import nn
 
-from rankless.compiler.pipeline import measured_work
-from rankless.compiler.pipeline.measured_work import make_value, measure_call, measure_work
-from rankless.compiler.pipeline.stages import find_stages, list_forward
+from rankless.compiler.pipeline_parallel import measured_work
+from rankless.compiler.pipeline_parallel.measured_work import make_value, measure_call, measure_work
+from rankless.compiler.pipeline_parallel.stages import find_stages, list_forward
 from rankless.parallel.mesh import Mesh
 from rankless.parallel.plan import Plan
 

@@ -22,7 +22,7 @@ from reduction_operator_cases import RANDOM, REDUCTIONS, SPLIT_REDUCTIONS
 from simulated_ranks import Outcome
 from view_operator_cases import POINTWISE, SPLIT_POINTWISE, SPLIT_VIEWS, VIEWS
 
-from rankless.compiler.rules.table import SHARDING_RULES
+from rankless.compiler.rule_table import SHARDING_RULES
 from rankless.parallel.tensor_placement import Replicate
 from rankless.user_code import display_name
 
@@ -85,8 +85,6 @@ CUDA_ONLY = {
     aten._scaled_dot_product_cudnn_attention_backward.default,
 }
 TABLES = {
-    torch.ops.rankless.table_rows.default,
-    torch.ops.rankless.table_gradients.default,
     torch.ops.rankless.weight_rows.default,
     torch.ops.rankless.weight_gradients.default,
     torch.ops.rankless.bag_numbers.default,

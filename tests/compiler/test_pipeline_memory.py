@@ -7,10 +7,9 @@ from simulated_pipelines import capture_job, run_on_simulated_pipeline
 from torch import nn
 
 from rankless.compiler.codegen.codegen import LocalProgram
-from rankless.compiler.pipeline.data_flow import ValueKey
-from rankless.compiler.pipeline.schedules import make_schedule
-from rankless.compiler.pipeline.stage_workers import StageWorkers
-from rankless.compiler.pipeline.step import PipelineRun
+from rankless.compiler.pipeline_parallel.data_flow import ValueKey
+from rankless.compiler.pipeline_parallel.schedules import StageWorkers, make_schedule
+from rankless.compiler.pipeline_parallel.step import PipelineRun
 
 WORKERS, MICROBATCHES = 3, 6
 

@@ -5,8 +5,7 @@ from itertools import product
 import pytest
 from simulated_pipelines import split_workers
 
-from rankless.compiler.pipeline.schedules import Schedule, Unit, make_schedule
-from rankless.compiler.pipeline.stage_workers import StageWorkers
+from rankless.compiler.pipeline_parallel.schedules import Schedule, StageWorkers, Unit, make_schedule
 from rankless.records.parallel_plan import PipelineSchedule
 
 SIZES = [(2, 4), (4, 4), (4, 8), (4, 16), (8, 16)]

@@ -17,8 +17,8 @@ from simulated_ranks import (
 )
 from torch import Tensor, nn
 
-from rankless.compiler.ir.attention_kernels import attend_to_block, differentiate_block, list_pieces
-from rankless.compiler.rules import attention
+from rankless.compiler.sequence_parallel import attention
+from rankless.compiler.sequence_parallel.attention_kernels import attend_to_block, differentiate_block, list_pieces
 from rankless.compiler.tensor_parallel import TensorDivider
 from rankless.errors import CaptureError
 from rankless.parallel.tensor_placement import Replicate, Shard, split_lengths

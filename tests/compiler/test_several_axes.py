@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from simulated_ranks import Outcome, assert_runs_as_plain, divide_evenly, run_on_simulated_axes
 from torch import Tensor, nn
 
-from rankless.compiler.sharding.redistribution_steps import list_steps
+from rankless.compiler.sharding.redistribute import list_steps
 from rankless.parallel.tensor_placement import Partial, Replicate, Shard
 
 WHOLE = Replicate()

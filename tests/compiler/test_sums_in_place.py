@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import fx
 
-from rankless.compiler.lowering.sums_in_place import add_in_place
+from rankless.compiler.lowering.lower import add_in_place
 
 aten = torch.ops.aten
 SQUARE = (3, 3), (3, 1)

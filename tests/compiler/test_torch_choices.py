@@ -2,7 +2,7 @@
 
 The optimizers' choices (foreach, fused, capturable) are not here: optimizers run as in a plain script, never in a
 trace. The kernels of attention and of cuDNN are chosen by switches, which are part of a program's key
-(`capture.global_modes_key`). All other choices of `torch.nn` follow from the questions below.
+(`capture.global_modes`). All other choices of `torch.nn` follow from the questions below.
 """
 
 import ast

@@ -3,8 +3,7 @@
 from collections.abc import Callable, Sequence
 from math import prod
 
-from rankless.compiler.pipeline.schedules import describe_timeline, make_schedule
-from rankless.compiler.pipeline.stage_workers import StageWorkers
+from rankless.compiler.pipeline_parallel.schedules import StageWorkers, describe_timeline, make_schedule
 from rankless.plan_picture.pictured_job import PicturedPlan, collect_plan
 from rankless.records.job_programs import (
     DefinedJob,

@@ -12,7 +12,10 @@ Row = Mapping[str, Any]
 KINDS = ("split", "gathered", "refused", "wrong", "crashed")
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "scoreboard.md"
-RULES = ("rules", "ir", "sharding", "lowering", "capture/decompositions.py")
+RULES = (
+    *("rules", "rule_table.py", "selected_rows", "sequence_parallel", "expert_parallel.py"),
+    *("ir", "sharding", "lowering", "capture/decompositions.py"),
+)
 """Files and folders of rankless/compiler that decide how an operator is split."""
 
 HEAD = """# Operators

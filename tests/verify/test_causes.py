@@ -11,9 +11,8 @@ from torch import nn
 from rankless.records.recorded_calls import ScriptSurvey, StepInputs
 from rankless.verify.causes import find_cause, find_undivided
 from rankless.verify.comparison import compare
-from rankless.verify.foreign_ranks import combine_losses
 from rankless.verify.recording.run_recorder import RunRecorder
-from rankless.verify.recordings import Recording, read_recordings
+from rankless.verify.recordings import Recording, combine_losses, read_recordings
 
 ONE = range(12)
 

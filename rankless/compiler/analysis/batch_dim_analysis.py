@@ -58,11 +58,11 @@ from rankless.compiler.analysis.batch_dim_kinds import (
     to_placement,
 )
 from rankless.compiler.ir.logical_program import LogicalProgram, LogicalValue, ProgramInput
+from rankless.compiler.rule_table import find_rule
 from rankless.compiler.rules.reductions import lower_mean_as_sum
-from rankless.compiler.rules.selected_rows import uses_row_numbers_rightly
 from rankless.compiler.rules.strategy import OperatorCall, Strategy, logical_shape, make_call
-from rankless.compiler.rules.table import find_rule
-from rankless.compiler.tracing.row_counts import list_traced_counts
+from rankless.compiler.selected_rows.rules import uses_row_numbers_rightly
+from rankless.compiler.tracing.symbolic_sizes import list_traced_counts
 from rankless.parallel.tensor_placement import Partial, Placement, Replicate, Shard
 
 aten = torch.ops.aten

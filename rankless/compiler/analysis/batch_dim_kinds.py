@@ -15,7 +15,7 @@ from rankless.compiler.ir.logical_program import LogicalValue, is_random_node
 from rankless.compiler.rules.pointwise import RULES as LIKE_RULES
 from rankless.compiler.rules.pointwise import is_pointwise
 from rankless.compiler.rules.strategy import logical_shape
-from rankless.compiler.tracing.row_counts import list_traced_counts
+from rankless.compiler.tracing.symbolic_sizes import list_traced_counts
 from rankless.parallel.tensor_placement import Partial, Placement, Replicate, Shard
 
 aten = torch.ops.aten

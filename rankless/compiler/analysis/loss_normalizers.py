@@ -34,8 +34,7 @@ from rankless.compiler.analysis.batch_dim_kinds import (
     is_plain_sum,
 )
 from rankless.compiler.ir.logical_program import LogicalProgram, LogicalValue, ProgramOutput, is_random_node
-from rankless.compiler.tracing.row_counts import list_traced_counts
-from rankless.compiler.tracing.symbolic_sizes import is_symbolic
+from rankless.compiler.tracing.symbolic_sizes import is_symbolic, list_traced_counts
 from rankless.errors import CaptureError
 
 aten = torch.ops.aten

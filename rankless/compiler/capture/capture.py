@@ -33,16 +33,19 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._prims_common import wrappers
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from rankless.compiler.capture.autocast import apply_autocast_state, disable_autocast, get_autocast_state
 from rankless.compiler.capture.decompositions import CORRECTED, DECOMPOSITIONS, autograd_kernels
-from rankless.compiler.capture.forbidden_training_calls import RETURN_LOSS
-from rankless.compiler.capture.global_modes_key import require_grad_enabled
+from rankless.compiler.capture.forbidden_calls import RETURN_LOSS, leave_recurrent_weights
+from rankless.compiler.capture.global_modes import (
+    apply_autocast_state,
+    disable_autocast,
+    get_autocast_state,
+    require_grad_enabled,
+)
 from rankless.compiler.capture.graph_cleanup import add_generator_starts, clean_up, name_checks, name_inputs_and_outputs
 from rankless.compiler.capture.kept_tensors import find_kept, restore_after_failure
 from rankless.compiler.capture.results import ResultStructure, find_live, flatten_result, get_memory
 from rankless.compiler.capture.side_effects import SideEffects, require_traceable_modules
 from rankless.compiler.capture.trace_errors import convert_trace_errors, offer_whole_batch
-from rankless.compiler.capture.untraced_changes import leave_recurrent_weights
 from rankless.compiler.capture.value_reads import LateQuestion, ValueNeeded, ValueReads
 from rankless.compiler.guards.guards import GuardSet
 from rankless.compiler.ir.counter_operators import mark_counter_draws

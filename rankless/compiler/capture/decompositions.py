@@ -17,7 +17,7 @@ from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.utils import _pytree as pytree
 
-from rankless.compiler.tracing.row_counts import has_count
+from rankless.compiler.tracing.symbolic_sizes import has_count
 from rankless.errors import CaptureError
 
 aten = torch.ops.aten

@@ -32,7 +32,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
 from rankless.compiler.capture.linear_layers import unmerge_linears
-from rankless.compiler.ir.generator_starts import GeneratorStart
+from rankless.compiler.ir.local_kernels import GeneratorStart
 from rankless.compiler.ir.logical_program import (
     LogicalProgram,
     LogicalValue,
@@ -44,8 +44,7 @@ from rankless.compiler.ir.logical_program import (
 )
 from rankless.compiler.ir.operator_origin import decode_origin
 from rankless.compiler.tracing.refused_functions import ModuleTensors, refuse_other_name
-from rankless.compiler.tracing.row_counts import find_traced_count, list_traced_counts
-from rankless.compiler.tracing.symbolic_sizes import is_same, is_symbolic
+from rankless.compiler.tracing.symbolic_sizes import find_traced_count, is_same, is_symbolic, list_traced_counts
 from rankless.errors import CaptureError
 
 aten = torch.ops.aten

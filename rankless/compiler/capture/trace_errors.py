@@ -1,10 +1,17 @@
-"""Convert errors of PyTorch's tracing into `CaptureError`s that refer to the user's script."""
+"""Convert errors of PyTorch's tracing into `CaptureError`s that refer to the user's script.
+
+PyTorch cannot trace tensors in compressed sparse layouts: a capture refuses them, and one device warns.
+"""
 
 import contextlib
+import inspect
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType, TracebackType
+from typing import Any
 
+import torch
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -12,14 +19,16 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from rankless.compiler.capture import compressed_layouts
-from rankless.compiler.capture.forbidden_training_calls import REFUSED_WITHOUT_CAPTURE
+from rankless.compiler.capture.forbidden_calls import REFUSED_WITHOUT_CAPTURE
 from rankless.errors import CaptureError, RanklessError
 from rankless.user_code import PACKAGE_FOLDER, display_name, is_user_code
 
 FIX_VALUE_READ = (
     "compute with tensors instead (torch.where, masks, sums), or return the tensor as a metric and read it outside"
 )
+COMPRESSED_LAYOUTS = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+COMPRESSED_EXPECTED = "sparse tensors in the COO layout, which PyTorch can trace"
+COMPRESSED_FIX = "convert it outside the job, with to_sparse_coo()"
 OPERATOR_DESCRIPTIONS = {
     "aten._local_scalar_dense.default": ".item(), float(), int() or bool() of a tensor, or an `if` on one,",
     "aten.nonzero.default": "nonzero(), or indexing with a mask,",
@@ -62,8 +71,8 @@ TRACE_ERRORS: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "do not have strides",
-        compressed_layouts.EXPECTED,
-        compressed_layouts.FIX,
+        COMPRESSED_EXPECTED,
+        COMPRESSED_FIX,
     ),
     (
         "output has alias annotations",
@@ -201,3 +210,32 @@ def find_generated_line(frame: FrameType, number: int) -> str:
     """Return the script's line for a line of generated code, as "file.py:12"; empty if it is unknown or other code."""
     lines: dict[int, str] = frame.f_globals[SCRIPT_LINES] if frame.f_code.co_filename == GENERATED_FILE else {}
     return lines.get(number, "")
+
+
+def find_compressed_tensor(function: Callable[..., Any], modules: Mapping[str, nn.Module]) -> CaptureError | None:
+    """Return the error that a capture raises for a compressed sparse tensor; None if a job reads none.
+
+    Args:
+        function: The job's function. Tensors in its closure and among the globals that it names are seen.
+        modules: The job's modules by name, whose parameters and buffers are seen.
+    """
+    for name, value in list_read_tensors(function, modules):
+        if value.layout in COMPRESSED_LAYOUTS:
+            return CaptureError(
+                expected=COMPRESSED_EXPECTED, found=f"{name} has the layout {value.layout}", fix=COMPRESSED_FIX
+            )
+    return None
+
+
+def list_read_tensors(function: Callable[..., Any], modules: Mapping[str, nn.Module]) -> Iterable[tuple[str, Tensor]]:
+    """Yield the tensors that a job may read besides its arguments, by name."""
+    for name, module in modules.items():
+        yield from module.named_parameters(prefix=name)
+        yield from module.named_buffers(prefix=name)
+    try:
+        variables = inspect.getclosurevars(function)
+    except (TypeError, ValueError):  # no Python function, or a variable of the closure has no value yet
+        return
+    for name, value in {**variables.globals, **variables.nonlocals}.items():
+        if isinstance(value, Tensor):
+            yield name, value

@@ -18,8 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._sympy.functions import ToFloat
 
 from rankless.compiler.capture.decompositions import autograd_kernels
-from rankless.compiler.tracing.row_counts import READ_BY_JOB, evaluate_with_assumed_counts
-from rankless.compiler.tracing.symbolic_sizes import LineTrackingShapeEnv
+from rankless.compiler.tracing.symbolic_sizes import READ_BY_JOB, LineTrackingShapeEnv, evaluate_with_assumed_counts
 from rankless.errors import CaptureError
 from rankless.user_code import user_line
 

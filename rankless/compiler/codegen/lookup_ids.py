@@ -1,6 +1,6 @@
 """The part of a rank's program that computes the ids of its lookups: what is left without all that they do not need.
 
-A program of the ids alone can run before the call, to ask servers for rows early (`context.upcoming_batches`).
+A program of the ids alone can run before the call, to ask for rows early (`context.upcoming_batches`).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, fx
 
-from rankless.compiler.ir.table_operators import run_table_rows
-from rankless.compiler.lowering.sums_in_place import without_overwriting
+from rankless.compiler.lowering.lower import without_overwriting
+from rankless.compiler.rules.extension_operators import Lookup
 
 _NAMESPACES = ("aten", "prims")
 
@@ -21,7 +21,7 @@ class LookupIds(NamedTuple):
 
     Args:
         graph: Computes their ids. It has all inputs of the program.
-        sources: The number of the `RowSource` of each.
+        sources: The number of what has the rows of each.
     """
 
     graph: fx.Graph
@@ -33,7 +33,7 @@ class IdsProgram(NamedTuple):
 
     Args:
         function: Takes the values of the whole program's inputs, and returns the ids of each lookup.
-        sources: The number of the `RowSource` of each lookup.
+        sources: The number of what has the rows of each lookup.
     """
 
     function: Callable[..., Sequence[Tensor]]
@@ -47,13 +47,13 @@ class IdsProgram(NamedTuple):
 
 def find_lookup_ids(graph: fx.Graph) -> LookupIds | None:
     """Return the part of a rank's program that computes ids; None if it has no lookup with such ids."""
-    lookups = [node for node in graph.nodes if node.target is run_table_rows]
+    lookups = [node for node in graph.nodes if isinstance(node.target, Lookup)]
     known: dict[fx.Node, bool] = {}
     found = []
     for node in graph.nodes if lookups else ():
         known[node] = node.op == "placeholder" or (_is_pure(node) and all(known[each] for each in node.all_input_nodes))
     for node in lookups:
-        _, ids, source, _ = node.args
+        _, ids, source, *_ = node.args
         if isinstance(ids, fx.Node) and known[ids] and isinstance(source, int):
             found.append((source, ids))
     if not found:

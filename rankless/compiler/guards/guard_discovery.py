@@ -48,6 +48,7 @@ from rankless.compiler.tracing.value_snapshots import (
     snapshot,
 )
 from rankless.errors import CaptureError
+from rankless.ownership.extension_modules import list_extension_packages
 from rankless.user_code import is_user_code
 
 MAX_COMPARED_ITEMS = 100_000
@@ -316,7 +317,7 @@ class GuardDiscovery:
             self.read_only_states.append(QueryGuard(label, lambda: hash_rng_state(value), hash_rng_state(value)))
         elif isinstance(value, io.IOBase):
             self.read_only_states.append(QueryGuard(label, lambda: get_file_position(value), get_file_position(value)))
-        elif isinstance(value, logging.Logger | logging.Handler) or holds_rows(value):
+        elif isinstance(value, logging.Logger | logging.Handler) or holds_states_of_extension(value):
             return
         elif is_builtin_iterator(value):
             self.iterators[label] = value
@@ -389,7 +390,6 @@ class GuardDiscovery:
 
 
 NOT_RUN_IN_FORWARD = frozenset({"__init__", "__repr__", "__setstate__", "extra_repr", "reset_parameters"})
-ROWS_PACKAGE = "rankless.extensions.servers."
 
 
 def list_methods(kind: type) -> list[FunctionType]:
@@ -427,9 +427,10 @@ def is_user_class(kind: type) -> bool:
     return is_user_code(file)
 
 
-def holds_rows(value: Any) -> bool:
-    """Return whether a value has to do with tables of rows, which the operators of a program read when they run."""
-    return type(value).__module__.startswith(ROWS_PACKAGE) and not isinstance(value, nn.Module)
+def holds_states_of_extension(value: Any) -> bool:
+    """Return whether a value belongs to an `ExtensionModule`, whose states operators read when a program runs."""
+    packages = tuple(list_extension_packages())
+    return type(value).__module__.startswith(packages) and not isinstance(value, nn.Module)
 
 
 def is_builtin_iterator(value: Any) -> bool:

@@ -1,6 +1,7 @@
 """Functions that one rank runs where an operator alone does not suffice: merged statistics, logical draws, slices.
 
-Lowered programs call these plain functions on local tensors, below autograd. They are in no logical graph.
+Lowered programs call these plain functions on local tensors, below autograd. They are in no logical graph. Those on
+blocks are for Note [dims of several blocks].
 """
 
 from collections.abc import Callable, Sequence
@@ -10,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rankless.compiler.ir.generator_starts import GeneratorStart
 from rankless.compiler.ir.tensor_parts import Part, take_parts
 from rankless.parallel.default_generator import find_default_generator
 
@@ -112,6 +112,26 @@ def draw_and_slice(
     shape, strides, dtype = example
     value = operator(torch.empty_strided(shape, strides, dtype=dtype, device=device), *arguments)
     return take_parts(value, parts)
+
+
+@dataclass(frozen=True, eq=False)
+class GeneratorStart:
+    """The state of a forked generator before its first draw.
+
+    Args:
+        seed: The seed that the job gives to it, or None.
+        parent: The generator that it is a fork of, without a seed. None for PyTorch's own.
+    """
+
+    seed: int | None = None
+    parent: torch.Generator | None = None
+
+    def apply(self, generator: torch.Generator, default: torch.Generator) -> None:
+        """Set the state of a generator, given PyTorch's own."""
+        if self.seed is not None:
+            generator.manual_seed(self.seed)
+        else:
+            generator.set_state((default if self.parent is None else self.parent).get_state())
 
 
 @dataclass(frozen=True, eq=False)
@@ -299,3 +319,31 @@ def batch_norm_input_gradient(
 def reduce_extremum(gathered: Tensor, name: str) -> Tensor:
     """Return the maximum or minimum over ranks; unlike a reduction's, it keeps NaN."""
     return gathered.amax(0) if name == "max" else gathered.amin(0)
+
+
+def slice_blocks(value: Tensor, dim: int, block: int, start: int, length: int) -> Tensor:
+    """Return rows `start` to `start + length` of each block of a dim, one block after the other.
+
+    Args:
+        value: A tensor whose `dim` consists of blocks.
+        dim: The dim.
+        block: The number of rows of a block.
+        start: The first row, counted within a block.
+        length: The number of rows of a block to take.
+    """
+    apart: Tensor = value.unflatten(dim, (-1, block))
+    return apart.narrow(dim + 1, start, length).flatten(dim, dim + 1)
+
+
+def join_blocks(gathered: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
+    """Return a whole value from the pieces of all ranks, one after the other along a dim.
+
+    Args:
+        gathered: The pieces.
+        dim: The dim.
+        lengths: The rows that each rank has of one block.
+    """
+    blocks = gathered.shape[dim] // sum(lengths)
+    pieces = gathered.split([blocks * length for length in lengths], dim)
+    apart = [piece.unflatten(dim, (blocks, length)) for piece, length in zip(pieces, lengths, strict=True)]
+    return torch.cat(apart, dim + 1).flatten(dim, dim + 1)

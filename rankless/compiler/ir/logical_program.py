@@ -95,7 +95,7 @@ class LogicalProgram:
     recompute: float = 0.0
     """How much of what the model's blocks compute is computed again for gradients, from 0 to 1, besides checkpoints."""
     sequence_parallel: bool = False
-    """Whether the axis `tensor` divides activations between layers too; see `sharding.sequence_parallelism`."""
+    """Whether the axis `tensor` divides activations between layers too; see `sequence_parallel`."""
 
     def text(self) -> str:
         """Return the program as lines of text, equal on all ranks that captured the same program.

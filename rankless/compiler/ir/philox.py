@@ -25,7 +25,6 @@ MASK = 0xFFFFFFFF
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_INCREMENTS = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
-WORDS_PER_BLOCK = 4
 CPU_CHUNK_BLOCKS = 2**14
 """Blocks computed at once on a CPU: its values stay in the cache, and one thread computes each operator."""
 GPU_CHUNK_BLOCKS = 2**24

@@ -61,7 +61,7 @@ def make_id_error(ids: Tensor, rows: int) -> TableError:
     return TableError(
         expected=f"ids from 0 to {rows - 1}, because the embedding has {rows} rows",
         found=f"{names}{more}",
-        fix="make the embedding larger, or check the ids; rankless.parameter_server.Embedding takes any 64-bit id",
+        fix="make the embedding larger, check the ids, or use a table of rows, which takes any 64-bit id",
     )
 
 

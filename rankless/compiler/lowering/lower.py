@@ -9,7 +9,9 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from rankless.compiler.expert_parallel import runs_everywhere
 from rankless.compiler.ir import local_kernels
+from rankless.compiler.ir.local_kernels import slice_blocks
 from rankless.compiler.ir.logical_program import (
     LogicalValue,
     ProgramOutput,
@@ -17,42 +19,35 @@ from rankless.compiler.ir.logical_program import (
     format_operator,
     format_value,
 )
-from rankless.compiler.lowering.call_arguments import replace_arguments
-from rankless.compiler.lowering.gradient_placement import place_gradient
-from rankless.compiler.lowering.joint_moves import JointMove, join_moves
-from rankless.compiler.lowering.local_graph import LocalGraph
-from rankless.compiler.lowering.local_graph_builder import LocalGraphBuilder
-from rankless.compiler.lowering.local_moves import move_locally
-from rankless.compiler.lowering.local_operators import restore_layout
-from rankless.compiler.lowering.phases import ProgramPhase, list_phases
-from rankless.compiler.lowering.recomputation import recompute
-from rankless.compiler.lowering.recomputed_regions import choose_regions, count_own_bytes
-from rankless.compiler.lowering.repeated_gathers import gather_again
-from rankless.compiler.lowering.row_counts import RowCounts
-from rankless.compiler.lowering.sums_in_place import add_in_place
+from rankless.compiler.lowering.local_graph import LocalGraph, LocalGraphBuilder, restore_layout
+from rankless.compiler.lowering.phases import JointMove, ProgramPhase, join_moves, list_phases
+from rankless.compiler.lowering.recomputation import choose_regions, count_own_bytes, gather_again, recompute
 from rankless.compiler.lowering.value_check import ValueCheck
 from rankless.compiler.rules.random import CounterDraw, lower_counter_draw
 from rankless.compiler.rules.strategy import (
+    GraphBuilder,
     LocalValue,
     get_operator,
     list_tensor_slots,
 )
-from rankless.compiler.sharding.owner_strategies import runs_everywhere
+from rankless.compiler.selected_rows.local_counts import RowCounts
 from rankless.compiler.sharding.redistribute import (
     CollectivePurpose,
     JointGather,
     Redistribution,
     count_bytes,
     estimate_costs,
+    list_steps,
+    replace_placement,
 )
-from rankless.compiler.sharding.redistribution_steps import list_steps, replace_placement
 from rankless.compiler.sharding.reordered_values import find_original
 from rankless.compiler.sharding.sharding_propagation import ShardedProgram
-from rankless.parallel.mesh import Mesh
+from rankless.parallel.mesh import Mesh, MeshAxis
 from rankless.parallel.tensor_placement import (
     BlockedShard,
     OnRank,
     Partial,
+    Placement,
     Replicate,
     Shard,
     Sharding,
@@ -335,3 +330,107 @@ def lower(sharded: ShardedProgram, mesh: Mesh) -> LocalGraph:
     recompute(local.graph, choose_regions(local.graph, sharded.logical.recompute, size_of))
     add_in_place(local.graph)
     return local
+
+
+def replace_arguments(node: fx.Node, values: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return a call's arguments with its tensor inputs replaced in the order of `list_tensor_slots`."""
+    args, kwargs = list(node.args), dict(node.kwargs)
+    operator: Any = node.target
+    for position, described in enumerate(operator._schema.arguments):
+        if position < len(args):
+            args[position] = replace_argument(args[position], values)
+        elif described.name in kwargs:
+            kwargs[described.name] = replace_argument(kwargs[described.name], values)
+    return tuple(args), kwargs
+
+
+def replace_argument(argument: Any, values: Any) -> Any:
+    """Replace each node in an argument by the next value; return other arguments unchanged."""
+    if isinstance(argument, fx.Node):
+        return next(values)
+    if isinstance(argument, list | tuple):
+        return type(argument)(next(values) if isinstance(item, fx.Node) else item for item in argument)
+    return argument
+
+
+def place_gradient(computed: Placement, stored: Placement) -> Placement:
+    """Return the placement in which a program returns a gradient along one axis.
+
+    Args:
+        computed: The placement in which it is computed.
+        stored: That of its parameter.
+    """
+    if isinstance(stored, Shard | BlockedShard | OnRank):
+        return stored
+    return computed if isinstance(computed, Partial) else Replicate()
+
+
+def move_locally(
+    builder: GraphBuilder, value: fx.Node, axis: MeshAxis, before: Placement, after: Placement, shape: list[int]
+) -> fx.Node | None:
+    """Return a value in another placement along an axis; None if ranks must exchange something.
+
+    Args:
+        builder: Adds operators to the rank's program.
+        value: This rank's value.
+        axis: The axis.
+        before: The placement of the value.
+        after: The wanted placement.
+        shape: The shape of what the ranks along the axis have together.
+    """
+    match before, after:
+        case Replicate(), BlockedShard():
+            start, length = after.start(axis.rank), after.lengths[axis.rank]
+            return builder.call(slice_blocks, value, after.dim, after.block, start, length)
+        case Replicate(), OnRank():
+            return value if after.rank == axis.rank else builder.call(local_kernels.make_absent, value)
+        case Replicate(), _:
+            return builder.call(local_kernels.keep_on_rank_zero, value, axis.rank)
+        case OnRank(), Partial():
+            return value if before.rank == axis.rank else builder.call(local_kernels.make_zeros, value, tuple(shape))
+    return None
+
+
+def add_in_place(graph: fx.Graph) -> None:
+    """Let the sums of a local graph overwrite a term that no later operator reads, as autograd accumulates gradients.
+
+    The sum then needs no memory of its own, and is in the processor's cache.
+    """
+    order = {node: position for position, node in enumerate(graph.nodes)}
+    for node in graph.nodes:
+        terms = [item for item in node.args if isinstance(item, fx.Node)]
+        if node.target is not aten.add.Tensor or node.kwargs or len(terms) < len(node.args):
+            continue
+        first, second = terms
+        for term, other in ((first, second), (second, first)):
+            is_last_use = all(order[user] <= order[node] for user in term.users)
+            if term is not other and is_last_use and may_be_overwritten(term) and has_same_layout(term, node):
+                node.target, node.args = aten.add_.Tensor, (term, other)
+                break
+
+
+def without_overwriting(target: Any) -> Any:
+    """Return the operator that a sum in place was before; another one as it is."""
+    return aten.add.Tensor if target is aten.add_.Tensor else target
+
+
+def may_be_overwritten(value: fx.Node) -> bool:
+    """Return whether a value has memory that nothing else refers to, besides operators that have read it."""
+    return allocates(value.target) and "out" not in value.kwargs and all(allocates(user.target) for user in value.users)
+
+
+def allocates(target: Any) -> bool:
+    """Return whether a function is an operator whose results are never its arguments or views of them."""
+    return isinstance(target, torch._ops.OpOverload) and not any(
+        argument.alias_info is not None for argument in (*target._schema.arguments, *target._schema.returns)
+    )
+
+
+def has_same_layout(term: fx.Node, total: fx.Node) -> bool:
+    """Return whether a term of a sum has the shape, strides and dtype of the sum."""
+    if "logical" not in term.meta or "logical" not in total.meta:
+        return False
+    values = [node.meta["logical"].meta["val"] for node in (term, total)]
+    # As texts, because a comparison of symbolic sizes would restrict the sizes for which the program is valid.
+    layouts = [([*map(str, value.shape)], [*map(str, value.strides)], value.dtype) for value in values]
+    return bool(layouts[0] == layouts[1])

@@ -5,9 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import fx
 
-from rankless.compiler.ir import row_lookups, table_operators, vocabulary_kernels
+from rankless.compiler.ir import row_lookups, vocabulary_kernels
 from rankless.compiler.rules.pattern import make_letters, partial_sum_strategies, split_strategies
 from rankless.compiler.rules.strategy import (
     GraphBuilder,
@@ -24,9 +23,6 @@ from rankless.parallel.tensor_placement import Replicate, Shard
 
 aten = torch.ops.aten
 rankless_ops = torch.ops.rankless
-
-WEIGHT_ELEMENTS = 2
-"""Elements of the parameter that stands for a table of rows."""
 
 
 def embedding_strategies(call: OperatorCall) -> Iterator[Strategy]:
@@ -77,12 +73,6 @@ def lower_gradient_of_rows(
     return builder.call(vocabulary_kernels.add_to_own_rows, args[0], args[1], rows, *options)
 
 
-def table_rows_strategies(call: OperatorCall) -> Iterator[Strategy]:
-    """Yield strategies of a lookup in a table of rows: every dim of the ids can be sharded."""
-    text = make_letters(len(logical_shape(call.inputs[1])))
-    yield from split_strategies(call, f"..,{text}->{text}.")
-
-
 def weight_rows_strategies(call: OperatorCall) -> Iterator[Strategy]:
     """Yield strategies of a lookup with a sparse gradient: every dim of the ids can be sharded."""
     text = make_letters(len(logical_shape(call.inputs[1])))
@@ -102,49 +92,10 @@ def replicated_strategies(_call: OperatorCall) -> Iterator[Strategy]:
     yield from ()
 
 
-def table_gradients_strategies(call: OperatorCall) -> Iterator[Strategy]:
-    """Yield strategies of the gradients of a lookup, each of which one worker gives its source.
-
-    The gradient of the weight is a sum over the workers. Where all have all gradients, the first one gives them.
-    """
-    text = make_letters(len(logical_shape(call.inputs[1])))
-    for strategy in split_strategies(call, f"{text}.,{text}->.."):
-        yield replace(strategy, outputs=(Replicate(),), lower=lower_gradients, joins_pieces=True)
-    yield replace(make_replicated_strategy(call), lower=lower_gradients_of_first_rank, joins_pieces=True)
-
-
-def lower_gradients(
-    builder: GraphBuilder, call: OperatorCall, args: tuple[Any, ...], _kwargs: dict[str, Any]
-) -> LocalValue:
-    """Let each rank give the source the gradients of its ids."""
-    own = builder.call(table_operators.run_table_gradients, *args, counts=builder.rank == 0)
-    return sum_weight_gradients(builder, call, own)
-
-
-def lower_gradients_of_first_rank(
-    builder: GraphBuilder, call: OperatorCall, args: tuple[Any, ...], _kwargs: dict[str, Any]
-) -> LocalValue:
-    """Let the first rank alone give the source gradients that all ranks have."""
-    if builder.rank == 0:
-        return sum_weight_gradients(builder, call, builder.call(table_operators.run_table_gradients, *args))
-    nothing = builder.call(table_operators.skip_table_gradients, args[0])
-    return sum_weight_gradients(builder, call, nothing)
-
-
-def sum_weight_gradients(builder: GraphBuilder, call: OperatorCall, own: fx.Node) -> LocalValue:
-    """Add what all ranks have for the gradient of a table's weight, so that a number that is not finite reaches all."""
-    size = call.node.meta["val"].dtype.itemsize * WEIGHT_ELEMENTS
-    return builder.all_reduce(own, "the gradient of a table's weight", size)
-
-
 RULES: dict[Any, ShardingRule] = {
     aten.embedding.default: embedding_strategies,
     aten.embedding_dense_backward.default: embedding_backward_strategies,
-    rankless_ops.table_rows.default: table_rows_strategies,
-    rankless_ops.table_gradients.default: table_gradients_strategies,
     rankless_ops.weight_rows.default: weight_rows_strategies,
     rankless_ops.weight_gradients.default: replicated_strategies,
     rankless_ops.bag_numbers.default: replicated_strategies,
 }
-OPERATORS_WITH_EFFECTS = {rankless_ops.table_gradients.default}
-"""Operators of which each element must be computed by one worker only, so that they cannot just be replicated."""

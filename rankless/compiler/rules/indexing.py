@@ -9,16 +9,6 @@ from torch import fx
 
 from rankless.compiler.rules.half_precision import ACCUMULATED_IN
 from rankless.compiler.rules.pattern import LETTERS, make_letters, make_pattern_rule, make_placement, split_strategies
-from rankless.compiler.rules.selected_rows import (
-    by_number_strategies,
-    find_range_dim,
-    list_row_parts,
-    lower_own_rows,
-    masked_scatter_strategies,
-    nonzero_strategies,
-    select_strategies,
-)
-from rankless.compiler.rules.selected_rows import put_strategies as masked_put_strategies
 from rankless.compiler.rules.strategy import (
     GraphBuilder,
     LocalValue,
@@ -28,10 +18,14 @@ from rankless.compiler.rules.strategy import (
     Strategy,
     logical_shape,
 )
-from rankless.compiler.tracing.row_counts import list_traced_counts
+from rankless.compiler.tracing.symbolic_sizes import list_traced_counts
 from rankless.parallel.tensor_placement import Partial, Replicate, Shard
 
 aten = torch.ops.aten
+
+RANGES = (aten.arange.default, aten.arange.start, aten.arange.start_step)
+COPIES = (aten._to_copy.default, aten.clone.default, aten.alias.default, aten.lift_fresh_copy.default)
+VIEWS = (aten.view.default, aten._unsafe_view.default)
 
 
 def along_dim_pattern(call: OperatorCall) -> str:
@@ -61,19 +55,12 @@ def gather_strategies(call: OperatorCall) -> Iterator[Strategy]:
         yield from split_strategies(call, f"{source},{indices}->{indices}")
 
 
-def index_select_pattern(call: OperatorCall) -> str:
-    """Return the pattern of rows by index: other dims of the source, or the list of indices, can be sharded."""
+def index_select_strategies(call: OperatorCall) -> Iterator[Strategy]:
+    """Yield sharding of other dims of the source, or of the list of indices."""
     count = len(logical_shape(call.inputs[0]))
     dim = call.argument("dim") % count
     source = make_letters(count, [dim])
-    return f"{source},Z->{source[:dim]}Z{source[dim + 1 :]}"
-
-
-def index_select_strategies(call: OperatorCall) -> Iterator[Strategy]:
-    """Yield strategies of rows by index, also of rows that a mask has selected."""
-    count = len(logical_shape(call.inputs[0]))
-    yield from by_number_strategies(call, call.argument("dim") % max(count, 1), [])
-    yield from split_strategies(call, index_select_pattern(call))
+    yield from split_strategies(call, f"{source},Z->{source[:dim]}Z{source[dim + 1 :]}")
 
 
 @dataclass(frozen=True)
@@ -119,26 +106,66 @@ def align_letters(text: str, shape: tuple[int, ...]) -> str:
     return "".join("." if size == 1 else letter for letter, size in zip(aligned, shape, strict=True))
 
 
-def find_mask(call: OperatorCall) -> tuple[fx.Node, int] | None:
-    """Return the only index of an indexing, if it is a mask, and the first dim in which it selects."""
-    given = [(index, position) for position, index in enumerate(call.argument("indices")) if index is not None]
-    return given[0] if len(given) == 1 and given[0][0].meta["val"].dtype == torch.bool else None
+def make_values_pattern(call: OperatorCall, patterns: IndexPatterns) -> str:
+    """Return the pattern of the values that a call writes or adds."""
+    return align_letters(patterns.values, logical_shape(call.inputs[-1]))
 
 
 def index_strategies(call: OperatorCall) -> Iterator[Strategy]:
     """Yield strategies of `source[indices]`."""
     patterns = make_index_patterns(call)
-    if patterns is None and (mask := find_mask(call)) is not None:
-        yield from select_strategies(call, *mask)
     if patterns is not None:
-        yield from selected_strategies(call, patterns, patterns.values)
         yield from split_strategies(call, ",".join([patterns.source, *patterns.indices]) + "->" + patterns.values)
         yield from aligned_strategies(call, patterns, patterns.values)
 
 
 # Note [aligned indices]: `x[torch.arange(n), y]` reads row i by entry i of the indices. With the rows and the entries
 # split alike, each rank reads its own rows only, by places that count from its first row. The program must say that the
-# index is a range (`selected_rows`); an index that only happens to hold one is not split.
+# index is a range; an index that only happens to hold one is not split.
+
+
+def find_range_dim(node: fx.Node) -> int | None:
+    """Return the dim along which a value counts from zero, equal along all other dims; None for any other value.
+
+    The dim has more than one entry. Each value is known from the program, not from numbers.
+    """
+    value = node.meta["val"]
+    if value.dtype not in (torch.int32, torch.int64):
+        return None
+    if node.target in RANGES:
+        return 0 if is_from_zero_by_one(node) and value.shape[0] != 1 else None
+    if node.op != "call_function" or not node.all_input_nodes:
+        return None
+    source = node.all_input_nodes[0]
+    if node.target in COPIES:
+        return find_range_dim(source)
+    if node.target is aten.expand.default:
+        dim = find_range_dim(source)
+        return None if dim is None else dim + len(value.shape) - len(source.meta["val"].shape)
+    if node.target is aten.unsqueeze.default:
+        dim, added = find_range_dim(source), int(str(node.args[1])) % len(value.shape)
+        return None if dim is None else dim + (added <= dim)
+    if node.target in VIEWS:
+        return find_viewed_dim(source, value.shape)
+    return None
+
+
+def is_from_zero_by_one(node: fx.Node) -> bool:
+    """Return whether an `arange` starts at zero and counts by one."""
+    if node.target is aten.arange.default:
+        return True
+    start, step = node.args[0], node.args[2] if len(node.args) > 2 else node.kwargs.get("step", 1)
+    return isinstance(start, int) and isinstance(step, int) and (start, step) == (0, 1)
+
+
+def find_viewed_dim(source: fx.Node, shape: Any) -> int | None:
+    """Return the dim of a range after a view that only adds or drops dims of size one."""
+    dim = find_range_dim(source)
+    before = source.meta["val"].shape
+    if dim is None or any(size != 1 for place, size in enumerate(before) if place != dim):
+        return None
+    long_dims = [place for place, size in enumerate(shape) if size != 1]
+    return long_dims[0] if len(long_dims) == 1 else None
 
 
 def aligned_strategies(call: OperatorCall, patterns: IndexPatterns, values: str) -> Iterator[Strategy]:
@@ -166,22 +193,6 @@ def aligned_strategies(call: OperatorCall, patterns: IndexPatterns, values: str)
             yield Strategy((rows, *rest), (output,), make_aligned_lowering(position, rows))
 
 
-def selected_strategies(call: OperatorCall, patterns: IndexPatterns, values: str) -> Iterator[Strategy]:
-    """Yield strategies that divide an indexed dim and the numbers of the rows that a mask selects in it together.
-
-    See Note [selections of divided rows]. `values` is the pattern of what is read or written.
-    """
-    is_write = len(call.inputs) > len(patterns.indices) + 1
-    for place, position in enumerate(patterns.positions):
-        index = call.argument("indices")[position]
-        for dim, letter in enumerate(patterns.indices[place]):
-            for rows, numbers in list_row_parts(call, index, dim, position) if letter != "." else ():
-                texts = [*patterns.indices, *([values] if is_write else [])]
-                rest = (make_placement(text, letter, numbers, Replicate()) for text in texts)
-                output = rows if is_write else Shard(values.index(letter), numbers.lengths)
-                yield Strategy((rows, *rest), (output,), lower_own_rows)
-
-
 def make_aligned_lowering(position: int, rows: Shard) -> LoweringRule:
     """Return a lowering in which the index of the sharded dim counts from the rank's first row."""
 
@@ -201,11 +212,8 @@ def index_put_strategies(call: OperatorCall) -> Iterator[Strategy]:
     """
     patterns = make_index_patterns(call)
     if patterns is None:
-        if (mask := find_mask(call)) is not None:
-            yield from masked_put_strategies(call, *mask)
         return
-    values = align_letters(patterns.values, logical_shape(call.inputs[-1]))
-    yield from selected_strategies(call, patterns, values)
+    values = make_values_pattern(call, patterns)
     yield from aligned_strategies(call, patterns, values)
     kept = "".join(letter if letter in patterns.source else "." for letter in values)
     fixed = ["." * len(text) for text in patterns.indices]
@@ -253,7 +261,6 @@ def index_add_strategies(call: OperatorCall) -> Iterator[Strategy]:
     dim, text = get_rows_pattern(call)
     if not text or len(logical_shape(call.inputs[2])) != len(text):
         return
-    yield from by_number_strategies(call, dim, [dim])
     yield from split_strategies(call, f"{text},.,{text}->{text}")
     rows = "." * dim + "Z" + "." * (len(text) - dim - 1)
     yield from added_strategies(call, ["Z", rows])
@@ -319,8 +326,6 @@ RULES: dict[Any, ShardingRule] = {
     aten.scatter_reduce.two: along_dim_strategies,
     aten.scatter_add.default: scatter_add_strategies,
     aten.index_select.default: index_select_strategies,
-    aten.nonzero.default: nonzero_strategies,
-    aten.masked_scatter.default: masked_scatter_strategies,
     aten.index.Tensor: index_strategies,
     aten.index_put.default: index_put_strategies,
     aten._unsafe_index.Tensor: index_strategies,

@@ -21,9 +21,9 @@ from rankless.parallel.tensor_placement import Placement, Replicate, Shard, Shar
 aten = torch.ops.aten
 
 
-def get_memory_layout(call: OperatorCall, index: int = 0) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
-    """Return logical shape, strides and dtype of an input; random numbers follow its memory order."""
-    value = call.inputs[index].meta["val"]
+def get_memory_layout(call: OperatorCall) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
+    """Return logical shape, strides and dtype of the first input; random numbers follow its memory order."""
+    value = call.inputs[0].meta["val"]
     return tuple(value.shape), tuple(value.stride()), value.dtype
 
 

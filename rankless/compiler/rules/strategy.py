@@ -140,11 +140,15 @@ class OperatorCall:
         raise KeyError(name)
 
     @property
+    def outputs(self) -> tuple[Any, ...]:
+        """The logical values of the outputs."""
+        value = self.node.meta["val"]
+        return tuple(value) if isinstance(value, tuple | list) else (value,)
+
+    @property
     def output_shapes(self) -> tuple[tuple[int, ...], ...]:
         """The logical shape of every output; an empty shape for an absent one."""
-        value = self.node.meta["val"]
-        values = value if isinstance(value, tuple | list) else (value,)
-        return tuple(tuple(item.shape) if isinstance(item, LogicalValue) else () for item in values)
+        return tuple(tuple(item.shape) if isinstance(item, LogicalValue) else () for item in self.outputs)
 
 
 ShardingRule = Callable[[OperatorCall], Iterator[Strategy]]

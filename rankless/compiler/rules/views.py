@@ -38,6 +38,16 @@ from rankless.parallel.tensor_placement import BlockedShard, Shard
 
 aten = torch.ops.aten
 
+REORDERINGS = (
+    aten.permute.default,
+    aten.transpose.int,
+    aten.t.default,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+)
+"""Operators that return a view of their one input, of any sharding, with other dims."""
+
 
 def reshape_strategies(call: OperatorCall) -> Iterator[Strategy]:
     """Yield sharding on a dim that leads its group of merged or divided dims; the shard lengths change with it."""

@@ -7,23 +7,12 @@ same bytes twice.
 
 from collections.abc import Iterator, Mapping, Sequence
 
-import torch
 from torch import fx
 
+from rankless.compiler.rule_table import find_rule
 from rankless.compiler.rules.strategy import OperatorCall, Strategy, make_call, make_replicated_strategy
-from rankless.compiler.rules.table import find_rule
+from rankless.compiler.rules.views import REORDERINGS
 from rankless.parallel.tensor_placement import BlockedShard, Placement, Replicate, Shard, Sharding
-
-aten = torch.ops.aten
-REORDERINGS = (
-    aten.permute.default,
-    aten.transpose.int,
-    aten.t.default,
-    aten.unsqueeze.default,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-)
-"""Operators that return a view of their one input, of any sharding, with other dims."""
 
 
 def list_other_strategies(

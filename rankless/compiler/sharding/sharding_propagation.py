@@ -12,32 +12,34 @@ them. A strategy that does not combine is left out, and the inner axis may compu
 do not depend on the lengths that one worker has, so all workers make the same ones.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from math import inf
 from operator import getitem
+from typing import Any
 
 import torch
 from torch import fx
 
-from rankless.compiler.ir.logical_program import LogicalProgram, LogicalValue
+from rankless.compiler.expert_parallel import join_sums_of_experts, list_strategies, no_strategies
+from rankless.compiler.ir.logical_program import LogicalProgram, LogicalValue, is_fresh
 from rankless.compiler.probing.operator_probe import OperatorProbe
-from rankless.compiler.rules.embeddings import OPERATORS_WITH_EFFECTS
-from rankless.compiler.rules.selected_rows import lower_equal_rows
+from rankless.compiler.rule_table import REFUSED_OPERATORS, find_rule
+from rankless.compiler.rules.extension_operators import has_effects
+from rankless.compiler.rules.pointwise import is_pointwise
 from rankless.compiler.rules.strategy import OperatorCall, Strategy, make_call, make_replicated_strategy
-from rankless.compiler.rules.table import REFUSED_OPERATORS, find_rule
-from rankless.compiler.sharding.counted_rows import list_for_counts, takes_counts
-from rankless.compiler.sharding.owner_strategies import list_strategies, no_strategies
+from rankless.compiler.selected_rows.rules import list_for_counts, lower_equal_rows, takes_counts
+from rankless.compiler.selected_rows.selections import find_selection
+from rankless.compiler.sequence_parallel.rows_between_layers import find_divided_weights, find_rows
+from rankless.compiler.sharding.redistribute import estimate_cost
 from rankless.compiler.sharding.reordered_values import list_other_strategies
-from rankless.compiler.sharding.sequence_parallelism import find_divided_weights, find_rows
-from rankless.compiler.sharding.strategy_costs import find_cheapest, list_outputs
-from rankless.compiler.sharding.sums_of_experts import join_sums_of_experts
-from rankless.compiler.sharding.wanted_placements import find_wanted_placements
-from rankless.compiler.tracing.row_selections import find_selection
+from rankless.compiler.tracing.symbolic_sizes import is_same, size_hint
 from rankless.errors import CaptureError
 from rankless.parallel.tensor_placement import (
     BlockedShard,
     OnRank,
+    Partial,
     Placement,
     Replicate,
     Shard,
@@ -285,10 +287,14 @@ def choose_strategy(
     """
     rule = find_rule(call.operator)
     replicated_strategy = make_replicated_strategy(call)
-    has_effects = call.operator in OPERATORS_WITH_EFFECTS
+    runs_once = has_effects(call.operator)
     is_whole = all(isinstance(placement, Replicate) for placement in call.current_placements)
-    if takes_counts(call) and not has_effects:
-        possible = [item for item in list_for_counts(call, rule) if combines(item, call, outer)]
+    if takes_counts(call) and not runs_once:
+        possible = [
+            item
+            for item in list_for_counts(call, partial(list_strategies, call, rule or no_strategies))
+            if combines(item, call, outer)
+        ]
         kept = [item for item in (*possible, replicated_strategy) if not gathers_weights(item, call, weights)]
         return find_cheapest(kept or [replicated_strategy], call, available), is_whole or rule is not None
     if call.slots and not call.inputs:
@@ -299,7 +305,7 @@ def choose_strategy(
     if rule is None:
         rule = no_strategies if probe is None else probe.strategies
     strategies = [strategy for strategy in list_strategies(call, rule) if combines(strategy, call, outer)]
-    if not has_effects:
+    if not runs_once:
         strategies.append(replicated_strategy)
     kept = [strategy for strategy in strategies if not gathers_weights(strategy, call, weights)]
     found = find_cheapest(kept or strategies, call, available)
@@ -367,5 +373,120 @@ def is_within_blocks(inner: Placement, outer: Placement) -> bool:
 
 def has_sparse_value(call: OperatorCall) -> bool:
     """Return whether an operator takes or gives a sparse tensor, which has no pieces."""
-    values = [*[node.meta["val"] for node in call.inputs], *list_outputs(call)]
+    values = [*[node.meta["val"] for node in call.inputs], *call.outputs]
     return any(isinstance(value, LogicalValue) and value.is_sparse for value in values)
+
+
+def find_wanted_placements(
+    program: LogicalProgram, given: Mapping[fx.Node, Placement], weights: Mapping[fx.Node, Placement]
+) -> dict[fx.Node, Placement]:
+    """Return the placements in which values are wanted: gradients, the terms of them, and what meets an expert.
+
+    Args:
+        program: The program.
+        given: The placements of its inputs along one axis.
+        weights: Those of divided parameters, and of views of them.
+    """
+    found = dict(list_gradients(program, given))
+    owners: dict[fx.Node, set[OnRank]] = {}
+    for weight, placement in weights.items():
+        if isinstance(placement, OnRank):
+            for user in weight.users:
+                for value in user.all_input_nodes:
+                    owners.setdefault(value, set()).add(placement)
+    pending = [(value, next(iter(ranks))) for value, ranks in owners.items() if len(ranks) == 1]
+    while pending:
+        value, owner = pending.pop()
+        if value not in found:
+            found[value] = owner
+            pending += [(term, owner) for term in value.all_input_nodes if is_used_only_for(term, value)]
+    return found
+
+
+def is_used_only_for(term: fx.Node, value: fx.Node) -> bool:
+    """Return whether a value is a view of another one, or is computed of it element by element, and nothing else is."""
+    if not isinstance(value.target, torch._ops.OpOverload) or len(term.users) != 1 or term.op != "call_function":
+        return False
+    if len(value.all_input_nodes) == 1 and not is_fresh(value):
+        return True
+    shapes = [getattr(node.meta.get("val"), "shape", ()) for node in (term, value)]
+    return is_pointwise(value.target) and is_same(shapes[0], shapes[1])
+
+
+def list_gradients(program: LogicalProgram, given: Mapping[fx.Node, Placement]) -> Iterator[tuple[fx.Node, Placement]]:
+    """Yield the gradients of divided parameters, and the terms of them, with the placements in which they are kept."""
+    states = {described.name: given[node] for node, described in program.inputs.items()}
+    found: set[fx.Node] = set()
+    for node, described in program.outputs:
+        placement = states.get(described.name)
+        if described.kind != "gradient" or not isinstance(placement, Shard | OnRank):
+            continue
+        pending = [node]
+        while pending:
+            term = pending.pop()
+            if term in found:
+                continue
+            found.add(term)
+            yield term, placement
+            if term.target in (aten.add.Tensor, aten._to_copy.default, aten.clone.default):
+                pending += [
+                    item for item in term.all_input_nodes if is_same(item.meta["val"].shape, term.meta["val"].shape)
+                ]
+
+
+def find_cheapest(
+    strategies: Sequence[Strategy], call: OperatorCall, available: Mapping[fx.Node, list[Placement]]
+) -> Strategy:
+    """Return the strategy that sends the fewest bytes, and of those the one that takes the fewest sums as terms."""
+    replicated_strategy = make_replicated_strategy(call)
+    best, best_cost = None, (inf, 0)
+    for strategy in strategies:
+        sent_bytes = estimate_input_cost(strategy, call, available)
+        if sent_bytes > 0 and strategy != replicated_strategy:
+            # A partial sum that needs a redistribution first must still be reduced, so count that too. A partial sum
+            # without one is what an expert would choose.
+            sent_bytes += sum(
+                value_bytes(value)
+                for value, placement in zip(call.outputs, strategy.outputs, strict=True)
+                if isinstance(placement, Partial)
+            )
+        elif sent_bytes > 0:
+            sent_bytes += sum(value_bytes(value) for value in call.outputs)
+        if call.wanted is not None:
+            sent_bytes += estimate_cost(value_bytes(call.outputs[0]), strategy.outputs[0], call.wanted, call.ranks)
+        sent_bytes += strategy.sent_bytes
+        cost = sent_bytes, count_summed_again(strategy, call, available)
+        if cost < best_cost:
+            best, best_cost = strategy, cost
+    assert best is not None
+    return best
+
+
+def count_summed_again(strategy: Strategy, call: OperatorCall, available: Mapping[fx.Node, list[Placement]]) -> int:
+    """Return the number of inputs that a strategy takes as terms of a sum, although they have been summed before.
+
+    What follows from terms must be summed too. It costs as much to compute as what follows from the sum.
+    """
+    return sum(
+        isinstance(required, Partial) and Replicate() in available[value]
+        for value, required in zip(call.inputs, strategy.inputs, strict=True)
+    )
+
+
+def estimate_input_cost(strategy: Strategy, call: OperatorCall, available: Mapping[fx.Node, list[Placement]]) -> float:
+    """Return the bytes to send before a strategy can run.
+
+    A divided value is not taken as a term of a sum, even if it has been gathered: all that follows would be whole then.
+    """
+    total = 0.0
+    for value, required in zip(call.inputs, strategy.inputs, strict=True):
+        if isinstance(required, Partial) and isinstance(call.placements[value], Shard | BlockedShard):
+            return inf
+        size = value_bytes(value.meta["val"])
+        total += min(estimate_cost(size, placement, required, call.ranks) for placement in available[value])
+    return total
+
+
+def value_bytes(value: Any) -> int:
+    """Return the bytes of a logical value; zero for one that is absent."""
+    return int(size_hint(value.numel()) * value.element_size()) if isinstance(value, LogicalValue) else 0

@@ -21,7 +21,7 @@ from rankless.compiler.ir.custom_ops import (
 from rankless.compiler.ir.embedding_functions import embed, embed_bags
 from rankless.compiler.ir.memory_order import find_memory_order
 from rankless.compiler.tracing.fast_paths import FAST_PATHS
-from rankless.compiler.tracing.row_counts import has_count
+from rankless.compiler.tracing.symbolic_sizes import has_count
 
 NUMBER_NEEDED = (
     *(torch.unbind, torch.Tensor.unbind, torch.chunk, torch.Tensor.chunk),

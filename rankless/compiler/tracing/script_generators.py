@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from rankless.compiler.ir.generator_starts import GeneratorStart
+from rankless.compiler.ir.local_kernels import GeneratorStart
 from rankless.parallel.default_generator import find_default_generator
 
 

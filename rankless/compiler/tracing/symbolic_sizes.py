@@ -5,23 +5,28 @@ decision that depends on it (an operator's fake kernel, a rule, an equality of s
 `ShapeEnv`. Where it must become a plain number (`range`, `len`, an index), the guard requires exactly that number. A
 program is therefore correct wherever its guards hold. Only the choice between strategies that are all correct uses the
 number without a guard (`size_hint`). See docs/decisions/0006-variable-shapes.md.
+
+A count of rows that values select, as by `x[mask]`, is a symbol without a number, "unbacked" in PyTorch's words: see
+`compiler.selected_rows`. If the job's Python asks for it, or compares it, the answer is a value that Python reads; see
+Note [values that Python reads]. After the trace nothing may ask for the number. Two counts are equal only if they are
+the same expression, so a rule that needs equal sizes does not apply. Costs assume a share of the rows there can be.
 """
 
 import contextlib
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import sympy  # type: ignore[import-untyped]  # it has no stubs
 import torch
-from sympy import sympify  # type: ignore[import-untyped]  # it has no stubs
 from torch import SymBool, SymFloat, SymInt
 from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDependentSymNode, ShapeEnv
 from torch.utils._sympy.printers import PythonPrinter
 
-from rankless.compiler.tracing.row_counts import assume_count, decide_without_count
+from rankless.errors import CaptureError
 from rankless.user_code import is_user_code, user_line
 
 MIN_SYMBOLIC_SIZE = 2
@@ -30,12 +35,21 @@ MIN_SYMBOLIC_SIZE = 2
 EXPRESSION_GLOBALS = {"math": math, "torch": torch}
 """Names that the text of an expression may use besides sizes."""
 
+ASSUMED_COUNT = 1024
+"""How many rows costs assume, if a count has no known limit."""
+
+SELECTED_SHARE = 4
+"""Costs assume that one of so many rows is selected: what selects all moves no less than the whole."""
+
+READ_BY_JOB = "read by the job"
+"""The reason of what a trace assumes of counts because the job's Python has read it."""
+
 
 class LineTrackingShapeEnv(ShapeEnv):
     """PyTorch's `ShapeEnv` of symbols and guards, which also records the user's lines that specialize a size.
 
-    `read_count` answers where a decision of a trace depends on a count of selected rows, see `row_counts`. After the
-    trace, `is_traced`, nothing may ask for one. `selections` has those of divided rows, see `row_selections`.
+    `read_count` answers where a decision of a trace depends on a count of selected rows. After the trace, `is_traced`,
+    nothing may ask for one. `selections` has those of divided rows, see `selected_rows.selections`.
     """
 
     def __init__(self) -> None:
@@ -60,13 +74,13 @@ class LineTrackingShapeEnv(ShapeEnv):
     def evaluate_sym_node(self, sym_node: Any, *args: Any, **kwargs: Any) -> Any:
         """Evaluate an expression; what depends on a count of selected rows is asked of `read_count`."""
         if self.is_traced and any(map(self.is_unbacked_symint, sym_node.expr.free_symbols)):
-            return sympify(decide_without_count(sym_node))  # PyTorch's refusal would take milliseconds
+            return sympy.sympify(decide_without_count(sym_node))  # PyTorch's refusal would take milliseconds
         try:
             return super().evaluate_sym_node(sym_node, *args, **kwargs)
         except GuardOnDataDependentSymNode:
             if self.read_count is None:
                 raise
-            return sympify(self.read_count(sym_node))
+            return sympy.sympify(self.read_count(sym_node))
 
 
 @dataclass(frozen=True)
@@ -163,3 +177,81 @@ def format_expression(size: SymInt | SymFloat) -> str:
 def evaluate_size(values: Any, symbols: Mapping[str, int]) -> Any:
     """Evaluate a size for other values of the symbols."""
     return eval(format_expression(values), dict(EXPRESSION_GLOBALS), dict(symbols)) if is_symbolic(values) else values
+
+
+def list_traced_counts(value: Any) -> list[sympy.Symbol]:
+    """Return the counts of selected rows in a size as it was traced, though it may have turned out to equal another.
+
+    They are in a fixed order.
+    """
+    if not is_symbolic(value):
+        return []
+    return sorted(filter(value.node.shape_env.is_unbacked_symint, value.node._expr.free_symbols), key=str)
+
+
+def find_traced_count(value: Any) -> sympy.Symbol | None:
+    """Return the count that a size is, as it was traced; None if it is no count."""
+    counts = list_traced_counts(value)
+    return counts[0] if counts and value.node._expr == counts[0] else None
+
+
+def has_count(values: Iterable[Any]) -> bool:
+    """Return whether a size depends on a count of selected rows."""
+    return any(
+        value.node.shape_env.is_unbacked_symint(symbol)
+        for value in values
+        if is_symbolic(value)
+        for symbol in value.node.expr.free_symbols
+    )
+
+
+def assume_count(value: Any) -> Any:
+    """Return the number that costs assume for a size that depends on counts."""
+    return evaluate_with_assumed_counts(value.node, SELECTED_SHARE)
+
+
+def evaluate_with_assumed_counts(node: Any, share: int = 1) -> Any:
+    """Return what an expression of a trace gives for assumed counts.
+
+    Args:
+        node: PyTorch's `SymNode`.
+        share: Assume that one of so many of the rows that could be selected is.
+    """
+    environment = node.shape_env
+    numbers: dict[sympy.Symbol, Any] = {}
+    for symbol in node.expr.free_symbols:
+        if not environment.is_unbacked_symint(symbol):
+            numbers[symbol] = environment.backed_var_to_val[symbol]
+            continue
+        numbers[symbol] = max(1, limit_count(environment, symbol) // share)
+    found = sympy.sympify(node.expr.xreplace({key: sympy.sympify(item) for key, item in numbers.items()}))
+    if isinstance(found, sympy.logic.boolalg.BooleanAtom):
+        return bool(found)
+    return int(found) if found.is_integer else float(found)
+
+
+def limit_count(environment: Any, symbol: sympy.Symbol) -> int:
+    """Return the largest number that a count can be, or that costs assume if there is no limit."""
+    limit = environment.var_to_range[symbol].upper
+    return int(limit) if limit.is_number and limit.is_finite and limit < 2**48 else ASSUMED_COUNT
+
+
+def decide_without_count(node: Any) -> Any:
+    """Answer a question about counts after the trace; see Note [counts of selected rows].
+
+    Args:
+        node: PyTorch's `SymNode` of the question.
+
+    Raises:
+        CaptureError: The question is what the number is.
+    """
+    expression = node.expr
+    if isinstance(expression, sympy.Eq | sympy.Ne):
+        return isinstance(expression, sympy.Ne)
+    if isinstance(expression, sympy.core.relational.Relational):
+        return evaluate_with_assumed_counts(node)
+    raise CaptureError(
+        expected="a program that does not need the number of selected rows before it runs",
+        found=f"{expression} of them, where a number is needed",
+        fix="select rows in the job by torch.where(mask, values, other) instead of values[mask]",
+    )

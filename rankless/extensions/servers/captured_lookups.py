@@ -1,11 +1,11 @@
-"""The lookups of a table in captured programs; see Note [lookups in a program] in `compiler.ir.table_operators`."""
+"""The lookups of a table in captured programs; see Note [lookups in a program] in `table_operators`."""
 
 import weakref
 from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from rankless.compiler.ir.table_operators import register_source, table_rows
+from rankless.extensions.servers.table_operators import register_source, table_rows
 from rankless.extensions.servers.table_training import TableTraining
 
 

@@ -1,7 +1,7 @@
 """An embedding of 64-bit ids without a largest one: `nn.Embedding` whose rows are made when training needs them."""
 
 import dataclasses
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -11,7 +11,6 @@ from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 
 from rankless.checkpoint.incremental.rows_of_others import are_rows_left_out
-from rankless.context.table_sharing import SharedTables
 from rankless.errors import TableError
 from rankless.extensions.servers.captured_lookups import CapturedLookups
 from rankless.extensions.servers.table_training import TableTraining
@@ -20,11 +19,16 @@ from rankless.extensions.servers.tables.row_gradients import RowGradients
 from rankless.extensions.servers.tables.row_store import RowStore
 from rankless.extensions.servers.tables.settings import Admission, Initial, Normal, TableSettings
 from rankless.extensions.servers.tables.table import Table
+from rankless.extensions.servers.training import PARTICIPANT
+from rankless.ownership.extension_modules import ExtensionModule
+
+if TYPE_CHECKING:
+    from rankless.extensions.servers.worker_tables import WorkerTables
 
 INDEX_TYPES = (torch.int32, torch.int64)
 
 
-class Embedding(nn.Module):
+class Embedding(ExtensionModule):
     """Looks up rows of 64-bit ids. An id gets its row in the first training step that has it.
 
     It trains as `nn.Embedding(sparse=True)` does, with `torch.optim.SGD`, `Adagrad` or `SparseAdam` on its parameters:
@@ -55,6 +59,8 @@ class Embedding(nn.Module):
         >>> embedding.statistics().rows
         2
     """
+
+    rankless_participant = PARTICIPANT
 
     def __init__(
         self,
@@ -102,7 +108,7 @@ class Embedding(nn.Module):
         self._require_summed_gradients()
         return self._current_training().look_up(ids)
 
-    def share(self, tables: SharedTables) -> None:
+    def share(self, tables: "WorkerTables") -> None:
         """Hold the rows together with other workers, unless that has been done. Collective. Jobs call it."""
         if isinstance(self._table, Table):
             self._close_training()

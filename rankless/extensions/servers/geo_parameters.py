@@ -42,7 +42,7 @@ class GeoParameter:
 
 
 class GeoParameters:
-    """The parameters of a worker's jobs that optimizers step. It is a `context.table_sharing.SharedParameters`."""
+    """The parameters of a worker's jobs that optimizers step. It is a `own_steps.SharedParameters`."""
 
     def __init__(self, client: ServerClient, gather: Gather, *, worker: int, worker_count: int) -> None:
         self._client, self._gather = client, gather

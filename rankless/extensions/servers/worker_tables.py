@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-import msgspec
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -24,6 +23,7 @@ from rankless.extensions.servers.service.server_connection import (
     is_never_interrupted,
     require_no_interruption,
 )
+from rankless.extensions.servers.table_operators import request_rows
 from rankless.extensions.servers.table_training import find_trainings
 from rankless.extensions.servers.tables.row_store import RowStore
 from rankless.extensions.servers.tables.table import Table
@@ -55,7 +55,7 @@ class WorkerTables:
 
     Args:
         gather: Exchanges bytes with the other workers.
-        servers: The servers of the run, a `ServersConfig` as plain values. None: every worker holds all rows.
+        servers: The servers of the run. None: every worker holds all rows.
         worker: Number of this worker.
         worker_count: Number of workers.
         notify: Shows the user a notice.
@@ -68,7 +68,7 @@ class WorkerTables:
     def __init__(
         self,
         gather: Gather,
-        servers: Mapping[str, Any] | None,
+        servers: ServersConfig | None,
         *,
         worker: int,
         worker_count: int,
@@ -80,21 +80,20 @@ class WorkerTables:
         self._client: ServerClient | None = None
         self._own_steps: OwnSteps | None = None
         if servers is not None:
-            known = msgspec.convert(servers, ServersConfig)
             settings = ConnectionSettings(
                 RECONNECT_SECONDS,
                 notify,
                 is_interrupted=loss.is_interrupted,
                 recover=loss.recover,
-                is_lost=partial(is_server_lost, known.lost_descriptor),
-                defers=known.mode != "sync",
+                is_lost=partial(is_server_lost, servers.lost_descriptor),
+                defers=servers.mode != "sync",
             )
-            self._client = client = ServerClient(known, worker=worker, worker_count=worker_count, settings=settings)
-            if known.mode == "geo":
+            self._client = client = ServerClient(servers, worker=worker, worker_count=worker_count, settings=settings)
+            if servers.mode == "geo":
                 self._own_steps = GeoExchange(
-                    client, gather, worker=worker, worker_count=worker_count, steps=known.geo_steps
+                    client, gather, worker=worker, worker_count=worker_count, steps=servers.geo_steps
                 )
-            elif known.mode != "sync":
+            elif servers.mode != "sync":
                 self._own_steps = StepsOnServers(client, gather, is_first=worker == 0)
         self._opened = 0
         self._division = PushDivision(worker=worker, worker_count=worker_count, keeps=loss.can_recover)
@@ -164,10 +163,12 @@ class WorkerTables:
         assert self._weights is not None
         self._weights.share(weights, self._loss.run_for_all)
 
-    def request_rows(self) -> None:
-        """Send the requests for rows that lookups of the next call are expected to need."""
+    def request_rows(self, lookups: Iterable[tuple[int, Tensor]]) -> bool:
+        """Ask for the rows that the next call is expected to look up. Return whether that has been of use so far."""
+        is_of_use = request_rows(lookups)
         if self._client is not None:
             self._client.request_early_rows()
+        return is_of_use
 
     def prepare(self, weights: Iterable[Tensor]) -> None:
         """Give the servers the gradients of a program that has run, before its step."""

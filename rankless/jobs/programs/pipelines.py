@@ -9,13 +9,12 @@ from rankless.collectives.byte_messages import broadcast_bytes
 from rankless.compiler.capture.graph_cleanup import named_tensors
 from rankless.compiler.codegen.codegen import LocalProgram
 from rankless.compiler.ir.logical_program import LogicalProgram
-from rankless.compiler.pipeline.dense_stages import find_dense_stages
-from rankless.compiler.pipeline.measured_work import measure_work
-from rankless.compiler.pipeline.options import PipelineOptions
-from rankless.compiler.pipeline.pipeline_program import build_pipeline_program
-from rankless.compiler.pipeline.schedules import INTERLEAVED_STAGES, make_schedule
-from rankless.compiler.pipeline.stages import Stages, find_stages
-from rankless.compiler.pipeline.transfers import GroupTransport
+from rankless.compiler.pipeline_parallel.measured_work import measure_work
+from rankless.compiler.pipeline_parallel.options import PipelineOptions
+from rankless.compiler.pipeline_parallel.pipeline_program import build_pipeline_program
+from rankless.compiler.pipeline_parallel.schedules import INTERLEAVED_STAGES, make_schedule
+from rankless.compiler.pipeline_parallel.stages import Stages, find_stages
+from rankless.compiler.pipeline_parallel.transfers import GroupTransport
 from rankless.compiler.probing.operator_probe import OperatorProbe
 from rankless.compiler.scheduling.stored_states import StateStorage
 from rankless.context.world import World
@@ -24,7 +23,6 @@ from rankless.jobs.arguments import FlattenedArguments, find_batch_dim
 from rankless.jobs.definition import JobDefinition
 from rankless.jobs.stage_assignment import count_microbatches, find_stage_workers
 from rankless.parallel.batch_division import BatchDivision
-from rankless.parallel.dense_parts import find_dense
 from rankless.parallel.mesh import MeshAxis, find_pipeline_axis
 from rankless.parallel.plan import Plan
 from rankless.parallel.tensor_placement import Shard, Sharding, split_lengths
@@ -65,11 +63,7 @@ class Pipelines:
         }
         if self.axis is not None and self.axis.stage_workers:
             return self._find_kinds(program, names, tensors)
-        known = {
-            name: self._world.pipeline.stages[tensors[name]]
-            for name in names
-            if tensors[name] in self._world.pipeline.stages
-        }
+        known = self._find_known(names, tensors)
         count = self._count_stages(known.values())
         if known:
             return find_stages(program, count, names, known)
@@ -85,13 +79,17 @@ class Pipelines:
         return {name: placed[tensors[name]] for name in names if tensors[name] in placed}
 
     def _find_kinds(self, program: LogicalProgram, names: Mapping[str, str], tensors: Mapping[str, Tensor]) -> Stages:
-        """Return the stages of a program for workers of two kinds: what comes before dense parts, and the rest."""
-        known = {
-            name: self._world.pipeline.stages[tensors[name]]
-            for name in names
-            if tensors[name] in self._world.pipeline.stages
-        }
-        return find_dense_stages(program, find_dense(self._job.modules), names, known, where=self._job.line)
+        """Return the stages of a program for workers of several kinds, as the extension says that has the kinds."""
+        known = self._find_known(names, tensors)
+        stages: Stages | None = self._world.joint.find_stages(self._job, program, names, known)
+        if stages is None:
+            raise ConfigError(
+                expected="an extension that says what each kind of workers computes",
+                found=f"none for job {self._job.name!r}",
+                fix="start the run with the command line of that extension",
+                where=self._job.line,
+            )
+        return stages
 
     def _measure(self, program: LogicalProgram) -> Sequence[float]:
         """Return the seconds of operators on rank 0. The other ranks wait, so that nothing disturbs it. Collective."""

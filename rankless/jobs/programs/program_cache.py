@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rankless.collectives.byte_messages import all_gather_bytes
 from rankless.compiler.capture.capture import ArgumentShape, CapturedJob, capture
-from rankless.compiler.capture.global_modes_key import get_torch_modes
+from rankless.compiler.capture.global_modes import get_torch_modes
 from rankless.compiler.capture.value_reads import ValueNeeded, ValueReads
 from rankless.compiler.codegen.codegen import LocalProgram, build_local_program
 from rankless.compiler.guards.guards import Guard

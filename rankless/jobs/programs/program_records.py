@@ -5,12 +5,12 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import msgspec
-import torch
 from torch import Tensor, fx
 
 from rankless.compiler.codegen.codegen import LocalProgram
 from rankless.compiler.ir.logical_program import LogicalProgram, LogicalValue, ProgramInput, format_operator
 from rankless.compiler.ir.operator_origin import ModuleName
+from rankless.compiler.rules.extension_operators import is_lookup
 from rankless.compiler.rules.strategy import list_tensor_slots
 from rankless.compiler.sharding.redistribute import CollectiveRecord, count_bytes
 from rankless.compiler.sharding.sharding_propagation import ShardedProgram
@@ -46,8 +46,6 @@ OF_STAGE_IN_PIECES = "in pieces on the workers of its stage"
 """The same for parameters of a pipeline with zero="parameters"."""
 
 Outputs = Sequence[Tensor]
-
-_TABLE_ROWS = torch.ops.rankless.table_rows.default
 
 
 class ProgramRecorder:
@@ -164,7 +162,7 @@ def describe_program(job: JobDefinition, local: LocalProgram) -> JobProgram:
             describe_input(node, given, sharded.sharding(node), local) for node, given in logical.inputs.items()
         ),
         moves=tuple(describe_collective(move, trains=job.trains) for move in local.collectives),
-        lookups=tuple(describe_lookup(node) for node in logical.graph.nodes if node.target is _TABLE_ROWS),
+        lookups=tuple(describe_lookup(node) for node in logical.graph.nodes if is_lookup(node.target)),
         pipeline=local.pipeline,
         without_rule=tuple(map(describe_operator, sharded.nodes_without_rule)),
         probed=tuple(map(describe_probed_operator, sharded.probed_nodes)),

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rankless.compiler.capture.autocast import clear_autocast_cache
 from rankless.compiler.capture.capture import TENSOR_LEAF, CapturedJob
+from rankless.compiler.capture.global_modes import clear_autocast_cache
 from rankless.compiler.capture.results import LiveResult
 from rankless.compiler.tracing.symbolic_sizes import evaluate_size
 from rankless.context.world import World
@@ -25,12 +25,10 @@ from rankless.jobs.call_fingerprint import RandomStates, format_call
 from rankless.jobs.call_loss_weights import LossWeightReader
 from rankless.jobs.call_sync import CallSync
 from rankless.jobs.definition import CallResult, JobDefinition
-from rankless.jobs.job_tables import JobTables
 from rankless.jobs.model_sync import require_usable_models, sync_models, sync_tensors
 from rankless.jobs.planned_division import PlannedDivision, apply_plan
 from rankless.jobs.programs.bound_program import BoundProgram, ModuleTensorReferences, collect_inputs, find_slot
 from rankless.jobs.programs.cache_entries import CacheLookup
-from rankless.jobs.programs.early_rows import EarlyRows
 from rankless.jobs.programs.layer_divisions import find_layer_divisions
 from rankless.jobs.programs.program_cache import ProgramCache, ProgramRun
 
@@ -44,9 +42,8 @@ class ConsistentView:
         self._loss_weights = LossWeightReader(job, world, weights_only=False) if job.accumulates else None
         self._programs = ProgramCache(job, world) if self._loss_weights is None else self._loss_weights.programs
         self._sync = CallSync(job, world)
-        self.tables = JobTables(job, world)
+        self.joint = world.joint.join_job(job, world)
         self.division = PlannedDivision(job, world)
-        self._early = EarlyRows(world)
         self._draws = False
         self._generators: list[torch.Generator] = []
         """Generators of the script from which the job has drawn."""
@@ -102,7 +99,8 @@ class ConsistentView:
         self._sync_call(call)
         self._programs.begin_call(self._sync.calls)
         self._world.owner.begin_call()
-        self.tables.begin_call()
+        self.joint.begin_call()
+        self.joint.begin_program()  # before a capture
         self._decide_division(call)
         if self.division.update():
             call = self._programs.look_up(arguments, shardings)
@@ -116,19 +114,14 @@ class ConsistentView:
             ran = self._programs.run_checked(
                 call, lambda program: self._run_program(program, call, inspected=inspected)
             )
-        self._early.note_call(ran.bound, call)
         if self._job.trains:
             self._world.mesh.check_sync_point_again()  # the other hosts have arrived, and no step is made yet
-            self.tables.prepare_step()
+        self.joint.end_program(ran.bound, call)
         return functools.partial(self._apply, ran, arguments)
-
-    def request_rows(self) -> None:
-        """After a step, ask servers for the rows that the next call is expected to look up."""
-        self._early.request()
 
     def _apply(self, ran: ProgramRun, arguments: FlattenedArguments) -> CallResult:
         """Set what a program has computed, and return the call's result."""
-        self.tables.note_call()
+        self.joint.count_call()
         bound, outputs = ran.bound, ran.outputs
         states = bound.sources.states.read()
         sizes = bound.sizes(arguments)
@@ -142,7 +135,7 @@ class ConsistentView:
         self._sync.record_states(states, changed)
         if not self._job.trains:
             return CallResult(build_result(self._job, bound.captured, results, sizes))
-        self.tables.end_call()
+        self.joint.end_call()
         # Order of the outputs: the minimized loss, the script's own results, the loss weights.
         loss, *results = results
         weights = () if self._loss_weights is None else self._loss_weights.read(bound, results)
@@ -174,7 +167,7 @@ class ConsistentView:
             program = self._world.settings.inspector.instrument(bound.local, self._world)
         for parameter in (*bound.parameters, *self._world.owner.get_holders(bound.parameters)):
             parameter.grad = None  # before the program, which uses the memory of gradients again that nobody holds
-        self.tables.begin_program()
+        self.joint.begin_program()
         values = collect_inputs(bound, call.arguments, call.shardings, self._world.mesh)
         sizes = list(bound.sizes(call.arguments).values())
         if self._world.settings.programs is not None and not inspected:

@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rankless.compiler.capture.autocast import clear_autocast_cache, disable_autocast
 from rankless.compiler.capture.capture import extract_loss, run_compiled_functions_eagerly
-from rankless.compiler.capture.compressed_layouts import find_compressed_tensor
-from rankless.compiler.capture.forbidden_training_calls import refuse_training_calls
+from rankless.compiler.capture.forbidden_calls import refuse_training_calls, warn_of_refused_changes
+from rankless.compiler.capture.global_modes import clear_autocast_cache, disable_autocast
 from rankless.compiler.capture.results import map_result
-from rankless.compiler.capture.untraced_changes import warn_of_refused_changes
+from rankless.compiler.capture.trace_errors import find_compressed_tensor
 from rankless.compiler.ir.counter_operators import CounterRandomMode
 from rankless.compiler.tracing.refused_functions import ModuleTensors
 from rankless.context.world import World
@@ -23,7 +22,6 @@ from rankless.errors import CaptureError
 from rankless.jobs.arguments import FlattenedArguments, find_refused_argument
 from rankless.jobs.call_loss_weights import LossWeightReader
 from rankless.jobs.definition import CallResult, JobDefinition, detach_leaf
-from rankless.jobs.job_tables import JobTables
 from rankless.jobs.perturbation import perturb_gradients, perturbed_parameters
 
 
@@ -34,7 +32,7 @@ class PlainView:
         self._job = job
         self._world = world
         self._device = job.device(world.mesh.device)
-        self._tables = JobTables(job, world)
+        self._joint = world.joint.join_job(job, world)
         self._loss_weights = LossWeightReader(job, world, weights_only=True) if job.accumulates else None
         seed = world.settings.perturbation_seed
         self._is_first = True
@@ -42,7 +40,8 @@ class PlainView:
 
     def run(self, arguments: FlattenedArguments) -> CallResult:
         """Return the job's result. A train job also sets its parameters' gradients."""
-        self._tables.begin_plain_call()
+        self._joint.begin_call()
+        self._joint.count_call()
         args, kwargs = arguments.unflatten(arguments.tensors)
         inspector = self._world.settings.inspector
         if inspector is not None and not inspector.count_call(self._job.name):

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from rankless.context.generator_states import restore_generators, save_generators
-from rankless.context.table_sharing import list_tables
 from rankless.context.world import World
 from rankless.data.logical_tensor import LogicalTensor, divide_again
 from rankless.errors import LostWorkerError, RanklessError
@@ -14,6 +13,7 @@ from rankless.jobs.definition import CallResult, JobDefinition
 from rankless.jobs.views.call_failures import explain_failure
 from rankless.jobs.views.consistent import ConsistentView
 from rankless.jobs.views.view_start import JobView, start_view
+from rankless.ownership.extension_modules import list_extension_modules
 
 
 class WorldView:
@@ -51,7 +51,7 @@ class WorldView:
             return world.run_for_all(
                 lambda _: self._compute(view, arguments, world), generators=lambda: view.generators
             )
-        view.tables.share()  # operations of their own
+        view.joint.share()  # operations of their own
         states, is_first = save_generators(view.generators), True
 
         def attempt(current: World) -> Callable[[], CallResult]:
@@ -64,8 +64,8 @@ class WorldView:
                 return self._compute(view, divided, current)
             return functools.partial(view.run, divided)  # this worker is alone
 
-        has_tables = world.tables.tables is not None
-        return world.run_for_all(attempt, commits=lambda: self._job.trains and has_tables)
+        counts = world.joint.counts_steps
+        return world.run_for_all(attempt, commits=lambda: self._job.trains and counts)
 
     def _compute(self, view: ConsistentView, arguments: FlattenedArguments, world: World) -> Callable[[], CallResult]:
         """Run a call's program. What this rank raises is what all ranks raise."""
@@ -77,10 +77,10 @@ class WorldView:
             failure = explain_failure(self._job, world, error)
             raise failure from failure.__cause__
 
-    def request_rows(self, world: World) -> None:
-        """After a step, ask servers for the rows that the next call is expected to look up."""
-        if world.reads_rows_early and isinstance(self.view, ConsistentView) and self._world is world:
-            self.view.request_rows()
+    def prepare_next_call(self, world: World) -> None:
+        """Tell the job's participants that its step is made."""
+        if isinstance(self.view, ConsistentView) and self._world is world:
+            self.view.joint.prepare_next_call()
 
     def _require_movable(self, world: World) -> None:
         """Raise LostWorkerError if a worker was lost that had a part of what the job needs."""
@@ -88,7 +88,7 @@ class WorldView:
         found = None
         if job.step_options.zero is not None:
             found = f"zero={job.step_options.zero!r}: it had a part of the states"
-        elif job.accumulates and list_tables(job.modules.values()):
+        elif job.accumulates and list_extension_modules(job.modules.values()):
             found = f"accumulate={job.step_options.accumulate} and tables: it had gradients of rows of earlier calls"
         elif job.accumulates and world.numbering.kinds:
             found = f"accumulate={job.step_options.accumulate} beside heterogeneous workers: it had sums of gradients"

@@ -1,18 +1,26 @@
 """The view of a job, made at its first call, or when `rankless.load` divides its states before."""
 
+from typing import Protocol
+
 from torch.nn.parameter import is_lazy
 
 from rankless.context.world import World
 from rankless.deferred_models.building import find_deferred, materialize
-from rankless.jobs.definition import JobDefinition
+from rankless.jobs.arguments import FlattenedArguments
+from rankless.jobs.definition import CallResult, JobDefinition
 from rankless.jobs.dtype_override import cast_job
 from rankless.jobs.views.consistent import ConsistentView
-from rankless.jobs.views.independent import IndependentView
 from rankless.jobs.views.mirrored import MirroredView
 from rankless.jobs.views.one_device import PlainView
 from rankless.jobs.views.whole_batch import WholeBatchView
 
-JobView = PlainView | ConsistentView | MirroredView | WholeBatchView | IndependentView
+
+class JobView(Protocol):
+    """Runs the calls of a job: one of this package's views, or that of an extension."""
+
+    def run(self, arguments: FlattenedArguments) -> CallResult:
+        """Return the job's result. A train job also sets its parameters' gradients."""
+        ...
 
 
 def start_view(job: JobDefinition, world: World) -> JobView:
@@ -32,8 +40,9 @@ def start_view(job: JobDefinition, world: World) -> JobView:
 
 def make_view(job: JobDefinition, world: World) -> JobView:
     """Return the view that a job has in this world."""
-    if world.independent is not None:
-        return IndependentView(job, world, world.independent)
+    added: JobView | None = world.joint.make_view(job, world)
+    if added is not None:
+        return added
     if job.view == "mirrored":
         return MirroredView(job, world)
     # Values are computed again in a program. The run that `verify` compares with is the plain script.

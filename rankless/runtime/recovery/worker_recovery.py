@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from rankless.collectives.backends.process_group import SharedMemoryProcessGroup
 from rankless.collectives.byte_messages import all_gather_bytes
-from rankless.context.independent_workers import TableSharing
+from rankless.context.joint_events import JointEvents
 from rankless.context.raised_errors import is_of_another_rank
 from rankless.context.world import PipelineStages, World
 from rankless.errors import CollectiveError
@@ -39,7 +39,7 @@ class _Progress(msgspec.Struct, frozen=True):
     passed: int
     """How many operations it has passed."""
     counted: int
-    """How many transactions on servers they include."""
+    """How many steps of participants they include."""
 
 
 class Regrouping(Protocol):
@@ -57,19 +57,19 @@ class Regrouping(Protocol):
 class WorkerRecovery:
     """Runs operations of all workers, again without those that are lost meanwhile."""
 
-    def __init__(self, member: ElasticMember, context: Regrouping, tables: TableSharing) -> None:
+    def __init__(self, member: ElasticMember, context: Regrouping, joint: JointEvents) -> None:
         """Make operations once `begin` has been called.
 
         Args:
             member: The connection to the agent.
             context: Makes the world of a round.
-            tables: The tables that workers share.
+            joint: Counts the steps that extensions commit, and goes on in each world.
         """
-        self._member, self._context, self._tables = member, context, tables
+        self._member, self._context, self._joint = member, context, joint
         self._world: World | None = None
         self._passed = 0
         self._counted = 0
-        """How many transactions on servers the operations so far include."""
+        """How many steps of participants the operations so far include."""
         self._is_inside = False
         self._divided: World | None = None
         """The world in which workers have divided states, until those of a lost one are taken over."""
@@ -106,7 +106,7 @@ class WorkerRecovery:
         if self._is_inside or self.world.mesh.size == 1:
             return attempt(self.world)
         if not is_in_step:
-            self._counted = self._committed
+            self._counted = self._joint.committed
         while True:
             self._take_over(is_in_step=is_in_step)
             found = self._try(attempt, commits)
@@ -136,7 +136,7 @@ class WorkerRecovery:
             finished.append(attempt(self.world))
             if self.world.mesh.size > 1:
                 dist.barrier(group=self.world.mesh.group)
-            self._passed, self._counted = number, max(self._counted, self._committed + commits())
+            self._passed, self._counted = number, max(self._counted, self._joint.committed + commits())
             return finished
         except Exception as error:  # the script's own, or that of any library that lost its group
             if not self._wait_for_notice(error):
@@ -155,10 +155,6 @@ class WorkerRecovery:
         if self._is_inside:
             raise
         self._regroup()
-
-    @property
-    def _committed(self) -> int:
-        return 0 if self._tables.tables is None else self._tables.tables.committed
 
     def _require_all_workers(self) -> None:
         if self._member.has_ended:
@@ -190,15 +186,14 @@ class WorkerRecovery:
             self._divided = before
         self._world, self._passed, self._counted = world, passed, counted
         self._context.enter(world)
-        if self._tables.tables is not None:
-            self._tables.tables.regroup(world.numbering, counted)
+        self._joint.regroup(world.numbering, counted)
         self._member.report_joined()
 
     def _join(self, joined: Round) -> tuple[World, int, int]:
-        """Join a round. Return its world, and how many operations and transactions count."""
+        """Join a round. Return its world, and how many operations and steps count."""
         world = self._context.join_round(joined)
         started = world.numbering
-        own = _Progress(started.own, self._passed, max(self._counted, self._committed))
+        own = _Progress(started.own, self._passed, max(self._counted, self._joint.committed))
         gathered = all_gather_bytes(encode_msgpack(own), mesh=world.mesh)
         everyone = [msgspec.msgpack.decode(data, type=_Progress) for data in gathered]
         lost = tuple(sorted(set(range(started.count)) - {each.worker for each in everyone}))

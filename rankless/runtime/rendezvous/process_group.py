@@ -19,7 +19,7 @@ from rankless.collectives.backends import register_backend
 from rankless.collectives.backends.group_failure import Membership
 from rankless.collectives.backends.hosts.hosts_group import HostsGroup
 from rankless.collectives.backends.hosts.opening import ONE_RANK_PER_HOST, open_hosts_group
-from rankless.collectives.backends.hosts.registration import register_hierarchical_backend
+from rankless.collectives.backends.hosts.process_group import register_hierarchical_backend
 from rankless.collectives.backends.shared_group import NO_MEMORY, SEVERAL_HOSTS, SharedGroup, open_shared_group
 from rankless.config import environment
 from rankless.config.run_config import Backend

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from rankless.compiler.capture.results import list_named_leaves
 from rankless.context.step_events import ObservedJob, StepParticipant
-from rankless.context.table_sharing import find_tables
+from rankless.ownership.extension_modules import find_extension_modules
 from rankless.records.recorded_calls import (
     TEXT,
     FinalTensorMetadata,
@@ -167,9 +167,9 @@ def _iterate_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor, TensorKin
         yield name, parameter, "parameter"
     for name, buffer in module.named_buffers():
         yield name, buffer, "buffer"
-    for table_name, table in find_tables(module).items():
-        for name, tensor in table.list_rows().items():
-            yield f"{table_name}.{name}".removeprefix("."), tensor, "rows"
+    for part_name, part in find_extension_modules(module).items():
+        for name, tensor in part.list_rows().items():
+            yield f"{part_name}.{name}".removeprefix("."), tensor, "rows"
 
 
 def _make_leaf(path: str, value: Any) -> Leaf:

@@ -27,7 +27,6 @@ from rankless.context.generator_states import restore_generators, save_generator
 from rankless.context.world import World
 from rankless.jobs.arguments import FlattenedArguments, get_shardings
 from rankless.jobs.definition import JobDefinition
-from rankless.jobs.job_tables import JobTables
 from rankless.jobs.programs.program_cache import ProgramCache
 from rankless.parallel.mesh import Mesh
 from rankless.parallel.tensor_placement import Replicate, Sharding
@@ -193,7 +192,7 @@ def run_alongside(
     job: JobDefinition, world: World, arguments: FlattenedArguments, recorder: InspectedCallRecorder
 ) -> None:
     """Run the job's logical program whole on one worker and record its values, without side effects."""
-    JobTables(job, world).require_none("rankless verify searches for the first value that differs")
+    world.joint.join_job(job, world).repeat_call("rankless verify searches for the first value that differs")
     programs = ProgramCache(job, world)
     bound = programs.capture_exactly(programs.look_up(arguments, get_shardings(arguments, world.mesh)))
     states = save_generators(bound.captured.program.generators)

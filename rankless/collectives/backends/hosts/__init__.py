@@ -1,7 +1,7 @@
 """Collectives across hosts: ranks reduce in shared memory within each host, and the first ranks then between hosts.
 
 Enters: a `torch.distributed.Store` that the ranks share. Leaves: what a process group of the backend "hierarchical"
-runs its collectives in, or why the ranks cannot have one. `registration` makes it known to torch. Decision 0033
+runs its collectives in, or why the ranks cannot have one. `process_group` makes it known to torch. Decision 0033
 has the reasons.
 
 The layers, from below: `ranks_of_hosts` says who is on which host. `gloo_exchange` moves bytes between ranks of several

@@ -7,7 +7,6 @@ from typing import Any
 import msgspec
 
 from rankless.config.run_config import AgreedProcesses, RunConfig
-from rankless.config.worker_config import OwnBatches
 from rankless.extensions.servers.config import (
     NAME,
     SERVER_ROLE,
@@ -98,11 +97,9 @@ class ServersRole(ProcessRole):
         )
         descriptor = self._lost.descriptor
         content = msgspec.structs.replace(servers, lost_descriptor=descriptor)
-        bound = servers.staleness if servers.mode == "bounded" else None
         return WorkerContent(
             roles={self.name: msgspec.to_builtins(content)},
             descriptors=() if descriptor is None else (descriptor,),
-            own_batches=None if servers.mode == "sync" else OwnBatches(most_ahead=bound),
         )
 
     def start(self, interrupts: Interrupts, *, on_wait: Callable[[], None]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from rankless.collectives.backends.hosts import opening
-from rankless.collectives.backends.hosts.registration import register_hierarchical_backend
+from rankless.collectives.backends.hosts.process_group import register_hierarchical_backend
 from rankless.parallel.mesh import Mesh
 
 TIMEOUT_SECONDS = 30.0

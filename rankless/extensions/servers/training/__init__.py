@@ -1,0 +1,10 @@
+"""What tables and servers do in the steps of a script.
+
+`participant` hears the events that all ranks handle together (`context.joint_events`), `job_tables` those of one job;
+`shared_tables` has the tables of the process. `early_rows` asks for the rows of the next call. In the modes `async`,
+`bounded` and `geo`, each worker trains on batches of its own: `independent_view` is the view of its jobs, and
+`independent_workers` says where workers meet. With heterogeneous workers `dense_stages` says what they compute.
+"""
+
+PARTICIPANT = "rankless.extensions.servers.training.participant"
+"""The module of the participant, by which tables name it. It imports jobs, and tables must not."""
