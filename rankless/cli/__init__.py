@@ -9,6 +9,7 @@ line with an unknown option. `ABBREVIATES` allows abbreviated options, for comma
 
 import argparse
 import difflib
+import importlib
 import os
 import select
 import signal
@@ -195,8 +196,9 @@ def make_parser(name: str) -> CommandParser:
 
 def _import_command(name: str) -> ModuleType:
     extension = None if name in COMMANDS else find_command(name)
-    module = f"rankless.cli.{name}" if extension is None else extension.module
-    command: ModuleType = import_declared(name, f"commands.{name}.module", module)
+    if extension is None:
+        return importlib.import_module(f"rankless.cli.{name}")
+    command: ModuleType = import_declared(name, f"commands.{name}.module", extension.module)
     return command
 
 

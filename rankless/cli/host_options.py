@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Mapping
 
 from rankless.config import environment
-from rankless.config.forwarded_variables import chosen_variables
+from rankless.config.environment import chosen_variables
 from rankless.config.hosts import (
     DEFAULT_PORT,
     Host,

@@ -5,15 +5,15 @@ A result is one JSON object. It starts with the fields of `JsonHeader`, and the 
 
 import argparse
 import contextlib
+import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
-from rankless.cli.output_files import require_writable_file
 from rankless.config.run_config import Program
 from rankless.errors import ConfigError
 from rankless.records import encoding
@@ -151,3 +151,50 @@ def make_json_schema(command: str, content: type[msgspec.Struct]) -> dict[str, A
         "required": [*header["properties"], *fields.get("required", ())],
         "$defs": definitions,
     }
+
+
+def require_writable_file(option: str, path: str) -> None:
+    """Raise `ConfigError` if a command could not write a file that an option names."""
+    found = path
+    if os.path.isdir(path):
+        is_writable = False
+    elif os.path.exists(path):
+        is_writable = os.access(path, os.W_OK)
+    else:
+        problem = try_to_create(path)
+        is_writable = problem is None
+        found = f"{path}: {problem}"
+    if not is_writable:
+        raise ConfigError(
+            expected=f"{option} FILE in an existing folder, with permission to write",
+            found=found,
+            fix="create the folder, or choose another file",
+        )
+
+
+def try_to_create(path: str) -> str | None:
+    """Create a file and remove it again; return why that fails, or None.
+
+    Permissions do not say all: a name may be too long, or a file system may take no files.
+    """
+    try:
+        Path(os.path.realpath(path)).touch(exist_ok=False)
+    except OSError as error:
+        return error.strerror
+    os.unlink(os.path.realpath(path))
+    return None
+
+
+def require_different_files(files: Mapping[str, str | None]) -> None:
+    """Raise `ConfigError` if two options name one file, of which the second would overwrite the first."""
+    named: dict[str, str] = {}
+    for option, path in files.items():
+        if path is None:
+            continue
+        other = named.setdefault(os.path.realpath(path), option)
+        if other != option:
+            raise ConfigError(
+                expected="a file of its own for each result",
+                found=f"{path} for {other} and {option}",
+                fix="name another file",
+            )

@@ -2,7 +2,7 @@
 
 import argparse
 
-from rankless.cli.output_files import require_different_files, require_writable_file
+from rankless.cli.json_output import require_different_files, require_writable_file
 from rankless.errors import ConfigError
 from rankless.plan_picture.picture_file import find_format
 

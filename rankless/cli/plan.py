@@ -4,6 +4,7 @@ import argparse
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterable
 
 import msgspec
 
@@ -11,20 +12,29 @@ from rankless.cli.extension_options import add_own_options, find_given_options
 from rankless.cli.host_options import LOG_FOLDER_HELP, read_workers
 from rankless.cli.json_output import add_json_option, make_json_header, read_json_destination
 from rankless.cli.picture_option import PICTURE_HELP, read_picture_path
-from rankless.cli.program_options import PLAN_HELP, add_program_options, read_program
+from rankless.cli.program_options import (
+    PLAN_HELP,
+    add_program_options,
+    count_default_workers,
+    read_plan_file,
+    read_program,
+)
 from rankless.config.environment import default_log_folder
 from rankless.config.mesh_option import MESH_HELP, parse_mesh
-from rankless.config.plan_file import count_default_workers, find_plan, make_parallel_plan, name_axes, write_plan
+from rankless.config.plan_file import name_axes, write_plan
 from rankless.config.run_config import Program, RunConfig, RunObservation, RunRequest
 from rankless.config.run_options import count_row_holders, read_options
+from rankless.config.script_source import digest_source
 from rankless.config.validation import make_run_config
 from rankless.errors import ConfigError
 from rankless.launch.agent import make_job_runner
 from rankless.plan_picture.picture_file import write_picture
 from rankless.plan_picture.pictured_job import collect_plan
-from rankless.records.job_programs import read_program_records
+from rankless.records.job_programs import DefinedJob, ProgramRecord, read_program_records
+from rankless.records.parallel_plan import JobPlan, ParallelPlan, PlannedAxis
 from rankless.terminal.program_table import WIDTH, PlanReport, make_plan_report, render_plan
 from rankless.verify.runs import INTERRUPTED, RunFailed, run_silently
+from rankless.version import VERSION
 
 NAME = "plan"
 TAKES_EXTENSION_OPTIONS = True
@@ -94,7 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
             fix="put @rankless.job(model=…, optimizer=…) on its training function",
         )
     if arguments.save is not None:
-        write_plan(arguments.save, make_parallel_plan(records, program, workers=config.worker_count, mesh=config.mesh))
+        write_plan(arguments.save, _make_parallel_plan(records, program, workers=config.worker_count, mesh=config.mesh))
     if not destination.is_standard_output:
         print(render_plan(report, shutil.get_terminal_size((WIDTH, 0)).columns if sys.stdout.isatty() else WIDTH))
     if picture is not None:
@@ -115,7 +125,7 @@ def _read_request(arguments: argparse.Namespace) -> RunRequest:
         )
     workers = requested.worker_count
     if workers is None:
-        workers = count_default_workers(arguments.mesh, arguments.plan, otherwise=2)
+        workers = count_default_workers(arguments, otherwise=2)
     request = RunRequest(
         worker_count=workers + requested.heterogeneous,
         heterogeneous_workers=requested.heterogeneous,
@@ -132,7 +142,7 @@ def _read_request(arguments: argparse.Namespace) -> RunRequest:
 
 def _make_config(arguments: argparse.Namespace, program: Program, request: RunRequest, folder: str) -> RunConfig:
     """Return the configuration of a run that stops after some steps and records its programs in `folder`."""
-    plan = None if arguments.plan is None else find_plan(arguments.plan, program, workers=request.worker_count)
+    plan = read_plan_file(arguments, program, workers=request.worker_count)
     return make_run_config(
         program,
         msgspec.structs.replace(
@@ -157,3 +167,38 @@ def _run_script(config: RunConfig, *, show: bool) -> None:
         flush=True,
     )
     run_silently(config, f"{workers} workers", show=show, run_job=make_job_runner())
+
+
+def _make_parallel_plan(
+    records: Iterable[ProgramRecord], program: Program, *, workers: int, mesh: tuple[PlannedAxis, ...] = ()
+) -> ParallelPlan:
+    """Return the plan of a run from what it has recorded.
+
+    Args:
+        records: The records of its jobs.
+        program: The program that ran.
+        workers: The number of workers.
+        mesh: The axes of their mesh. Default: one axis `data`.
+
+    Raises:
+        ConfigError: Two jobs have one name, by which the plan would have to find them.
+    """
+    jobs: dict[str, JobPlan] = {}
+    for record in records:
+        if not isinstance(record, DefinedJob) or record.plan is None:
+            continue
+        if record.job in jobs:
+            raise ConfigError(
+                expected="jobs with names of their own, to save their plans by name",
+                found=f"two jobs {record.job!r}",
+                fix="give their functions different names",
+                where=record.line,
+            )
+        jobs[record.job] = record.plan
+    return ParallelPlan(
+        rankless=VERSION,
+        program=program.text,
+        source_sha256=digest_source(program),
+        axes=name_axes(mesh, workers),
+        jobs=jobs,
+    )

@@ -1,13 +1,16 @@
 """The user's program on a command line: a script, `-m module` or `-c code`, with its own arguments."""
 
 import argparse
+import importlib
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from rankless.config.backends import BACKENDS
-from rankless.config.run_config import Program, ProgramKind
+from rankless.config.mesh_option import count_workers
+from rankless.config.run_config import PlanFile, Program, ProgramKind
 from rankless.errors import ConfigError
 
 PLAN_HELP = (
@@ -96,3 +99,35 @@ def find_misplaced_count(program: Program) -> str | None:
         f"{program.target} receives {found[0]!r}, and one worker starts: options of rankless run stand before the "
         f"script, as in `rankless run -n {found[1]} {program.target}`"
     )
+
+
+def count_default_workers(arguments: argparse.Namespace, *, otherwise: int) -> int:
+    """Return the number of workers of a run on one host whose command line names none: that of its mesh or plan.
+
+    Args:
+        arguments: The parsed command line.
+        otherwise: Their number without a mesh or a plan.
+
+    Raises:
+        ConfigError: The plan file has no plan.
+    """
+    if arguments.mesh:
+        return count_workers(arguments.mesh)
+    return otherwise if arguments.plan is None else int(_load_plan_files().load_plan(arguments.plan)[0].workers)
+
+
+def read_plan_file(arguments: argparse.Namespace, program: Program, *, workers: int) -> PlanFile | None:
+    """Return the plan file that a command line names; None if it names none.
+
+    Raises:
+        ConfigError: The file has no plan for this program and so many workers.
+    """
+    if arguments.plan is None:
+        return None
+    file: PlanFile = _load_plan_files().find_plan(arguments.plan, program, workers=workers)
+    return file
+
+
+def _load_plan_files() -> ModuleType:
+    # Imported here: few command lines name a plan.
+    return importlib.import_module("rankless.config.plan_file")

@@ -1,4 +1,4 @@
-"""`rankless status`: show the runs of this user that go on on this host, or one run."""
+"""`rankless status`: show the runs of this user that are in progress on this host, or one run."""
 
 import argparse
 import math
@@ -14,8 +14,8 @@ from rankless.launch.status.readings import RunReading, read_run
 from rankless.launch.status.reports import report_gone, report_running
 from rankless.launch.status.run_lookup import FoundRuns, find_named_run
 from rankless.launch.status.running_runs import find_running_runs
-from rankless.records.live.live_run import LiveRun
-from rankless.records.live.run_status import RunStatus
+from rankless.records.live_run import LiveRun
+from rankless.records.run_status import RunStatus
 from rankless.terminal.status_table import format_status
 from rankless.version import VERSION
 
@@ -86,10 +86,10 @@ def run(arguments: argparse.Namespace) -> int:
 def _take_status(
     name: str | None, before: Mapping[_RunKey, RunReading]
 ) -> tuple[list[_ShownRun], dict[_RunKey, RunReading]]:
-    """Return what to show now, and the readings of the runs that go on.
+    """Return what to show now, and the readings of the runs in progress.
 
     Args:
-        name: The run to show; None for all that go on.
+        name: The run to show; None for all in progress.
         before: The readings of the last call; without any, this takes two.
 
     Raises:

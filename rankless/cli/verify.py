@@ -11,16 +11,22 @@ from typing import get_args
 from rankless.cli.extension_options import add_own_options, find_given_options
 from rankless.cli.host_options import LOG_FOLDER_HELP, add_host_options, make_cluster, read_workers
 from rankless.cli.json_output import add_json_option, make_json_header, read_json_destination
-from rankless.cli.program_options import PLAN_HELP, add_backend_option, add_program_options, read_program
+from rankless.cli.program_options import (
+    PLAN_HELP,
+    add_backend_option,
+    add_program_options,
+    count_default_workers,
+    read_plan_file,
+    read_program,
+)
 from rankless.config.environment import default_log_folder
 from rankless.config.mesh_option import MESH_HELP, parse_mesh
-from rankless.config.plan_file import count_default_workers, find_plan
 from rankless.config.run_config import Cluster, Precision, Program, RunRequest
 from rankless.config.run_options import NamedWorkers, check_options, describe_processes, read_options
 from rankless.config.validation import check_program, choose_run_mesh
 from rankless.errors import ConfigError
 from rankless.launch.agent import make_job_runner
-from rankless.launch.supervisor.fork_server_pool_client import ForkServerPoolClient
+from rankless.launch.supervisor.fork_server_client import ForkServerPoolClient
 from rankless.terminal.styled_text import print_colored
 from rankless.verify.decision import ComparisonOptions, Outcome, decide
 from rankless.verify.runs import RunFailed, VerifyRuns
@@ -164,7 +170,7 @@ def _read_request(arguments: argparse.Namespace, program: Program) -> tuple[Clus
         worker_count=workers,
         heterogeneous_workers=requested.heterogeneous,
         mesh=arguments.mesh,
-        plan=None if arguments.plan is None else find_plan(arguments.plan, program, workers=workers),
+        plan=read_plan_file(arguments, program, workers=workers),
         options=options,
     )
     check_options(request, cluster)
@@ -183,7 +189,7 @@ def _read_cluster(arguments: argparse.Namespace, requested: NamedWorkers) -> tup
     if cluster is None:
         if arguments.workers is not None:
             return None, arguments.workers + heterogeneous
-        return None, heterogeneous + count_default_workers(arguments.mesh, arguments.plan, otherwise=2)
+        return None, heterogeneous + count_default_workers(arguments, otherwise=2)
     if cluster.host_index > 0:
         raise ConfigError(
             expected=f"rankless verify on host 0, {cluster.hosts[0]}",

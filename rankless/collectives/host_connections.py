@@ -26,9 +26,9 @@ from rankless.collectives.byte_messages import all_gather_bytes
 from rankless.config.hosts import interface_towards
 from rankless.errors import RanksDiverged
 from rankless.parallel.mesh import Mesh
-from rankless.records.access.new_clients import NewClients
 from rankless.records.encoding import encode_msgpack
 from rankless.records.framing import FrameDecoder, FrameFormat, FrameTooLongError, receive_exactly
+from rankless.records.new_clients import NewClients
 
 NUMBER = struct.Struct("<Q")
 FRAMES = FrameFormat("<I")

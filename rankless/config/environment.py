@@ -6,16 +6,16 @@ Workers get torchrun's variables, so that scripts written for torchrun run, and 
 import contextlib
 import importlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from rankless.config.distributed_variables import TorchrunWorker
 from rankless.config.extensions import LaunchedWorker, import_declared, list_extensions
 from rankless.config.run_config import RunConfig
 from rankless.config.worker_config import WorkerConfig
+from rankless.errors import ConfigError
 from rankless.records.encoding import encode_json
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ HANG_TIMEOUT = "RANKLESS_HANG_TIMEOUT"
 BACKEND = "RANKLESS_BACKEND"
 PORT_TEST = "RANKLESS_PORT_TEST"
 PRELOAD = "RANKLESS_PRELOAD"
+AT_START = str(Path(__file__).parents[1] / "runtime" / "hooks" / "at_start")
+"""The folder for PYTHONPATH: an interpreter that finds it there has the finder of import aliases from its start."""
 _CUDA_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 _TITLE_WITHOUT_ENVIRONMENT = "SPT_NOENV"
 _CARRIED = (
@@ -38,7 +40,43 @@ _HOST_SPECIFIC = ("HOME", "USER", "LOGNAME", "SHELL", "PWD", "OLDPWD", "HOSTNAME
 _LOGIN_SPECIFIC = ("SSH_", "XDG_", "DBUS_", "BASH_FUNC_")
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _CLUSTER_PREFIXES = ("OMPI_COMM_WORLD_", "PMI_", "SLURM_", "JOB_COMPLETION_INDEX")
+_EACH_WORKERS_OWN = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "ROLE_RANK",
+    "ROLE_WORLD_SIZE",
+    TOKEN_FILE,
+    WORKER_PLAN,
+)
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy")
+
+
+class TorchrunWorker(msgspec.Struct, frozen=True, kw_only=True):
+    """A process that torchrun, or a launcher like it, has started."""
+
+    launcher: Literal["torchrun", "mpirun", "srun", "Kubernetes"] = "torchrun"
+    rank: int
+    """-1 if it is not set."""
+    world_size: int
+    """0 if it is not set."""
+    local_rank: int
+    threads: int | None
+    master_address: str | None
+    """None: the launcher sets no address for the rendezvous."""
+    master_port: int
+    has_store: bool
+    """Whether the launcher itself serves the store at that address."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the launcher sets both rank and world size."""
+        return self.rank >= 0 and self.world_size > 0
 
 
 def parent_environment(config: RunConfig) -> dict[str, str]:
@@ -164,10 +202,10 @@ def take(name: str) -> str:
     return os.environ.pop(name, "")
 
 
-def python_path_from(folder: str) -> str:
-    """Return PYTHONPATH with `folder` first."""
-    folders = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each and each != folder]
-    return os.pathsep.join([folder, *folders])
+def python_path_at_start() -> str:
+    """Return PYTHONPATH with the folder `AT_START` first."""
+    folders = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each and each != AT_START]
+    return os.pathsep.join([AT_START, *folders])
 
 
 def user_proxies() -> dict[str, str]:
@@ -395,3 +433,31 @@ def whole_number(name: str) -> int | None:
     """Return a variable's value as a number; None if it is not set or is no whole number."""
     value = os.environ.get(name, "")
     return int(value) if value.isdigit() else None
+
+
+def chosen_variables(given: Sequence[str], here: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of `--env NAME`, with its value in `here`, and of `--env NAME=VALUE`.
+
+    Raises `ConfigError` for an invalid name, an unset variable, and one that every worker gets for itself.
+    """
+    chosen = {}
+    for item in given:
+        name, has_value, value = item.partition("=")
+        if not name.isidentifier() or not name.isascii():
+            raise ConfigError(
+                expected="--env NAME or --env NAME=VALUE", found=f"--env {item}", fix="as in: --env WANDB_MODE=offline"
+            )
+        if name in _EACH_WORKERS_OWN:
+            raise ConfigError(
+                expected="--env with a variable that may be the same everywhere",
+                found=f"--env {item}, which each worker or host gets for itself",
+                fix="omit it",
+            )
+        if not has_value and name not in here:
+            raise ConfigError(
+                expected=f"--env {name} with {name} set here",
+                found="no such variable",
+                fix=f"export {name}, or write --env {name}=VALUE",
+            )
+        chosen[name] = value if has_value else here[name]
+    return chosen

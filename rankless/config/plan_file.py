@@ -1,66 +1,28 @@
 """Read, check and write the file of a parallel plan."""
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
-from rankless.config.mesh_option import AXES, count_workers
+from rankless.config.mesh_option import AXES
 from rankless.config.run_config import PlanFile, Program
 from rankless.config.script_source import digest_source
 from rankless.errors import ConfigError
 from rankless.records.encoding import encode_json
-from rankless.records.job_programs import DefinedJob, ProgramRecord
 from rankless.records.parallel_plan import (
     PLAN_FORMAT,
-    JobPlan,
     ParallelPlan,
     PlannedAxis,
     PlanVersion,
     StateDivision,
     StatePlan,
 )
-from rankless.version import VERSION
 
 DIVIDING_AXES = ("tensor", "expert", "pipeline", "data")
 """The axes that divide states, in the order in which they divide a tensor."""
 NAME_A_PLAN = "name a file that `rankless plan --save` has written"
-
-
-def make_parallel_plan(
-    records: Iterable[ProgramRecord], program: Program, *, workers: int, mesh: tuple[PlannedAxis, ...] = ()
-) -> ParallelPlan:
-    """Return the plan of a run from what it has recorded.
-
-    Args:
-        records: The records of its jobs.
-        program: The program that ran.
-        workers: The number of workers.
-        mesh: The axes of their mesh. Default: one axis `data`.
-
-    Raises:
-        ConfigError: Two jobs have one name, by which the plan would have to find them.
-    """
-    jobs: dict[str, JobPlan] = {}
-    for record in records:
-        if not isinstance(record, DefinedJob) or record.plan is None:
-            continue
-        if record.job in jobs:
-            raise ConfigError(
-                expected="jobs with names of their own, to save their plans by name",
-                found=f"two jobs {record.job!r}",
-                fix="give their functions different names",
-                where=record.line,
-            )
-        jobs[record.job] = record.plan
-    return ParallelPlan(
-        rankless=VERSION,
-        program=program.text,
-        source_sha256=digest_source(program),
-        axes=name_axes(mesh, workers),
-        jobs=jobs,
-    )
 
 
 def name_axes(mesh: tuple[PlannedAxis, ...], workers: int) -> tuple[PlannedAxis, ...]:
@@ -90,22 +52,6 @@ def read_plan(file: PlanFile) -> ParallelPlan:
             fix="copy the plan to all hosts, and do not change it while a run starts",
         )
     return plan
-
-
-def count_default_workers(mesh: Sequence[PlannedAxis], path: str | None, *, otherwise: int) -> int:
-    """Return the number of workers of a run on one host whose command line names none.
-
-    Args:
-        mesh: The axes that it names, which say how many.
-        path: The plan file that it names, which says it too.
-        otherwise: Their number without either.
-
-    Raises:
-        ConfigError: The file has no plan.
-    """
-    if mesh:
-        return count_workers(mesh)
-    return otherwise if path is None else load_plan(path)[0].workers
 
 
 def find_plan(path: str, program: Program, *, workers: int) -> PlanFile:

@@ -1,13 +1,13 @@
 """The configuration of a whole run: the request, what the agent runs, and what host 0 decides."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from rankless.config.elastic import Elastic
 from rankless.config.hosts import DEFAULT_PORT, Host
-from rankless.config.launcher_spec import LauncherSpec
+from rankless.errors import ConfigError
+from rankless.records.encoding import encode_json
 from rankless.records.parallel_plan import PlannedAxis
 
 ProgramKind = Literal["script", "module", "code", "command"]
@@ -19,6 +19,7 @@ Backend = Literal["gloo", "nccl", "shared_memory", "hierarchical"]
 """A backend of `torch.distributed`."""
 UNKNOWN_HOST = -1
 AgentStart = Literal["ssh", "manual", "script", "slurm"]
+Settings = TypeVar("Settings", bound=msgspec.Struct)
 
 
 class Program(msgspec.Struct, frozen=True, kw_only=True):
@@ -194,6 +195,83 @@ class AgreedJobConfig(msgspec.Struct, frozen=True, kw_only=True):
     def host_of(self, rank: int) -> int:
         """Return the index of a rank's host."""
         return next(host for host in range(len(self.workers)) if rank < self.first_rank(host + 1))
+
+
+class Elastic(msgspec.Struct, frozen=True, kw_only=True):
+    """The limits of an elastic job, and its hosts. It begins with `RunRequest.worker_count` workers."""
+
+    min_workers: int
+    max_workers: int | None = None
+    """None: as many workers as the hosts have slots."""
+    discovery_script: str | None = None
+    """A command that prints the present hosts, one per line, as `host:slots`; None keeps `hosts`."""
+    hosts: tuple[tuple[str, int], ...] = ()
+    """Names and slots of the hosts if no command discovers them; without any, this host has all slots."""
+    slots_per_host: int | None = None
+    """The slots of hosts that the command prints without a number."""
+    elastic_timeout_seconds: float = 600.0
+    """How long the job waits for enough workers before it ends."""
+    reset_limit: int | None = None
+    """The most rounds after the first; None sets no limit."""
+    ssh_port: int | None = None
+    ssh_identity_file: str | None = None
+    """None: ssh chooses both the port and the file."""
+    cooldown_range_seconds: tuple[float, float] | None = None
+    """How long a host whose workers fail repeatedly gets no new ones, at first and at most; None: for ever."""
+    stall_timeout_seconds: float | None = None
+    """After how many seconds a round without progress loses the workers that hold it up; None learns it."""
+    has_chosen_interface: bool = False
+    """Whether the user's options name the network interface for Gloo, so that rounds do not choose one."""
+
+
+def check_elastic(elastic: Elastic, worker_count: int) -> None:
+    """Raise `ConfigError` if the limits contradict each other or are out of range."""
+    least, most = elastic.min_workers, elastic.max_workers
+    if least < 1:
+        raise ConfigError(expected="--min-np from 1 up", found=least, fix="give the smallest number of workers")
+    if worker_count < least or (most is not None and most < worker_count):
+        upper = "" if most is None else f", at most --max-np {most}"
+        raise ConfigError(
+            expected=f"-np of at least --min-np {least}{upper}",
+            found=worker_count,
+            fix="-np is the number of workers at the start",
+        )
+    if elastic.slots_per_host is not None and elastic.slots_per_host < 1:
+        raise ConfigError(
+            expected="--slots-per-host from 1 up", found=elastic.slots_per_host, fix="omit it, or correct it"
+        )
+    if elastic.reset_limit is not None and elastic.reset_limit < 0:
+        raise ConfigError(expected="--reset-limit from 0 up", found=elastic.reset_limit, fix="omit it to set no limit")
+    if elastic.elastic_timeout_seconds < 0:
+        raise ConfigError(
+            expected="--elastic-timeout from 0 seconds up", found=elastic.elastic_timeout_seconds, fix="correct it"
+        )
+    cooldown = elastic.cooldown_range_seconds
+    if cooldown is not None and not 0 < cooldown[0] <= cooldown[1]:
+        raise ConfigError(
+            expected="--blacklist-cooldown-range MIN MAX, in seconds, with 0 < MIN <= MAX",
+            found=f"{cooldown[0]:g} {cooldown[1]:g}",
+            fix="as in --blacklist-cooldown-range 10 100",
+        )
+
+
+class LauncherSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A launcher other than `rankless run`, and how its command line sets it up."""
+
+    name: str
+    """An extension with a launcher profile."""
+    settings: bytes
+    """The launcher's own settings as JSON. Only its package reads them."""
+
+
+def make_launcher_spec(name: str, settings: msgspec.Struct) -> LauncherSpec:
+    """Return the spec of the launcher `name` with `settings`."""
+    return LauncherSpec(name=name, settings=encode_json(settings))
+
+
+def decode_settings(settings: bytes, kind: type[Settings]) -> Settings:
+    """Return the settings of a `LauncherSpec` as the struct that its launcher defines."""
+    return msgspec.json.decode(settings, type=kind)
 
 
 class RunRequest(msgspec.Struct, frozen=True, kw_only=True):

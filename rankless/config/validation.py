@@ -10,12 +10,11 @@ import msgspec
 
 from rankless.config.backends import read_requested_backend, require_usable_backend
 from rankless.config.cluster_variables import choose_grace
-from rankless.config.elastic import check_elastic
 from rankless.config.environment import snapshot, user_hang_timeout, user_preload, user_threads, user_visible_devices
 from rankless.config.extensions import find_extension
 from rankless.config.mesh_option import format_mesh, make_heterogeneous_mesh, require_workers
 from rankless.config.resource_limits import core_count
-from rankless.config.run_config import Cluster, PlanFile, Program, RunConfig, RunRequest
+from rankless.config.run_config import Cluster, PlanFile, Program, RunConfig, RunRequest, check_elastic
 from rankless.config.run_options import check_options, count_processes
 from rankless.config.script_source import names_rankless
 from rankless.errors import ConfigError
@@ -146,7 +145,7 @@ def check_heterogeneous(request: RunRequest, cluster: Cluster | None) -> None:
         )
     if other is not None:
         raise ConfigError(
-            expected="heterogeneous workers without --mesh and --plan",
+            expected="heterogeneous workers in the mode sync, without --mesh and --plan",
             found=other,
             fix="omit it, or omit --heter-workers",
         )

@@ -45,13 +45,13 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     store_address: str = "127.0.0.1"
     store_port: int | None = None
     store_token: str = ""
-    """What the store of all ranks asks for. See Note [store access] in `records.access.store_access`."""
+    """What the store of all ranks asks for. See Note [store access] in `records.store_access`."""
     status_descriptor: int | None = None
     """The inherited memory to which it writes its steps and, on request, its stacks; None without a watchdog."""
     rounds_descriptor: int | None = None
     """The inherited socket to the driver of an elastic job."""
     recovery_descriptor: int | None = None
-    """The inherited socket to the agent, which tells survivors how to go on; None: a lost worker ends the run."""
+    """The inherited socket to the agent, which tells survivors how to continue; None: a lost worker ends the run."""
     roles: Mapping[str, Any] = {}
     """What the run's processes beside its workers are for a worker, by the name of their extension: plain values."""
     options: Mapping[str, Mapping[str, Any]] = {}

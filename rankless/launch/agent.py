@@ -9,37 +9,42 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from rankless.config.run_config import RunConfig
 from rankless.launch.job_setup import ReadyJob, set_up_job
-from rankless.launch.log_files import make_run_folder
+from rankless.launch.live_run_page import LiveRunPage, make_live_run, measure_live_run
 from rankless.launch.ports import require_own_address
-from rankless.launch.profile import load_profile
-from rankless.launch.recovery.survivors import make_survivors
-from rankless.launch.rendezvous.peers import FollowerPeers, LeaderPeer
+from rankless.launch.profile import load_profile, make_run_folder
 from rankless.launch.roles import ProcessRow
 from rankless.launch.signals import Interrupts, RendezvousInterrupted, name_signal
-from rankless.launch.startup_table import WorkerTable
-from rankless.launch.status.live_run_page import LiveRunPage, make_live_run, measure_live_run
-from rankless.launch.status.process_identity import identify_agent
-from rankless.launch.supervisor.failure_attribution import Verdict
-from rankless.launch.supervisor.fork_server_client import ForkServerClient
-from rankless.launch.supervisor.fork_server_pool_client import ForkServerPoolClient
-from rankless.launch.supervisor.shared_files import SharedFiles
-from rankless.launch.supervisor.stopping_workers import StoppingWorkers
-from rankless.launch.supervisor.supervisor import RunOutcome, Supervisor, choose_stop_times
+from rankless.launch.supervisor.fork_server_client import (
+    ForkServerClient,
+    ForkServerPoolClient,
+    NoWorkers,
+    WorkerParent,
+)
+from rankless.launch.supervisor.supervisor import RunOutcome, StoppingWorkers, Supervisor, choose_stop_times
 from rankless.launch.supervisor.terminal_text import format_count
-from rankless.launch.supervisor.worker_parent import NoWorkers, WorkerParent
-from rankless.launch.terminal_report import RunReport, conclude
-from rankless.launch.terminal_streams import TerminalStreams, duplicate_terminal
+from rankless.launch.supervisor.verdict import Verdict
+from rankless.launch.terminal_report import RunReport, WorkerTable, conclude
 from rankless.launch.watchdog.watchdog import Watchdog, WatchdogConfig, open_status_pages
 from rankless.launch.worker_configs import WorkerDescriptors, make_worker_configs
-from rankless.launch.worker_output import SOURCES, WorkerOutputFollower, count_common_bytes
+from rankless.launch.worker_output import (
+    SOURCES,
+    TerminalStreams,
+    WorkerOutputFollower,
+    count_common_bytes,
+    duplicate_terminal,
+)
 from rankless.records.events import AnyRecord, FileOpened, Notice, ProcessRestarted, Raised, ScriptFinished
+from rankless.records.live_run import identify_agent
 from rankless.records.run_summary import RunSummary
 from rankless.terminal import process_title
 from rankless.terminal.cursor_tracker import CursorTracker, share_terminal
+
+if TYPE_CHECKING:
+    from rankless.launch.recovery.survivors import SurvivorRelay, SurvivorRounds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,11 +97,15 @@ def run(
             # Imported here: few runs are elastic.
             driver = importlib.import_module(profile.elastic_driver)
             driver_context = driver.DriverContext(
-                interrupts=interrupts, on_record=on_record, notify=streams.notify, writes=streams.writers()
+                profile=profile,
+                interrupts=interrupts,
+                on_record=on_record,
+                notify=streams.notify,
+                writes=streams.writers(),
             )
             return int(driver.run_elastic(config, config.elastic, driver_context))
         try:
-            with set_up_job(config, interrupts=interrupts, notify=streams.notify, token=context.token) as job:
+            with set_up_job(config, profile, interrupts=interrupts, notify=streams.notify, token=context.token) as job:
                 context.on_joined()
                 run = HostRun(config, job, interrupts=interrupts, streams=streams)
                 return _run_on_host(run, on_record, streams, context)
@@ -145,20 +154,31 @@ def make_job_runner(fork_server: ForkServerPoolClient | None = None) -> Callable
     return run_job
 
 
+def _make_survivors(job: ReadyJob) -> "SurvivorRounds | SurvivorRelay | None":
+    """Return this host's part in letting workers continue without lost ones; None if none may be lost."""
+    if not job.start.most_lost_workers:
+        return None
+    # Imported here: most runs end with their first lost worker.
+    survivors: SurvivorRounds | SurvivorRelay = importlib.import_module(
+        "rankless.launch.recovery.survivors"
+    ).make_survivors(job)
+    return survivors
+
+
 class HostRun:
     """This host's part of a run whose hosts are all there."""
 
     def __init__(self, config: RunConfig, job: ReadyJob, *, interrupts: Interrupts, streams: TerminalStreams) -> None:
         self._config = config
-        self._profile = load_profile(config.launcher)
+        self._profile = job.profile
         self._job = job
         self._interrupts = interrupts
         self._streams = streams
-        self._folder = folder = make_run_folder(config, job.start, job.host_index)
+        self._folder = folder = make_run_folder(config, job.profile, job.start, job.host_index)
         self._pages = pages = open_status_pages(config.worker_count)
         self._terminal_ends = duplicate_terminal(config, job.start)
-        self._survivors = make_survivors(job)
-        channels = self._survivors.channels.descriptors
+        self._survivors = _make_survivors(job)
+        channels = [] if self._survivors is None else self._survivors.channels.descriptors
         descriptors = WorkerDescriptors(pages, channels, self._terminal_ends)
         content = job.attach_roles(folder)
         self._workers = make_worker_configs(config, job, folder=folder, descriptors=descriptors, content=content)
@@ -202,9 +222,9 @@ class HostRun:
                 parent_process=lambda: None if self._parent is None else self._parent.process_id,
                 stacks_file=os.path.join(folder, f"stacks{job.host_index or ''}.txt"),
                 host_name=self.report.host_name,
-                list_servers=self._list_rows,
-                server_host_name=self.report.process_host_name,
-                lone_servers=job.start.list_lone_processes(),
+                list_rows=self._list_rows,
+                process_host_name=self.report.process_host_name,
+                lone_processes=job.start.list_lone_processes(),
             )
         )
 
@@ -219,7 +239,8 @@ class HostRun:
         with contextlib.ExitStack() as stack:
             for page in (*self._pages, *self._terminal_ends):
                 stack.callback(os.close, page)
-            stack.callback(self._survivors.channels.close)
+            if self._survivors is not None:
+                stack.callback(self._survivors.channels.close)
             for role in self._job.roles:
                 stack.callback(role.stop, lambda: self._job.peers.poll(time.monotonic()))  # sends heartbeats
             self._start_roles()
@@ -248,7 +269,8 @@ class HostRun:
     ) -> tuple[RunOutcome, bool]:
         job = self._job
         self._parent = parent = self._start(fork_server)
-        self._survivors.channels.forget_worker_ends()
+        if self._survivors is not None:
+            self._survivors.channels.forget_worker_ends()
         self._on_record = on_record
         try:
             supervisor = Supervisor(
@@ -256,7 +278,7 @@ class HostRun:
                 peers=job.peers,
                 interrupts=self._interrupts,
                 observer=self,
-                times=choose_stop_times(self._config),
+                times=choose_stop_times(self._config, self._profile),
                 stopping=StoppingWorkers([worker.config.rank for worker in self._workers], self._pages),
             )
             outcome = supervisor.run_to_end()
@@ -269,7 +291,7 @@ class HostRun:
             for _ in range(2):
                 self._show_notices()
             if self.report.summary_file is not None:
-                self.report.summary_file.measure(self._pages, self._survivors.first)
+                self.report.summary_file.measure(self._pages, 0 if self._survivors is None else self._survivors.first)
 
     def before_records(self) -> Sequence[AnyRecord]:
         """See `RunObserver`."""
@@ -284,16 +306,18 @@ class HostRun:
         """See `RunObserver`."""
         for role in self._job.roles:
             records = role.cover_hosts(records)
+        if self._survivors is None:
+            return records
         before, judged = self._survivors.first, self._survivors.judge(records)
         if self._survivors.first != before:
-            self._show_next_worker(before)
+            self._show_next_worker(before, self._survivors.first)
         return judged
 
-    def _show_next_worker(self, lost: int) -> None:
+    def _show_next_worker(self, lost: int, first: int) -> None:
         """Show the output of another worker instead of that of one that was lost: what the lost one had not written."""
         configs = [worker.config for worker in self._workers]
         shown = self._profile.shown_streams(self._config, self._folder, configs[lost:])
-        next_configs = configs[self._survivors.first :]
+        next_configs = configs[first:]
         left = self._profile.shown_streams(self._config, self._folder, next_configs) if next_configs else []
         for before, after in zip(shown, left, strict=False):
             if after.path not in {stream.path for stream in shown}:
@@ -314,7 +338,7 @@ class HostRun:
         elif isinstance(record, Notice):
             text = record.text
         elif isinstance(record, ProcessRestarted):
-            self._new_notices.append(self.report.name_server_host(record))  # also if another one had the same text
+            self._new_notices.append(self.report.name_restarted_host(record))  # also if another one had the same text
         elif self._profile.withholds_tracebacks and record.rank in self._log_files:
             self._withhold(record)
         if text is not None and text not in self._notices and is_host_0:
@@ -330,17 +354,18 @@ class HostRun:
     def tick(self) -> list[AnyRecord]:
         """See `RunObserver`."""
         peers = self._job.peers
-        self._survivors.tick()
+        if self._survivors is not None:
+            self._survivors.tick()
         for role in self._job.roles:
             role.tick()
         if self._has_parent_ended or self._table.is_due(time.monotonic()):
             self._table.show()
         if self._has_parent_ended:
             self._terminal.finish()  # host 0 may stop reading once it knows that no worker is alive here
-        elif self._table.is_shown and not (isinstance(peers, LeaderPeer) and peers.has_unsent_data):
+        elif self._table.is_shown and not peers.has_unsent_data:
             self._terminal.pump()  # otherwise the output stays in the files until the connection catches up
         self._show_notices()
-        self.live.set_servers(self._list_rows())
+        self.live.set_processes(self._list_rows())
         self.live.publish()
         return self._watchdog.tick(time.monotonic())
 
@@ -373,14 +398,13 @@ class HostRun:
     def _open_terminal(self, folder: str) -> WorkerOutputFollower:
         config, peers = self._config, self._job.peers
         writers = self._streams.writers()
-        if isinstance(peers, LeaderPeer) and self._profile.output_hosts == "gathered":
+        if self._job.host_index > 0 and self._profile.output_hosts == "gathered":
             writers = {source: functools.partial(peers.send_output, source) for source in SOURCES}
         is_shown = self._job.host_index == 0 or self._profile.output_hosts != "first"
         workers = [worker.config for worker in self._workers]
         streams = self._profile.shown_streams(config, folder, workers) if is_shown else []
         terminal = WorkerOutputFollower(streams, writers=writers)
-        if isinstance(peers, FollowerPeers):
-            peers.set_output_sink(terminal.show)
+        peers.set_output_sink(terminal.show)
         return terminal
 
     def _start(self, fork_server: ForkServerPoolClient | None) -> WorkerParent:
@@ -396,3 +420,46 @@ class HostRun:
             other_hosts=[each for host, each in enumerate(job.start.addresses) if host != job.host_index],
             pool=fork_server,
         )
+
+
+MAX_WARNINGS = 3
+_EVENTS = "events.out.tfevents."
+MAX_TRACKED_FILES = 10_000
+
+_FIX = "let one do it with rankless.once(…), save models with rankless.save, or put rankless.rank() into the name"
+_FIX_WITHOUT_RANKLESS = "let one do it, where RANK is 0, or put the rank into the name"
+
+
+class SharedFiles:
+    """Tracks which rank writes which file."""
+
+    def __init__(self, *, foreign: bool = False) -> None:
+        self._fix = _FIX_WITHOUT_RANKLESS if foreign else _FIX
+        self._writers: dict[str, int] = {}
+        self._shared: set[str] = set()
+
+    def check(self, record: FileOpened) -> str | None:
+        """Return a warning when a second rank writes a file. Only MAX_WARNINGS files give one."""
+        path = _name_of_all(record.path)
+        first = self._writers.get(path)
+        if first is None and len(self._writers) < MAX_TRACKED_FILES:
+            self._writers[path] = record.rank
+        if first is None or first == record.rank or path in self._shared or len(self._shared) >= MAX_WARNINGS:
+            return None
+        self._shared.add(path)
+        low, high = sorted((first, record.rank))
+        where = f" ({_shorten(record.line)})" if record.line else ""
+        more = "" if len(self._shared) < MAX_WARNINGS else "; further files are not named"
+        return f"ranks {low} and {high} both write {_shorten(path)}{where}: {self._fix}{more}"
+
+
+def _name_of_all(path: str) -> str:
+    """Return one name for the event files of TensorBoard in a folder, whose names differ from process to process."""
+    folder, name = os.path.split(path)
+    return os.path.join(folder, f"{_EVENTS}*") if name.startswith(_EVENTS) else path
+
+
+def _shorten(path: str) -> str:
+    """Return a path relative to the current folder if it lies below it."""
+    relative = os.path.relpath(path)
+    return path if relative.startswith("..") else relative

@@ -8,10 +8,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from rankless.config.extensions import find_extension
 from rankless.errors import JoinError, LaunchError, RanklessError
+from rankless.launch.peers import Peers
 from rankless.launch.rendezvous.answers import INTERRUPTED
 from rankless.launch.rendezvous.messages import JoinRefused, ProcessesStarted, StartedProcess, StartRefused
-from rankless.launch.rendezvous.peers import FollowerPeers, LeaderPeer, NoPeers
+from rankless.launch.rendezvous.peers import FollowerPeers, LeaderPeer
 from rankless.launch.roles import ProcessRole, ProcessRow
 from rankless.launch.signals import Interrupts, RendezvousInterrupted, name_signal
 from rankless.records.events import HostInterrupted, HostLost, Notice
@@ -31,7 +33,7 @@ class CommonStart:
     """
 
     roles: Sequence[ProcessRole]
-    peers: NoPeers | FollowerPeers | LeaderPeer
+    peers: Peers
     names: Sequence[str]
     notify: Callable[[str], None]
 
@@ -61,6 +63,12 @@ class CommonStart:
             self._announce_interrupt(error.number)
             raise
         return rows
+
+    @property
+    def _titles(self) -> str:
+        """What the processes of the roles are called, as "the clocks"."""
+        extensions = [find_extension(role.name) for role in self.roles]
+        return " and ".join(each.role.title for each in extensions if each is not None and each.role is not None)
 
     @property
     def _started(self) -> dict[int, ProcessesStarted | StartRefused]:
@@ -101,7 +109,7 @@ class CommonStart:
         for record in followers.poll(time.monotonic()).records:
             if isinstance(record, HostLost):
                 raise JoinError(
-                    expected="all hosts to start their servers",
+                    expected=f"all hosts to start {self._titles}",
                     found=f"host {record.host} {record.how}",
                     fix="look at its terminal, or its agent's messages here; then start the job again",
                 )

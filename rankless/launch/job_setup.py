@@ -4,29 +4,28 @@ import contextlib
 import importlib
 import secrets
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 
 from rankless.config.backends import ABORTABLE, choose_abortable_backend, choose_backend, count_most_lost
 from rankless.config.run_config import AgreedJobConfig, RunConfig
-from rankless.launch.log_files import make_run_id
+from rankless.launch.peers import Peers
 from rankless.launch.ports import open_store_socket, reserve_master_port
-from rankless.launch.profile import load_profile
-from rankless.launch.rendezvous.peers import FollowerPeers, LeaderPeer, NoPeers
+from rankless.launch.profile import LauncherProfile, PlainProfile, make_run_id
 from rankless.launch.roles import ProcessRole, RoleHost, WorkerContent, open_roles
 from rankless.launch.signals import Interrupts
-from rankless.runtime.rendezvous.store_server import StoreServer
+from rankless.launch.store_server import StoreServer
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReadyJob:
     """A job whose hosts are all there, as one of them sees it."""
 
-    peers: NoPeers | FollowerPeers | LeaderPeer
+    peers: Peers
     start: AgreedJobConfig
+    profile: LauncherProfile = field(default_factory=PlainProfile)
     host_index: int = 0
     names: Sequence[str] = ("",)
     """The name of every host."""
@@ -46,7 +45,12 @@ class ReadyJob:
     def attach_roles(self, folder: str) -> WorkerContent:
         """Prepare the processes of all roles on this host, with log files in its `folder`; see `ProcessRole.attach`."""
         host = RoleHost(
-            start=self.start, names=self.names, host_index=self.host_index, peers=self.peers, token=self.token
+            start=self.start,
+            profile=self.profile,
+            names=self.names,
+            host_index=self.host_index,
+            peers=self.peers,
+            token=self.token,
         )
         contents = [role.attach(host, folder) for role in self.roles]
         return WorkerContent(
@@ -57,9 +61,14 @@ class ReadyJob:
 
 @contextlib.contextmanager
 def set_up_job(
-    config: RunConfig, *, interrupts: Interrupts, notify: Callable[[str], None], token: bytes | None
+    config: RunConfig,
+    profile: LauncherProfile,
+    *,
+    interrupts: Interrupts,
+    notify: Callable[[str], None],
+    token: bytes | None,
 ) -> Iterator[ReadyJob]:
-    """Yield the job once all its hosts are there.
+    """Yield the job, which has the launcher's `profile`, once all its hosts are there.
 
     Raises `JoinError` if a host does not join in time, and `RendezvousInterrupted` on a signal.
     """
@@ -67,15 +76,21 @@ def set_up_job(
         with contextlib.ExitStack() as stack:
             listening = stack.enter_context(open_store_socket())
             reserved = stack.enter_context(reserve_master_port(config.master_port))
-            start = make_start(config, [config.devices], store=listening, reserved=reserved)
-            variables = stack.enter_context(open_services(config, start, [config.master_address]))
-            start = msgspec.structs.replace(start, launcher_variables=variables)
+            start = make_start(config, profile, [config.devices], store=listening, reserved=reserved)
+            services = profile.open_services(
+                config,
+                addresses=[config.master_address],
+                worker_counts=start.workers,
+                store_address=start.store_address,
+            )
+            start = msgspec.structs.replace(start, launcher_variables=stack.enter_context(services))
             roles = stack.enter_context(open_roles(config))
             start = msgspec.structs.replace(start, roles={role.name: role.reserve() for role in roles})
             store_token = secrets.token_hex(32)
             yield ReadyJob(
-                peers=NoPeers(),
+                peers=Peers(),
                 start=start,
+                profile=profile,
                 devices=(config.devices,),
                 store=stack.enter_context(StoreServer([listening], token=store_token)),
                 store_token=store_token,
@@ -85,22 +100,18 @@ def set_up_job(
     # Imported here: most runs have one host.
     several_hosts = importlib.import_module("rankless.launch.several_hosts")
     with several_hosts.set_up_job_on_hosts(
-        config, config.cluster, interrupts=interrupts, notify=notify, token=token
+        config, profile, config.cluster, interrupts=interrupts, notify=notify, token=token
     ) as job:
         yield job
 
 
-def open_services(
-    config: RunConfig, start: AgreedJobConfig, addresses: Sequence[str]
-) -> AbstractContextManager[Mapping[str, str | None]]:
-    """Return the services of the run's launcher on host 0; see `LauncherProfile.open_services`."""
-    return load_profile(config.launcher).open_services(
-        config, addresses=addresses, worker_counts=start.workers, store_address=start.store_address
-    )
-
-
 def make_start(
-    config: RunConfig, devices: Sequence[Sequence[str]], *, store: socket.socket, reserved: socket.socket
+    config: RunConfig,
+    profile: LauncherProfile,
+    devices: Sequence[Sequence[str]],
+    *,
+    store: socket.socket,
+    reserved: socket.socket,
 ) -> AgreedJobConfig:
     """Return what all hosts have in common. `devices` has the devices of each host's workers."""
     address = str(store.getsockname()[0])
@@ -109,7 +120,7 @@ def make_start(
     if most_lost:
         backend = choose_abortable_backend(backend, config)
     return AgreedJobConfig(
-        run_id=make_run_id(config),
+        run_id=make_run_id(profile),
         seed=config.seed,
         workers=tuple(map(len, devices)),
         backend=backend.name,

@@ -13,17 +13,20 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rankless.config.extensions import find_extension, import_declared
 from rankless.config.run_config import AgreedJobConfig, AgreedProcesses, RunConfig
-from rankless.launch.rendezvous.control_server import ControlServer
-from rankless.launch.rendezvous.host_facts import HostFacts, RoleFacts
-from rankless.launch.rendezvous.peers import FollowerPeers, LeaderPeer, NoPeers
+from rankless.launch.peers import Peers
+from rankless.launch.profile import LauncherProfile
 from rankless.launch.signals import Interrupts
-from rankless.records.connection_attempts import UsedPort
 from rankless.records.events import AnyRecord
-from rankless.records.live.live_run import ProcessStage
+from rankless.records.live_run import ProcessStage
+
+if TYPE_CHECKING:  # most runs have one host
+    from rankless.launch.rendezvous.control_server import ControlServer
+    from rankless.launch.rendezvous.host_facts import HostFacts, RoleFacts
+    from rankless.records.connection_attempts import UsedPort
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,9 +59,9 @@ class ProcessRow:
 class JoinedHosts:
     """All hosts of a run, before they start, as host 0 sees them."""
 
-    server: ControlServer
+    server: "ControlServer"
     """The connections to the others."""
-    facts: Sequence[HostFacts]
+    facts: "Sequence[HostFacts]"
     names: Sequence[str]
     interrupts: Interrupts
     """The signals of this process."""
@@ -69,10 +72,11 @@ class RoleHost:
     """A host of a run whose hosts all agree, as its role sees it."""
 
     start: AgreedJobConfig
+    profile: LauncherProfile
     names: Sequence[str]
     """The name of every host."""
     host_index: int
-    peers: NoPeers | FollowerPeers | LeaderPeer
+    peers: Peers
     token: bytes | None
     """The secret of a run on several hosts, which no host sends; None on one host."""
 
@@ -108,7 +112,7 @@ class ProcessRole(ABC):
         """
 
     @abstractmethod
-    def describe(self) -> RoleFacts:
+    def describe(self) -> "RoleFacts":
         """Return what this host sends of the role when it joins."""
 
     @abstractmethod
@@ -131,7 +135,7 @@ class ProcessRole(ABC):
         """
 
     @abstractmethod
-    def list_ports(self, agreed: AgreedProcesses) -> list[UsedPort]:
+    def list_ports(self, agreed: AgreedProcesses) -> "list[UsedPort]":
         """Return the ports that the processes will have, for the test of ports between hosts."""
 
     @abstractmethod
@@ -178,7 +182,7 @@ class ProcessRole(ABC):
         return records
 
     def cover_processes(self, records: Sequence[AnyRecord]) -> Sequence[AnyRecord]:
-        """Return records of ended processes of the role, and say in them whether the run goes on without them."""
+        """Return records of ended processes of the role, and say in them whether the run continues without them."""
         return records
 
     def tick(self) -> None:

@@ -23,9 +23,9 @@ from rankless.config.hosts import (
 from rankless.config.run_config import AgreedJobConfig, Cluster, RunConfig
 from rankless.errors import ConfigError, JoinError
 from rankless.launch.doctor.preflight import run_preflight
-from rankless.launch.job_setup import ReadyJob, make_start, open_services
+from rankless.launch.job_setup import ReadyJob, make_start
 from rankless.launch.ports import describe_port_owner, open_store_socket, reserve_master_port
-from rankless.launch.profile import load_profile
+from rankless.launch.profile import LauncherProfile
 from rankless.launch.rendezvous.control_server import ControlServer
 from rankless.launch.rendezvous.follower import join_leader
 from rankless.launch.rendezvous.host_facts import HostFacts, collect_host_facts
@@ -44,8 +44,8 @@ from rankless.launch.rendezvous.port_test import PortTest, run_port_test
 from rankless.launch.rendezvous.ssh import RemoteTask, SshAgent, SshTokenDelivery
 from rankless.launch.roles import JoinedHosts, ProcessRole, open_roles
 from rankless.launch.signals import Interrupts
+from rankless.launch.store_server import StoreServer
 from rankless.records.connection_attempts import UsedPort
-from rankless.runtime.rendezvous.store_server import StoreServer
 
 _ANYWHERE = ("192.0.2.1", "2001:db8::1")
 """Addresses of no host (RFC 5737, RFC 3849): the route to them is the default route. Nothing is sent there."""
@@ -55,6 +55,7 @@ _ANYWHERE = ("192.0.2.1", "2001:db8::1")
 class _SetupRequest:
     """What assembling a job on several hosts needs besides the `RunConfig`."""
 
+    profile: LauncherProfile
     cluster: Cluster
     interrupts: Interrupts
     notify: Callable[[str], None]
@@ -63,6 +64,7 @@ class _SetupRequest:
 
 def set_up_job_on_hosts(
     config: RunConfig,
+    profile: LauncherProfile,
     cluster: Cluster,
     *,
     interrupts: Interrupts,
@@ -74,7 +76,7 @@ def set_up_job_on_hosts(
     Raises `JoinError` if a host does not join in time, and `RendezvousInterrupted` on a signal.
     """
     run_preflight(config, notify)
-    request = _SetupRequest(cluster=cluster, interrupts=interrupts, notify=notify, token=token)
+    request = _SetupRequest(profile=profile, cluster=cluster, interrupts=interrupts, notify=notify, token=token)
     set_up = _set_up_as_leader if cluster.host_index == 0 else _set_up_as_follower
     return set_up(config, request)
 
@@ -101,9 +103,7 @@ def _set_up_as_leader(config: RunConfig, request: _SetupRequest) -> Iterator[Rea
             stack.callback(DeliveredToken(cluster).discard)
         server = ControlServer(_listen(address, cluster), token=token, host_count=len(cluster.hosts))
         stack.callback(server.close)
-        starters = _start_agents(config, cluster, token, notify)
-        for starter in starters.values():
-            stack.callback(starter.close)
+        starters = _start_agents(config, request, token, stack)
         listening = stack.enter_context(open_store_socket(address))
         reserved = stack.enter_context(reserve_master_port())
         joined = wait_for_hosts(
@@ -112,11 +112,14 @@ def _set_up_as_leader(config: RunConfig, request: _SetupRequest) -> Iterator[Rea
         facts = [own, *(joined[host] for host in sorted(joined))]
         devices = [config.devices, *(each.devices for each in facts[1:])]
         addresses = [_address(cluster, host, facts, own=address) for host in range(len(cluster.hosts))]
-        start = make_start(config, devices, store=listening, reserved=reserved)
+        start = make_start(config, request.profile, devices, store=listening, reserved=reserved)
+        services = request.profile.open_services(
+            config, addresses=addresses, worker_counts=start.workers, store_address=start.store_address
+        )
         start = msgspec.structs.replace(
             start,
             addresses=tuple(each.address for each in facts),
-            launcher_variables=stack.enter_context(open_services(config, start, addresses)),
+            launcher_variables=stack.enter_context(services),
         )
         names = [cluster.hosts[0].address, *(_name(cluster, host, facts) for host in range(1, len(facts)))]
         hosts = JoinedHosts(server=server, facts=facts, names=names, interrupts=request.interrupts)
@@ -128,6 +131,7 @@ def _set_up_as_leader(config: RunConfig, request: _SetupRequest) -> Iterator[Rea
         yield ReadyJob(
             peers=FollowerPeers(server, start, names),
             start=start,
+            profile=request.profile,
             names=names,
             devices=devices,
             interface=interface,
@@ -163,6 +167,7 @@ def _set_up_as_follower(config: RunConfig, request: _SetupRequest) -> Iterator[R
             yield ReadyJob(
                 peers=LeaderPeer(joined.leader, job.start, job.host_index, name),
                 start=job.start,
+                profile=request.profile,
                 host_index=job.host_index,
                 names=[host.address for host in cluster.hosts],
                 devices=(config.devices,),
@@ -272,25 +277,34 @@ def _test_ports(
 
 
 def _start_agents(
-    config: RunConfig, cluster: Cluster, token: bytes, notify: Callable[[str], None]
+    config: RunConfig, request: _SetupRequest, token: bytes, stack: contextlib.ExitStack
 ) -> Mapping[int, SshAgent | SshTokenDelivery]:
-    """Start the agents of the other hosts by ssh, or bring the token there, if that is host 0's part."""
+    """Start the agents of the other hosts by ssh, or bring the token there, if that is host 0's part.
+
+    `stack` closes what does that.
+    """
+    cluster = request.cluster
     followers = range(1, len(cluster.hosts))
+    starters: dict[int, SshAgent | SshTokenDelivery] = {}
     if cluster.agent_start == "ssh":
-        return {host: SshAgent(_make_task(config, cluster, host, token), notify=notify) for host in followers}
-    if needs_token_delivery(cluster):
-        return {host: SshTokenDelivery(cluster, host, token) for host in followers}
-    return {}
+        for host in followers:
+            starters[host] = SshAgent(_make_task(config, request, host, token), notify=request.notify)
+    elif needs_token_delivery(cluster):
+        starters = {host: SshTokenDelivery(cluster, host, token) for host in followers}
+    for starter in starters.values():
+        stack.callback(starter.close)
+    return starters
 
 
-def _make_task(config: RunConfig, cluster: Cluster, host_index: int, token: bytes) -> RemoteTask:
+def _make_task(config: RunConfig, request: _SetupRequest, host_index: int, token: bytes) -> RemoteTask:
     """Return what the agent of another host receives when ssh starts it."""
+    cluster = request.cluster
     own_cluster = msgspec.structs.replace(cluster, host_index=host_index)
     script = None
     if cluster.copies and config.program.kind == "script":
         with open(config.program.target, "rb") as file:
             script = file.read()
-    exports = load_profile(config.launcher).exports_environment
+    exports = request.profile.exports_environment
     carried = environment.exported_variables() if exports else environment.carried_variables()
     return RemoteTask(
         program=config.program,

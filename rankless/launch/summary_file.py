@@ -14,13 +14,10 @@ import msgspec
 
 from rankless.config.run_config import RunConfig
 from rankless.launch.job_setup import ReadyJob
-from rankless.launch.supervisor.error_lines import find_script_line
-from rankless.launch.supervisor.failure_attribution import Verdict
-from rankless.records.access.private_files import private_opener
+from rankless.launch.supervisor.verdict import Verdict
 from rankless.records.encoding import encode_json
 from rankless.records.events import (
     NO_RANK,
-    SERVER,
     AnyRecord,
     Exited,
     HostLost,
@@ -29,7 +26,8 @@ from rankless.records.events import (
     ScriptFinished,
     WorkerCut,
 )
-from rankless.records.run_summary import AgentProcess, Outcome, RankSummary, RunFailure, RunSummary
+from rankless.records.private_files import private_opener
+from rankless.records.run_summary import RESULT_ROLE, AgentProcess, Outcome, RankSummary, RunFailure, RunSummary
 from rankless.records.worker_status import read_page
 from rankless.version import VERSION
 
@@ -66,7 +64,7 @@ class SummaryFile:
         self._path = os.path.join(folder, f"run{job.host_index or ''}.json")
         self._ranks = {each.rank: each for each in _list_ranks(config, job, log_file)}
         self._host_name = {rank: each.host for rank, each in self._ranks.items()}
-        servers = next((each for each in job.start.roles.values() if each.role == SERVER), None)
+        servers = next((each for each in job.start.roles.values() if each.role == RESULT_ROLE), None)
         self._server_host_names = [job.names[host] for host in (() if servers is None else servers.hosts)]
         self.summary = RunSummary(
             command_line=config.request.command or tuple(sys.argv),
@@ -85,11 +83,11 @@ class SummaryFile:
 
     def receive(self, record: AnyRecord) -> None:
         """Take note of the end of a rank or of a server."""
-        if isinstance(record, ProcessExited) and record.is_restarted and record.role == SERVER:
+        if isinstance(record, ProcessExited) and record.is_restarted and record.role == RESULT_ROLE:
             counts = list(self.summary.server_restarts)
             counts[record.number] += 1
             self.summary = msgspec.structs.replace(self.summary, server_restarts=tuple(counts))
-        if isinstance(record, ProcessLost) and record.role == SERVER:
+        if isinstance(record, ProcessLost) and record.role == RESULT_ROLE:
             lost = (*self.summary.lost_servers, record.number)
             self.summary = msgspec.structs.replace(self.summary, lost_servers=lost)
         if isinstance(record, HostLost) and record.is_covered:
@@ -121,29 +119,35 @@ class SummaryFile:
             steps = page.job_steps or page.count
             self.summary = msgspec.structs.replace(self.summary, steps=steps, samples_per_second=rate)
 
-    def finish(self, outcome: Outcome, exit_code: int, *, verdict: str, failure: Verdict | None = None) -> None:
-        """Write how the run ended. `verdict` says it in a sentence; `failure` is the root cause, if it is known."""
+    def finish(
+        self, outcome: Outcome, exit_code: int, *, verdict: str, failure: Verdict | None = None, line: str = ""
+    ) -> None:
+        """Write how the run ended.
+
+        `verdict` says it in a sentence. `failure` is the root cause, if it is known, and `line` its line of the script.
+        """
         self.summary = msgspec.structs.replace(
             self.summary,
             outcome=outcome,
             exit_code=exit_code,
             verdict=verdict,
-            failure=None if failure is None else self._describe(failure),
+            failure=None if failure is None else self._describe(failure, line),
             agent=None,
         )
         self._write()
 
-    def _describe(self, failure: Verdict) -> RunFailure:
-        rank, server = failure.root_cause_rank, failure.root_cause_number
+    def _describe(self, failure: Verdict, line: str) -> RunFailure:
+        rank, number = failure.root_cause_rank, failure.root_cause_number
         host = failure.root_cause_host or self._host_name.get(rank, "")
-        line = failure.line or find_script_line(failure.traceback)
-        if server is not None and failure.role == SERVER:
+        server = number if failure.role == RESULT_ROLE else None
+        if server is not None:
             host = self._server_host_names[server]
+        has_field = number is None or server is not None
         return RunFailure(
             rank=None if rank == NO_RANK else rank,
-            server=server if failure.role == SERVER else None,
+            server=server,
             host=host,
-            error=failure.headline if failure.role == SERVER else f"{failure.root_cause} {failure.headline}",
+            error=failure.headline if has_field else f"{failure.root_cause} {failure.headline}",
             line=line,
         )
 

@@ -1,38 +1,37 @@
 """What the terminal shows of a run: the table at its start and, at its end, the rank that failed and its log file."""
 
+import importlib
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from types import ModuleType
 
 from rankless.config.run_config import RunConfig
 from rankless.config.worker_config import WorkerLaunch
 from rankless.errors import JoinError, LaunchError
 from rankless.launch.job_setup import ReadyJob
-from rankless.launch.log_files import run_folder
-from rankless.launch.profile import WorkerLogFiles, load_profile
-from rankless.launch.rendezvous.peers import FollowerPeers, LeaderPeer
+from rankless.launch.peers import Peers
+from rankless.launch.profile import WorkerLogFiles, run_folder
 from rankless.launch.roles import ProcessRow
 from rankless.launch.signals import RendezvousInterrupted, name_signal
 from rankless.launch.summary_file import SummaryFile
-from rankless.launch.supervisor.failure_attribution import Verdict
-from rankless.launch.supervisor.secondary_failure_lines import SecondaryFailure
 from rankless.launch.supervisor.supervisor import RunOutcome
 from rankless.launch.supervisor.terminal_text import (
     WorkerRow,
     format_count,
     format_cuts,
-    format_failure,
     format_hosts_line,
     format_process_table,
     format_processes,
-    format_secondary_failures,
     format_shared_gpus,
     format_start_line,
     format_summary,
     format_worker_table,
 )
-from rankless.records.events import ProcessRestarted
+from rankless.launch.supervisor.verdict import SecondaryFailure, Verdict
+from rankless.records.events import AnyRecord, ProcessRestarted, Started
 from rankless.records.run_summary import AgentProcess, Outcome, RunSummary
 
 
@@ -49,7 +48,7 @@ class RunReport:
     def __init__(self, config: RunConfig, job: ReadyJob, folder: str, *, agent: AgentProcess | None = None) -> None:
         self.job = job
         self._config = config
-        self._profile = load_profile(config.launcher)
+        self._profile = job.profile
         self._folder = folder
         self.summary_file = (
             SummaryFile(config, job, folder=folder, log_file=self.log_file, agent=agent)
@@ -132,7 +131,7 @@ class RunReport:
 
     def process_log_file(self, name: tuple[str, int]) -> str:
         """Return the log file of a process beside the workers, on its host, by its role and number."""
-        folder = run_folder(self._config, self.job.start.run_id, self.process_host(name))
+        folder = self._folder_of(self.process_host(name))
         return os.path.relpath(self._profile.process_log_file(folder, *name))
 
     def process_host(self, name: tuple[str, int]) -> int:
@@ -145,41 +144,44 @@ class RunReport:
         """Return the name of the host of such a process; "" if the job has one host."""
         return self.job.names[self.process_host(name)] if len(self.job.names) > 1 else ""
 
-    def name_server_host(self, record: ProcessRestarted) -> str:
-        """Return the text of a restart, with the name of the server's host if there are several."""
+    def name_restarted_host(self, record: ProcessRestarted) -> str:
+        """Return the text of a restart, with the name of the process's host if there are several."""
         name, host = f"{record.role} {record.number}", self.process_host_name((record.role, record.number))
         return record.text.replace(name, f"{name} on {host}", 1) if host else record.text
 
     def root_cause_host(self, verdict: Verdict) -> int:
-        """Return the index of the host of the rank or server that caused a failure."""
-        server = verdict.root_cause_number
-        if server is None:
+        """Return the index of the host of the rank or process that caused a failure."""
+        number = verdict.root_cause_number
+        if number is None:
             return self.job.start.host_of(verdict.root_cause_rank)
-        return self.process_host((verdict.role, server))
+        return self.process_host((verdict.role, number))
 
     def format_failure(self, verdict: Verdict, *, with_traceback: bool = True) -> str:
         """Return at most 15 lines about the rank that failed, and the launcher's own note after them."""
-        rank, server = verdict.root_cause_rank, verdict.root_cause_number
+        rank, number = verdict.root_cause_rank, verdict.root_cause_number
         host = self.root_cause_host(verdict)
-        text = format_failure(
+        text: str = _load_error_lines().format_failure(
             verdict,
-            log_file=self.log_file(rank) if server is None else self.process_log_file((verdict.role, server)),
+            log_file=self.log_file(rank) if number is None else self.process_log_file((verdict.role, number)),
             host=self.job.names[host] if len(self.job.names) > 1 else "",
             report=self.report_file(host) if host > 0 else "",
             with_traceback=with_traceback,
         )
-        has_ended_itself = verdict.cause not in ("host", "interrupted", "hang") and server is None
+        has_ended_itself = verdict.cause not in ("host", "interrupted", "hang") and number is None
         return text + self._profile.failure_note(rank, verdict.exit_code) if has_ended_itself else text
 
     def format_secondary_failures(self, failures: Sequence[SecondaryFailure]) -> str:
         """Return a line for each rank that failed after the root cause; "" if the terminal shows their tracebacks."""
         if not self._profile.withholds_tracebacks:
             return ""
-        return format_secondary_failures([(self.log_file(failure.rank), failure) for failure in failures])
+        if not failures:
+            return ""
+        named = [(self.log_file(failure.rank), failure) for failure in failures]
+        return str(_load_error_lines().format_secondary_failures(named))
 
     @contextmanager
     def recorded_start(self) -> Iterator[None]:
-        """Record in the summary that the servers do not start, if so."""
+        """Record in the summary that processes beside the workers do not start, if so."""
         try:
             yield
         except (JoinError, LaunchError) as error:
@@ -200,7 +202,7 @@ class RunReport:
 
     def report_file(self, host: int) -> str:
         """Return the file with the closing text of another host than host 0, which may have no terminal."""
-        return os.path.relpath(os.path.join(run_folder(self._config, self.job.start.run_id, host), f"report{host}.txt"))
+        return os.path.relpath(os.path.join(self._folder_of(host), f"report{host}.txt"))
 
     def save(self, text: str) -> None:
         """Write the closing text of this host, which is not host 0, to its file."""
@@ -212,7 +214,7 @@ class RunReport:
 
     def read_parent_log(self) -> str:
         """Return the end of what the workers' parent wrote; delete the file if it is empty."""
-        if not os.path.exists(self.parent_log):  # a host of servers alone has no such process
+        if not os.path.exists(self.parent_log):  # a host without workers has no such process
             return ""
         with open(self.parent_log, encoding="utf-8", errors="replace") as log:
             text = log.read()[-2000:].strip()
@@ -221,11 +223,18 @@ class RunReport:
                 os.unlink(self.parent_log)
         return text
 
+    def _folder_of(self, host: int) -> str:
+        return run_folder(self._config, self._profile, self.job.start.run_id, host)
+
     def _log_files(self, rank: int) -> WorkerLogFiles:
         start = self.job.start
         host = start.host_of(rank)
-        folder = run_folder(self._config, start.run_id, host)
-        return self._profile.log_files(folder, rank, rank - start.first_rank(host))
+        return self._profile.log_files(self._folder_of(host), rank, rank - start.first_rank(host))
+
+
+def _load_error_lines() -> ModuleType:
+    # Imported here: only a run in which something fails needs it.
+    return importlib.import_module("rankless.launch.supervisor.error_lines")
 
 
 def conclude(
@@ -237,16 +246,16 @@ def conclude(
     failed although no worker did.
     """
     peers = report.job.peers
-    if isinstance(peers, LeaderPeer):
+    if report.job.host_index > 0:
         return _conclude_as_follower(outcome, report, peers, write=write)
     parent_text = report.read_parent_log()
     code, text = _format_outcome(outcome, report)
     parent_failed = code == 0 and outcome.fork_server_exit_code not in (0, None)
-    if isinstance(peers, FollowerPeers) and parent_failed:
+    if parent_failed:
         peers.send_job_end(
             2, ["rankless: the process that starts host 0's workers ended before them\n"] * len(report.job.names)
         )
-    elif isinstance(peers, FollowerPeers):
+    else:
         peers.send_job_end(code, [_text_for_host(host, outcome, report, text) for host in range(len(report.job.names))])
     _record_end(report, outcome, 2 if parent_failed else code)
     if outcome.verdict is not None:
@@ -281,7 +290,8 @@ def _record_end(report: RunReport, outcome: RunOutcome, code: int) -> None:
     elif outcome.verdict is not None:
         is_host = outcome.verdict.cause in ("host", "interrupted")
         headline = outcome.verdict.headline if is_host else f"{outcome.verdict.root_cause} {outcome.verdict.headline}"
-        report.summary_file.finish("failed", code, verdict=headline, failure=outcome.verdict)
+        line = outcome.verdict.line or _load_error_lines().find_script_line(outcome.verdict.traceback)
+        report.summary_file.finish("failed", code, verdict=headline, failure=outcome.verdict, line=line)
     elif code != 0:
         report.summary_file.finish("failed", code, verdict="the process that starts the workers ended before them")
     else:
@@ -311,7 +321,7 @@ def _text_for_host(host: int, outcome: RunOutcome, report: RunReport, text: str)
 
 
 def _conclude_as_follower(
-    outcome: RunOutcome, report: RunReport, leader: LeaderPeer, *, write: Callable[[str], None]
+    outcome: RunOutcome, report: RunReport, leader: Peers, *, write: Callable[[str], None]
 ) -> int:
     code, text = _format_follower_outcome(outcome, report, leader)
     if report.summary_file is not None:
@@ -323,10 +333,10 @@ def _conclude_as_follower(
     return code
 
 
-def _format_follower_outcome(outcome: RunOutcome, report: RunReport, leader: LeaderPeer) -> tuple[int, str]:
+def _format_follower_outcome(outcome: RunOutcome, report: RunReport, leader: Peers) -> tuple[int, str]:
     parent_text = report.read_parent_log()
     if leader.job_end is not None:
-        return leader.job_end.exit_code, leader.job_end.text
+        return leader.job_end
     if outcome.interrupted_by is not None:
         return 128 + outcome.interrupted_by, f"rankless: ended by {name_signal(outcome.interrupted_by)}\n"
     text = f"rankless: the process that starts the workers wrote: {parent_text}\n" if parent_text else ""
@@ -336,3 +346,45 @@ def _format_follower_outcome(outcome: RunOutcome, report: RunReport, leader: Lea
         counts = Counter(role for role, _ in start.list_processes(host))
         ended = " and ".join(format_count(number, role) for role, number in counts.items())
     return 1, f"{text}rankless: host 0, {report.job.names[0]}, was lost: {leader.lost_reason}; {ended} here ended\n"
+
+
+LONGEST_WAIT_SECONDS = 3.0
+"""Between the first worker's start and the table: other hosts may still import torch."""
+
+
+class WorkerTable:
+    """Waits for the workers' process ids, and writes the table once.
+
+    Args:
+        format_table: Returns the table for process ids by rank; a rank may be missing.
+        write: Writes it on the terminal.
+        world_size: The number of workers of the job.
+    """
+
+    def __init__(
+        self, format_table: Callable[[Mapping[int, int]], str], write: Callable[[str], None], *, world_size: int
+    ) -> None:
+        self._format_table = format_table
+        self._write = write
+        self._world_size = world_size
+        self._process_ids: dict[int, int] = {}
+        self._first_at: float | None = None
+        self.is_shown = not format_table({})
+
+    def receive(self, record: AnyRecord) -> None:
+        """Note the process id of a worker that has started, and write the table after the last one's."""
+        if isinstance(record, Started):
+            self._process_ids[record.rank] = record.pid
+            self._first_at = self._first_at or time.monotonic()
+            if len(self._process_ids) == self._world_size:
+                self.show()
+
+    def is_due(self, now: float) -> bool:
+        """Whether the table has waited for long enough since the first worker's start."""
+        return self._first_at is not None and now - self._first_at > LONGEST_WAIT_SECONDS
+
+    def show(self) -> None:
+        """Write the table, unless that has happened or no worker has started."""
+        if not self.is_shown and self._process_ids:
+            self.is_shown = True
+            self._write(self._format_table(self._process_ids))

@@ -9,8 +9,7 @@ from rankless.config.environment import worker_environment
 from rankless.config.run_config import AgreedJobConfig, RunConfig
 from rankless.config.worker_config import WorkerConfig, WorkerLaunch
 from rankless.launch.job_setup import ReadyJob
-from rankless.launch.log_files import make_log_files
-from rankless.launch.profile import load_profile
+from rankless.launch.profile import LauncherProfile, make_log_files
 from rankless.launch.roles import WorkerContent
 
 _NO_CONTENT = WorkerContent()
@@ -58,6 +57,8 @@ class _Position:
     recovery_descriptor: int | None = None
     content: WorkerContent = _NO_CONTENT
     terminal: Sequence[int] = ()
+    elastic_host: str | None = None
+    """The name of its host in an elastic job."""
 
 
 _NO_DESCRIPTORS = WorkerDescriptors()
@@ -76,11 +77,12 @@ def make_worker_configs(
     `content` is what the roles of the run give the workers.
     """
     pages, channels = descriptors.pages, descriptors.channels
-    visible = load_profile(config.launcher).visible_devices(config.devices)
+    visible = job.profile.visible_devices(config.devices)
     first = job.start.first_rank(job.host_index)
     return [
         _make_launch(
             config,
+            job.profile,
             job.start,
             _Position(
                 rank=first + local_rank,
@@ -104,7 +106,13 @@ def make_worker_configs(
 
 
 def make_elastic_worker(
-    config: RunConfig, start: AgreedJobConfig, worker: ElasticSlot, *, folder: str, interface: str | None
+    config: RunConfig,
+    profile: LauncherProfile,
+    start: AgreedJobConfig,
+    worker: ElasticSlot,
+    *,
+    folder: str,
+    interface: str | None,
 ) -> WorkerLaunch:
     """Return the configuration and environment of a worker of an elastic job, and make its log files.
 
@@ -118,10 +126,10 @@ def make_elastic_worker(
         device=config.devices[worker.slot % len(config.devices)],
         interface=interface,
         store_token=worker.store_token,
+        elastic_host=worker.host,
     )
-    profile = load_profile(config.launcher)
     make_log_files(profile, profile.log_files(folder, worker.number, worker.slot))
-    return _make_launch(config, start, position, folder=folder, elastic_host=worker.host)
+    return _make_launch(config, profile, start, position, folder=folder)
 
 
 def _absolute(path: str) -> str:
@@ -132,14 +140,13 @@ def _absolute(path: str) -> str:
 
 def _make_launch(
     config: RunConfig,
+    profile: LauncherProfile,
     start: AgreedJobConfig,
     position: _Position,
     *,
     folder: str,
     cuda_devices: str | None = None,
-    elastic_host: str | None = None,
 ) -> WorkerLaunch:
-    profile = load_profile(config.launcher)
     files = profile.log_files(folder, position.rank, position.local_rank)
     worker = WorkerConfig(
         rank=position.rank,
@@ -177,5 +184,5 @@ def _make_launch(
         is_debugged=config.debug_rank is not None,
     )
     environment = {**worker_environment(worker, cuda_devices=cuda_devices), **start.launcher_variables}
-    environment |= profile.worker_environment(worker, start, elastic_host=elastic_host)
+    environment |= profile.worker_environment(worker, start, elastic_host=position.elastic_host)
     return WorkerLaunch(config=worker, environment=environment)

@@ -8,6 +8,8 @@ joins the next round.
 """
 
 import socket
+from collections import Counter
+from collections.abc import Hashable, Sequence
 
 import msgspec
 
@@ -112,3 +114,29 @@ def receive_worker_message(end: socket.socket) -> WorkerMessage | None:
     except ConnectionError:
         return None
     return msgspec.msgpack.decode(data, type=WorkerMessage) if data else None
+
+
+def assign_ranks(hosts: Sequence[Hashable]) -> list[RankAssignment]:
+    """Return the assignment of every rank. `hosts` has each rank's host, in the order of ranks."""
+    sizes = Counter(hosts)
+    # For each local rank: the hosts that have a rank of that number, each with its index among them.
+    peers = [
+        {host: index for index, host in enumerate(host for host in sizes if sizes[host] > local_rank)}
+        for local_rank in range(max(sizes.values()))
+    ]
+    assigned: Counter[Hashable] = Counter()
+    found = []
+    for rank, host in enumerate(hosts):
+        local_rank = assigned[host]
+        assigned[host] += 1
+        found.append(
+            RankAssignment(
+                rank=rank,
+                size=len(hosts),
+                local_rank=local_rank,
+                local_size=sizes[host],
+                cross_rank=peers[local_rank][host],
+                cross_size=len(peers[local_rank]),
+            )
+        )
+    return found

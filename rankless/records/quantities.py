@@ -45,3 +45,15 @@ def _format_scaled(number: float, units: Sequence[str], step: int) -> str:
 
 def _format_number(number: float) -> str:
     return f"{number:.3g}" if number < 99.95 else f"{number:,.0f}"
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Format ranks as "ranks 0, 2", and long runs as "ranks 0-6, 9"."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    texts = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(texts)}"

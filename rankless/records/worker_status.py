@@ -12,7 +12,7 @@ import tempfile
 import msgspec
 
 PLACE_START = 4096
-"""Where the page has the place of the main thread: a record of `records.live.shared_record`."""
+"""Where the page has the place of the main thread: a record of `records.shared_record`."""
 PLACE_BYTES = 28672
 PAGE_BYTES = PLACE_START + PLACE_BYTES
 """The size of status and place. The stacks follow them."""

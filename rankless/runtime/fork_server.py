@@ -28,9 +28,8 @@ from rankless.config.extensions import list_aliases
 from rankless.config.run_config import Program
 from rankless.config.script_source import names_rankless, names_word
 from rankless.config.worker_config import HostConfig, WorkerLaunch
-from rankless.records.channel import send_record
 from rankless.records.encoding import encode_json
-from rankless.records.events import Exited, Notice, Started
+from rankless.records.events import Exited, Notice, Started, send_record
 from rankless.runtime.fast_exit import FastExit
 from rankless.runtime.fork_server_protocol import CUT, KILL, decode_signals, receive_worker_launch
 from rankless.runtime.hooks.import_aliases import is_alias_active

@@ -18,7 +18,7 @@ from rankless.checkpoint import Saver
 from rankless.collectives.byte_messages import all_gather_bytes
 from rankless.collectives.desync_detection import DesyncDetector
 from rankless.config import environment
-from rankless.config.distributed_variables import TorchrunWorker
+from rankless.config.environment import TorchrunWorker
 from rankless.config.extensions import find_extension, import_declared
 from rankless.config.plan_file import read_plan
 from rankless.config.run_config import Backend
@@ -31,8 +31,7 @@ from rankless.context.world import RunSettings, StartedWorkers, World
 from rankless.errors import ConfigError, JoinError, RanklessError
 from rankless.jobs.programs.program_records import make_program_recorder
 from rankless.parallel.mesh import Mesh, SyncPointChecker
-from rankless.records.channel import send_record
-from rankless.records.events import AnyRecord, Notice
+from rankless.records.events import AnyRecord, Notice, send_record
 from rankless.runtime.elastic_round import ElasticMember, Round
 from rankless.runtime.recovery.round_world import join_round_world
 from rankless.runtime.recovery.worker_recovery import WorkerRecovery
@@ -374,7 +373,7 @@ def _synchronize_seeds(mesh: Mesh, context: ProcessContext) -> None:
     random.seed(seeds[0])
     numpy.random.seed(seeds[0] % 2**32)
     context.notify(
-        "the ranks' random generators started from different seeds; from here on all go on from rank 0's "
+        "the ranks' random generators started from different seeds; from here on all continue from rank 0's "
         "(models made before get rank 0's values at a job's first call)"
     )
 

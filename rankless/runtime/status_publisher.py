@@ -22,7 +22,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-from rankless.records.live.shared_record import RecordWriter
+from rankless.records.shared_record import RecordWriter
 from rankless.records.worker_status import (
     DESCRIPTOR,
     JOB_STEPS,

@@ -20,8 +20,7 @@ from rankless.config.import_time_variables import changes_too_late
 from rankless.config.run_config import Program
 from rankless.config.script_source import names_rankless
 from rankless.config.worker_config import HostConfig, WorkerConfig, WorkerLaunch
-from rankless.records.channel import send_record
-from rankless.records.events import AnyRecord, GroupTeardown, Notice, Raised, ScriptFinished
+from rankless.records.events import AnyRecord, GroupTeardown, Notice, Raised, ScriptFinished, send_record
 from rankless.runtime.fast_exit import FastExit
 from rankless.runtime.hooks import import_aliases, tensorboard_writers
 from rankless.runtime.hooks.debugging import (

@@ -8,8 +8,7 @@ NAMES = re.compile(r"\b(rankless\.extensions\.\w+|hvd|fleetrun)\b|horovod|torchr
 NAMED = {
     "rankless/api.py": "tells users which launchers are recognized",
     "rankless/config/cluster_variables.py": "a time limit of torchrun's",
-    "rankless/config/distributed_variables.py": "the variables of torch.distributed, which torchrun sets first",
-    "rankless/config/environment.py": "likewise",
+    "rankless/config/environment.py": "the variables of torch.distributed, which torchrun sets first",
     "rankless/config/worker_config.py": "likewise",
     "rankless/collectives/distributed_sampler.py": "likewise",
     "rankless/runtime/process_context.py": "likewise",
@@ -36,31 +35,11 @@ SERVERS = re.compile(
 )
 NOT_MOVED_YET = {
     "__init__",
-    "cli/doctor",
-    "config/extensions",
     "errors",
-    "launch/access_inventory",
-    "launch/recovery/survivors",
-    "launch/rendezvous/job_token",
-    "launch/status/readings",
-    "launch/supervisor/failure_attribution",
-    "launch/supervisor/worker_parent",
-    "launch/watchdog/__init__",
-    "launch/watchdog/missing_ranks",
-    "launch/watchdog/process_monitor",
-    "launch/watchdog/remote_ranks",
-    "launch/watchdog/watchdog",
     "parameter_server",
-    "records/events",
-    "records/live/live_run",
-    "records/live/run_status",
-    "records/live/server_activity",
-    "records/run_summary",
-    "terminal/process_title",
-    "terminal/program_table",
 }
-"""Files of the core that know parameter servers: their options, what jobs and loaders do for tables, the operators of
-lookups, and the words of results. The set only gets smaller: decision 0066 says what is left to move."""
+"""Files of the core that know parameter servers: the public path `rankless.parameter_server`, and its errors. The set
+only gets smaller."""
 
 
 def test_the_files_that_know_parameter_servers_get_fewer():

@@ -45,6 +45,26 @@ def test_the_launchers_side_loads_without_torch():
     assert done.returncode == 0, done.stderr or "torch was loaded"
 
 
+MOST_MODULES_OF_AN_AGENT = 72
+"""Each module costs the start of every run about a millisecond. This number only shrinks."""
+
+
+@pytest.mark.slow
+def test_the_agent_of_a_plain_run_loads_few_modules_and_none_of_an_extension(tmp_path: Path):
+    (tmp_path / "plain.py").write_text("print('trained')")
+    code = (
+        "import sys; from rankless.cli import main; code = main(['run', '-n', '2', 'plain.py'])\n"
+        "print(*sorted(name for name in sys.modules if name.startswith('rankless')), sep='\\n'); sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    trained, *modules = done.stdout.splitlines()
+    assert trained == "trained"
+    assert "rankless.launch.agent" in modules
+    assert not [name for name in modules if name.startswith("rankless.extensions")]
+    assert len(modules) <= MOST_MODULES_OF_AN_AGENT, modules
+
+
 def test_every_name_of_the_public_surface_is_there():
     assert len(rankless.__all__) <= 25
     assert sorted(rankless.__all__) == rankless.__all__
@@ -95,8 +115,8 @@ UNREACHABLE_ERRORS = {
     "rankless.extensions.servers.service.wire.messages.MessageRefusedError": "the receiver counts and drops it",
     "rankless.extensions.servers.service.server_connection.TransferLostError": "the worker reads or restores again",
     "rankless.launch.rendezvous.control_connection.DifferentTokenError": "host 0 counts it as a rejected client",
-    "rankless.runtime.rendezvous.store_protocol.IncompleteQuery": "the store waits for the rest of the query",
-    "rankless.runtime.rendezvous.store_protocol.InvalidQuery": "the store closes the connection",
+    "rankless.launch.store_server.IncompleteQuery": "the store waits for the rest of the query",
+    "rankless.launch.store_server.InvalidQuery": "the store closes the connection",
     "rankless.records.framing.FrameTooLongError": "the receiver of a message closes the connection",
     "rankless.verify.runs.RunFailed": "`rankless verify` prints it and ends with its exit code",
 }

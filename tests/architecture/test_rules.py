@@ -16,12 +16,17 @@ CROWDED_FOLDERS: dict[str, str] = {}
 # Modules imported late on purpose, by a call of importlib.import_module.
 IMPORTED_LATE = {
     "rankless/__init__.py": "the command line imports rankless, and must not import torch",
+    "rankless/cli/__init__.py": "a command is imported when it is called",
+    "rankless/cli/program_options.py": "few command lines name a plan",
     "rankless/cli/checkpoint.py": "an export needs torch, and the help of the command line must not",
     "rankless/config/environment.py": "reads the variables of foreign launchers only if they exist",
     "rankless/extensions/servers/training/shared_tables.py": "only shared tables need numba and zmq",
     "rankless/context/joint_events.py": "loads the participant that a module of a script names",
     "rankless/launch/agent.py": "few runs are elastic, and few have processes beside workers",
     "rankless/launch/job_setup.py": "most runs have one host",
+    "rankless/launch/supervisor/supervisor.py": "only a run in which something fails needs to know why",
+    "rankless/launch/terminal_report.py": "likewise",
+    "rankless/launch/watchdog/__init__.py": "only a run that stalls or fails needs stacks and reports",
     "rankless/extensions/horovodrun/profile.py": "the HTTP server costs 20 ms, and most jobs need none",
     "rankless/parameter_server.py": "what it shows is used without torch too, in servers and in the help of commands",
     "rankless/runtime/fork_server.py": "preloads what the workers will import",

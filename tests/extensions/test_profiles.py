@@ -10,8 +10,7 @@ import pytest
 from support.jobs import rankless
 
 from rankless.config.extensions import list_extensions
-from rankless.config.launcher_spec import LauncherSpec, decode_settings, make_launcher_spec
-from rankless.config.run_config import RunRequest
+from rankless.config.run_config import LauncherSpec, RunRequest, decode_settings, make_launcher_spec
 from rankless.errors import LaunchError
 from rankless.extensions.fleetrun.profile import FleetrunSettings, make_fleetrun_spec
 from rankless.extensions.horovodrun.settings import HorovodrunSettings, NamedHost, make_horovodrun_spec

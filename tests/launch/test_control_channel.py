@@ -37,8 +37,8 @@ from rankless.launch.rendezvous.messages import (
     ServerHello,
     WorkerRecords,
 )
-from rankless.records.access.new_clients import HANDSHAKE_SECONDS, MAX_NEW_CLIENTS
 from rankless.records.events import ScriptFinished
+from rankless.records.new_clients import HANDSHAKE_SECONDS, MAX_NEW_CLIENTS
 
 TOKEN = secrets.token_bytes(32)
 PROGRAM = Program(kind="code", target="print()")

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from rankless.config.elastic import Elastic
+from rankless.config.run_config import Elastic
 from rankless.launch.recovery.driver_actions import Action, MessageAction, StartAction, WorkerState
 from rankless.launch.recovery.membership import JOIN_TIMEOUT_SECONDS, JobMembership
 from rankless.records.elastic_messages import HostsChanged, RoundEnded, RoundStarted, WorkerDismissed, WorkerReady

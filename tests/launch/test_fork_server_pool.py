@@ -19,7 +19,7 @@ pytestmark = [
 RUNS = """
 import json, os, sys
 from rankless.launch import agent
-from rankless.launch.supervisor.fork_server_pool_client import ForkServerPoolClient
+from rankless.launch.supervisor.fork_server_client import ForkServerPoolClient
 from rankless.config.validation import make_run_config
 from rankless.config.run_config import Program, RunRequest
 

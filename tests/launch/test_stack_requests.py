@@ -12,7 +12,7 @@ from support.jobs import wait_until
 
 from rankless.launch.watchdog import stacks
 from rankless.launch.watchdog.stacks import Frame, StackRequest, ask_thread, parse_main_stack
-from rankless.records.live.shared_record import read_record
+from rankless.records.shared_record import read_record
 from rankless.records.worker_status import (
     PAGE_BYTES,
     PLACE_BYTES,

@@ -1,13 +1,12 @@
-"""The agent's rounds of workers that go on after others were killed."""
+"""The agent's rounds of workers that continue after others were killed."""
 
 import socket
 
 import pytest
 
 from rankless.errors import CollectiveError
-from rankless.launch.recovery.survivors import SurvivorRounds, WorkerHosts
-from rankless.launch.recovery.worker_channels import WorkerChannels
-from rankless.launch.rendezvous.peers import NoPeers
+from rankless.launch.peers import Peers
+from rankless.launch.recovery.survivors import SurvivorRounds, WorkerChannels, WorkerHosts
 from rankless.records.elastic_messages import (
     RoundEnded,
     RoundStarted,
@@ -24,7 +23,7 @@ class Workers:
 
     def __init__(self, count: int, most_lost: int, kinds: tuple[tuple[int, ...], ...] = ()) -> None:
         channels = WorkerChannels(range(count))
-        self.rounds = SurvivorRounds(channels, WorkerHosts((0,) * count, kinds=kinds), most_lost, NoPeers())
+        self.rounds = SurvivorRounds(channels, WorkerHosts((0,) * count, kinds=kinds), most_lost, Peers())
         self.ends = [socket.socket(fileno=socket.dup(each)) for each in channels.descriptors]
         for end in self.ends:
             end.setblocking(False)
@@ -66,7 +65,7 @@ def test_a_killed_worker_ends_the_round_and_the_others_start_the_next(three):
     exited, notice = three.end(1, -9)
     assert exited.survivors == 2
     assert isinstance(notice, Notice)
-    assert notice.text == "worker 1 (pid 101) was killed by SIGKILL; 2 workers go on"
+    assert notice.text == "worker 1 (pid 101) was killed by SIGKILL; 2 workers continue"
     assert three.read(0) == three.read(2) == [RoundEnded(round=0)]
     three.ask(2)
     assert three.read(2) == []  # the other one has not asked
@@ -92,7 +91,7 @@ def test_a_worker_that_is_killed_while_a_round_forms_ends_that_round(three):
     three.ask(1, 2)
     assert three.read(1)[-1].round == 1
     exited, notice = three.end(2, -9)
-    assert (exited.survivors, notice.text[-16:]) == (1, "1 worker goes on")
+    assert (exited.survivors, notice.text[-18:]) == (1, "1 worker continues")
     assert three.read(1) == [RoundEnded(round=1)]
     three.ask(1, last_round=1)
     (started,) = three.read(1)

@@ -14,7 +14,7 @@ import pytest
 from support.jobs import wait_until
 
 from rankless.config.worker_config import WorkerConfig
-from rankless.launch.rendezvous.peers import NoPeers
+from rankless.launch.peers import Peers
 from rankless.launch.supervisor.failure_attribution import attribute_failure
 from rankless.launch.watchdog.process_stats import (
     MAX_RETRY_SECONDS,
@@ -57,7 +57,7 @@ def sleeper():
     process.wait()
 
 
-class FakeLeader(NoPeers):
+class FakeLeader(Peers):
     """Host 0 as another host sees it."""
 
     attributes_failures = False
@@ -68,7 +68,7 @@ class FakeLeader(NoPeers):
         return asks
 
 
-class FakeFollowers(NoPeers):
+class FakeFollowers(Peers):
     """The other hosts as host 0 sees them."""
 
     count = 0
@@ -85,7 +85,7 @@ def watch_rank_0(process_id, folder, *, peers=None, timeout_seconds=None):
         worker_configs=[make_worker_config(0, 2)],
         pages=pages,
         timeout_seconds=timeout_seconds,
-        peers=peers or NoPeers(),
+        peers=peers or Peers(),
         stacks_file=str(folder / "stacks.txt"),
         host_name=lambda rank: "ab"[rank],
     )
@@ -239,7 +239,7 @@ def test_a_rank_that_does_not_start_is_reported_with_its_parent(number, shown, s
         worker_configs=[make_worker_config(0, 1)],
         pages=open_status_pages(1),
         timeout_seconds=20.0,
-        peers=NoPeers(),
+        peers=Peers(),
         parent_process=lambda: sleeper,
         stacks_file=str(tmp_path / "stacks.txt"),
     )

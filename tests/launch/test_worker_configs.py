@@ -5,7 +5,7 @@ import pytest
 from rankless.config import validation
 from rankless.config.run_config import AgreedJobConfig, Program, RunRequest
 from rankless.launch.job_setup import ReadyJob
-from rankless.launch.rendezvous.peers import NoPeers
+from rankless.launch.peers import Peers
 from rankless.launch.worker_configs import make_worker_configs
 
 
@@ -18,7 +18,7 @@ def test_workers_see_gpus_in_the_requested_order(monkeypatch: pytest.MonkeyPatch
     place = {"master_address": "127.0.0.1", "master_port": 1, "store_address": "127.0.0.1", "store_port": 2}
     start = AgreedJobConfig(run_id="run", seed=None, workers=(3,), backend="gloo", **place)
     launches = make_worker_configs(
-        config, ReadyJob(peers=NoPeers(), start=start, devices=(config.devices,)), folder="log"
+        config, ReadyJob(peers=Peers(), start=start, devices=(config.devices,)), folder="log"
     )
     assert [launch.config.device for launch in launches] == ["cuda:0", "cuda:1", "cuda:0"]
     assert {launch.environment["CUDA_VISIBLE_DEVICES"] for launch in launches} == {"3,1"}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rankless.launch import worker_output
-from rankless.launch.supervisor.shared_files import SharedFiles
+from rankless.launch.agent import SharedFiles
 from rankless.launch.worker_output import LineWriter, PrefixedLines, WholeLines, Write
 from rankless.records.events import FileOpened
 

@@ -12,17 +12,16 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from rankless.cli.json_output import JsonHeader
-from rankless.launch.terminal_streams import TerminalStreams
-from rankless.records.channel import open_channel, receive_records, send_record
+from rankless.launch.worker_output import TerminalStreams
 from rankless.records.elastic_messages import DriverMessage, WorkerMessage
 from rankless.records.encoding import encode_json, encode_msgpack
-from rankless.records.events import AnyRecord, Notice, Raised
+from rankless.records.events import AnyRecord, Notice, Raised, open_channel, receive_records, send_record
 from rankless.records.job_programs import ProgramRecord
-from rankless.records.live.live_run import LiveRun
-from rankless.records.live.run_status import RunStatus
-from rankless.records.live.server_activity import ServerActivity
+from rankless.records.live_run import LiveRun
 from rankless.records.recorded_calls import ResultRecord
+from rankless.records.run_status import RunStatus
 from rankless.records.run_summary import RunSummary
+from rankless.records.server_activity import ServerActivity
 from rankless.terminal.cursor_tracker import CursorTracker
 from tests.support.structs import values_of
 

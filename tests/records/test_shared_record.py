@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from support.jobs import wait_until
 
-from rankless.records.live.shared_record import RecordWriter, open_shared_file, read_record, read_sequence
+from rankless.records.shared_record import RecordWriter, open_shared_file, read_record, read_sequence
 
 SIZE = 1 << 14
 
@@ -86,7 +86,7 @@ def test_damaged_data_and_a_damaged_length_are_no_record(file: int):
 
 WRITER = """
 import mmap, sys
-from rankless.records.live.shared_record import RecordWriter
+from rankless.records.shared_record import RecordWriter
 writer = RecordWriter(memoryview(mmap.mmap(int(sys.argv[1]), int(sys.argv[2]))))
 print("ready", flush=True)
 number = 0

@@ -13,9 +13,9 @@ from support.warm_runs import run_script
 
 import rankless as package
 from rankless.config import extensions
-from rankless.config.environment import python_path_from
+from rankless.config.environment import AT_START, python_path_at_start
 from rankless.runtime.hooks.at_start import sitecustomize
-from rankless.runtime.hooks.import_aliases import AT_START, AliasFinder
+from rankless.runtime.hooks.import_aliases import AliasFinder
 
 pytestmark = pytest.mark.slow
 
@@ -63,7 +63,7 @@ def output_of(done: subprocess.CompletedProcess[str]) -> str:
 
 def run_python(code: str, *options: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run Python like a worker's child: with the folder of `sitecustomize` on its path."""
-    path = {"PYTHONPATH": python_path_from(AT_START)}
+    path = {"PYTHONPATH": python_path_at_start()}
     return subprocess.run(
         [sys.executable, *options, "-c", code],
         cwd=folder,
@@ -206,7 +206,7 @@ def test_python_m_runs_a_module_by_its_alias(tmp_path: Path):
     done = subprocess.run(
         [sys.executable, "-m", "horovod.runner.launch", "--version"],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": python_path_from(AT_START)},
+        env={**os.environ, "PYTHONPATH": python_path_at_start()},
         capture_output=True,
         text=True,
         timeout=60,

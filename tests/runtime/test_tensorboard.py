@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from support.warm_runs import run_script
 
-from rankless.launch.supervisor.shared_files import SharedFiles
+from rankless.launch.agent import SharedFiles
 from rankless.records.events import FileOpened
 from rankless.runtime.hooks.tensorboard_writers import names_rank
 

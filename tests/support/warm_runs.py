@@ -26,8 +26,8 @@ from rankless.config.run_config import Program, RunConfig, RunRequest
 from rankless.config.validation import make_run_config
 from rankless.launch import agent
 from rankless.launch.signals import Interrupts
-from rankless.launch.supervisor import fork_server_pool_client
-from rankless.launch.supervisor.fork_server_pool_client import ForkServerPoolClient, Readable
+from rankless.launch.supervisor import fork_server_client
+from rankless.launch.supervisor.fork_server_client import ForkServerPoolClient, Readable
 from rankless.runtime.subprocess_command import python_command
 
 TRANSFORMERS = tuple(f"transformers.models.{name}.modeling_{name}" for name in ("bert", "llama", "t5", "vit"))
@@ -80,7 +80,7 @@ class SharedForkServerPool(ForkServerPoolClient):
         """Return whether the pool is ready, with one hash seed for all runs: Python reads it only when it starts."""
         with (
             patch.dict(os.environ, {"PYTHONHASHSEED": "5"}),
-            patch.object(fork_server_pool_client, "python_command", self._make_command),
+            patch.object(fork_server_client, "python_command", self._make_command),
         ):
             os.environ.pop("PYTEST_CURRENT_TEST", None)
             return super().is_ready(config, until=until)

@@ -10,8 +10,14 @@ from dataclasses import dataclass
 import msgspec
 
 from rankless.config.hosts import Endpoint, parse_endpoint
-from rankless.config.launcher_spec import LauncherSpec, decode_settings, make_launcher_spec
-from rankless.config.run_config import AgreedJobConfig, AgreedProcesses, RunConfig
+from rankless.config.run_config import (
+    AgreedJobConfig,
+    AgreedProcesses,
+    LauncherSpec,
+    RunConfig,
+    decode_settings,
+    make_launcher_spec,
+)
 from rankless.config.worker_config import WorkerConfig, WorkerLaunch
 from rankless.extensions.fleetrun.tables import (
     HETEROGENEOUS_ENDPOINTS,

@@ -3,8 +3,7 @@
 import argparse
 import sys
 
-from rankless.config.launcher_spec import decode_settings
-from rankless.config.run_config import RunConfig
+from rankless.config.run_config import RunConfig, decode_settings
 from rankless.config.validation import make_run_config
 from rankless.extensions.horovodrun.build_table import HOROVOD_VERSION, build_table
 from rankless.extensions.horovodrun.parser import (

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rankless.config.environment import alias_choice, loopback_name
-from rankless.config.launcher_spec import decode_settings
-from rankless.config.run_config import AgreedJobConfig, Program, RunConfig
+from rankless.config.run_config import AgreedJobConfig, Program, RunConfig, decode_settings
 from rankless.config.worker_config import WorkerConfig
 from rankless.extensions.horovodrun.launched_worker import rank_variables
 from rankless.extensions.horovodrun.run_config import is_this_python

@@ -8,9 +8,8 @@ from collections.abc import Iterator, Mapping
 
 import psutil  # type: ignore[import-untyped]  # it has no stubs
 
-from rankless.config.elastic import Elastic
 from rankless.config.environment import default_log_folder
-from rankless.config.run_config import Program, RunRequest
+from rankless.config.run_config import Elastic, Program, RunRequest
 from rankless.config.validation import count_gpus
 from rankless.errors import ConfigError
 from rankless.extensions.horovodrun.hosts import fill_hosts, list_hosts, make_cluster, name_hosts

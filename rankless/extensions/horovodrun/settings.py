@@ -2,9 +2,8 @@
 
 import msgspec
 
-from rankless.config.launcher_spec import LauncherSpec, make_launcher_spec
-from rankless.records.elastic_messages import RankAssignment
-from rankless.records.local_ranks import assign_ranks
+from rankless.config.run_config import LauncherSpec, make_launcher_spec
+from rankless.records.elastic_messages import RankAssignment, assign_ranks
 
 
 class NamedHost(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,7 +5,7 @@ A worker that waits for a server looks there, so the agent never waits for a wor
 
 import os
 
-from rankless.records.live.shared_record import open_shared_file
+from rankless.records.shared_record import open_shared_file
 
 NAME = "rankless-lost-servers"
 _LOST = b"\1"

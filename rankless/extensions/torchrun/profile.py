@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import msgspec
 
 from rankless.config.environment import snapshot, user_visible_devices
-from rankless.config.launcher_spec import LauncherSpec, decode_settings, make_launcher_spec
-from rankless.config.run_config import AgreedJobConfig, RunConfig
+from rankless.config.run_config import AgreedJobConfig, LauncherSpec, RunConfig, decode_settings, make_launcher_spec
 from rankless.config.worker_config import WorkerConfig
 from rankless.launch.profile import (
     LauncherProfile,

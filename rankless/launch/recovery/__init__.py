@@ -2,6 +2,5 @@
 
 `survivors` decides it for a run whose number of workers is fixed. `membership` decides which workers are in which round
 of a job that workers and hosts join and leave; `blacklist` excludes hosts where workers keep failing, and
-`rank_assignment` gives ranks. `worker_channels` carries messages to and from workers. `runtime.recovery` is the
-worker's side.
+`rank_assignment` gives ranks. `runtime.recovery` is the worker's side.
 """

@@ -18,7 +18,7 @@ computes, or writes a checkpoint, is left alone.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from rankless.config.elastic import Elastic
+from rankless.config.run_config import Elastic
 from rankless.launch.recovery.blacklist import Blacklist
 from rankless.launch.recovery.driver_actions import (
     Action,

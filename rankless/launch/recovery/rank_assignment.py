@@ -3,8 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from rankless.records.elastic_messages import RankAssignment
-from rankless.records.local_ranks import assign_ranks
+from rankless.records.elastic_messages import RankAssignment, assign_ranks
 
 
 @dataclass(frozen=True, kw_only=True)

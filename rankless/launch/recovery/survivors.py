@@ -1,4 +1,4 @@
-"""Which workers go on after some were killed, in a run whose parameter servers keep the rows.
+"""Which workers continue after some were killed, in a run whose other processes have what a step needs of them.
 
 It uses the rounds of elastic jobs (Note [rounds] in `records.elastic_messages`). Round 0 is the process group with
 which the run begins. When a worker is killed by a signal, or its host is lost, its round ends, and all living workers
@@ -8,15 +8,15 @@ Host 0's agent decides for the workers of all hosts. The agents of other hosts p
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import msgspec
 
 from rankless.config.hosts import LOOPBACK
 from rankless.launch.job_setup import ReadyJob
-from rankless.launch.recovery.worker_channels import WorkerChannels
-from rankless.launch.rendezvous.peers import FollowerPeers, LeaderPeer, NoPeers
+from rankless.launch.peers import Peers
+from rankless.launch.rendezvous.peers import LeaderPeer
 from rankless.launch.signals import name_signal
 from rankless.launch.supervisor.failure_attribution import is_secondary_failure
 from rankless.records.elastic_messages import (
@@ -26,9 +26,12 @@ from rankless.records.elastic_messages import (
     StateSynced,
     WorkerMessage,
     WorkerReady,
+    assign_ranks,
+    open_message_channel,
+    receive_worker_message,
+    send_message,
 )
 from rankless.records.events import AnyRecord, Exited, HostLost, Notice, Raised, ScriptFinished, Started
-from rankless.records.local_ranks import assign_ranks
 
 KILLED = -9
 """The exit code that stands for the end of a worker on a lost host."""
@@ -50,34 +53,73 @@ class WorkerHosts(NamedTuple):
     kinds: tuple[tuple[int, ...], ...] = ()
 
 
-class GoingOn(Protocol):
-    """An agent's part in letting workers go on without lost ones."""
+class WorkerChannels:
+    """One channel to each worker of this host, by rank."""
 
-    channels: WorkerChannels
+    def __init__(self, ranks: range) -> None:
+        """Open a channel to each worker. None if there are no ranks."""
+        pairs = {rank: open_message_channel() for rank in ranks}
+        self._own = {rank: own for rank, (own, _) in pairs.items()}
+        self._worker_ends = [end for _, end in pairs.values()]
+        for channel in self._own.values():
+            channel.setblocking(False)
 
     @property
-    def first(self) -> int:
-        """The first worker that was not lost, as far as this host knows."""
-        ...
+    def descriptors(self) -> list[int]:
+        """The workers' ends of the channels, in the order of their ranks."""
+        return [end.fileno() for end in self._worker_ends]
 
-    def judge(self, records: Sequence[AnyRecord]) -> list[AnyRecord]:
-        """Return records of workers, perhaps changed."""
-        ...
+    def forget_worker_ends(self) -> None:
+        """Close the workers' ends in this process: the workers have them."""
+        for end in self._worker_ends:
+            end.close()
+        self._worker_ends = []
 
-    def tick(self) -> None:
-        """Take messages, and pass on or answer them. Called several times a second."""
-        ...
+    def close(self) -> None:
+        """Close all channels."""
+        self.forget_worker_ends()
+        for channel in self._own.values():
+            channel.close()
+        self._own.clear()
+
+    def receive(self) -> Iterator[tuple[int, WorkerMessage]]:
+        """Yield the messages that have arrived, each with the rank of its worker."""
+        for rank in list(self._own):
+            for message in self._receive_from(rank):
+                yield rank, message
+
+    def send(self, rank: int, message: DriverMessage) -> None:
+        """Send a message to a worker of this host. One that has ended gets none."""
+        channel = self._own.get(rank)
+        if channel is not None:
+            try:
+                send_message(channel, message)
+            except OSError:  # the worker has ended, which the fork server reports
+                return
+
+    def _receive_from(self, rank: int) -> Iterator[WorkerMessage]:
+        while rank in self._own:
+            try:
+                message = receive_worker_message(self._own[rank])
+            except BlockingIOError:
+                return
+            except msgspec.MsgspecError:
+                continue  # a user's process may write other data to the descriptor
+            if message is None:
+                self._own.pop(rank).close()  # the fork server reports how the worker ended
+                return
+            yield message
 
 
 class SurvivorRounds:
-    """Decides whether a run goes on without a worker, and starts rounds of those that are left."""
+    """Decides whether a run continues without a worker, and starts rounds of those that are left."""
 
     def __init__(
         self,
         channels: WorkerChannels,
         hosts: WorkerHosts,
         most_lost: int,
-        peers: FollowerPeers | NoPeers,
+        peers: Peers,
         end_store_round: Callable[[int], None] = lambda _: None,
     ) -> None:
         """Decide for all workers of a run.
@@ -85,14 +127,14 @@ class SurvivorRounds:
         Args:
             channels: The channels to those of this host.
             hosts: Where all of them are.
-            most_lost: Without how many of them the others go on. 0: never.
+            most_lost: How many lost workers the run tolerates. 0: none.
             peers: The agents of the other hosts.
             end_store_round: Ends a round of the run's store. Default: nothing waits in one.
         """
         self.channels, self._hosts, self._most_lost, self._peers = channels, hosts, most_lost, peers
         self._end_store_round = end_store_round
         self.lost: set[int] = set()
-        """The workers without which the others go on."""
+        """The workers without which the others continue."""
         self._living = set(range(len(hosts.host_of)))
         self._finished: set[int] = set()
         """The workers that have ended by themselves with exit code 0."""
@@ -115,7 +157,7 @@ class SurvivorRounds:
         return min(set(range(len(self.lost) + 1)) - self.lost)
 
     def judge(self, records: Sequence[AnyRecord]) -> list[AnyRecord]:
-        """Return records of workers, where the ends of lost workers say how many go on, and a notice follows them."""
+        """Return records of workers. The ends of lost workers say how many continue, and a notice follows them."""
         judged: list[AnyRecord] = []
         for record in records:
             judged += self._judge(record) if self._most_lost else [record]
@@ -147,10 +189,10 @@ class SurvivorRounds:
         return [msgspec.structs.replace(record, survivors=len(self._living)), self._make_notice(record.rank, text)]
 
     def _judge_host(self, record: HostLost) -> list[AnyRecord]:
-        """Return the ends of the workers of a lost host, if the others go on without them."""
+        """Return the ends of the workers of a lost host, if the others continue without them."""
         host = record.host_index
         lost = {rank for rank in self._living if self._hosts.host_of[rank] == host}
-        is_needed = host in self._hosts.with_processes and not record.are_servers_covered
+        is_needed = host in self._hosts.with_processes and not record.are_processes_covered
         if record.is_covered or (not is_needed and not lost):
             return [record]
         if is_needed or not self._lose(lost):
@@ -179,7 +221,7 @@ class SurvivorRounds:
 
     def _describe_living(self) -> str:
         count = len(self._living)
-        return f"{count} worker{'s go' if count > 1 else ' goes'} on"
+        return f"{count} worker{'s continue' if count > 1 else ' continues'}"
 
     def _make_notice(self, rank: int, text: str) -> Notice:
         return Notice(rank=rank, time_ns=time.monotonic_ns(), text=text)
@@ -253,7 +295,7 @@ class SurvivorRelay:
     def tick(self) -> None:
         """Pass messages on, in both directions."""
         self._send_messages()
-        for rank, message in self._leader.take_worker_messages():
+        for rank, message in self._leader.take_driver_messages():
             self.channels.send(rank, message)
 
     def _send_messages(self) -> None:
@@ -261,11 +303,11 @@ class SurvivorRelay:
             self._leader.send_worker_message(rank, message)
 
 
-def make_survivors(job: ReadyJob) -> GoingOn:
-    """Return this host's part in letting workers go on without lost ones."""
+def make_survivors(job: ReadyJob) -> SurvivorRounds | SurvivorRelay:
+    """Return this host's part in letting workers continue without lost ones."""
     start, peers = job.start, job.peers
     first = start.first_rank(job.host_index)
-    channels = WorkerChannels(range(first, start.first_rank(job.host_index + 1) if start.most_lost_workers else first))
+    channels = WorkerChannels(range(first, start.first_rank(job.host_index + 1)))
     if isinstance(peers, LeaderPeer):
         return SurvivorRelay(channels, peers, first)
     hosts = WorkerHosts(

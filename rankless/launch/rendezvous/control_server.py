@@ -29,7 +29,7 @@ from rankless.launch.rendezvous.messages import (
     WorkerOutput,
     WorkerRecords,
 )
-from rankless.records.access.new_clients import NewClients
+from rankless.records.new_clients import NewClients
 
 CLOSE_TIMEOUT_SECONDS = 1.0
 _ACCEPTS_PER_POLL = 64

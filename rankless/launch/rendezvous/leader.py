@@ -19,7 +19,7 @@ from rankless.launch.rendezvous.host_facts import HostFacts, find_differences
 from rankless.launch.rendezvous.host_probe import ReachabilityProbe
 from rankless.launch.rendezvous.messages import JobStarted, JoinProgress, JoinRefused
 from rankless.launch.signals import Interrupts, RendezvousInterrupted
-from rankless.records.access.new_clients import RejectedClients
+from rankless.records.new_clients import RejectedClients
 
 PROGRESS_SECONDS = 5.0
 

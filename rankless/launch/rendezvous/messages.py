@@ -1,10 +1,11 @@
 """The messages between the agents of several hosts: one tagged union, decoded by type and never unpickled."""
 
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from rankless.config.run_config import AgreedJobConfig
+from rankless.launch.peers import StopMode
 from rankless.launch.rendezvous.host_facts import HostFacts
 from rankless.launch.worker_output import Source
 from rankless.records.connection_attempts import ConnectionAttempt, ConnectionTarget
@@ -15,9 +16,6 @@ PROTOCOL = 6
 HEARTBEAT_SECONDS = 1.0
 HEARTBEAT_TIMEOUT_SECONDS = 4.0
 """An agent that sends nothing for so long counts as lost."""
-
-StopMode = Literal["stop", "terminate", "interrupt", "lost", "kill"]
-"""Why workers end: the job failed, SIGTERM or Ctrl-C to an agent, a host was lost, or the grace period is over."""
 
 
 class ClientHello(msgspec.Struct, frozen=True, kw_only=True, tag="greeting"):

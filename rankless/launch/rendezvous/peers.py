@@ -1,16 +1,11 @@
-"""The other hosts of a run, as a host's supervisor sees them.
-
-There are three cases: no other hosts, the followers that host 0 leads, and the leader (host 0) that a follower sees.
-"""
+"""The other hosts of a run on several: the followers that host 0 leads, and host 0 as a follower sees it."""
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
-
-import msgspec
+from typing import Any
 
 from rankless.config.run_config import AgreedJobConfig
+from rankless.launch.peers import PeerPollResult, Peers, StopMode
 from rankless.launch.rendezvous.control_client import LeaderConnection
 from rankless.launch.rendezvous.control_connection import ConnectionBrokenError
 from rankless.launch.rendezvous.control_server import (
@@ -32,7 +27,6 @@ from rankless.launch.rendezvous.messages import (
     SendToWorker,
     StartRefused,
     StartWorkers,
-    StopMode,
     StopWorkers,
     WorkerMessageReceived,
     WorkerOutput,
@@ -40,122 +34,14 @@ from rankless.launch.rendezvous.messages import (
 )
 from rankless.launch.rendezvous.recording_transfer import CHUNK_BYTES, read_recording, write_recording
 from rankless.launch.worker_output import Source
-from rankless.records.access.new_clients import RejectedClients
 from rankless.records.elastic_messages import DriverMessage, WorkerMessage
 from rankless.records.events import NO_RANK, AnyRecord, HostInterrupted, HostLost, Notice
+from rankless.records.new_clients import RejectedClients
 from rankless.records.quantities import format_seconds
 
 
-@dataclass(frozen=True)
-class PeerPollResult:
-    """What the other hosts have sent since the last poll."""
-
-    records: Sequence[AnyRecord] = ()
-    stop: StopMode | None = None
-    """Host 0's request to end the workers."""
-
-
-class Peers(Protocol):
-    """The other hosts of a run."""
-
-    attributes_failures: bool
-    """Whether this host decides which rank caused a failure."""
-
-    def fileno(self) -> int | None:
-        """Return the descriptor for a selector, or None if there is none."""
-        ...
-
-    def host_of(self, rank: int) -> int:
-        """Return the index of the host on which a rank runs."""
-        ...
-
-    def poll(self, now: float) -> PeerPollResult:
-        """Return what has arrived since the last call."""
-        ...
-
-    def send_records(self, records: Sequence[AnyRecord]) -> None:
-        """Send what has happened on this host."""
-        ...
-
-    def stop_workers(self, mode: StopMode) -> None:
-        """Request the other hosts to end their workers."""
-        ...
-
-    def request_rank_status(self) -> None:
-        """Request a `RankStatus` record of every rank of the other hosts."""
-        ...
-
-    def take_rank_status_request(self) -> bool:
-        """Return whether host 0 has requested the status of this host's ranks since the last call."""
-        ...
-
-    def send_interrupt(self, number: int) -> None:
-        """Report that this host's agent has received a signal."""
-        ...
-
-    def send_end(self, end: HostEnded) -> None:
-        """Report that no process of the job is alive on this host."""
-        ...
-
-    @property
-    def are_running(self) -> bool:
-        """Whether a process of the job is alive on another host."""
-        ...
-
-
-class NoPeers:
-    """A run on one host has no peers: nothing arrives, and whatever is sent is dropped."""
-
-    attributes_failures = True
-
-    def fileno(self) -> int | None:
-        """Return None."""
-        return None
-
-    def host_of(self, rank: int) -> int:  # noqa: ARG002  # the protocol's signature
-        """Return 0, the only host."""
-        return 0
-
-    def poll(self, now: float) -> PeerPollResult:  # noqa: ARG002  # the protocol's signature
-        """Return an empty update."""
-        return PeerPollResult()
-
-    def send_records(self, records: Sequence[AnyRecord]) -> None:
-        """Do nothing."""
-
-    def stop_workers(self, mode: StopMode) -> None:
-        """Do nothing."""
-
-    def request_rank_status(self) -> None:
-        """Do nothing."""
-
-    def take_rank_status_request(self) -> bool:
-        """Return False."""
-        return False
-
-    def send_interrupt(self, number: int) -> None:
-        """Do nothing."""
-
-    def send_end(self, end: HostEnded) -> None:
-        """Do nothing."""
-
-    @property
-    def are_running(self) -> bool:
-        """Always False."""
-        return False
-
-    def send_to_worker(self, rank: int, message: DriverMessage) -> None:
-        """Do nothing: all workers are on this host."""
-
-    def take_worker_messages(self) -> list[tuple[int, WorkerMessage]]:
-        """Return an empty list."""
-        return []
-
-
-class FollowerPeers:
+class FollowerPeers(Peers):
     """The hosts that host 0 leads, as host 0 sees them."""
-
-    attributes_failures = True
 
     def __init__(self, server: ControlServer, start: AgreedJobConfig, names: Sequence[str]) -> None:
         self._server = server
@@ -205,9 +91,6 @@ class FollowerPeers:
         records += [Notice(rank=0, time_ns=time.monotonic_ns(), text=text) for text in texts]
         return PeerPollResult(records)
 
-    def send_records(self, records: Sequence[AnyRecord]) -> None:
-        """Do nothing: host 0 has its own records."""
-
     def stop_workers(self, mode: StopMode) -> None:
         """Request all followers to end their workers."""
         self._server.broadcast(StopWorkers(mode=mode))
@@ -215,16 +98,6 @@ class FollowerPeers:
     def request_rank_status(self) -> None:
         """Request the status of every follower's ranks."""
         self._server.broadcast(RankStatusRequest())
-
-    def take_rank_status_request(self) -> bool:
-        """Return False: only host 0 sends requests."""
-        return False
-
-    def send_interrupt(self, number: int) -> None:
-        """Do nothing: followers receive `StopWorkers`, and the reason at the end."""
-
-    def send_end(self, end: HostEnded) -> None:
-        """Do nothing: followers do not wait for host 0's workers."""
 
     @property
     def are_running(self) -> bool:
@@ -274,7 +147,7 @@ class FollowerPeers:
         return HostLost(rank=rank, time_ns=time.monotonic_ns(), host=self._names[host], how=reason, host_index=host)
 
 
-class LeaderPeer:
+class LeaderPeer(Peers):
     """Host 0, as a follower sees it."""
 
     attributes_failures = False
@@ -284,8 +157,6 @@ class LeaderPeer:
         self._start = start
         self._host_index = host_index
         self._name = name
-        self.lost_reason: str | None = None
-        self.job_end: JobEnded | None = None
         self._has_status_request = False
         self._stop: StopMode | None = None
         self.may_start_workers = False
@@ -293,7 +164,7 @@ class LeaderPeer:
         self._role_messages: list[RoleMessage] = []
         self.refusal: JoinRefused | None = None
         """Why the job does not start, if it does not."""
-        self._worker_messages: list[tuple[int, DriverMessage]] = []
+        self._driver_messages: list[tuple[int, DriverMessage]] = []
 
     def host_of(self, rank: int) -> int:
         """Return the index of the host on which a rank runs."""
@@ -326,9 +197,9 @@ class LeaderPeer:
         elif isinstance(message, RankStatusRequest):
             self._has_status_request = True
         elif isinstance(message, JobEnded):
-            self.job_end = message
+            self.job_end = (message.exit_code, message.text)
         elif isinstance(message, SendToWorker):
-            self._worker_messages.append((message.number, message.message))
+            self._driver_messages.append((message.number, message.message))
         elif isinstance(message, StartWorkers):
             self.may_start_workers = True
         elif isinstance(message, RoleMessage):
@@ -360,21 +231,15 @@ class LeaderPeer:
         """Send to host 0 what a worker of this host has sent."""
         self._connection.send(WorkerMessageReceived(number=rank, message=message))
 
-    def take_worker_messages(self) -> list[tuple[int, DriverMessage]]:
+    def take_driver_messages(self) -> list[tuple[int, DriverMessage]]:
         """Return what host 0 has sent to workers of this host since the last call, each with the worker's rank."""
-        taken, self._worker_messages = self._worker_messages, []
+        taken, self._driver_messages = self._driver_messages, []
         return taken
 
     def send_output(self, source: Source, data: bytes) -> None:
         """Send a worker's output to host 0, which shows it."""
         for start in range(0, len(data), CHUNK_BYTES):
             self._connection.send(WorkerOutput(source=source, data=data[start : start + CHUNK_BYTES]))
-
-    def stop_workers(self, mode: StopMode) -> None:
-        """Do nothing: only host 0 stops other hosts."""
-
-    def request_rank_status(self) -> None:
-        """Do nothing: only host 0 requests the status of other hosts' ranks."""
 
     def take_rank_status_request(self) -> bool:
         """Return whether host 0 has requested the status of this host's ranks since the last call."""
@@ -387,13 +252,18 @@ class LeaderPeer:
         record = HostInterrupted(rank=rank, time_ns=time.monotonic_ns(), host=self._name, signal=number)
         self.send_records([record])
 
-    def send_end(self, end: HostEnded) -> None:
+    def send_end(self, *, fork_server_exit_code: int, interrupted_by: int | None) -> None:
         """Send this host's recordings to host 0, then report that nothing is alive here."""
-        # A lost host 0 receives it once its agent runs again.
-        end = msgspec.structs.replace(end, lost_leader=self.lost_reason or "")
         for chunk in read_recording(self._start, self._host_index):
             self._connection.send(chunk)
-        self._connection.send(end)
+        # A lost host 0 receives it once its agent runs again.
+        self._connection.send(
+            HostEnded(
+                fork_server_exit_code=fork_server_exit_code,
+                interrupted_by=interrupted_by,
+                lost_leader=self.lost_reason or "",
+            )
+        )
 
     @property
     def are_running(self) -> bool:

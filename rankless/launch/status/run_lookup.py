@@ -9,11 +9,10 @@ from pathlib import Path
 import msgspec
 
 from rankless.errors import ConfigError
-from rankless.launch.status.process_identity import current_system, is_agent_alive
 from rankless.launch.status.reports import report_ended
 from rankless.launch.status.running_runs import find_running_runs, read_run_of_agent
-from rankless.records.live.live_run import LiveRun
-from rankless.records.live.run_status import RunStatus
+from rankless.records.live_run import LiveRun, current_system, is_agent_alive
+from rankless.records.run_status import RunStatus
 from rankless.records.run_summary import RunProgram, RunSummary, decode_run_summary
 
 _SUMMARY_NAME = re.compile(r"run\d*\.json")
@@ -30,7 +29,7 @@ class EndedRun:
 
 @dataclass(frozen=True, kw_only=True)
 class FoundRuns:
-    """What a name stands for: one run, of which several hosts may be this one, or none that goes on."""
+    """What a name stands for: one run, of which several hosts may be this one, or none in progress."""
 
     running: Sequence[LiveRun] = ()
     ended: EndedRun | None = None

@@ -1,15 +1,14 @@
-"""Finds the runs of this user that go on on this host: by the record that each agent has open."""
+"""Finds the runs of this user that are in progress on this host: by the record that each agent has open."""
 
 import os
 from contextlib import suppress
 
 import msgspec
 
-from rankless.launch.status.process_identity import is_agent_alive
 from rankless.launch.status.readings import open_shared_file_of
-from rankless.records.live.live_run import LAYOUT, LIVE_RUN_NAME, LiveRun
-from rankless.records.live.shared_record import read_record
+from rankless.records.live_run import LAYOUT, LIVE_RUN_NAME, LiveRun, is_agent_alive
 from rankless.records.run_summary import AgentProcess
+from rankless.records.shared_record import read_record
 
 
 class _RunLayout(msgspec.Struct, frozen=True):

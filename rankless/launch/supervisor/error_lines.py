@@ -1,13 +1,20 @@
-"""What a report says about an exception in one line: the cause in the user's words, and the line of the script."""
+"""What a report says about a failure: the cause in the user's words, the line of the script, and the whole text.
+
+Only a run in which something fails loads this.
+"""
 
 import re
+from collections.abc import Sequence
 
+from rankless.launch.supervisor.terminal_text import MAX_LINE_CHARS, MAX_SECONDARY_LINES, format_count
+from rankless.launch.supervisor.verdict import SecondaryFailure, Verdict
 from rankless.launch.watchdog.stack_classifier import find_script_folder, format_line, shorten_path
 from rankless.launch.watchdog.stacks import Frame
 from rankless.records.events import GroupTeardown, Raised
 from rankless.user_code import is_library
 
 _FRAME = re.compile(r'^ *File "(.*)", line (\d+), in (.*)$', re.MULTILINE)
+_TRACEBACK_LINES = 9
 _IN_CALLBACK = "Got the following error when running the callback: "
 """How PyTorch's futures begin an error's text, such as that of a collective in DistributedDataParallel's backward."""
 
@@ -65,3 +72,39 @@ def shorten_traceback(traceback: str, *, limit: int) -> list[str]:
 def _is_script_frame(line: str) -> bool:
     found = _FRAME.match(line)
     return found is not None and not found[1].startswith("<") and not is_library(found[1])
+
+
+def format_failure(
+    verdict: Verdict, *, log_file: str, host: str = "", report: str = "", with_traceback: bool = True
+) -> str:
+    """Return at most 15 lines about the root cause of a failure.
+
+    They name the rank or server, its host, what happened, the last lines of the traceback, and the log file.
+    `report` is the file on that host which holds the same text.
+    """
+    there = f", this report {report} there" if report else ""
+    if verdict.cause in ("host", "interrupted"):
+        return f"rankless: {verdict.headline}\nrankless: the job was ended, exit code {verdict.exit_code}\n"
+    on_host = f" on {host}" if host else ""
+    at = f" at {verdict.line}" if verdict.line else ""
+    lines = [f"rankless: {verdict.root_cause}{on_host} {verdict.headline}{at}"]
+    trace = shorten_traceback(verdict.traceback, limit=_TRACEBACK_LINES) if with_traceback else []
+    lines += [f"    {line[:MAX_LINE_CHARS]}" for line in trace]
+    lines.append(
+        f"rankless: its log file is {log_file}{on_host}{there}; the job was ended, exit code {verdict.exit_code}"
+    )
+    return "\n".join(lines) + "\n"
+
+
+def format_secondary_failures(failures: Sequence[tuple[str, SecondaryFailure]]) -> str:
+    """Return a line for each rank that failed after the root cause; the first of each pair is its log file.
+
+    Only MAX_SECONDARY_LINES ranks get a line.
+    """
+    lines = [
+        f"rankless: after that, rank {failure.rank} {failure.text[:MAX_LINE_CHARS]}, its log file is {log_file}"
+        for log_file, failure in failures[:MAX_SECONDARY_LINES]
+    ]
+    if len(failures) > len(lines):
+        lines.append(f"rankless: after that, {format_count(len(failures) - len(lines), 'more rank')} failed too")
+    return "".join(f"{line}\n" for line in lines)

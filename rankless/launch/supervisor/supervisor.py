@@ -10,27 +10,27 @@ grace period, because it ends a script without a handler at once.
 """
 
 import contextlib
+import importlib
 import os
 import selectors
 import signal
 import time
 from collections.abc import Sequence
 from enum import Enum
+from types import ModuleType
 from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 
 from rankless.config.run_config import RunConfig
-from rankless.launch.profile import SignalForwarding, load_profile
-from rankless.launch.rendezvous.messages import HostEnded, StopMode
-from rankless.launch.rendezvous.peers import Peers
+from rankless.launch.peers import Peers, StopMode
+from rankless.launch.profile import LauncherProfile, SignalForwarding
 from rankless.launch.signals import Interrupts
-from rankless.launch.supervisor.failure_attribution import ATTRIBUTED_RECORDS, Verdict, attribute_failure
-from rankless.launch.supervisor.secondary_failure_lines import SecondaryFailure, describe_secondary_failure
-from rankless.launch.supervisor.stopping_workers import StoppingWorkers
-from rankless.launch.supervisor.worker_parent import WorkerParent
-from rankless.records.channel import receive_records
-from rankless.records.events import NO_RANK, AnyRecord, Notice, Raised, WorkerCut
+from rankless.launch.supervisor.fork_server_client import WorkerParent
+from rankless.launch.supervisor.verdict import ATTRIBUTED_RECORDS, SecondaryFailure, Verdict, may_be_failure
+from rankless.launch.watchdog import load_part
+from rankless.records.events import NO_RANK, AnyRecord, Exited, Notice, Raised, Started, WorkerCut, receive_records
+from rankless.records.worker_status import PAGE_BYTES, STACKS_REQUEST, read_page
 from rankless.runtime.fork_server_protocol import CUT, KILL, encode_signal
 
 POLL_SECONDS = 0.05
@@ -44,6 +44,9 @@ NOTICE_AFTER_SECONDS = 5.0
 """When the terminal says that workers have not ended yet, and for how long they may."""
 SAME_STOP_SECONDS = 0.25
 """A second signal within this time belongs to the first: some launchers send a signal to a process in two ways."""
+_LOOK_SECONDS = 1.0
+"""Between two looks at where stopping workers are."""
+_MAX_STACK_BYTES = 1 << 20
 
 
 class Phase(Enum):
@@ -72,9 +75,8 @@ class StopTimes(NamedTuple):
     forwarding: SignalForwarding | None
 
 
-def choose_stop_times(config: RunConfig) -> StopTimes:
+def choose_stop_times(config: RunConfig, profile: LauncherProfile) -> StopTimes:
     """Return the times of a run: those of its launcher, if that has some of its own."""
-    profile = load_profile(config.launcher)
     own = profile.stop_grace_seconds
     return StopTimes(config.grace_seconds if own is None else own, profile.signal_forwarding)
 
@@ -90,7 +92,7 @@ class RunObserver(Protocol):
         ...
 
     def judge(self, records: Sequence[AnyRecord]) -> Sequence[AnyRecord]:
-        """Return new records of this host's workers, which may say that the others go on without one that has ended."""
+        """Return new records of this host's workers, which may say that the others continue without one."""
         ...
 
     def cover_processes(self, records: Sequence[AnyRecord]) -> Sequence[AnyRecord]:
@@ -116,6 +118,78 @@ class RunOutcome(msgspec.Struct, frozen=True, kw_only=True):
     cut: tuple[WorkerCut, ...] = ()
     """The workers of all hosts that had not ended when their time was over, if a signal has ended the run."""
     fork_server_exit_code: int | None = None
+
+
+class StoppingWorkers:
+    """The workers that are alive, and about once a second the stack of each while they stop.
+
+    The summary of the run says where a worker was when it was killed. A thread of the worker writes the stack. A worker
+    without that thread gets no signal for it: it may be about to end.
+
+    Args:
+        ranks: The ranks of this host.
+        pages: The descriptor of the memory that each of them shares with the agent; none without a watchdog.
+    """
+
+    def __init__(self, ranks: Sequence[int], pages: Sequence[int]) -> None:
+        self._ranks = frozenset(ranks)
+        self._pages = dict(zip(ranks, pages, strict=False))
+        self._process_ids: dict[int, int] = {}
+        self._next_look_at = 0.0
+        self._is_asked = False
+        self._doing: dict[int, str] = {}
+
+    def receive(self, record: AnyRecord) -> None:
+        """Take note of the start and of the end of a worker."""
+        if record.rank not in self._ranks:
+            return
+        if isinstance(record, Started):
+            self._process_ids[record.rank] = record.pid
+        elif isinstance(record, Exited):
+            self._process_ids.pop(record.rank, None)
+
+    @property
+    def have_started(self) -> bool:
+        """Whether a worker is alive."""
+        return bool(self._process_ids)
+
+    def look(self, now: float) -> None:
+        """Read the stacks that have been asked for and, if a second is over, ask again."""
+        if now < self._next_look_at:
+            return
+        self._next_look_at = now + _LOOK_SECONDS
+        self._read()
+        for rank, process_id in self._process_ids.items():
+            if rank in self._pages:
+                page = self._pages[rank]
+                os.ftruncate(page, PAGE_BYTES)
+                os.lseek(page, PAGE_BYTES, os.SEEK_SET)
+                load_part("stacks").ask_thread(process_id, read_page(page), STACKS_REQUEST)
+        self._is_asked = True
+
+    def cut(self, *, seconds: float) -> list[WorkerCut]:
+        """Return a record of each worker that is still alive, `seconds` after the signal."""
+        self._read()
+        return [
+            WorkerCut(rank=rank, time_ns=time.monotonic_ns(), after_seconds=seconds, doing=self._doing.get(rank, ""))
+            for rank in sorted(self._process_ids)
+        ]
+
+    def _read(self) -> None:
+        for rank in self._process_ids if self._is_asked else ():
+            if rank not in self._pages:
+                continue
+            page = self._pages[rank]
+            text = os.pread(page, _MAX_STACK_BYTES, PAGE_BYTES).decode(errors="replace")
+            frames = load_part("stacks").parse_main_stack(text, read_page(page).main_thread)
+            location = load_part("stack_classifier").classify_stack(frames)
+            if location.text:
+                self._doing[rank] = location.text
+
+
+def _load_attribution() -> ModuleType:
+    # Imported here: only a run in which something fails needs it.
+    return importlib.import_module("rankless.launch.supervisor.failure_attribution")
 
 
 class Supervisor:
@@ -202,7 +276,7 @@ class Supervisor:
         """After the fork server's end: return whether the other hosts have ended too."""
         if not self._has_sent_end:
             self._has_sent_end = True
-            self._peers.send_end(HostEnded(fork_server_exit_code=exit_code, interrupted_by=self._interrupted_by))
+            self._peers.send_end(fork_server_exit_code=exit_code, interrupted_by=self._interrupted_by)
             for key in list(selector.get_map().values()):
                 if isinstance(key.fileobj, int):  # the descriptor of an ended process stays readable
                     selector.unregister(key.fileobj)
@@ -214,7 +288,7 @@ class Supervisor:
         self._process_records(records)
 
     def _judge(self, records: Sequence[AnyRecord]) -> Sequence[AnyRecord]:
-        """Let the observer say of ended workers whether the others go on, as long as the run goes on."""
+        """Let the observer say of ended workers whether the others continue, as long as the run continues."""
         return self._observer.judge(records) if self._phase is Phase.RUNNING and self._verdict is None else records
 
     def _process_local_records(self, records: Sequence[AnyRecord]) -> None:
@@ -240,16 +314,17 @@ class Supervisor:
             self._observer.receive(record)
             self._stopping.receive(record)
             if isinstance(record, Raised):
-                self._secondary_failures[record.rank] = describe_secondary_failure(record)
+                self._secondary_failures[record.rank] = _load_attribution().describe_secondary_failure(record)
             elif isinstance(record, WorkerCut):
                 self._cut.append(record)
         if relevant and self._phase is Phase.RUNNING:
             self._records += relevant
-            if self._peers.attributes_failures:
+            if self._peers.attributes_failures and any(map(may_be_failure, self._records)):
                 self._update_verdict()
 
     def _update_verdict(self) -> None:
-        before, self._verdict = self._verdict, attribute_failure(self._records, self._peers.host_of)
+        before = self._verdict
+        self._verdict = _load_attribution().attribute_failure(self._records, self._peers.host_of)
         if self._verdict is not None and self._verdict != before:
             seconds = self._verdict.settling_seconds
             if self._has_passed and self._verdict.cause == "left":

@@ -1,4 +1,7 @@
-"""The texts that the agent writes on the terminal: a table of workers at the start, the failed rank at the end."""
+"""The texts that the agent writes on the terminal: a table of workers at the start, a line at the end.
+
+`error_lines` has the text about a failed rank.
+"""
 
 import itertools
 import os
@@ -8,16 +11,11 @@ from dataclasses import dataclass
 from rankless.config.run_config import RunConfig
 from rankless.config.run_options import describe_processes
 from rankless.launch.roles import ProcessRow
-from rankless.launch.supervisor.error_lines import shorten_traceback
-from rankless.launch.supervisor.failure_attribution import Verdict
-from rankless.launch.supervisor.secondary_failure_lines import SecondaryFailure
-from rankless.launch.watchdog.report import format_ranks
 from rankless.records.events import WorkerCut
-from rankless.records.quantities import format_bytes, format_seconds
+from rankless.records.quantities import format_bytes, format_ranks, format_seconds
 from rankless.records.run_summary import RunSummary
 
-_TRACEBACK_LINES = 9
-_MAX_LINE_CHARS = 300
+MAX_LINE_CHARS = 300
 MAX_SECONDARY_LINES = 8
 
 
@@ -132,47 +130,11 @@ def _format_id(row: WorkerRow) -> str:
     return "-" if row.process_id is None else str(row.process_id)
 
 
-def format_failure(
-    verdict: Verdict, *, log_file: str, host: str = "", report: str = "", with_traceback: bool = True
-) -> str:
-    """Return at most 15 lines about the root cause of a failure.
-
-    They name the rank or server, its host, what happened, the last lines of the traceback, and the log file.
-    `report` is the file on that host which holds the same text.
-    """
-    there = f", this report {report} there" if report else ""
-    if verdict.cause in ("host", "interrupted"):
-        return f"rankless: {verdict.headline}\nrankless: the job was ended, exit code {verdict.exit_code}\n"
-    on_host = f" on {host}" if host else ""
-    at = f" at {verdict.line}" if verdict.line else ""
-    lines = [f"rankless: {verdict.root_cause}{on_host} {verdict.headline}{at}"]
-    trace = shorten_traceback(verdict.traceback, limit=_TRACEBACK_LINES) if with_traceback else []
-    lines += [f"    {line[:_MAX_LINE_CHARS]}" for line in trace]
-    lines.append(
-        f"rankless: its log file is {log_file}{on_host}{there}; the job was ended, exit code {verdict.exit_code}"
-    )
-    return "\n".join(lines) + "\n"
-
-
-def format_secondary_failures(failures: Sequence[tuple[str, SecondaryFailure]]) -> str:
-    """Return a line for each rank that failed after the root cause; the first of each pair is its log file.
-
-    Only MAX_SECONDARY_LINES ranks get a line.
-    """
-    lines = [
-        f"rankless: after that, rank {failure.rank} {failure.text[:_MAX_LINE_CHARS]}, its log file is {log_file}"
-        for log_file, failure in failures[:MAX_SECONDARY_LINES]
-    ]
-    if len(failures) > len(lines):
-        lines.append(f"rankless: after that, {format_count(len(failures) - len(lines), 'more rank')} failed too")
-    return "".join(f"{line}\n" for line in lines)
-
-
 def format_cuts(cut: Sequence[WorkerCut]) -> str:
     """Return a line for each worker that was killed before it had ended, because its time was over."""
     lines = [
         f"rankless: rank {record.rank} had not ended {format_seconds(record.after_seconds)} after the signal, and was "
-        f"killed{f' in {record.doing[:_MAX_LINE_CHARS]}' if record.doing else ''}"
+        f"killed{f' in {record.doing[:MAX_LINE_CHARS]}' if record.doing else ''}"
         for record in cut[:MAX_SECONDARY_LINES]
     ]
     if len(cut) > len(lines):

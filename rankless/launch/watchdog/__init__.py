@@ -7,10 +7,18 @@ kind of evidence:
 - `process_stats`: CPU time and context switches of each worker, from `/proc`;
 - `step_rate`: the optimizer steps that the workers count in shared memory;
 - `stacks` and `stack_classifier`: the Python stacks of stalled workers, and whether they wait in a collective;
-- `worker_monitor`: the `RankStatus` of each local rank; `remote_ranks`: the ranks of other hosts;
-- `server_monitor`: the state of the parameter servers' processes;
+- `worker_monitor`: the `RankStatus` of each local rank;
+- `process_monitor`: the state of the processes beside the workers;
 - `missing_ranks` and `timed_out_collectives`: which ranks are missing, and when to end the job;
 - `report`: the text for the terminal.
 
 Outputs are `Notice`, `RankStatus` and `HangDetected` records. The watchdog works on Linux only.
 """
+
+import importlib
+from types import ModuleType
+
+
+def load_part(name: str) -> ModuleType:
+    """Return a module of this package that a run needs only if it stalls or fails, such as `report`."""
+    return importlib.import_module(f"rankless.launch.watchdog.{name}")

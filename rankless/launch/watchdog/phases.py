@@ -11,11 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rankless.config.extensions import list_extensions
-
-MIN_STALL_SECONDS = 10.0
-"""The shortest pause between two steps that the watchdog reports."""
-STARTUP_STALL_SECONDS = 30.0
-"""The same before the first step: one rank may download or prepare data while the others wait."""
+from rankless.launch.watchdog.step_rate import MIN_STALL_SECONDS, STARTUP_STALL_SECONDS
 
 PhaseName = Literal[
     "start",

@@ -29,6 +29,8 @@ CPU_WINDOW_SECONDS = 2.0
 """The period over which `ActivityTracker.cpu_percent` is measured."""
 MAX_RETRY_SECONDS = 15.0
 """The longest pause between two attempts to connect; PyTorch's grows while it retries."""
+WAITS_FOR_DISK = "waits for a disk"
+"""What a process does in the state "D"."""
 _CONNECTING, _ESTABLISHED = "02", "01"
 """The states SYN_SENT and ESTABLISHED in `/proc/PID/net/tcp`."""
 _MAPPED = bytes(10) + b"\xff\xff"

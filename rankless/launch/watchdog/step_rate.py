@@ -3,9 +3,12 @@
 from collections import deque
 from collections.abc import Sequence
 
-from rankless.launch.watchdog.phases import MIN_STALL_SECONDS, STARTUP_STALL_SECONDS
 from rankless.records.worker_status import WorkerStatus
 
+MIN_STALL_SECONDS = 10.0
+"""The shortest pause between two steps that the watchdog reports."""
+STARTUP_STALL_SECONDS = 30.0
+"""The same before the first step: one rank may download or prepare data while the others wait."""
 STEP_MULTIPLE = 20.0
 """A pause of so many median steps counts as a stall."""
 PAUSE_MULTIPLE = 2.0

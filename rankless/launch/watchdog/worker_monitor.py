@@ -10,11 +10,13 @@ import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from rankless.config.resource_limits import describe_little_shared_memory
 from rankless.config.worker_config import WorkerConfig
-from rankless.launch.watchdog.missing_ranks import WAITS_FOR_DISK
+from rankless.launch.watchdog import load_part
 from rankless.launch.watchdog.process_stats import (
+    WAITS_FOR_DISK,
     ActivityTracker,
     ProcessStats,
     UnansweredConnection,
@@ -22,11 +24,13 @@ from rankless.launch.watchdog.process_stats import (
     iterate_descendants,
     read_process_stats,
 )
-from rankless.launch.watchdog.stack_classifier import StackLocation, classify_stack, locate_data_loader_worker
-from rankless.launch.watchdog.stacks import StackRequest, parse_main_stack
-from rankless.records.access.private_files import private_opener
 from rankless.records.events import RankState, RankStatus
+from rankless.records.private_files import private_opener
 from rankless.records.worker_status import WorkerStatus, read_page
+
+if TYPE_CHECKING:
+    from rankless.launch.watchdog.stack_classifier import StackLocation
+    from rankless.launch.watchdog.stacks import Frame, StackRequest
 
 MAX_DATA_LOADER_WORKERS = 8
 FIRST_LOOK_SECONDS = 10.0
@@ -99,7 +103,7 @@ class WorkerMonitor:
 
     def request_stacks(self, now: float) -> None:
         """Request the stacks of the worker."""
-        self.stack_request = StackRequest(self.activity.process_id, self._descriptor, now)
+        self.stack_request = load_part("stacks").StackRequest(self.activity.process_id, self._descriptor, now)
         self._has_requested_data_loader_workers = False
         self._has_requested_stacks = True
 
@@ -185,7 +189,9 @@ class WorkerMonitor:
             phase="teardown",
         )
 
-    def _state(self, stats: ProcessStats | None, location: StackLocation, now: float, stall_limit: float) -> RankState:
+    def _state(
+        self, stats: ProcessStats | None, location: "StackLocation", now: float, stall_limit: float
+    ) -> RankState:
         if stats is None or stats.state in "ZX":
             return "ended"
         if stats.tracer_pid or stats.state == "t" or location.is_debugged:
@@ -197,16 +203,23 @@ class WorkerMonitor:
         is_idle = now - self.activity.tree_idle_since >= stall_limit / 2
         return "blocked" if is_idle and stats.state != "D" else "computes"
 
-    def _location(self) -> StackLocation:
+    def _location(self) -> "StackLocation":
         stacks = {} if self.stack_request is None else self.stack_request.stacks
-        text = stacks.get(self.activity.process_id)
-        return StackLocation() if text is None else classify_stack(parse_main_stack(text, self.page.main_thread))
+        text, classifier = stacks.get(self.activity.process_id), load_part("stack_classifier")
+        location: StackLocation = (
+            classifier.StackLocation() if text is None else classifier.classify_stack(self._parse_main_stack(text))
+        )
+        return location
 
-    def _describe_data_loader_workers(self, location: StackLocation) -> "DataLoaderWait":
+    def _parse_main_stack(self, text: str) -> "list[Frame]":
+        frames: list[Frame] = load_part("stacks").parse_main_stack(text, self.page.main_thread)
+        return frames
+
+    def _describe_data_loader_workers(self, location: "StackLocation") -> "DataLoaderWait":
         """Say for which DataLoader worker a rank waits: one in the script's own code, or one that is stopped."""
         stacks = {} if self.stack_request is None else self.stack_request.stacks
         for process_id, text in stacks.items():
-            inside = locate_data_loader_worker(parse_main_stack(text, self.page.main_thread))
+            inside = load_part("stack_classifier").locate_data_loader_worker(self._parse_main_stack(text))
             if process_id != self.activity.process_id and inside is not None:
                 text = f"; its DataLoader worker, process {process_id}, is in {inside.text}"
                 return DataLoaderWait(text=text, line=inside.line, wait=describe_wait(process_id))

@@ -13,7 +13,6 @@ execute modules twice. Then an `except` of a script would miss the errors of the
 
 import importlib
 import importlib.util
-import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
@@ -22,10 +21,6 @@ from types import CodeType, ModuleType
 
 from rankless.config import environment
 from rankless.config.extensions import ImportAlias, find_extension, is_own
-
-AT_START = os.path.join(os.path.dirname(os.path.abspath(__file__)), "at_start")
-"""The folder for PYTHONPATH: an interpreter that finds it there has the finder from its start."""
-
 
 InstalledObserver = Callable[[ImportAlias, str], None]
 

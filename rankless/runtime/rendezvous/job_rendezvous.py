@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 
 from rankless.config import environment
-from rankless.config.distributed_variables import TorchrunWorker
+from rankless.config.environment import TorchrunWorker
 from rankless.config.hosts import LOOPBACK
 from rankless.config.worker_config import WorkerConfig
 from rankless.errors import JoinError

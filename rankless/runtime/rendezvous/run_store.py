@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from rankless.config.worker_config import WorkerConfig
 from rankless.errors import JoinError
-from rankless.records.access.store_access import (
+from rankless.records.encoding import encode_json
+from rankless.records.store_access import (
     CHALLENGE_KEY,
     PROOF_KEY,
     ROUND_ENDED,
@@ -17,7 +18,6 @@ from rankless.records.access.store_access import (
     prove_to_client,
     prove_to_store,
 )
-from rankless.records.encoding import encode_json
 
 STORE_TIMEOUT = timedelta(minutes=5)
 ATTEMPTS = 6

@@ -16,9 +16,9 @@ from rankless.extensions.fleetrun.parser import FLAGS, FleetrunFlags, list_argum
 from rankless.extensions.fleetrun.profile import ENDPOINTS, share_out
 from rankless.extensions.fleetrun.run_config import describe_ignored_options, fleetrun_program, fleetrun_request
 from rankless.extensions.fleetrun.tables import format_arguments_table, format_environment_table, format_worker_line
-from rankless.launch import log_files
 from rankless.launch.job_setup import ReadyJob
-from rankless.launch.rendezvous.peers import NoPeers
+from rankless.launch.peers import Peers
+from rankless.launch.profile import load_profile, make_run_folder
 from rankless.launch.worker_configs import make_worker_configs
 
 SCRIPT = Program(kind="script", target=__file__)
@@ -53,7 +53,7 @@ def job_of(config: RunConfig) -> ReadyJob:
         store_port=1,
         launcher_variables={ENDPOINTS: ",".join(f"127.0.0.1:{6070 + rank}" for rank in range(count))},
     )
-    return ReadyJob(peers=NoPeers(), start=start, devices=(config.devices,))
+    return ReadyJob(peers=Peers(), start=start, profile=load_profile(config.launcher), devices=(config.devices,))
 
 
 def environments(config: RunConfig) -> list[dict[str, str | None]]:
@@ -265,7 +265,12 @@ def test_a_log_file_that_paddle_wrote_is_kept(tmp_path: Path, monkeypatch: pytes
     Path("log/workerlog.0").write_text("Paddle's\n")
     for count in (2, 1):
         config = config_of(f"--nproc_per_node={count}")
-        log_files.make_run_folder(config, msgspec.structs.replace(job_of(config).start, run_id=f"run{count}"), 0)
+        make_run_folder(
+            config,
+            load_profile(config.launcher),
+            msgspec.structs.replace(job_of(config).start, run_id=f"run{count}"),
+            0,
+        )
     assert Path("log/workerlog.0.old").read_text() == "Paddle's\n"
     assert os.readlink("log/workerlog.0") == "run1/workerlog.0"
     assert not os.path.lexists("log/workerlog.1")

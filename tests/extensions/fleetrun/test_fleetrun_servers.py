@@ -20,8 +20,8 @@ from rankless.extensions.servers.launch import server_hosts
 from rankless.extensions.servers.launch.options import find_requested
 from rankless.extensions.servers.launch.server_launches import make_server_launches
 from rankless.launch.job_setup import ReadyJob
+from rankless.launch.peers import Peers
 from rankless.launch.profile import load_profile
-from rankless.launch.rendezvous.peers import NoPeers
 from rankless.launch.roles import WorkerContent
 from rankless.launch.worker_configs import make_worker_configs
 
@@ -56,7 +56,7 @@ def job_of(config: RunConfig, *addresses: str) -> ReadyJob:
         addresses=tuple(f"tcp://{each}" for each in addresses), hosts=(0,) * len(addresses), role="server"
     )
     start = msgspec.structs.replace(start, roles={"servers": agreed})
-    return ReadyJob(peers=NoPeers(), start=start, devices=(config.devices,))
+    return ReadyJob(peers=Peers(), start=start, profile=load_profile(config.launcher), devices=(config.devices,))
 
 
 def servers_in(config: RunConfig) -> RequestedServers:
@@ -126,7 +126,7 @@ def test_workers_take_gpus_one_each_and_servers_none(present, visible, line, sel
 def test_every_role_gets_paddles_variables():
     config = config_of("--servers=127.0.0.1:6170,127.0.0.1:6171", "--workers=127.0.0.1:6172,127.0.0.1")
     job = job_of(config, "127.0.0.1:6170", "127.0.0.1:6171")
-    servers = make_server_launches(config, job.start, servers_of(job), folder="log/run")
+    servers = make_server_launches(job.profile, job.start, servers_of(job), folder="log/run")
     workers = workers_of(config, job)
     common = {"PADDLE_PSERVERS_IP_PORT_LIST": "127.0.0.1:6170,127.0.0.1:6171", "PADDLE_TRAINERS_NUM": "2"}
     own = [

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from rankless.config.environment import python_path_from
+from rankless.config.environment import python_path_at_start
 from rankless.extensions.horovod import run
 from rankless.extensions.horovod.runner.function_job import format_options, make_flags
 from rankless.extensions.horovodrun.parser import HorovodrunFlags
-from rankless.runtime.hooks.import_aliases import AT_START
 
 SCRIPT = """
 import sys
@@ -59,7 +58,7 @@ def test_a_function_of_a_script_runs_on_each_process_and_returns_results_by_rank
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib/beside.py").write_text("def scaled(value):\n    return 10 * value\n")
     (tmp_path / "script.py").write_text(SCRIPT)
-    path = os.pathsep.join([python_path_from(AT_START), str(tmp_path / "lib")])
+    path = os.pathsep.join([python_path_at_start(), str(tmp_path / "lib")])
     done = subprocess.run(
         [sys.executable, "script.py"],
         cwd=tmp_path,

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from support.jobs import rankless
 
-from rankless.config.environment import python_path_from
-from rankless.runtime.hooks.import_aliases import AT_START
+from rankless.config.environment import python_path_at_start
 
 pytestmark = pytest.mark.slow
 
@@ -48,7 +47,7 @@ if hvd.rank() == 0:
 
 @pytest.mark.exhaustive
 def test_all_operations_work_in_one_process_without_a_launcher(tmp_path: Path):
-    path = os.pathsep.join([python_path_from(AT_START), str(CONFORMANCE)])
+    path = os.pathsep.join([python_path_at_start(), str(CONFORMANCE)])
     outside = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     done = subprocess.run(
         [sys.executable, "-c", "import leaving, horovod.torch as hvd; hvd.init(); leaving.alone(); print('done')"],

@@ -14,8 +14,7 @@ import psutil
 import pytest
 from support.jobs import wait_until
 
-from rankless.config.elastic import Elastic
-from rankless.config.run_config import AgreedJobConfig, Program, RunRequest
+from rankless.config.run_config import AgreedJobConfig, Elastic, Program, RunRequest
 from rankless.extensions.horovodrun.elastic.remote_workers import RemoteWorkers
 from rankless.extensions.horovodrun.elastic.ssh_protocol import HostTask
 from rankless.launch.recovery.driver_actions import ElasticWorker

@@ -10,9 +10,7 @@ from extensions.horovodrun.horovodrun_spellings import SPELLINGS
 
 from rankless.cli import CommandParser, main
 from rankless.config import environment, hosts
-from rankless.config.elastic import Elastic
-from rankless.config.launcher_spec import decode_settings
-from rankless.config.run_config import Cluster, Program, RunRequest
+from rankless.config.run_config import Cluster, Elastic, Program, RunRequest, decode_settings
 from rankless.config.validation import make_run_config
 from rankless.errors import ConfigError
 from rankless.extensions.horovodrun import command as horovodrun

@@ -11,12 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from rankless.config.environment import python_path_from
+from rankless.config.environment import python_path_at_start
 from rankless.errors import JoinError
 from rankless.extensions.horovod.launched_rendezvous import PATH, KeyValueClient, join_horovod_rendezvous
 from rankless.extensions.horovodrun.launched_worker import HorovodWorker
 from rankless.extensions.horovodrun.rendezvous_server import rendezvous_server
-from rankless.runtime.hooks.import_aliases import AT_START
 from rankless.runtime.rendezvous import tcp
 
 TRAIN = """
@@ -66,7 +65,7 @@ def start_worker(script: Path, port: int, ranks: tuple[int, ...], **more: str) -
     return subprocess.Popen(
         [sys.executable, script.name],
         cwd=script.parent,
-        env={**kept, **variables, "PYTHONPATH": python_path_from(AT_START), "OMP_NUM_THREADS": "1", **more},
+        env={**kept, **variables, "PYTHONPATH": python_path_at_start(), "OMP_NUM_THREADS": "1", **more},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

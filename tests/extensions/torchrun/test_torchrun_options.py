@@ -10,9 +10,8 @@ from torch.distributed.run import get_args_parser
 
 from rankless.cli import CommandParser, main
 from rankless.config import validation
-from rankless.config.launcher_spec import decode_settings
 from rankless.config.resource_limits import core_count
-from rankless.config.run_config import UNKNOWN_HOST, Program
+from rankless.config.run_config import UNKNOWN_HOST, Program, decode_settings
 from rankless.errors import ConfigError
 from rankless.extensions.torchrun import command as torchrun
 from rankless.extensions.torchrun import launch_command as launch

@@ -19,7 +19,7 @@ import torch
 from rankless.collectives.backends.memory.store_exchange import StoreExchange
 from rankless.collectives.shared_memory_file import create_shared_file, host_identity
 from rankless.config.shared_memory_support import reserve
-from rankless.records.access.private_files import is_own_user
+from rankless.records.private_files import is_own_user
 
 Way = Literal["proc", "socket", "file"]
 WAYS: tuple[Way, ...] = ("proc", "socket", "file")

@@ -30,8 +30,8 @@ from rankless.extensions.horovod.engine.messages import (
     encode,
 )
 from rankless.extensions.horovod.exceptions import HorovodInternalError
-from rankless.records.access.new_clients import NewClients
-from rankless.records.access.private_files import is_own_user
+from rankless.records.new_clients import NewClients
+from rankless.records.private_files import is_own_user
 
 LOG_INTERVAL_SECONDS = 5.0
 ACCEPTS_PER_POLL = 64

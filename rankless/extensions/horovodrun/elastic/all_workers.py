@@ -8,22 +8,21 @@ from dataclasses import dataclass
 
 import msgspec
 
-from rankless.config.elastic import Elastic
 from rankless.config.environment import exported_variables, loopback_name, user_interfaces
 from rankless.config.hosts import LOOPBACK, interface_of, is_here
-from rankless.config.run_config import AgreedJobConfig, RunConfig
+from rankless.config.run_config import AgreedJobConfig, Elastic, RunConfig
 from rankless.extensions.horovodrun.elastic.local_workers import LocalWorkers
 from rankless.extensions.horovodrun.elastic.remote_workers import RemoteWorkers
 from rankless.extensions.horovodrun.elastic.ssh_protocol import HostTask
 from rankless.launch.ports import open_store_socket
-from rankless.launch.profile import load_profile
+from rankless.launch.profile import LauncherProfile
 from rankless.launch.recovery.driver_actions import ElasticWorker
 from rankless.launch.recovery.membership import RoundState
+from rankless.launch.store_server import StoreServer
 from rankless.launch.worker_configs import ElasticSlot, make_elastic_worker
 from rankless.launch.worker_output import Source, WorkerOutputFollower, Write
 from rankless.records.elastic_messages import DriverMessage, RoundEnded, RoundStarted, WorkerMessage
 from rankless.records.events import AnyRecord
-from rankless.runtime.rendezvous.store_server import StoreServer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +30,7 @@ class LaunchContext:
     """What the driver needs to start workers."""
 
     config: RunConfig
+    profile: LauncherProfile
     elastic: Elastic
     start: AgreedJobConfig
     folder: str
@@ -65,8 +65,10 @@ class AllWorkers:
         context = self._context
         self._host_of[worker.number] = self._local
         slot = ElasticSlot(number=worker.number, host=worker.host, slot=worker.slot, store_token=self._store_token)
-        launch = make_elastic_worker(context.config, context.start, slot, folder=context.folder, interface=None)
-        profile = load_profile(context.config.launcher)
+        profile = context.profile
+        launch = make_elastic_worker(
+            context.config, profile, context.start, slot, folder=context.folder, interface=None
+        )
         for stream in profile.shown_streams(context.config, context.folder, [launch.config]):
             self._terminal.add(stream)
         self._local.start(launch)

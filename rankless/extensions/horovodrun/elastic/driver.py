@@ -8,25 +8,25 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from rankless.config.backends import choose_backend
-from rankless.config.elastic import Elastic
 from rankless.config.hosts import LOOPBACK
-from rankless.config.run_config import AgreedJobConfig, RunConfig
+from rankless.config.run_config import AgreedJobConfig, Elastic, RunConfig
 from rankless.extensions.horovodrun.elastic.all_workers import AllWorkers, LaunchContext
 from rankless.extensions.horovodrun.elastic.discovery import DiscoveredHosts, FixedHosts
 from rankless.extensions.horovodrun.elastic.stalled_rounds import StalledRoundDetector
-from rankless.launch.log_files import make_run_folder, make_run_id
-from rankless.launch.profile import load_profile
+from rankless.launch.profile import LauncherProfile, make_run_folder, make_run_id
 from rankless.launch.recovery.driver_actions import Action, KillAction, StartAction
 from rankless.launch.recovery.membership import JobFailure, JobMembership
 from rankless.launch.signals import Interrupts, name_signal
-from rankless.launch.supervisor.failure_attribution import Verdict, attribute_failure, is_secondary_failure
+from rankless.launch.supervisor.error_lines import format_failure
+from rankless.launch.supervisor.failure_attribution import attribute_failure, is_secondary_failure
 from rankless.launch.supervisor.supervisor import (
     KILL_GRACE_SECONDS,
     POLL_SECONDS,
     STOP_GRACE_SECONDS,
     choose_stop_times,
 )
-from rankless.launch.supervisor.terminal_text import format_count, format_failure
+from rankless.launch.supervisor.terminal_text import format_count
+from rankless.launch.supervisor.verdict import Verdict
 from rankless.launch.worker_output import Source, Write
 from rankless.records.elastic_messages import RoundStarted, WorkerMessage, WorkerReady
 from rankless.records.events import (
@@ -48,6 +48,7 @@ PROGRESS_SECONDS = 5.0
 class DriverContext:
     """What the agent gives the driver."""
 
+    profile: LauncherProfile
     interrupts: Interrupts
     on_record: Callable[[AnyRecord], None]
     notify: Callable[[str], None]
@@ -75,8 +76,8 @@ class ElasticDriver:
         self._config = config
         self._context = context
         self._selector = selector
-        self._start = _make_agreed_job_config(config)
-        self._folder = make_run_folder(config, self._start, 0)
+        self._start = _make_agreed_job_config(config, context.profile)
+        self._folder = make_run_folder(config, context.profile, self._start, 0)
         self._hosts = _make_hosts(config, elastic)
         self._membership = JobMembership(elastic, first_workers=config.worker_count)
         self._records: dict[int, list[AnyRecord]] = {}
@@ -86,6 +87,7 @@ class ElasticDriver:
         self._host_names: dict[int, str] = {}
         launch_context = LaunchContext(
             config=config,
+            profile=context.profile,
             elastic=elastic,
             start=self._start,
             folder=self._folder,
@@ -103,7 +105,7 @@ class ElasticDriver:
             is_broken = self._workers.is_broken()  # before reading: its last records have arrived by then
             self._process_events(now)
             for number in self._context.interrupts.read():
-                self._end_workers(number, choose_stop_times(self._config).grace_seconds)
+                self._end_workers(number, choose_stop_times(self._config, self._context.profile).grace_seconds)
                 self._context.notify(f"ended by {name_signal(number)}")
                 return 128 + number
             if self._membership.is_finishing and not self._membership.workers and self._membership.failure is None:
@@ -239,7 +241,7 @@ class ElasticDriver:
             self._context.notify(f"the job was ended: {failure.headline}")
             return 1
         verdict = self._attribute_failure(failure.worker)
-        profile = load_profile(self._config.launcher)
+        profile = self._context.profile
         files = profile.log_files(self._folder, failure.worker, 0)
         self._context.notify(f"the job was ended: {failure.headline}; worker {failure.worker} failed last")
         text = format_failure(verdict, log_file=os.path.relpath(files.error or files.output))
@@ -282,10 +284,10 @@ def _make_hosts(config: RunConfig, elastic: Elastic) -> DiscoveredHosts | FixedH
     return FixedHosts(slots)
 
 
-def _make_agreed_job_config(config: RunConfig) -> AgreedJobConfig:
+def _make_agreed_job_config(config: RunConfig, profile: LauncherProfile) -> AgreedJobConfig:
     # The start of each round says where its store is, so the addresses here are placeholders.
     return AgreedJobConfig(
-        run_id=make_run_id(config),
+        run_id=make_run_id(profile),
         seed=config.seed,
         workers=(config.worker_count,),
         backend=choose_backend([config.devices], config.backend).name,

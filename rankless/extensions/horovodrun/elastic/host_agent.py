@@ -88,6 +88,7 @@ class HostAgent:
         self._task = task
         self._connection = connection
         self._config = make_run_config(task.program, task.request)
+        self._profile = load_profile(self._config.launcher)
         os.makedirs(task.folder, exist_ok=True)
         address, driver_address = environment.ssh_addresses()
         self._interface = interface_of(address)
@@ -143,9 +144,10 @@ class HostAgent:
             number=command.number, host=command.host, slot=command.slot, store_token=self._task.store_token
         )
         task = self._task
-        launch = make_elastic_worker(self._config, task.start, slot, folder=task.folder, interface=self._interface)
-        profile = load_profile(self._config.launcher)
-        for stream in profile.shown_streams(self._config, task.folder, [launch.config]):
+        launch = make_elastic_worker(
+            self._config, self._profile, task.start, slot, folder=task.folder, interface=self._interface
+        )
+        for stream in self._profile.shown_streams(self._config, task.folder, [launch.config]):
             self._terminal.add(stream)
         self._workers.start(launch)
 

@@ -11,7 +11,6 @@ from rankless.config.run_config import RunConfig
 from rankless.config.worker_config import WorkerLaunch
 from rankless.extensions.horovodrun.elastic.stalled_workers import WorkerWatchdog
 from rankless.launch.supervisor.fork_server_client import ForkServerClient
-from rankless.records.channel import receive_records
 from rankless.records.elastic_messages import (
     DriverMessage,
     WorkerMessage,
@@ -19,7 +18,7 @@ from rankless.records.elastic_messages import (
     receive_worker_message,
     send_message,
 )
-from rankless.records.events import AnyRecord, Exited
+from rankless.records.events import AnyRecord, Exited, receive_records
 from rankless.runtime.fork_server_protocol import KILL, encode_signal, send_worker_launch
 
 

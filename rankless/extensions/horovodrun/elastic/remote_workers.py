@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 
-from rankless.config.elastic import Elastic
+from rankless.config.run_config import Elastic
 from rankless.extensions.horovodrun.elastic.ssh_protocol import (
     HEARTBEAT_SECONDS,
     HEARTBEAT_TIMEOUT_SECONDS,

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import msgspec
 
 from rankless.launch.watchdog.missing_ranks import HangDiagnosis, diagnose
-from rankless.launch.watchdog.phases import STARTUP_STALL_SECONDS
-from rankless.launch.watchdog.report import describe_status, describe_waiting, format_ranks
+from rankless.launch.watchdog.report import describe_status, describe_waiting
+from rankless.launch.watchdog.step_rate import STARTUP_STALL_SECONDS
 from rankless.records.elastic_messages import RankAssignment
 from rankless.records.events import RankStatus
-from rankless.records.quantities import format_seconds
+from rankless.records.quantities import format_ranks, format_seconds
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rankless.config.run_config import AgreedJobConfig, RunConfig
+from rankless.config.run_config import AgreedJobConfig
 from rankless.extensions.servers.config import NAME, SERVER_ROLE, ServerConfig, ServersConfig
-from rankless.launch.profile import load_profile
+from rankless.launch.profile import LauncherProfile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,10 +20,9 @@ class ServerLaunch:
 
 
 def make_server_launches(
-    config: RunConfig, start: AgreedJobConfig, servers: ServersConfig, *, folder: str, host_index: int = 0
+    profile: LauncherProfile, start: AgreedJobConfig, servers: ServersConfig, *, folder: str, host_index: int = 0
 ) -> list[ServerLaunch]:
     """Return the servers of a host, with log files in its `folder`."""
-    profile = load_profile(config.launcher)
     agreed = start.roles[NAME]
     configs = [
         ServerConfig(

@@ -16,11 +16,11 @@ from rankless.config.environment import WORKER_PLAN
 from rankless.extensions.servers.config import ServerConfig, server_environment
 from rankless.extensions.servers.launch.server_launches import ServerLaunch
 from rankless.launch.signals import name_signal
-from rankless.records.access.private_files import private_opener
-from rankless.records.live.live_run import ProcessStage
-from rankless.records.live.server_activity import SERVER_PAGE_BYTES, SERVER_PAGE_NAME
-from rankless.records.live.shared_record import open_shared_file
+from rankless.records.live_run import ProcessStage
+from rankless.records.private_files import private_opener
 from rankless.records.quantities import format_seconds
+from rankless.records.server_activity import SERVER_PAGE_BYTES, SERVER_PAGE_NAME
+from rankless.records.shared_record import open_shared_file
 from rankless.runtime.process_tree import delayed_interrupts
 from rankless.runtime.subprocess_command import module_command
 
@@ -61,7 +61,7 @@ class ServerProcess:
         self.launch = launch
         self.incarnation = 0
         self.is_durable = False
-        """Whether another process can go on with the memory of its first one."""
+        """Whether another process can continue with the memory of its first one."""
         self.outage: Outage | None = None
         self._memory: int | None = None
         if hasattr(os, "memfd_create"):

@@ -55,7 +55,8 @@ WRONG_ADDRESSES = [
     ((f"--servers={A},{B}:6171", f"--servers={A},{B}:6172"), f"the parameter servers: {B} has {A}, {B}:6172"),
     (
         (f"--servers={A}", "--servers=2"),
-        f"the parameter servers: {B} has 2 servers, mode sync, 10 restarts, {A} has {A}, mode",
+        f"the parameter servers: {B} has 2 servers, mode sync, staleness 4, 10 geo steps, 10 restarts, "
+        f"{A} has {A}, mode",
     ),
 ]
 

@@ -17,14 +17,14 @@ from rankless.extensions.servers.service.client import ServerClient
 from rankless.extensions.servers.service.server_status import encode_activity
 from rankless.extensions.servers.tables.id_map import mix, shard_of
 from rankless.extensions.servers.tables.settings import TableSettings
-from rankless.records.live.server_activity import (
+from rankless.records.server_activity import (
     SERVER_PAGE_BYTES,
     SERVER_PAGE_NAME,
     ServerActivity,
     ShardActivity,
     TableActivity,
 )
-from rankless.records.live.shared_record import open_shared_file, read_record
+from rankless.records.shared_record import open_shared_file, read_record
 
 pytestmark = pytest.mark.slow
 SETTINGS = TableSettings(dim=4)

@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-from rankless.records.live.server_activity import ServerActivity
+from rankless.records.server_activity import ServerActivity
 
 StatusOutcome = Literal["running", "succeeded", "failed", "interrupted", "killed", "unknown"]
 WorkerState = Literal["starting", "computes", "waits", "idle", "stopped", "debugged", "ended", "elsewhere"]
@@ -43,9 +43,9 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One process beside the workers, such as a parameter server."""
+    """One process beside the workers."""
 
-    role: str = "server"
+    role: str
     """What the process is called; its number follows."""
     index: int
     address: str

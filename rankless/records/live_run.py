@@ -1,12 +1,19 @@
 """An agent's facts about its run in progress: where each process is, and where its figures are."""
 
+import os
+import platform
+import sys
+from contextlib import suppress
+from pathlib import Path
 from typing import Literal
 
 import msgspec
 
+from rankless.records.run_summary import AgentProcess
+
 LIVE_RUN_NAME = "rankless-live-run"
 """The name of the file in memory that has the record of a run."""
-LAYOUT = 1
+LAYOUT = 2
 """Grows when this record or a page that it names changes its meaning."""
 
 ProcessStage = Literal["starting", "serves", "restarting", "ended"]
@@ -30,9 +37,9 @@ class LiveWorker(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LiveProcess(msgspec.Struct, frozen=True, kw_only=True):
-    """A process of the run beside its workers, such as a parameter server."""
+    """A process of the run beside its workers."""
 
-    role: str = "server"
+    role: str
     index: int
     address: str
     log_file: str
@@ -40,7 +47,7 @@ class LiveProcess(msgspec.Struct, frozen=True, kw_only=True):
     stage: ProcessStage
     restarts: int
     copy_of: int | None = None
-    """The server of which it is the copy; None if it is none."""
+    """The process of which it is the copy; None if it is none."""
     page: int | None = None
     """The agent's descriptor of its status page; None if it has none."""
 
@@ -66,8 +73,47 @@ class LiveRun(msgspec.Struct, frozen=True, kw_only=True):
     """The name of each host; "" if there is one."""
     workers: tuple[LiveWorker, ...]
     """Those of all hosts, in the order of their ranks."""
-    server_count: int
-    servers: tuple[LiveProcess, ...] = ()
+    process_count: int
+    """The number of processes beside the workers, of all hosts."""
+    processes: tuple[LiveProcess, ...] = ()
     """None before they have started, nor once they have ended."""
     lost_hosts: tuple[str, ...] = ()
     """The names of the lost hosts, without which the run continues."""
+
+
+def identify_agent(descriptor: int) -> AgentProcess:
+    """Return what identifies this process as the agent whose record is at `descriptor`. Linux only."""
+    process_id = os.getpid()
+    return AgentProcess(
+        process_id=process_id,
+        start_ticks=read_start_ticks(process_id) or 0,
+        host=platform.node(),
+        system=current_system(),
+        descriptor=descriptor,
+    )
+
+
+def is_agent_alive(agent: AgentProcess) -> bool:
+    """Return whether an agent of this system is alive, and no later process has its id."""
+    return read_start_ticks(agent.process_id) == agent.start_ticks
+
+
+def read_start_ticks(process_id: int) -> int | None:
+    """Return the clock ticks from the start of the host to that of a process; None if it is gone, or a zombie."""
+    try:
+        fields = Path(f"/proc/{process_id}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+def current_system() -> str:
+    """Return what names the present start of this host and this namespace of process ids; "" outside Linux."""
+    if sys.platform != "linux":
+        return ""
+    parts = ["", ""]
+    with suppress(OSError):
+        parts[0] = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    with suppress(OSError):
+        parts[1] = os.readlink("/proc/self/ns/pid")
+    return " ".join(parts)
