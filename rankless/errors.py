@@ -13,7 +13,7 @@ RanklessError            base of all errors below
 ├── DeferredError        a use of a model that was built in `rankless.deferred()` and has no values yet
 ├── StepError            a training step that cannot be made, or must not be made
 ├── TableError           a table of rows by ids that cannot be used so
-├── ServerError          a parameter server that cannot be reached or used
+├── ServerError          a server of tables that cannot be reached or used
 ├── LostWorkerError      a worker that was lost, and without which this one cannot continue
 └── CheckpointError      a checkpoint that cannot be written or read
 
@@ -176,14 +176,14 @@ class TableError(RanklessError):
 
 
 class ServerError(RanklessError):
-    """Raised if a parameter server cannot be reached, has died, or does not belong to this run.
+    """Raised if a server of tables cannot be reached, has died, or does not belong to this run.
 
     The error names the server and its address. It has the attributes of `RanklessError`.
     """
 
 
 class LostWorkerError(RanklessError):
-    """Raised if a worker was killed in a run with parameter servers, and this one cannot continue without it.
+    """Raised if a worker was killed in a run with servers of tables, and this one cannot continue without it.
 
     The run ends, and names the worker that was killed. The error has the attributes of `RanklessError`.
     """

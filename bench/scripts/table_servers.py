@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
-from rankless.config.servers import ServerConfig, ServersConfig, server_environment
 
 from bench.pairs import measure
+from rankless.extensions.servers.config import ServerConfig, ServersConfig, server_environment
 from rankless.extensions.servers.service.client import ServerClient
 from rankless.extensions.servers.tables.distinct_ids import find_distinct
 from rankless.extensions.servers.tables.optimizers import SgdSettings

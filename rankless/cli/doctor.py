@@ -9,6 +9,7 @@ from rich.status import Status
 
 from rankless.cli.json_output import add_json_option, make_json_header, read_json_destination
 from rankless.config.environment import default_log_folder
+from rankless.config.extensions import list_own
 from rankless.config.hosts import DEFAULT_PORT, Host, parse_hosts, read_hostfile
 from rankless.errors import ConfigError
 from rankless.launch.doctor.run_checks import DoctorConfig, DoctorFindings, run_diagnosis
@@ -47,9 +48,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="Skip the checks that start something: the test job, the collective and the parameter server.",
+        help=f"Skip the checks that start something: {_list_started()}.",
     )
     add_json_option(parser, "the results", file_is_optional=True)
+
+
+def _list_started() -> str:
+    """Return what the checks start, those of our extensions too, as "the test job and the collective"."""
+    checks = (extension.doctor_check for extension in list_own())
+    *first, last = ["the test job", "the collective", *(each.starts for each in checks if each and each.starts)]
+    return f"{', '.join(first)} and {last}"
 
 
 def run(arguments: argparse.Namespace) -> int:

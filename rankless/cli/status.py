@@ -1,4 +1,4 @@
-"""`rankless status`: show the runs of this user that go on on this host, or one run."""
+"""`rankless status`: show the runs of this user that are in progress on this host, or one run."""
 
 import argparse
 import math
@@ -86,10 +86,10 @@ def run(arguments: argparse.Namespace) -> int:
 def _take_status(
     name: str | None, before: Mapping[_RunKey, RunReading]
 ) -> tuple[list[_ShownRun], dict[_RunKey, RunReading]]:
-    """Return what to show now, and the readings of the runs that go on.
+    """Return what to show now, and the readings of the runs in progress.
 
     Args:
-        name: The run to show; None for all that go on.
+        name: The run to show; None for all in progress.
         before: The readings of the last call; without any, this takes two.
 
     Raises:

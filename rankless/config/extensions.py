@@ -107,17 +107,22 @@ class Stacks(_Declared):
     """What a report calls a wait within a file."""
     calls: Mapping[str, str] = field(default_factory=dict)
     """The name under which scripts call the functions of a folder."""
+    asks: tuple[str, ...] = ()
+    """Those of `labels` in which a rank waits for the processes of the extension's role, and for no rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failures(_Declared):
-    """How the extension's errors say which rank is at fault."""
+    """How the extension's errors say which rank or process is at fault."""
 
     secondary: tuple[str, ...] = ()
     """Regular expressions for messages of a rank that another rank's failure has ended."""
     stalled: str = ""
     """A regular expression for the message that names ranks for which others waited too long. Its first group is the
     seconds, its second lines of a rank and what it has not submitted, such as `1: [loss]`."""
+    lost: str = ""
+    """A regular expression for the message of a rank that has lost its connection to a process of the extension's role.
+    Its only group is the number of the process."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -125,6 +130,8 @@ class Failures(_Declared):
             re.compile(pattern)
         if self.stalled and re.compile(self.stalled).groups != 2:
             raise TypeError(f"stalled = {self.stalled!r}, which has not two groups")
+        if self.lost and re.compile(self.lost).groups != 1:
+            raise TypeError(f"lost = {self.lost!r}, which has not one group")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +157,9 @@ class Role(_Declared):
     module: str
     """Has `make_role(config)`, which returns a `rankless.launch.roles.ProcessRole` for one host of a run."""
     title: str
-    """What a message calls all its processes, as in "the parameter servers"."""
+    """What a message calls all its processes, as in "the clocks"."""
+    process: str
+    """What a message calls one of its processes; its number follows, as in "clock 1"."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,10 +168,24 @@ class DoctorCheck(_Declared):
 
     name: str
     progress: str
-    """What the doctor says meanwhile, as in "testing a parameter server on each host"."""
+    """What the doctor says meanwhile, as in "asking a clock on each host"."""
     module: str
     """Has `run_check()`, which returns a `CheckResult`."""
     timeout_seconds: float
+    starts: str = ""
+    """What it starts, which `--quick` leaves out; "" for nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrivateFile(_Declared):
+    """A file or folder that Rankless or an extension makes for itself, for the table of all files of a run."""
+
+    name: str
+    pattern: str
+    """A pattern of its path in the run's log folder, or a path elsewhere that begins with / or ~."""
+    mode: int
+    kinds: tuple[str, ...] = ()
+    """The kinds of runs that may have it; none means all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +196,7 @@ class ListeningSocket(_Declared):
     kinds: tuple[str, ...] = ()
     """The kinds of runs that may have it; none means all."""
     holder: str
-    """The process that has it: agent, worker or server."""
+    """The process that has it: agent, worker, or one of a role."""
     address: str
     """Where it listens on one host: an address, or the beginning of the path or name of a Unix socket."""
     on_hosts: str = ""
@@ -215,11 +238,12 @@ class Extension(_Declared):
     stacks: Stacks = Stacks()
     failures: Failures = Failures()
     run_kinds: tuple[str, ...] = ()
-    """The kinds of runs that it adds to the table of sockets and files. Their logs have the modes that the other
-    system's users expect."""
+    """The kinds of runs that it adds to the table of sockets and files. If it has a launcher, their logs have the modes
+    that the other system's users expect."""
     spanning_kinds: tuple[str, ...] = ()
     """Those of them that may have several hosts."""
     sockets: tuple[ListeningSocket, ...] = ()
+    files: tuple[PrivateFile, ...] = ()
 
 
 _PARTS: Mapping[str, type] = {
@@ -359,7 +383,6 @@ def _convert(content: Mapping[str, Any]) -> dict[str, Any]:
     found["options"] = {name: Option(**option) for name, option in content.get("options", {}).items()}
     if wrong := [name for name in found["options"] if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name)]:
         raise TypeError(f"options.{wrong[0]!r}, which is no name of an option, such as log-dir")
-    found["sockets"] = tuple(
-        ListeningSocket(**{**socket, "kinds": tuple(socket.get("kinds", ()))}) for socket in content.get("sockets", ())
-    )
+    for name, kind in (("sockets", ListeningSocket), ("files", PrivateFile)):
+        found[name] = tuple(kind(**{**each, "kinds": tuple(each.get("kinds", ()))}) for each in content.get(name, ()))
     return found

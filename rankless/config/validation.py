@@ -145,7 +145,7 @@ def check_heterogeneous(request: RunRequest, cluster: Cluster | None) -> None:
         )
     if other is not None:
         raise ConfigError(
-            expected="heterogeneous workers without --mesh and --plan",
+            expected="heterogeneous workers in the mode sync, without --mesh and --plan",
             found=other,
             fix="omit it, or omit --heter-workers",
         )

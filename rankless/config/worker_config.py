@@ -58,7 +58,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     rounds_descriptor: int | None = None
     """The inherited socket to the driver of an elastic job."""
     recovery_descriptor: int | None = None
-    """The inherited socket to the agent, which tells survivors how to go on; None: a lost worker ends the run."""
+    """The inherited socket to the agent, which tells survivors how to continue; None: a lost worker ends the run."""
     roles: Mapping[str, Any] = {}
     """What the run's processes beside its workers are for a worker, by the name of their extension: plain values."""
     own_batches: OwnBatches | None = None

@@ -3,41 +3,28 @@
 `docs/guides/security.md` shows the table, and a test compares it with what the system shows of runs of each kind.
 """
 
-import msgspec
-
-from rankless.config.extensions import ListeningSocket, list_extensions
+from rankless.config.extensions import ListeningSocket, PrivateFile, list_extensions
 
 OWN_KINDS = (
     "one host",
     "several hosts",
-    "parameter servers",
-    "heterogeneous workers",
     "spawn",
     "verify",
     "doctor",
 )
 """The kinds of runs of Rankless's own commands."""
-FOREIGN_KINDS = tuple(kind for extension in list_extensions() for kind in extension.run_kinds)
+ADDED_KINDS = tuple(kind for extension in list_extensions() for kind in extension.run_kinds)
 """Those that extensions add."""
-SPANNING_FOREIGN_KINDS = tuple(kind for extension in list_extensions() for kind in extension.spanning_kinds)
-ALL_KINDS = (*OWN_KINDS, *FOREIGN_KINDS)
-
-
-class PrivateFile(msgspec.Struct, frozen=True, kw_only=True):
-    """A file or folder that Rankless makes for itself."""
-
-    name: str
-    pattern: str
-    """A pattern of its path in the run's log folder, or a path elsewhere that begins with / or ~."""
-    mode: int
-    kinds: tuple[str, ...] = ()
-    """The kinds of runs that may have it; none means all."""
+FOREIGN_KINDS = tuple(kind for extension in list_extensions() if extension.launcher for kind in extension.run_kinds)
+"""Those of other launchers among them, whose logs have the modes that their users expect."""
+SPANNING_KINDS = tuple(kind for extension in list_extensions() for kind in extension.spanning_kinds)
+ALL_KINDS = (*OWN_KINDS, *ADDED_KINDS)
 
 
 _WITH_AGENTS = tuple(kind for kind in ALL_KINDS if kind not in ("spawn", "doctor"))
 _TOKEN = "an HMAC of the run's token over a challenge; the token is never sent"
-_OWN = tuple(kind for kind in _WITH_AGENTS if kind in OWN_KINDS)
-_SPANNING = ("several hosts", *SPANNING_FOREIGN_KINDS)
+_OWN = tuple(kind for kind in _WITH_AGENTS if kind not in FOREIGN_KINDS)
+_SPANNING = ("several hosts", *SPANNING_KINDS)
 
 SOCKETS = (
     ListeningSocket(
@@ -51,7 +38,7 @@ SOCKETS = (
     ),
     ListeningSocket(
         name="port for other hosts",
-        kinds=(*_SPANNING, "parameter servers", "heterogeneous workers"),
+        kinds=_SPANNING,
         holder="agent",
         address="",
         on_hosts="host 0's address, `--port`",
@@ -108,12 +95,11 @@ SOCKETS = (
 FILES = (
     PrivateFile(name="log folder of a run", pattern=".", mode=0o700, kinds=_OWN),
     PrivateFile(name="output of workers", pattern="rank*.log", mode=0o600, kinds=_OWN),
-    PrivateFile(name="output of servers", pattern="server*.log", mode=0o600, kinds=_OWN),
     PrivateFile(name="summary", pattern="run.json", mode=0o600),
     PrivateFile(name="errors of the workers' parent", pattern="parent*.log", mode=0o600),
     PrivateFile(name="stacks of a hang", pattern="stacks*", mode=0o600),
-    PrivateFile(name="sockets of parameter servers", pattern="/tmp/rankless-servers-*", mode=0o700),
     PrivateFile(name="a token that ssh has brought", pattern="~/.cache/rankless/token-*", mode=0o600),
+    *(file for extension in list_extensions() for file in extension.files),
 )
 
 

@@ -155,7 +155,7 @@ def make_job_runner(fork_server: ForkServerPoolClient | None = None) -> Callable
 
 
 def _make_survivors(job: ReadyJob) -> "SurvivorRounds | SurvivorRelay | None":
-    """Return this host's part in letting workers go on without lost ones; None if none may be lost."""
+    """Return this host's part in letting workers continue without lost ones; None if none may be lost."""
     if not job.start.most_lost_workers:
         return None
     # Imported here: most runs end with their first lost worker.
@@ -222,9 +222,9 @@ class HostRun:
                 parent_process=lambda: None if self._parent is None else self._parent.process_id,
                 stacks_file=os.path.join(folder, f"stacks{job.host_index or ''}.txt"),
                 host_name=self.report.host_name,
-                list_servers=self._list_rows,
-                server_host_name=self.report.process_host_name,
-                lone_servers=job.start.list_lone_processes(),
+                list_rows=self._list_rows,
+                process_host_name=self.report.process_host_name,
+                lone_processes=job.start.list_lone_processes(),
             )
         )
 
@@ -338,7 +338,7 @@ class HostRun:
         elif isinstance(record, Notice):
             text = record.text
         elif isinstance(record, ProcessRestarted):
-            self._new_notices.append(self.report.name_server_host(record))  # also if another one had the same text
+            self._new_notices.append(self.report.name_restarted_host(record))  # also if another one had the same text
         elif self._profile.withholds_tracebacks and record.rank in self._log_files:
             self._withhold(record)
         if text is not None and text not in self._notices and is_host_0:
@@ -365,7 +365,7 @@ class HostRun:
         elif self._table.is_shown and not peers.has_unsent_data:
             self._terminal.pump()  # otherwise the output stays in the files until the connection catches up
         self._show_notices()
-        self.live.set_servers(self._list_rows())
+        self.live.set_processes(self._list_rows())
         self.live.publish()
         return self._watchdog.tick(time.monotonic())
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from rankless.config.extensions import find_extension
 from rankless.errors import JoinError, LaunchError, RanklessError
 from rankless.launch.peers import Peers
 from rankless.launch.rendezvous.answers import INTERRUPTED
@@ -64,6 +65,12 @@ class CommonStart:
         return rows
 
     @property
+    def _titles(self) -> str:
+        """What the processes of the roles are called, as "the clocks"."""
+        extensions = [find_extension(role.name) for role in self.roles]
+        return " and ".join(each.role.title for each in extensions if each is not None and each.role is not None)
+
+    @property
     def _started(self) -> dict[int, ProcessesStarted | StartRefused]:
         return self.peers.started_processes if isinstance(self.peers, FollowerPeers) else {}
 
@@ -102,7 +109,7 @@ class CommonStart:
         for record in followers.poll(time.monotonic()).records:
             if isinstance(record, HostLost):
                 raise JoinError(
-                    expected="all hosts to start their servers",
+                    expected=f"all hosts to start {self._titles}",
                     found=f"host {record.host} {record.how}",
                     fix="look at its terminal, or its agent's messages here; then start the job again",
                 )

@@ -18,7 +18,7 @@ from rankless.records.live_run import LAYOUT, LIVE_RUN_NAME, LiveProcess, LiveRu
 from rankless.records.shared_record import RecordWriter, open_shared_file
 
 _FIXED_BYTES = 1 << 16
-_SERVER_BYTES = 1 << 12
+_PROCESS_BYTES = 1 << 12
 
 
 class LiveRunPage:
@@ -61,9 +61,9 @@ class LiveRunPage:
         self._run = msgspec.structs.replace(self._run, workers=tuple(workers))
         self._has_changed = True
 
-    def set_servers(self, rows: Sequence[ProcessRow]) -> None:
-        """Note what the servers are now."""
-        servers = tuple(
+    def set_processes(self, rows: Sequence[ProcessRow]) -> None:
+        """Note what the processes beside the workers are now."""
+        processes = tuple(
             LiveProcess(
                 role=row.role,
                 index=row.index,
@@ -77,14 +77,14 @@ class LiveRunPage:
             )
             for row in rows
         )
-        if self._run is not None and servers != self._run.servers:
-            self._run = msgspec.structs.replace(self._run, servers=servers)
+        if self._run is not None and processes != self._run.processes:
+            self._run = msgspec.structs.replace(self._run, processes=processes)
             self._has_changed = True
 
     def publish(self) -> None:
         """Write the record, if it has changed since the last call."""
         if self._has_changed and self._writer is not None and self._run is not None:
-            with suppress(UnicodeEncodeError):  # an argument or a path is no text: the run goes on without a record
+            with suppress(UnicodeEncodeError):  # an argument or a path is no text: the run continues without a record
                 data = encode_json(self._run)
                 if len(data) <= self._writer.capacity:
                     self._writer.write(data)
@@ -101,9 +101,9 @@ def measure_live_run(config: RunConfig, job: ReadyJob, *, folder: str) -> int:
     """Return the most bytes of a run's record. The system gives memory only for those that are written."""
     path_bytes = len(os.path.abspath(folder)) * 6  # of a character in JSON
     program_bytes = 6 * sum(map(len, (config.program.text, *config.program.arguments, *job.names)))
-    server_count = sum(len(each.addresses) for each in job.start.roles.values())
+    process_count = sum(len(each.addresses) for each in job.start.roles.values())
     workers = job.start.world_size * (512 + path_bytes)
-    return (_FIXED_BYTES + program_bytes + workers + server_count * (_SERVER_BYTES + path_bytes)) // 8 * 8
+    return (_FIXED_BYTES + program_bytes + workers + process_count * (_PROCESS_BYTES + path_bytes)) // 8 * 8
 
 
 def make_live_run(
@@ -136,7 +136,7 @@ def make_live_run(
         started_monotonic=time.monotonic(),
         host=job.host_index,
         host_names=tuple(job.names) if len(start.workers) > 1 else ("",),
-        server_count=sum(len(each.addresses) for each in job.start.roles.values()),
+        process_count=sum(len(each.addresses) for each in job.start.roles.values()),
         workers=tuple(
             LiveWorker(
                 rank=rank,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from rankless.launch.worker_output import Source
 from rankless.records.events import AnyRecord
 
-if TYPE_CHECKING:  # few runs go on without lost workers
+if TYPE_CHECKING:  # few runs continue without lost workers
     from rankless.records.elastic_messages import DriverMessage, WorkerMessage
 
 StopMode = Literal["stop", "terminate", "interrupt", "lost", "kill"]

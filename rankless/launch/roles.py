@@ -185,7 +185,7 @@ class ProcessRole(ABC):
         return records
 
     def cover_processes(self, records: Sequence[AnyRecord]) -> Sequence[AnyRecord]:
-        """Return records of ended processes of the role, and say in them whether the run goes on without them."""
+        """Return records of ended processes of the role, and say in them whether the run continues without them."""
         return records
 
     def tick(self) -> None:

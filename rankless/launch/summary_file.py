@@ -18,7 +18,6 @@ from rankless.launch.supervisor.verdict import Verdict
 from rankless.records.encoding import encode_json
 from rankless.records.events import (
     NO_RANK,
-    SERVER,
     AnyRecord,
     Exited,
     HostLost,
@@ -28,7 +27,7 @@ from rankless.records.events import (
     WorkerCut,
 )
 from rankless.records.private_files import private_opener
-from rankless.records.run_summary import AgentProcess, Outcome, RankSummary, RunFailure, RunSummary
+from rankless.records.run_summary import RESULT_ROLE, AgentProcess, Outcome, RankSummary, RunFailure, RunSummary
 from rankless.records.worker_status import read_page
 from rankless.version import VERSION
 
@@ -65,7 +64,7 @@ class SummaryFile:
         self._path = os.path.join(folder, f"run{job.host_index or ''}.json")
         self._ranks = {each.rank: each for each in _list_ranks(config, job, log_file)}
         self._host_name = {rank: each.host for rank, each in self._ranks.items()}
-        servers = next((each for each in job.start.roles.values() if each.role == SERVER), None)
+        servers = next((each for each in job.start.roles.values() if each.role == RESULT_ROLE), None)
         self._server_host_names = [job.names[host] for host in (() if servers is None else servers.hosts)]
         self.summary = RunSummary(
             command_line=config.request.command or tuple(sys.argv),
@@ -84,11 +83,11 @@ class SummaryFile:
 
     def receive(self, record: AnyRecord) -> None:
         """Take note of the end of a rank or of a server."""
-        if isinstance(record, ProcessExited) and record.is_restarted and record.role == SERVER:
+        if isinstance(record, ProcessExited) and record.is_restarted and record.role == RESULT_ROLE:
             counts = list(self.summary.server_restarts)
             counts[record.number] += 1
             self.summary = msgspec.structs.replace(self.summary, server_restarts=tuple(counts))
-        if isinstance(record, ProcessLost) and record.role == SERVER:
+        if isinstance(record, ProcessLost) and record.role == RESULT_ROLE:
             lost = (*self.summary.lost_servers, record.number)
             self.summary = msgspec.structs.replace(self.summary, lost_servers=lost)
         if isinstance(record, HostLost) and record.is_covered:
@@ -138,15 +137,17 @@ class SummaryFile:
         self._write()
 
     def _describe(self, failure: Verdict, line: str) -> RunFailure:
-        rank, server = failure.root_cause_rank, failure.root_cause_number
+        rank, number = failure.root_cause_rank, failure.root_cause_number
         host = failure.root_cause_host or self._host_name.get(rank, "")
-        if server is not None and failure.role == SERVER:
+        server = number if failure.role == RESULT_ROLE else None
+        if server is not None:
             host = self._server_host_names[server]
+        has_field = number is None or server is not None
         return RunFailure(
             rank=None if rank == NO_RANK else rank,
-            server=server if failure.role == SERVER else None,
+            server=server,
             host=host,
-            error=failure.headline if failure.role == SERVER else f"{failure.root_cause} {failure.headline}",
+            error=failure.headline if has_field else f"{failure.root_cause} {failure.headline}",
             line=line,
         )
 

@@ -144,30 +144,30 @@ class RunReport:
         """Return the name of the host of such a process; "" if the job has one host."""
         return self.job.names[self.process_host(name)] if len(self.job.names) > 1 else ""
 
-    def name_server_host(self, record: ProcessRestarted) -> str:
-        """Return the text of a restart, with the name of the server's host if there are several."""
+    def name_restarted_host(self, record: ProcessRestarted) -> str:
+        """Return the text of a restart, with the name of the process's host if there are several."""
         name, host = f"{record.role} {record.number}", self.process_host_name((record.role, record.number))
         return record.text.replace(name, f"{name} on {host}", 1) if host else record.text
 
     def root_cause_host(self, verdict: Verdict) -> int:
-        """Return the index of the host of the rank or server that caused a failure."""
-        server = verdict.root_cause_number
-        if server is None:
+        """Return the index of the host of the rank or process that caused a failure."""
+        number = verdict.root_cause_number
+        if number is None:
             return self.job.start.host_of(verdict.root_cause_rank)
-        return self.process_host((verdict.role, server))
+        return self.process_host((verdict.role, number))
 
     def format_failure(self, verdict: Verdict, *, with_traceback: bool = True) -> str:
         """Return at most 15 lines about the rank that failed, and the launcher's own note after them."""
-        rank, server = verdict.root_cause_rank, verdict.root_cause_number
+        rank, number = verdict.root_cause_rank, verdict.root_cause_number
         host = self.root_cause_host(verdict)
         text: str = _load_error_lines().format_failure(
             verdict,
-            log_file=self.log_file(rank) if server is None else self.process_log_file((verdict.role, server)),
+            log_file=self.log_file(rank) if number is None else self.process_log_file((verdict.role, number)),
             host=self.job.names[host] if len(self.job.names) > 1 else "",
             report=self.report_file(host) if host > 0 else "",
             with_traceback=with_traceback,
         )
-        has_ended_itself = verdict.cause not in ("host", "interrupted", "hang") and server is None
+        has_ended_itself = verdict.cause not in ("host", "interrupted", "hang") and number is None
         return text + self._profile.failure_note(rank, verdict.exit_code) if has_ended_itself else text
 
     def format_secondary_failures(self, failures: Sequence[SecondaryFailure]) -> str:
@@ -181,7 +181,7 @@ class RunReport:
 
     @contextmanager
     def recorded_start(self) -> Iterator[None]:
-        """Record in the summary that the servers do not start, if so."""
+        """Record in the summary that processes beside the workers do not start, if so."""
         try:
             yield
         except (JoinError, LaunchError) as error:
@@ -214,7 +214,7 @@ class RunReport:
 
     def read_parent_log(self) -> str:
         """Return the end of what the workers' parent wrote; delete the file if it is empty."""
-        if not os.path.exists(self.parent_log):  # a host of servers alone has no such process
+        if not os.path.exists(self.parent_log):  # a host without workers has no such process
             return ""
         with open(self.parent_log, encoding="utf-8", errors="replace") as log:
             text = log.read()[-2000:].strip()

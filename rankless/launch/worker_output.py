@@ -383,7 +383,7 @@ class TerminalStreams:
         try:
             self.err.write(text)
             self.err.flush()
-        except OSError:  # the terminal is gone, and training goes on
+        except OSError:  # the terminal is gone, and training continues
             return
 
     def write_table(self, text: str) -> None:

@@ -17,8 +17,6 @@ from rankless.records.encoding import encode_bounded_msgpack
 
 NO_RANK = -1
 """The rank of records that are about no rank."""
-SERVER = "server"
-"""What a parameter server is called."""
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
@@ -79,15 +77,17 @@ class Exited(Record, frozen=True, tag="exited"):
     peak_memory_bytes: int | None = None
     """The largest resident set of the process, or of one of its children."""
     survivors: int | None = None
-    """How many workers go on without it, which the agent adds; None: its end is no loss of a worker."""
+    """How many workers continue without it, which the agent adds; None: its end is no loss of a worker."""
 
 
 class ProcessExited(Record, frozen=True, tag="process_exited"):
-    """A process beside the workers, such as a parameter server, has ended while workers ran.
+    """A process beside the workers has ended while workers ran.
 
     The agent makes it; its rank is NO_RANK.
     """
 
+    role: str
+    """What the process is called; its number follows."""
     number: int
     exit_code: int
     """Negative for a signal, as in `subprocess`."""
@@ -96,44 +96,42 @@ class ProcessExited(Record, frozen=True, tag="process_exited"):
     note: str = ""
     """Why it was not started again, to follow "was killed by signal 9 (SIGKILL)"; "" without a reason."""
     is_covered: bool = False
-    """Whether the run goes on without it, because another server has the same tables. Host 0 adds it."""
-    role: str = SERVER
-    """What the process is called; its number follows."""
+    """Whether the run continues without it, because another process has what it had. Host 0 adds it."""
 
 
 class ProcessLost(Record, frozen=True, tag="process_lost"):
     """The run continues without a process beside the workers, because another one has the same. Host 0 makes it."""
 
-    number: int
-    role: str = SERVER
+    role: str
     """What the process is called; its number follows."""
+    number: int
 
 
 class ProcessRestarted(Record, frozen=True, tag="process_restarted"):
     """A process beside the workers that has died serves again. The agent makes it; its rank is NO_RANK."""
 
+    role: str
+    """What the process is called; its number follows."""
     number: int
     text: str
     """A line for the user, like "server 1 was killed by SIGKILL; started again in 0.2 s"."""
-    role: str = SERVER
-    """What the process is called; its number follows."""
 
 
-ServerState = Literal["runs", "stopped", "debugged"]
+ProcessState = Literal["runs", "stopped", "debugged"]
 """stopped: by a signal. debugged: a debugger has stopped it."""
 
 
 class ProcessObserved(Record, frozen=True, tag="process_observed"):
     """What a process beside the workers does. Its host's agent makes it if host 0 asks; its rank is NO_RANK."""
 
+    role: str
+    """What the process is called; its number follows."""
     number: int
     doing: str
     """To follow "server 1", like "is idle (0 % CPU)"."""
-    state: ServerState = "runs"
+    state: ProcessState = "runs"
     is_busy: bool = False
     """Whether it computes, and so makes progress."""
-    role: str = SERVER
-    """What the process is called; its number follows."""
 
 
 class Progress(Record, frozen=True, tag="progress"):
@@ -167,15 +165,15 @@ class FileOpened(Record, frozen=True, tag="file_opened"):
 
 
 class HostLost(Record, frozen=True, tag="host_lost"):
-    """A host of the job is gone or silent. `rank` is the first rank of that host, NO_RANK if it has servers alone."""
+    """A host of the job is gone or silent. `rank` is the first rank of that host, NO_RANK if it has no workers."""
 
     host: str
     how: str
     host_index: int | None = None
     is_covered: bool = False
-    """Whether the run goes on without the host. Host 0 adds it."""
-    are_servers_covered: bool = False
-    """Whether other hosts have the tables of the host's servers. Host 0 adds it."""
+    """Whether the run continues without the host. Host 0 adds it."""
+    are_processes_covered: bool = False
+    """Whether other hosts have what the host's processes beside its workers had. Host 0 adds it."""
 
 
 class HostInterrupted(Record, frozen=True, tag="host_interrupted"):
@@ -236,8 +234,8 @@ class HangDetected(Record, frozen=True, tag="hang_detected"):
     traceback: str
     number: int | None = None
     """The number of the process beside the workers for which they wait, if it is one; the rank is NO_RANK then."""
-    role: str = SERVER
-    """What that process is called."""
+    role: str = ""
+    """What that process is called; "" if they wait for a rank."""
 
 
 AnyRecord = (

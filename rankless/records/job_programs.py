@@ -62,7 +62,7 @@ class ProgramCommunication(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TableLookup(msgspec.Struct, frozen=True, kw_only=True):
-    """A lookup of rows in a table (`rankless.parameter_server.Embedding`)."""
+    """A lookup of rows in a table."""
 
     line: str
     module: str = ""

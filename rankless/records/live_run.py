@@ -13,7 +13,7 @@ from rankless.records.run_summary import AgentProcess
 
 LIVE_RUN_NAME = "rankless-live-run"
 """The name of the file in memory that has the record of a run."""
-LAYOUT = 1
+LAYOUT = 2
 """Grows when this record or a page that it names changes its meaning."""
 
 ProcessStage = Literal["starting", "serves", "restarting", "ended"]
@@ -37,9 +37,9 @@ class LiveWorker(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LiveProcess(msgspec.Struct, frozen=True, kw_only=True):
-    """A process of the run beside its workers, such as a parameter server."""
+    """A process of the run beside its workers."""
 
-    role: str = "server"
+    role: str
     index: int
     address: str
     log_file: str
@@ -47,7 +47,7 @@ class LiveProcess(msgspec.Struct, frozen=True, kw_only=True):
     stage: ProcessStage
     restarts: int
     copy_of: int | None = None
-    """The server of which it is the copy; None if it is none."""
+    """The process of which it is the copy; None if it is none."""
     page: int | None = None
     """The agent's descriptor of its status page; None if it has none."""
 
@@ -73,8 +73,9 @@ class LiveRun(msgspec.Struct, frozen=True, kw_only=True):
     """The name of each host; "" if there is one."""
     workers: tuple[LiveWorker, ...]
     """Those of all hosts, in the order of their ranks."""
-    server_count: int
-    servers: tuple[LiveProcess, ...] = ()
+    process_count: int
+    """The number of processes beside the workers, of all hosts."""
+    processes: tuple[LiveProcess, ...] = ()
     """None before they have started, nor once they have ended."""
     lost_hosts: tuple[str, ...] = ()
     """The names of the lost hosts, without which the run continues."""

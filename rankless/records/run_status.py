@@ -43,9 +43,9 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One process beside the workers, such as a parameter server."""
+    """One process beside the workers."""
 
-    role: str = "server"
+    role: str
     """What the process is called; its number follows."""
     index: int
     address: str

@@ -4,6 +4,8 @@ from typing import Literal
 
 import msgspec
 
+RESULT_ROLE = "server"
+"""The role whose processes have fields of their own in these results, which are older than roles."""
 Outcome = Literal["running", "succeeded", "failed", "interrupted"]
 
 
@@ -11,9 +13,9 @@ class RunFailure(msgspec.Struct, frozen=True, kw_only=True):
     """The root cause of a failure."""
 
     rank: int | None
-    """None if a parameter server is the root cause, or a host that has servers alone."""
+    """None if a server is the root cause, or a host that has servers alone."""
     server: int | None = None
-    """The parameter server that is the root cause; None if a rank is."""
+    """The server that is the root cause; None if a rank is."""
     host: str
     """The name of the host of the rank or server, or of the host that was lost; "" if the job has one host."""
     error: str
@@ -61,7 +63,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     workers: int
     """The number of workers, of all hosts together."""
     servers: int = 0
-    """The number of parameter servers, with copies."""
+    """The number of servers, with copies."""
     replicas: int = 0
     """How many copies each server has."""
     lost_servers: tuple[int, ...] = ()

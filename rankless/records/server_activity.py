@@ -1,4 +1,4 @@
-"""What a parameter server publishes about itself: its counters, its tables, and how far workers are ahead."""
+"""What a process with rows of tables publishes about itself: its counters, its tables, how far workers are ahead."""
 
 import msgspec
 

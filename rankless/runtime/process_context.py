@@ -377,7 +377,7 @@ def _synchronize_seeds(mesh: Mesh, context: ProcessContext) -> None:
     random.seed(seeds[0])
     numpy.random.seed(seeds[0] % 2**32)
     context.notify(
-        "the ranks' random generators started from different seeds; from here on all go on from rank 0's "
+        "the ranks' random generators started from different seeds; from here on all continue from rank 0's "
         "(models made before get rank 0's values at a job's first call)"
     )
 

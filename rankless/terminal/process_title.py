@@ -63,9 +63,9 @@ def show_fork_server(program: Program | None, *, from_pool: bool = False) -> Non
     _set(text, short="fork server")
 
 
-def show_parameter_server(index: int, count: int) -> None:
-    """Title this process as a parameter server of a run."""
-    _set(f"parameter server {index} of {count}", short=f"server{index}")
+def show_role_process(title: str, index: int, count: int, *, short: str) -> None:
+    """Title this process as one of a role, such as "clock 0 of 2", and in short "clock0"."""
+    _set(f"{title} {index} of {count}", short=f"{short}{index}")
 
 
 def show_spawn_server() -> None:

@@ -53,7 +53,7 @@ class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
 
     workers: int
     servers: int = 0
-    """The parameter servers, which hold the rows of tables. 0: each worker has all rows."""
+    """The servers, which hold the rows of tables. 0: each worker has all rows."""
     steps: int
     """The training steps after which `rankless plan` ended the script."""
     jobs: tuple[PlannedJob, ...]

@@ -1,10 +1,11 @@
-"""The status of a run as text: a heading, a table of workers, and tables of servers and of their tables of rows."""
+"""The status of a run as text: a heading, a table of workers, one of other processes, and one of tables of rows."""
 
 import os
 from collections.abc import Sequence
 
 from rankless.records.quantities import format_bytes, format_seconds
 from rankless.records.run_status import RunStatus, ServerReport, WorkerReport
+from rankless.records.run_summary import RESULT_ROLE
 from rankless.records.server_activity import TableActivity
 
 _MOST_PROGRAM_CHARACTERS = 100
@@ -21,12 +22,12 @@ def format_status(status: RunStatus, *, script: str | None, arguments: Sequence[
     """
     lines = [f"{status.run_id}: {_format_program(script, arguments)}", f"  {_format_state(status)}"]
     if status.outcome == "running":
-        lines += [f"  {_format_figures(status)}", *_format_workers(status), *_format_servers(status.servers)]
+        lines += [f"  {_format_figures(status)}", *_format_workers(status), *_format_processes(status.servers)]
         lines += _format_elsewhere(status)
-        lines += [f"  host {name} was lost, and the run goes on without it" for name in status.lost_hosts]
+        lines += [f"  host {name} was lost, and the run continues without it" for name in status.lost_hosts]
     else:
         lines.append(f"  {_format_figures(status)}")
-    # Names of tables, paths and what servers refuse may have any character.
+    # Names of tables, paths and reasons of refusals may have any character.
     return "".join("".join(each if each.isprintable() else "?" for each in line) + "\n" for line in lines)
 
 
@@ -63,8 +64,11 @@ def _format_state(status: RunStatus) -> str:
 
 def _format_figures(status: RunStatus) -> str:
     parts = [_count(status.worker_count, "worker")]
-    if status.server_count:
-        parts.append(_count(status.server_count, "server"))
+    if status.server_count:  # of all hosts, where `servers` has those of this one
+        roles = {process.role for process in status.servers} or {RESULT_ROLE}
+        parts.append(
+            _count(status.server_count, roles.pop()) if len(roles) == 1 else f"{status.server_count} other processes"
+        )
     if status.steps is not None:
         parts.append(_count(status.steps, "step"))
     if status.samples_per_second is not None:
@@ -135,46 +139,57 @@ def _format_ahead(rank: int, servers: Sequence[ServerReport]) -> str:
     return str(max(ahead)) if ahead else _UNKNOWN
 
 
-def _format_servers(servers: Sequence[ServerReport]) -> list[str]:
-    if not servers:
+def _format_processes(processes: Sequence[ServerReport]) -> list[str]:
+    if not processes:
         return []
-    has_copies = any(server.copy_of is not None for server in servers)
-    heading = ("server", "pid", "state", "restarts", "CPU", "memory", "steps", "steps/s", "requests/s", "pulled rows/s")
+    has_copies = any(process.copy_of is not None for process in processes)
+    title, names = _name_processes(processes)
+    heading = (title, "pid", "state", "restarts", "CPU", "memory", "steps", "steps/s", "requests/s", "pulled rows/s")
     rows = [[*heading, "pushed rows/s", "bytes/s", *(["copy of"] if has_copies else []), "address"]]
-    for server in servers:
-        moved = (server.pulled_bytes_per_second, server.pushed_bytes_per_second)
+    for process, name in zip(processes, names, strict=True):
+        moved = (process.pulled_bytes_per_second, process.pushed_bytes_per_second)
         rates = (
-            server.transactions_per_second,
-            server.requests_per_second,
-            server.pulled_rows_per_second,
-            server.pushed_rows_per_second,
+            process.transactions_per_second,
+            process.requests_per_second,
+            process.pulled_rows_per_second,
+            process.pushed_rows_per_second,
         )
         rows.append(
             [
-                str(server.index) if server.role == "server" else f"{server.role} {server.index}",
-                str(server.process_id),
-                server.state,
-                str(server.restarts),
-                _UNKNOWN if server.cpu_percent is None else f"{server.cpu_percent:.0f} %",
-                _UNKNOWN if server.memory_bytes is None else format_bytes(server.memory_bytes),
-                _UNKNOWN if server.activity is None else str(server.activity.transactions),
+                name,
+                str(process.process_id),
+                process.state,
+                str(process.restarts),
+                _UNKNOWN if process.cpu_percent is None else f"{process.cpu_percent:.0f} %",
+                _UNKNOWN if process.memory_bytes is None else format_bytes(process.memory_bytes),
+                _UNKNOWN if process.activity is None else str(process.activity.transactions),
                 *(_UNKNOWN if rate is None else _format_number(rate) for rate in rates),
                 _UNKNOWN if None in moved else format_bytes(sum(rate or 0.0 for rate in moved)),
-                *(["" if server.copy_of is None else str(server.copy_of)] if has_copies else []),
-                server.address,
+                *(["" if process.copy_of is None else str(process.copy_of)] if has_copies else []),
+                process.address,
             ]
         )
     lines = format_table(rows, right=[0, 1, *range(3, 13 if has_copies else 12)])
-    return [*lines, *_format_tables(servers), *_format_refused(servers)]
+    return [*lines, *_format_tables(processes), *_format_refused(processes)]
 
 
-def _format_tables(servers: Sequence[ServerReport]) -> list[str]:
-    rows = [["table", "server", "rows", "memory", "hottest shards"]]
-    for server in servers:
-        for table in () if server.activity is None else server.activity.tables:
+def _name_processes(processes: Sequence[ServerReport]) -> tuple[str, list[str]]:
+    """Return a heading and the names below it: processes of one role have it in the heading, as workers have "rank"."""
+    roles = list(dict.fromkeys(process.role for process in processes))
+    if len(roles) == 1:
+        return roles[0], [str(process.index) for process in processes]
+    return "process", [f"{process.role} {process.index}" for process in processes]
+
+
+def _format_tables(processes: Sequence[ServerReport]) -> list[str]:
+    holders = [process for process in processes if process.activity is not None and process.activity.tables]
+    title, names = _name_processes(holders)
+    rows = [["table", title, "rows", "memory", "hottest shards"]]
+    for process, name in zip(holders, names, strict=True):
+        for table in () if process.activity is None else process.activity.tables:
             hottest = _format_hottest(table)
-            rows.append([table.name, str(server.index), f"{table.rows:,}", format_bytes(table.memory_bytes), hottest])
-    return format_table(rows, right=[1, 2, 3]) if len(rows) > 1 else []
+            rows.append([table.name, name, f"{table.rows:,}", format_bytes(table.memory_bytes), hottest])
+    return format_table(rows, right=[1, 2, 3]) if holders else []
 
 
 def _format_hottest(table: TableActivity) -> str:
@@ -187,12 +202,12 @@ def _format_hottest(table: TableActivity) -> str:
     return f"{', '.join(shares)} of the ids; {100 / table.shards:.2g} % on average" if shares else _UNKNOWN
 
 
-def _format_refused(servers: Sequence[ServerReport]) -> list[str]:
+def _format_refused(processes: Sequence[ServerReport]) -> list[str]:
     return [
-        f"  server {server.index} has refused {sum(server.activity.refused.values()):,} messages: "
-        + ", ".join(f"{count:,} of {reason}" for reason, count in server.activity.refused.items())
-        for server in servers
-        if server.activity is not None and server.activity.refused
+        f"  {process.role} {process.index} has refused {sum(process.activity.refused.values()):,} messages: "
+        + ", ".join(f"{count:,} of {reason}" for reason, count in process.activity.refused.items())
+        for process in processes
+        if process.activity is not None and process.activity.refused
     ]
 
 

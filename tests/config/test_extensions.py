@@ -103,8 +103,10 @@ def test_its_command_is_one_of_rankless(installed: Path):
         ("[failures]\nsecondary = ['(']", "unterminated subpattern"),
         ("[options.Log_Dir]\nhelp = 'A folder.'", "options.'Log_Dir', which is no name of an option"),
         ("[options.log]\nhelp = 'A folder.'\ntype = 'path'", "type = 'path', which is none of text"),
-        ("[role]\nmodule = 'other.role'", "missing 1 required keyword-only argument: 'title'"),
+        ("[role]\nmodule = 'other.role'", "missing 2 required keyword-only arguments: 'title' and 'process'"),
         ("[failures]\nstalled = 'no group'", "has not two groups"),
+        ("[failures]\nlost = 'no group'", "has not one group"),
+        ("[[files]]\nname = 'log'\npattern = '*.log'\nmode = '0600'", "mode = '0600'"),
     ],
 )
 def test_a_wrong_declaration_names_the_file_and_the_field(text: str, found: str, installed: Path):

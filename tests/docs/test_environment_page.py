@@ -5,7 +5,8 @@ import re
 from pathlib import Path
 
 from rankless.cli import summarize_commands
-from rankless.config import environment, extensions, servers
+from rankless.config import environment, extensions
+from rankless.extensions.servers import config
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "environment.md").read_text()
 VARIABLE = re.compile(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+|RANK")
@@ -15,7 +16,7 @@ ONE_HOSTS_OWN = {*environment._HOST_SPECIFIC}
 
 def named_variables() -> set[str]:
     """Return the names of variables among the texts of the files that read the environment, and those of extensions."""
-    trees = [ast.parse(Path(module.__file__).read_text()) for module in (environment, servers)]
+    trees = [ast.parse(Path(module.__file__).read_text()) for module in (environment, config)]
     nodes = [node for tree in trees for node in ast.walk(tree)]
     texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     declared = {alias.variable for alias in extensions.list_aliases().values()}

@@ -88,6 +88,6 @@ def test_a_killed_worker_ends_the_run_because_it_had_gradients_of_earlier_calls(
     output = done.stdout + done.stderr
     assert done.returncode == 128 + 9, output
     assert "rank 1 was killed by signal 9 (SIGKILL)" in output
-    assert "could not go on without it (LostWorkerError" in output
+    assert "could not continue without it (LostWorkerError" in output
     logs = "".join(each.read_text() for each in tmp_path.glob("log/*/rank*.log"))
     assert "accumulate=3 and tables: it had gradients of rows of earlier calls" in logs, logs

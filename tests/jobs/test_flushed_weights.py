@@ -60,5 +60,5 @@ def plain_predictions() -> list[float]:
 def test_predictions_see_a_flushed_step_after_the_first_worker_is_killed(tmp_path):
     done = run_script(SCRIPT, "--servers", "2", "--workers", "3", folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "; 2 workers go on" in done.stderr
+    assert "; 2 workers continue" in done.stderr
     assert torch.load(tmp_path / "found.pt") == pytest.approx(plain_predictions(), rel=0, abs=1e-10)

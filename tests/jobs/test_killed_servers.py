@@ -1,4 +1,4 @@
-"""Servers that are killed at random moments lose nothing: the run goes on, and its tables are bitwise the same."""
+"""Servers that are killed at random moments lose nothing: the run continues, and its tables are bitwise the same."""
 
 import re
 from pathlib import Path
@@ -29,4 +29,4 @@ def test_tables_after_kills_are_bitwise_those_of_an_undisturbed_run(tmp_path, ki
     assert killed == kills
     assert found == wanted
     assert "was killed by SIGKILL; started again in" in messages
-    assert "goes on after" in messages
+    assert "continues after" in messages

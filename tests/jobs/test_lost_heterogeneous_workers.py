@@ -1,4 +1,4 @@
-"""Runs with heterogeneous workers go on without killed workers of both kinds: the training of one device."""
+"""Runs with heterogeneous workers continue without killed workers of both kinds: the training of one device."""
 
 import json
 import random
@@ -131,7 +131,9 @@ def test_kills_of_both_kinds_at_moments_of_a_step_change_no_number(tmp_path, pla
     assert done.returncode == 0, done.stderr
     kills = [kill for kill in MOMENTS[name].split(",") if not kill.startswith("server")]
     assert summary_of(tmp_path).lost_workers == len(kills)
-    assert len(re.findall(r"worker \d \(pid \d+\) was killed by SIGKILL; \d workers go on", done.stderr)) == len(kills)
+    assert len(re.findall(r"worker \d \(pid \d+\) was killed by SIGKILL; \d workers continue", done.stderr)) == len(
+        kills
+    )
     require_same_heterogeneous(tmp_path, plain("adam"))
 
 

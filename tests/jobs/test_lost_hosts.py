@@ -1,4 +1,4 @@
-"""Runs with copies of servers go on without a lost host of servers, or a lost server, and train as one device."""
+"""Runs with copies of servers continue without a lost host of servers, or a lost server, and train as one device."""
 
 import contextlib
 import json
@@ -29,7 +29,7 @@ LINE = ("run", "--servers", "b:6170,c", "--replicas", "1", "--workers", "a,a", "
 """Server 0 and the copy of server 1 are on b; server 1 and the copy of server 0 are on c."""
 
 
-LOST = "  host b was lost, and the run goes on without it\n"
+LOST = "  host b was lost, and the run continues without it\n"
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +109,7 @@ def test_a_run_goes_on_without_a_lost_host_of_servers(how, name, step, hosts: Ho
         "b": "server 2 in place of server 0, server 1 without a copy",
         "c": "server 3 in place of server 1, server 0 without a copy",
     }[name]
-    assert re.search(rf"rankless: host {name} was lost: {reason}.*; the run goes on with {alone}\n", errors), errors
+    assert re.search(rf"rankless: host {name} was lost: {reason}.*; the run continues with {alone}\n", errors), errors
     summary = summary_of(tmp_path)
     assert (summary.lost_hosts, len(summary.lost_servers), summary.replicas) == ((name,), 2, 1)
     assert summary.verdict.endswith(f", host {name} lost")
@@ -205,8 +205,8 @@ def test_a_lost_host_may_have_workers_and_servers(how: str, step: int, hosts: Ho
     wait_for_step(job, tmp_path, step)
     output, errors = go_on_without(hosts, "d", how, job)
     assert json.loads(output.splitlines()[-1]) == pytest.approx(plain, rel=0, abs=1e-10)
-    assert re.search(r"host d was lost: .*; its tables go on with server 3 in place of server 1, server 0 w", errors)
-    assert re.search(r"host d was lost: .*; 1 worker ended there; 1 worker goes on", errors)
+    assert re.search(r"host d was lost: .*; its tables continue with server 3 in place of server 1, server 0 w", errors)
+    assert re.search(r"host d was lost: .*; 1 worker ended there; 1 worker continues", errors)
     summary = summary_of(tmp_path)
     assert (summary.lost_workers, summary.lost_hosts, sorted(summary.lost_servers)) == (1, ("d",), [1, 2])
 
@@ -263,7 +263,7 @@ def test_a_host_that_is_lost_while_workers_start_is_not_needed(hosts: Hosts, tmp
     if job.returncode == 0:
         require_same(output, plain)
     else:  # not all servers had served yet
-        assert "expected: all hosts to start their servers" in errors
+        assert "expected: all hosts to start the parameter servers" in errors
 
 
 @pytest.mark.exhaustive
@@ -289,7 +289,7 @@ def test_a_run_goes_on_without_a_server_that_is_not_started_again(server: int, t
     assert done.returncode == 0, done.stderr
     require_same(done.stdout, plain)
     alone = ("server 1 in place of server 0", "server 0 without a copy")[server]
-    assert f"rankless: server {server} was killed by SIGKILL; the run goes on with {alone}\n" in done.stderr
+    assert f"rankless: server {server} was killed by SIGKILL; the run continues with {alone}\n" in done.stderr
     assert "that covers a lost server, and not a lost host" in done.stderr
     assert summary_of(tmp_path).lost_servers == (server,)
 

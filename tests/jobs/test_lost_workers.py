@@ -1,4 +1,4 @@
-"""Runs with parameter servers go on without killed workers, and train what plain PyTorch does on one device."""
+"""Runs with parameter servers continue without killed workers, and train what plain PyTorch does on one device."""
 
 import json
 import random
@@ -44,7 +44,7 @@ def test_kills_at_random_moments_change_no_number(tmp_path, plain, seed):
 def test_the_output_and_the_summary_of_a_run_whose_first_worker_is_killed(tmp_path, plain):
     done = run_killed(tmp_path, "0:12:0")
     assert done.returncode == 0, done.stderr
-    assert re.search(r"rankless: worker 0 \(pid \d+\) was killed by SIGKILL; 2 workers go on\n", done.stderr)
+    assert re.search(r"rankless: worker 0 \(pid \d+\) was killed by SIGKILL; 2 workers continue\n", done.stderr)
     assert [line[:8] for line in done.stdout.splitlines()] == ["epoch 0:", "epoch 1:", "epoch 2:"]
     summary = summary_of(tmp_path)
     assert (summary.lost_workers, summary.exit_code, summary.outcome, summary.steps) == (1, 0, "succeeded", 30)
@@ -57,7 +57,7 @@ def test_the_output_and_the_summary_of_a_run_whose_first_worker_is_killed(tmp_pa
 def test_workers_are_killed_until_one_is_left(tmp_path, plain):
     done = run_killed(tmp_path, "0:0:0,1:once1:0")  # in its first call, which captures the job
     assert done.returncode == 0, done.stderr
-    assert "; 1 worker goes on" in done.stderr
+    assert "; 1 worker continues" in done.stderr
     assert summary_of(tmp_path).lost_workers == 2
     assert require_same_training(tmp_path, plain)["size"] == 1
 
@@ -66,7 +66,7 @@ def test_workers_are_killed_until_one_is_left(tmp_path, plain):
 def test_no_more_workers_are_lost_than_the_option_allows(tmp_path):
     done = run_killed(tmp_path, "0:3:0,1:9:0", "--lost-workers", "1")
     assert done.returncode == 137
-    assert "was killed by SIGKILL; 2 workers go on" in done.stderr
+    assert "was killed by SIGKILL; 2 workers continue" in done.stderr
     assert "rankless: rank 1 was killed by signal 9 (SIGKILL)\n" in done.stderr
 
 
@@ -87,7 +87,7 @@ def test_an_error_of_the_script_ends_the_run_after_a_worker_was_lost(tmp_path):
         STEPS + text + "    train(torch.arange(6))\n", "--servers", "1", "--workers", "3", folder=tmp_path
     )
     assert done.returncode == 1
-    assert "2 workers go on" in done.stderr
+    assert "2 workers continue" in done.stderr
     assert re.search(r"rankless: rank [02] raised ValueError: no at script.py:\d+\n", done.stderr)
 
 
@@ -106,7 +106,7 @@ def test_a_run_that_cannot_go_on_names_the_killed_worker(tmp_path, text):
     done = run_script(STEPS + text + "\n" + loop, "--servers", "1", "--workers", "3", folder=tmp_path)
     assert done.returncode == 137, done.stderr
     assert re.search(
-        r"rank 1 was killed by signal 9 \(SIGKILL\), and rank [02] could not go on without it", done.stderr
+        r"rank 1 was killed by signal 9 \(SIGKILL\), and rank [02] could not continue without it", done.stderr
     )
 
 

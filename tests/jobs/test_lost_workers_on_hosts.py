@@ -1,4 +1,4 @@
-"""Runs on several hosts go on without killed workers, and without a lost host that has no servers."""
+"""Runs on several hosts continue without killed workers, and without a lost host that has no servers."""
 
 import re
 import sys
@@ -74,7 +74,7 @@ def test_weights_on_servers_go_on_without_a_host(hosts: Hosts, tmp_path: Path):
     (tmp_path / "plain").mkdir()
     text = run_killed(hosts, tmp_path, "1:4:0,host:schedule9.0:0", text=WEIGHTS)
     assert require_same_weights(tmp_path, run_plain_weights(tmp_path / "plain"))["size"] == 1
-    assert re.search(r"host b was lost: .+; 2 workers ended there; 1 worker goes on", text)
+    assert re.search(r"host b was lost: .+; 2 workers ended there; 1 worker continues", text)
 
 
 @pytest.mark.exhaustive
@@ -95,7 +95,7 @@ def test_the_others_go_on_if_a_host_cannot_be_reached(hosts: Hosts, tmp_path: Pa
         hosts.link("b", up=True)
     assert job.returncode == 0, out + err
     assert require_same_training(tmp_path, plain)["size"] == 2
-    assert "; 2 workers ended there; 2 workers go on" in err
+    assert "; 2 workers ended there; 2 workers continue" in err
 
 
 @pytest.mark.exhaustive

@@ -206,7 +206,9 @@ found:    the connection has broken: the server has ended, or cannot be reached 
 
 
 def server_exited(server: int, code: int, *, is_restarted: bool = False, note: str = "") -> ProcessExited:
-    return ProcessExited(rank=NO_RANK, time_ns=0, number=server, exit_code=code, is_restarted=is_restarted, note=note)
+    return ProcessExited(
+        rank=NO_RANK, time_ns=0, role="server", number=server, exit_code=code, is_restarted=is_restarted, note=note
+    )
 
 
 def test_a_server_that_ends_is_the_root_cause_and_its_workers_are_not() -> None:
@@ -231,7 +233,7 @@ def test_a_server_that_is_started_again_fails_no_run_by_itself() -> None:
     for records in ([other, restarted, raised(0, LOST_SERVER)], [raised(0, LOST_SERVER), other, restarted]):
         verdict = verdict_on(*records)
         assert (verdict.root_cause, verdict.exit_code) == ("server 1", 137)
-        assert verdict.headline == "was killed by signal 9 (SIGKILL), was started again, and rank 0 could not go on"
+        assert verdict.headline == "was killed by signal 9 (SIGKILL), was started again, and rank 0 could not continue"
     ended = server_exited(1, 5, is_restarted=True)
     assert verdict_on(ended, raised(0, LOST_SERVER)).headline.startswith("ended with exit code 5, was started again,")
     assert verdict_on(restarted, server_exited(1, -6, note=", and did not serve")).headline == (
@@ -263,7 +265,7 @@ def test_a_lost_worker_is_the_root_cause_only_if_another_one_cannot_go_on():
     verdict = attribute_failure([*before, raised(0, LOST)])
     assert verdict is not None
     assert (verdict.root_cause_rank, verdict.exit_code) == (1, 137)
-    assert "was killed by signal 9 (SIGKILL), and rank 0 could not go on without it" in verdict.headline
+    assert "was killed by signal 9 (SIGKILL), and rank 0 could not continue without it" in verdict.headline
     own = attribute_failure([*before, raised(0)])
     assert own is not None
     assert (own.root_cause_rank, own.cause) == (0, "raised")

@@ -37,7 +37,7 @@ def make_run(**changes: Any) -> LiveRun:
         host=0,
         host_names=("",),
         workers=tuple(LiveWorker(rank=rank, host=0, device="cpu", log_file="") for rank in range(2)),
-        server_count=1,
+        process_count=1,
     )
     return msgspec.structs.replace(run, **changes)
 
@@ -62,17 +62,19 @@ def test_starts_and_ends_of_workers_and_servers_are_published_together(page: Liv
     page.receive(Exited(rank=0, time_ns=0, exit_code=-9))
     page.receive(Notice(rank=0, time_ns=0, text="not about a process"))
     page.receive(Started(rank=5, time_ns=0, pid=1, log_file=""))  # no rank of the run
-    page.set_servers([ProcessRow(index=0, process_id=8, address="ipc:///s", log_file="s.log", restarts=2)])
+    page.set_processes(
+        [ProcessRow(role="server", index=0, process_id=8, address="ipc:///s", log_file="s.log", restarts=2)]
+    )
     before = published(page)
     assert before is not None
-    assert (before.servers, before.workers[1].process_id) == ((), None)
+    assert (before.processes, before.workers[1].process_id) == ((), None)
     page.publish()
     after = published(page)
     assert after is not None
     found = [(each.process_id, each.has_finished, each.exit_code) for each in after.workers]
     assert found == [(None, False, -9), (77, True, None)]
-    assert [(each.process_id, each.restarts, each.stage) for each in after.servers] == [(8, 2, "serves")]
-    assert after.servers[0].log_file == os.path.abspath("s.log")
+    assert [(each.process_id, each.restarts, each.stage) for each in after.processes] == [(8, 2, "serves")]
+    assert after.processes[0].log_file == os.path.abspath("s.log")
 
 
 def test_a_record_of_another_layout_or_of_another_process_is_no_run(page: LiveRunPage):

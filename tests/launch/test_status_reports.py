@@ -68,9 +68,18 @@ def make_run(*, stage: ProcessStage = "serves", servers: int = 1, exit_code: int
         workers=(
             LiveWorker(rank=0, host=0, device="cpu", log_file="rank0.log", page=3, process_id=7, exit_code=exit_code),
         ),
-        server_count=servers,
-        servers=tuple(
-            LiveProcess(index=index, address="ipc:///s", log_file="", process_id=8, stage=stage, restarts=0, page=4)
+        process_count=servers,
+        processes=tuple(
+            LiveProcess(
+                role="server",
+                index=index,
+                address="ipc:///s",
+                log_file="",
+                process_id=8,
+                stage=stage,
+                restarts=0,
+                page=4,
+            )
             for index in range(servers)
         ),
     )
@@ -111,7 +120,7 @@ def reading(
         run=make_run(stage=stage),
         monotonic=at,
         workers={0: WorkerReading(page=page_of(999.0), process=worker, location=location)},
-        servers={("server", 0): RoleProcessReading(activity=server, process=server_process)},
+        processes={("server", 0): RoleProcessReading(activity=server, process=server_process)},
     )
 
 
@@ -201,8 +210,8 @@ def test_the_text_names_what_servers_refuse_and_how_far_workers_are_ahead():
 
 def test_a_worker_that_has_not_started_has_no_figures():
     run = make_run(servers=0)
-    status = report_running(None, RunReading(run=run, monotonic=NOW, workers={}, servers={}))
+    status = report_running(None, RunReading(run=run, monotonic=NOW, workers={}, processes={}))
     (worker,) = status.workers
     assert (worker.state, worker.steps, status.steps) == ("starting", None, None)
-    ended = RunReading(run=make_run(servers=0, exit_code=-9), monotonic=NOW, workers={}, servers={})
+    ended = RunReading(run=make_run(servers=0, exit_code=-9), monotonic=NOW, workers={}, processes={})
     assert "ended, -9" in format_status(report_running(None, ended), script="train.py", arguments=())

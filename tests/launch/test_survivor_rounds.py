@@ -1,4 +1,4 @@
-"""The agent's rounds of workers that go on after others were killed."""
+"""The agent's rounds of workers that continue after others were killed."""
 
 import socket
 
@@ -65,7 +65,7 @@ def test_a_killed_worker_ends_the_round_and_the_others_start_the_next(three):
     exited, notice = three.end(1, -9)
     assert exited.survivors == 2
     assert isinstance(notice, Notice)
-    assert notice.text == "worker 1 (pid 101) was killed by SIGKILL; 2 workers go on"
+    assert notice.text == "worker 1 (pid 101) was killed by SIGKILL; 2 workers continue"
     assert three.read(0) == three.read(2) == [RoundEnded(round=0)]
     three.ask(2)
     assert three.read(2) == []  # the other one has not asked
@@ -91,7 +91,7 @@ def test_a_worker_that_is_killed_while_a_round_forms_ends_that_round(three):
     three.ask(1, 2)
     assert three.read(1)[-1].round == 1
     exited, notice = three.end(2, -9)
-    assert (exited.survivors, notice.text[-16:]) == (1, "1 worker goes on")
+    assert (exited.survivors, notice.text[-18:]) == (1, "1 worker continues")
     assert three.read(1) == [RoundEnded(round=1)]
     three.ask(1, last_round=1)
     (started,) = three.read(1)

@@ -56,7 +56,7 @@ def test_a_lost_host_is_the_end_of_all_its_workers():
     assert host.is_covered
     assert [(each.rank, each.exit_code, each.survivors) for each in (first, second)] == [(2, -9, 3), (3, -9, 3)]
     assert isinstance(notice, Notice)
-    assert notice.text == "host b was lost: no heartbeat for 4 s; 2 workers ended there; 3 workers go on"
+    assert notice.text == "host b was lost: no heartbeat for 4 s; 2 workers ended there; 3 workers continue"
     assert peers.sent == [(4, RoundEnded(round=0))]
 
 
@@ -65,7 +65,7 @@ def test_a_lost_host_loses_the_workers_that_it_still_had():
     rounds.judge([Exited(rank=3, time_ns=0, exit_code=-9)])
     _, only, notice = rounds.judge([LOST])
     assert (only.rank, only.survivors) == (2, 3)
-    assert "1 worker ended there; 3 workers go on" in notice.text
+    assert "1 worker ended there; 3 workers continue" in notice.text
 
 
 @pytest.mark.parametrize("options", [{"with_processes": (0, 1)}, {"most_lost": 1}])
@@ -124,5 +124,5 @@ def test_a_lost_host_whose_servers_nobody_else_has_ends_the_run():
 
 def test_a_lost_host_of_workers_whose_servers_others_have_is_the_end_of_its_workers():
     rounds, _ = begin(with_processes=(1,))
-    rounds.judge([msgspec.structs.replace(LOST, are_servers_covered=True)])
+    rounds.judge([msgspec.structs.replace(LOST, are_processes_covered=True)])
     assert rounds.lost == {2, 3}

@@ -20,8 +20,8 @@ DEFAULT_STALENESS = 4
 DEFAULT_GEO_STEPS = 10
 DEFAULT_SERVER_RESTARTS = 10
 """How often servers that died are started again, all servers of a host together."""
-CANNOT_GO_ON = 3
-"""The exit code of a server that cannot go on, also in a new process: its memory is damaged, say."""
+CANNOT_CONTINUE = 3
+"""The exit code of a server that cannot continue, also in a new process: its memory is damaged, say."""
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
 
 ServerMode = Literal["sync", "async", "bounded", "geo"]
@@ -151,7 +151,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     ready_descriptor: int | None = None
     """An inherited pipe to which it writes one line once it serves: `ready ADDRESS`, or `ready ADDRESS durable`.
 
-    Durable: another process with the same memory can go on after this one has died.
+    Durable: another process with the same memory can continue after this one has died.
     """
     memory_descriptor: int | None = None
     """An inherited file in memory, empty at first, that all processes of this server have; None if there is none."""

@@ -40,7 +40,7 @@ class LossHandling(NamedTuple):
         run_for_all: Makes an operation of all workers.
         is_interrupted: Whether a worker is lost, whose step a read may await.
         recover: Goes on without it.
-        can_recover: Whether the others may go on.
+        can_recover: Whether the others may continue.
     """
 
     is_first: Callable[[], bool]

@@ -1,4 +1,4 @@
-"""Which workers go on after some were killed, in a run whose parameter servers keep the rows.
+"""Which workers continue after some were killed, in a run whose other processes have what a step needs of them.
 
 It uses the rounds of elastic jobs (Note [rounds] in `records.elastic_messages`). Round 0 is the process group with
 which the run begins. When a worker is killed by a signal, or its host is lost, its round ends, and all living workers
@@ -112,7 +112,7 @@ class WorkerChannels:
 
 
 class SurvivorRounds:
-    """Decides whether a run goes on without a worker, and starts rounds of those that are left."""
+    """Decides whether a run continues without a worker, and starts rounds of those that are left."""
 
     def __init__(
         self,
@@ -127,14 +127,14 @@ class SurvivorRounds:
         Args:
             channels: The channels to those of this host.
             hosts: Where all of them are.
-            most_lost: Without how many of them the others go on. 0: never.
+            most_lost: How many lost workers the run tolerates. 0: none.
             peers: The agents of the other hosts.
             end_store_round: Ends a round of the run's store. Default: nothing waits in one.
         """
         self.channels, self._hosts, self._most_lost, self._peers = channels, hosts, most_lost, peers
         self._end_store_round = end_store_round
         self.lost: set[int] = set()
-        """The workers without which the others go on."""
+        """The workers without which the others continue."""
         self._living = set(range(len(hosts.host_of)))
         self._finished: set[int] = set()
         """The workers that have ended by themselves with exit code 0."""
@@ -157,7 +157,7 @@ class SurvivorRounds:
         return min(set(range(len(self.lost) + 1)) - self.lost)
 
     def judge(self, records: Sequence[AnyRecord]) -> list[AnyRecord]:
-        """Return records of workers, where the ends of lost workers say how many go on, and a notice follows them."""
+        """Return records of workers. The ends of lost workers say how many continue, and a notice follows them."""
         judged: list[AnyRecord] = []
         for record in records:
             judged += self._judge(record) if self._most_lost else [record]
@@ -189,10 +189,10 @@ class SurvivorRounds:
         return [msgspec.structs.replace(record, survivors=len(self._living)), self._make_notice(record.rank, text)]
 
     def _judge_host(self, record: HostLost) -> list[AnyRecord]:
-        """Return the ends of the workers of a lost host, if the others go on without them."""
+        """Return the ends of the workers of a lost host, if the others continue without them."""
         host = record.host_index
         lost = {rank for rank in self._living if self._hosts.host_of[rank] == host}
-        is_needed = host in self._hosts.with_processes and not record.are_servers_covered
+        is_needed = host in self._hosts.with_processes and not record.are_processes_covered
         if record.is_covered or (not is_needed and not lost):
             return [record]
         if is_needed or not self._lose(lost):
@@ -221,7 +221,7 @@ class SurvivorRounds:
 
     def _describe_living(self) -> str:
         count = len(self._living)
-        return f"{count} worker{'s go' if count > 1 else ' goes'} on"
+        return f"{count} worker{'s continue' if count > 1 else ' continues'}"
 
     def _make_notice(self, rank: int, text: str) -> Notice:
         return Notice(rank=rank, time_ns=time.monotonic_ns(), text=text)
@@ -304,7 +304,7 @@ class SurvivorRelay:
 
 
 def make_survivors(job: ReadyJob) -> SurvivorRounds | SurvivorRelay:
-    """Return this host's part in letting workers go on without lost ones."""
+    """Return this host's part in letting workers continue without lost ones."""
     start, peers = job.start, job.peers
     first = start.first_rank(job.host_index)
     channels = WorkerChannels(range(first, start.first_rank(job.host_index + 1)))

@@ -131,16 +131,21 @@ def make_follower_token_source(cluster: Cluster) -> TokenSource:
     raise make_missing_token_error()
 
 
-def derive_server_token(token: bytes, salt: str) -> str:
-    """Return the token of a run's parameter servers, which every host of the run computes from its own copy of `token`.
+def derive_role_token(token: bytes, role: str, salt: str) -> str:
+    """Return the token of the processes of a role, which every host of the run computes from its own copy of `token`.
 
     So no host sends it. In a job without a token it is no secret for those who read the network.
+
+    Args:
+        token: The job's token.
+        role: The name of the role.
+        salt: The random text on which the hosts have agreed, in `AgreedProcesses`.
     """
-    return hmac.digest(token, b"rankless servers" + salt.encode(), hashlib.sha256).hex()
+    return hmac.digest(token, f"rankless {role}{salt}".encode(), hashlib.sha256).hex()
 
 
 def derive_store_token(token: bytes, run_id: str) -> str:
-    """Return the token of a run's store, which every host computes as that of the servers."""
+    """Return the token of a run's store, which every host computes as those of roles."""
     return hmac.digest(token, b"rankless store" + run_id.encode(), hashlib.sha256).hex()
 
 

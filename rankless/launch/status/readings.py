@@ -1,4 +1,4 @@
-"""One reading of a run that goes on: the counters of its processes, from shared memory and from `/proc`.
+"""One reading of a run in progress: the counters of its processes, from shared memory and from `/proc`.
 
 A reading asks a thread of each worker for the place of the main thread, as the watchdog does. It sends no signal. A
 worker whose thread does not answer at once, because C code keeps the interpreter's lock, has no place.
@@ -55,7 +55,7 @@ class WorkerReading:
 
 @dataclass(frozen=True, kw_only=True)
 class RoleProcessReading:
-    """A parameter server of this host at one moment."""
+    """A process of this host beside its workers, at one moment."""
 
     activity: ServerActivity | None
     """None if it has published nothing."""
@@ -70,8 +70,8 @@ class RunReading:
     monotonic: float
     workers: Mapping[int, WorkerReading]
     """By rank, those of this host that have started and not ended."""
-    servers: Mapping[tuple[str, int], RoleProcessReading]
-    """By index."""
+    processes: Mapping[tuple[str, int], RoleProcessReading]
+    """By role and number."""
 
 
 def read_run(run: LiveRun, *, with_places: bool) -> RunReading:
@@ -90,7 +90,7 @@ def read_run(run: LiveRun, *, with_places: bool) -> RunReading:
             run=run,
             monotonic=time.monotonic(),
             workers={each.rank: _read_worker(each, pages[each.rank], places.get(each.rank, "")) for each in started},
-            servers={(server.role, server.index): _read_server(run, server) for server in run.servers},
+            processes={(each.role, each.index): _read_role_process(run, each) for each in run.processes},
         )
 
 
@@ -134,14 +134,14 @@ def _read_places(workers: Mapping[int, tuple[LiveWorker, int | None]]) -> dict[i
     return places
 
 
-def _read_server(run: LiveRun, server: LiveProcess) -> RoleProcessReading:
+def _read_role_process(run: LiveRun, process: LiveProcess) -> RoleProcessReading:
     activity = None
-    with _opened(run, server.page, SERVER_PAGE_NAME) as page:
+    with _opened(run, process.page, SERVER_PAGE_NAME) as page:
         record = None if page is None else read_record(page)
     if record is not None:
         with contextlib.suppress(msgspec.DecodeError):
             activity = msgspec.json.decode(record.data, type=ServerActivity)
-    return RoleProcessReading(activity=activity, process=read_process(server.process_id))
+    return RoleProcessReading(activity=activity, process=read_process(process.process_id))
 
 
 @contextlib.contextmanager

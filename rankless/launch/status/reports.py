@@ -1,4 +1,4 @@
-"""The status of a run: of two readings of a run that goes on, or of the summary of one that has ended."""
+"""The status of a run: of two readings of a run in progress, or of the summary of one that has ended."""
 
 import time
 from collections.abc import Callable
@@ -23,13 +23,13 @@ from rankless.records.worker_status import WorkerStatus
 RATE_SECONDS = 10.0
 """The period before the last step over which steps per second are counted."""
 PUBLISH_SECONDS = 0.25
-"""How old what a busy server has published may be."""
+"""How old what a busy process has published may be."""
 _TICK_SECONDS = 0.015
 """How far the kernel's counters of CPU time may be off."""
 
 
 def report_running(before: RunReading | None, after: RunReading) -> RunStatus:
-    """Return the status of a run that goes on.
+    """Return the status of a run in progress.
 
     Args:
         before: An earlier reading of the same run; None if there is none.
@@ -49,17 +49,17 @@ def report_running(before: RunReading | None, after: RunReading) -> RunStatus:
         agent_process_id=run.process_id,
         host=run.host_names[run.host],
         worker_count=len(run.workers),
-        server_count=run.server_count,
+        server_count=run.process_count,
         steps=None if page is None else page.job_steps or page.count,
         samples_per_second=None if page is None or lead != 0 else _samples_per_second(page, after.monotonic),
         workers=tuple(_report_worker(run, each, before, after) for each in run.workers),
-        servers=tuple(_report_server(each, before, after) for each in run.servers),
+        servers=tuple(_report_process(each, before, after) for each in run.processes),
         lost_hosts=run.lost_hosts,
     )
 
 
 def report_ended(summary: RunSummary, *, outcome: StatusOutcome, verdict: str) -> RunStatus:
-    """Return the status of a run that goes on no more, or of which this host knows nothing else.
+    """Return the status of a run that has ended, or of which this host knows nothing else.
 
     Args:
         summary: Its `run.json`.
@@ -99,8 +99,8 @@ def report_ended(summary: RunSummary, *, outcome: StatusOutcome, verdict: str) -
 
 
 def report_gone(run: LiveRun) -> RunStatus:
-    """Return the status of a run that went on a moment ago, and has left no `run.json`: its launcher writes none."""
-    gone = RunReading(run=run, monotonic=time.monotonic(), workers={}, servers={})
+    """Return the status of a run that has just ended and has left no `run.json`: its launcher writes none."""
+    gone = RunReading(run=run, monotonic=time.monotonic(), workers={}, processes={})
     verdict = "it has ended, and its launcher writes no run.json"
     return msgspec.structs.replace(
         report_running(None, gone), outcome="unknown", verdict=verdict, agent_process_id=None, workers=(), servers=()
@@ -210,21 +210,21 @@ def _cpu_percent(before: ProcessReading | None, after: ProcessReading | None, se
     return max(0.0, 100.0 * (after.stats.cpu_seconds - before.stats.cpu_seconds) / seconds)
 
 
-def _report_server(server: LiveProcess, before: RunReading | None, after: RunReading) -> ServerReport:
-    name = (server.role, server.index)
-    reading = after.servers[name]
-    earlier = None if before is None else before.servers.get(name)
+def _report_process(live: LiveProcess, before: RunReading | None, after: RunReading) -> ServerReport:
+    name = (live.role, live.index)
+    reading = after.processes[name]
+    earlier = None if before is None else before.processes.get(name)
     process, seconds = reading.process, _seconds_between(before, after)
-    rate = _make_server_rate(None if before is None else before.monotonic, earlier, reading)
+    rate = _make_process_rate(None if before is None else before.monotonic, earlier, reading)
     return ServerReport(
-        role=server.role,
-        index=server.index,
-        address=server.address,
-        log_file=server.log_file,
-        process_id=server.process_id,
-        state=_server_state(server, process),
-        restarts=server.restarts,
-        copy_of=server.copy_of,
+        role=live.role,
+        index=live.index,
+        address=live.address,
+        log_file=live.log_file,
+        process_id=live.process_id,
+        state=_process_state(live, process),
+        restarts=live.restarts,
+        copy_of=live.copy_of,
         memory_bytes=None if process is None else process.memory_bytes,
         cpu_percent=_cpu_percent(None if earlier is None else earlier.process, process, seconds),
         transactions_per_second=rate(lambda each: each.transactions),
@@ -237,7 +237,7 @@ def _report_server(server: LiveProcess, before: RunReading | None, after: RunRea
     )
 
 
-def _make_server_rate(
+def _make_process_rate(
     earlier_at: float | None, earlier: RoleProcessReading | None, reading: RoleProcessReading
 ) -> Callable[[Callable[[ServerActivity], int]], float | None]:
     """Return a function from a counter to its rate. Counters of different processes have none."""
@@ -246,19 +246,19 @@ def _make_server_rate(
     def rate(counter: Callable[[ServerActivity], int]) -> float | None:
         if old is None or new is None or earlier_at is None or old.process_id != new.process_id:
             return None
-        # What an idle server has published long ago holds until it does something.
+        # What an idle process has published long ago holds until it does something.
         seconds = new.monotonic - max(old.monotonic, earlier_at - PUBLISH_SECONDS)
         return max(0, counter(new) - counter(old)) / seconds if seconds > 0 and new != old else 0.0
 
     return rate
 
 
-def _server_state(server: LiveProcess, process: ProcessReading | None) -> ServerState:
-    if server.stage in ("ended", "restarting") or process is None or process.stats.state in "ZX":
-        return "restarting" if server.stage == "restarting" else "ended"
+def _process_state(live: LiveProcess, process: ProcessReading | None) -> ServerState:
+    if live.stage in ("ended", "restarting") or process is None or process.stats.state in "ZX":
+        return "restarting" if live.stage == "restarting" else "ended"
     if process.stats.tracer_pid or process.stats.state == "t":
         return "debugged"
-    return "stopped" if process.stats.state == "T" else "starting" if server.stage == "starting" else "serves"
+    return "stopped" if process.stats.state == "T" else "starting" if live.stage == "starting" else "serves"
 
 
 def _seconds_between(before: RunReading | None, after: RunReading) -> float:

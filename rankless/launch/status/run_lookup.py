@@ -29,7 +29,7 @@ class EndedRun:
 
 @dataclass(frozen=True, kw_only=True)
 class FoundRuns:
-    """What a name stands for: one run, of which several hosts may be this one, or none that goes on."""
+    """What a name stands for: one run, of which several hosts may be this one, or none in progress."""
 
     running: Sequence[LiveRun] = ()
     ended: EndedRun | None = None

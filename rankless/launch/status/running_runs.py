@@ -1,4 +1,4 @@
-"""Finds the runs of this user that go on on this host: by the record that each agent has open."""
+"""Finds the runs of this user that are in progress on this host: by the record that each agent has open."""
 
 import os
 from contextlib import suppress

@@ -4,7 +4,7 @@ Note [root cause and secondary failures]: a rank that loses its connection to a 
 reports itself. So is a rank whose wait for its peers has timed out. The order of exits misleads: the root cause may
 destroy its groups and clean up for a long time, while the secondary failures exit at once. The root cause is therefore
 the first rank that reported a failure of its own: an exception other than a lost connection, an exit code, death by a
-signal, or the destruction of its process groups before other ranks lost it. A parameter server that ends while workers
+signal, or the destruction of its process groups before other ranks lost it. A process of a role that ends while workers
 run is a root cause too: the agent notices its end itself, before it reads what the workers report.
 """
 
@@ -20,7 +20,6 @@ from rankless.launch.supervisor.error_lines import find_line, first_line
 from rankless.launch.supervisor.verdict import EXPLAINED_SETTLING_SECONDS, SecondaryFailure, Verdict
 from rankless.launch.watchdog.timed_out_collectives import parse_timeout
 from rankless.records.events import (
-    SERVER,
     AnyRecord,
     Exited,
     GroupTeardown,
@@ -50,11 +49,6 @@ _LOST_CONNECTION = re.compile(
     r"|the connection to (rank \d+|a rank of another host) is lost|cannot go on with the ranks of other hosts"
     r"|rank \d+ left a collective because of an exception|rank \d+ found that the calls of the ranks do not match"
 )
-_LOST_SERVER = re.compile(
-    r"server \d+ at \S+ to answer worker \d+\n.*(?:the connection has broken|it has started again)"
-    r"|server \d+ has received SIGTERM"
-)
-"""The errors of a worker whose parameter server has ended."""
 _WHILE = " while workers ran"
 
 MAX_SHOWN_CHARS = 400
@@ -81,7 +75,7 @@ def attribute_failure(records: Sequence[AnyRecord], host_of: Callable[[int], int
         return None
     return (
         _find_lost_worker(records, secondary[0])
-        or _find_restarted_server(records, secondary)
+        or _find_restarted_process(records, secondary)
         or _find_stalled_rank(secondary)
         or _find_early_exit(records, secondary[0], host_of)
         or _find_timeout(records, secondary)
@@ -109,12 +103,17 @@ def is_secondary_failure(record: Raised | GroupTeardown) -> bool:
         return True
     found = [each[0] for each in _LOST_CONNECTION.finditer(text)]
     own = (f"rank {record.rank} raised", f"rank {record.rank} failed")
-    return any(not each.startswith(own) for each in found) or has_lost_server(record)
+    return any(not each.startswith(own) for each in found) or find_lost_process(record) is not None
 
 
-def has_lost_server(record: Raised | GroupTeardown) -> bool:
-    """Whether an exception, or one of its causes, is the lost connection to a parameter server."""
-    return _LOST_SERVER.search(f"{record.traceback}\n{record.message}") is not None
+def find_lost_process(record: Raised | GroupTeardown) -> tuple[str, int] | None:
+    """Return the role and the number of the process whose lost connection an exception, or one of its causes, is."""
+    text = f"{record.traceback}\n{record.message}"
+    for each in list_extensions():
+        match = re.search(each.failures.lost, text) if each.failures.lost and each.role is not None else None
+        if match is not None and each.role is not None:
+            return each.role.process, int(match[1])
+    return None
 
 
 def _find_own_failure(records: Sequence[AnyRecord], index: int) -> Verdict | None:
@@ -137,7 +136,7 @@ def _find_own_failure(records: Sequence[AnyRecord], index: int) -> Verdict | Non
         earlier = [each for each in records[:index] if each.rank == record.rank]
         return None if any(map(_reports_failure, earlier)) else _attribute_exit(record)
     if isinstance(record, ProcessExited):
-        return None if record.is_restarted or record.is_covered else _attribute_server_exit(record)
+        return None if record.is_restarted or record.is_covered else _attribute_process_exit(record)
     if isinstance(record, HangDetected):
         return Verdict(
             root_cause_rank=record.rank,
@@ -192,8 +191,8 @@ def _attribute_exit(record: ScriptFinished | Exited) -> Verdict | None:
     return Verdict(root_cause_rank=record.rank, cause="exit", exit_code=record.exit_code, headline=headline)
 
 
-def _attribute_server_exit(record: ProcessExited) -> Verdict:
-    """Return the verdict for a server that has ended before the workers."""
+def _attribute_process_exit(record: ProcessExited) -> Verdict:
+    """Return the verdict for a process of a role that has ended before the workers."""
     headline, code = f"ended with exit code {record.exit_code}{_WHILE}", record.exit_code
     if record.exit_code < 0:
         number = -record.exit_code
@@ -209,7 +208,7 @@ def _attribute_server_exit(record: ProcessExited) -> Verdict:
 
 
 def _have_all_succeeded(records: Sequence[AnyRecord]) -> bool:
-    """Whether all workers that have started have ended with exit code 0, so that no server fails them any more."""
+    """Whether all workers that have started have ended with exit code 0, so that no process fails them any more."""
     started = {record.rank for record in records if isinstance(record, Started)}
     ended = [record for record in records if isinstance(record, Exited)]
     return bool(started) and started <= {
@@ -218,33 +217,26 @@ def _have_all_succeeded(records: Sequence[AnyRecord]) -> bool:
 
 
 def _find_lost_worker(records: Sequence[AnyRecord], secondary: Raised) -> Verdict | None:
-    """Find a worker that was lost, and without which another one could not go on."""
+    """Find a worker that was lost, and without which another one could not continue."""
     lost = [record for record in records if isinstance(record, Exited) and record.survivors is not None]
     if not lost:
         return None
     verdict = _attribute_exit(msgspec.structs.replace(lost[-1], survivors=None))
     assert verdict is not None
-    more = f", and rank {secondary.rank} could not go on without it ({first_line(secondary)})"
+    more = f", and rank {secondary.rank} could not continue without it ({first_line(secondary)})"
     return msgspec.structs.replace(verdict, headline=verdict.headline + more)
 
 
-def _find_restarted_server(records: Sequence[AnyRecord], secondary: Sequence[Raised]) -> Verdict | None:
-    """Find a server that was started again, and that a worker has lost all the same."""
+def _find_restarted_process(records: Sequence[AnyRecord], secondary: Sequence[Raised]) -> Verdict | None:
+    """Find a process of a role that was started again, and that a worker has lost all the same."""
     for record in secondary:
-        server = _find_lost_server(record)
-        ends = [
-            each for each in records if isinstance(each, ProcessExited) and (each.role, each.number) == (SERVER, server)
-        ]
+        name = find_lost_process(record)
+        ends = [each for each in records if isinstance(each, ProcessExited) and (each.role, each.number) == name]
         if ends:
-            verdict = _attribute_server_exit(ends[-1])
-            more = f", was started again, and rank {record.rank} could not go on"
+            verdict = _attribute_process_exit(ends[-1])
+            more = f", was started again, and rank {record.rank} could not continue"
             return msgspec.structs.replace(verdict, headline=verdict.headline.removesuffix(_WHILE) + more)
     return None
-
-
-def _find_lost_server(record: Raised) -> int | None:
-    match = _LOST_SERVER.search(f"{record.traceback}\n{record.message}")
-    return None if match is None else int(match[0].split()[1])
 
 
 def _find_early_exit(records: Sequence[AnyRecord], secondary: Raised, host_of: Callable[[int], int]) -> Verdict | None:
@@ -347,8 +339,8 @@ def describe_secondary_failure(record: Raised) -> SecondaryFailure:
     timeout = parse_timeout(record)
     if timeout is not None:
         text = f"waited in {timeout.doing}{at} until its timeout of {timeout.idle_seconds:g} s"
-    elif has_lost_server(record):
-        text = f"lost its connection to a server{at}"
+    elif (lost := find_lost_process(record)) is not None:
+        text = f"lost its connection to a {lost[0]}{at}"
     elif is_secondary_failure(record):
         text = f"lost its connection to another rank{at}"
     else:

@@ -92,7 +92,7 @@ class RunObserver(Protocol):
         ...
 
     def judge(self, records: Sequence[AnyRecord]) -> Sequence[AnyRecord]:
-        """Return new records of this host's workers, which may say that the others go on without one that has ended."""
+        """Return new records of this host's workers, which may say that the others continue without one."""
         ...
 
     def cover_processes(self, records: Sequence[AnyRecord]) -> Sequence[AnyRecord]:
@@ -288,7 +288,7 @@ class Supervisor:
         self._process_records(records)
 
     def _judge(self, records: Sequence[AnyRecord]) -> Sequence[AnyRecord]:
-        """Let the observer say of ended workers whether the others go on, as long as the run goes on."""
+        """Let the observer say of ended workers whether the others continue, as long as the run continues."""
         return self._observer.judge(records) if self._phase is Phase.RUNNING and self._verdict is None else records
 
     def _process_local_records(self, records: Sequence[AnyRecord]) -> None:

@@ -8,7 +8,6 @@ from typing import Literal
 import msgspec
 
 from rankless.records.events import (
-    SERVER,
     AnyRecord,
     Exited,
     GroupTeardown,
@@ -40,16 +39,16 @@ Cause = Literal["raised", "left", "signal", "exit", "lost", "timeout", "host", "
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """The rank or server that caused the end of the job, what happened to it, and the job's exit code."""
+    """The rank or other process that caused the end of the job, what happened to it, and the job's exit code."""
 
     root_cause_rank: int
-    """If a whole host is the root cause, its first rank; NO_RANK if a server is, or a host without ranks."""
+    """If a whole host is the root cause, its first rank; NO_RANK if another process is, or a host without ranks."""
     root_cause_host: str = ""
     """The name of the host, if a whole host is the root cause."""
     root_cause_number: int | None = None
     """The number of the process beside the workers that is the root cause, if one is."""
-    role: str = SERVER
-    """What that process is called."""
+    role: str = ""
+    """What that process is called; "" if a rank or a host is the root cause."""
     cause: Cause
     exit_code: int
     headline: str
@@ -62,8 +61,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def root_cause(self) -> str:
         """The root cause's name, as "rank 1" or "server 0"."""
-        server = self.root_cause_number
-        return f"rank {self.root_cause_rank}" if server is None else f"{self.role} {server}"
+        number = self.root_cause_number
+        return f"rank {self.root_cause_rank}" if number is None else f"{self.role} {number}"
 
 
 class SecondaryFailure(msgspec.Struct, frozen=True):

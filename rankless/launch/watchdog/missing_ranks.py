@@ -13,6 +13,7 @@ person. The watchdog reports that in every phase, and ends the job only with a t
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from rankless.config.extensions import list_extensions
 from rankless.launch.watchdog.phases import BY_NAME as PHASES
 from rankless.launch.watchdog.process_monitor import ProcessStatus
 from rankless.launch.watchdog.process_stats import WAITS_FOR_DISK
@@ -22,8 +23,6 @@ DEADLOCK_SECONDS = 60.0
 DEADLOCK_MULTIPLE = 3.0
 BLOCKED_SECONDS = 600.0
 BLOCKED_MULTIPLE = 10.0
-SERVER_CALLS = ("a lookup in a table", "a request to the servers")
-"""What the stack classifier calls the waits for parameter servers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,15 +35,18 @@ class HangDiagnosis:
     """The ranks that did not arrive, or cannot connect to others; empty if all ranks wait in the same place."""
     seconds: float
     """How long the job has made no progress."""
-    servers: tuple[ProcessStatus, ...] = ()
-    """The parameter servers that do not answer. If there is one, all ranks that are idle wait for it."""
-    busy_servers: tuple[ProcessStatus, ...] = ()
-    """The servers that compute."""
+    silent: tuple[ProcessStatus, ...] = ()
+    """The processes beside the workers that do not answer. If there is one, all ranks that are idle wait for it."""
+    busy: tuple[ProcessStatus, ...] = ()
+    """The processes beside the workers that compute."""
 
     @property
-    def waits_for_servers(self) -> bool:
-        """Whether no rank or server holds up the job, and a rank waits for an answer of the servers."""
-        return not self.missing and not self.servers and any(where.doing in SERVER_CALLS for where in self.waiting)
+    def asked_roles(self) -> tuple[str, ...]:
+        """What the processes are called for whose answer ranks wait, if no rank and no process holds up the job."""
+        if self.missing or self.silent:
+            return ()
+        asks = {label: each.role.process for each in list_extensions() if each.role for label in each.stacks.asks}
+        return tuple(dict.fromkeys(asks[where.doing] for where in self.waiting if where.doing in asks))
 
     @property
     def least_seconds(self) -> float:
@@ -63,42 +65,42 @@ class HangDiagnosis:
             timeout: The user's `--hang-timeout` in seconds; None if the user gave none, 0 to never end the job.
             stall_limit: The pause in seconds that is unusual for this job.
         """
-        states = [missing_rank.state for missing_rank in self.missing] + [server.state for server in self.servers]
-        if timeout == 0 or "debugged" in states or (self.waits_for_servers and self.busy_servers):
+        states = [missing_rank.state for missing_rank in self.missing] + [process.state for process in self.silent]
+        if timeout == 0 or "debugged" in states or (self.asked_roles and self.busy):
             return float("inf")
         if timeout is not None:
             return timeout
         statuses = (*self.waiting, *self.missing)
         if (
-            not (self.missing or self.servers)
+            not (self.missing or self.silent)
             or not (self.waiting or self.has_unanswered)
             or any(where.state == "computes" for where in statuses)
         ):
             return float("inf")
         if any(where.state == "waits" and where.idle_seconds < stall_limit for where in statuses):
             return float("inf")  # data may still be in transit
-        if not self.servers and all(where.state in ("waits", "ended") for where in self.missing):
+        if not self.silent and all(where.state in ("waits", "ended") for where in self.missing):
             return max(DEADLOCK_SECONDS, DEADLOCK_MULTIPLE * stall_limit)
         # Somebody stopped a stopped process, perhaps to inspect it and then resume it.
         return max(BLOCKED_SECONDS, BLOCKED_MULTIPLE * stall_limit)
 
 
 def blame_processes(
-    ranks: Mapping[int, RankStatus], servers: Sequence[ProcessStatus], *, seconds: float
+    ranks: Mapping[int, RankStatus], processes: Sequence[ProcessStatus], *, seconds: float
 ) -> HangDiagnosis | None:
-    """Return the diagnosis if a parameter server does not answer and a rank is idle; None otherwise.
+    """Return the diagnosis if a process beside the workers does not answer and a rank is idle; None otherwise.
 
     Args:
         ranks: The status of every rank of the job.
-        servers: The status of every server.
+        processes: The status of every process beside the workers.
         seconds: How long the job has made no progress.
     """
-    silent = tuple(server for server in servers if server.holds_up)
+    silent = tuple(each for each in processes if each.holds_up)
     idle = [where for where in ranks.values() if where.state in ("waits", "blocked")]
     if not silent or not idle:
         return None
     others = [where for where in ranks.values() if where.state in ("computes", "stopped", "debugged")]
-    return HangDiagnosis(waiting=tuple(idle), missing=tuple(others), seconds=seconds, servers=silent)
+    return HangDiagnosis(waiting=tuple(idle), missing=tuple(others), seconds=seconds, silent=silent)
 
 
 def diagnose(ranks: Mapping[int, RankStatus], *, seconds: float, stall_limit: float) -> HangDiagnosis | None:

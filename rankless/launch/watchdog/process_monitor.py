@@ -1,6 +1,6 @@
-"""The state of the parameter servers of a run: a stopped server holds up every worker.
+"""The state of the processes of a run beside its workers: one that is stopped holds up every worker.
 
-That of this host's servers is read from `/proc`. Host 0 learns that of the others from their agents' records.
+That of this host's processes is read from `/proc`. Host 0 learns that of the others from their agents' records.
 """
 
 import time
@@ -13,13 +13,12 @@ from rankless.launch.roles import ProcessRow
 from rankless.launch.watchdog.process_stats import ActivityTracker
 from rankless.records.events import (
     NO_RANK,
-    SERVER,
     AnyRecord,
     ProcessExited,
     ProcessLost,
     ProcessObserved,
     ProcessRestarted,
-    ServerState,
+    ProcessState,
 )
 from rankless.records.server_activity import ServerActivity
 from rankless.records.shared_record import read_record
@@ -32,13 +31,13 @@ _RESTARTING = "is being started again"
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessStatus:
-    """What a parameter server does."""
+    """What a process beside the workers does."""
 
+    role: str
     index: int
-    role: str = SERVER
     doing: str
     """To follow "server 1", like "is idle (0 % CPU)"."""
-    state: ServerState = "runs"
+    state: ProcessState = "runs"
     host: str = ""
     """The name of its host, if there are several."""
     is_busy: bool = False
@@ -46,7 +45,7 @@ class ProcessStatus:
 
     @property
     def name(self) -> str:
-        """The server, like "server 1", or "server 1 on 10.0.0.2"."""
+        """The process, like "server 1", or "server 1 on 10.0.0.2"."""
         return f"{self.role} {self.index} on {self.host}" if self.host else f"{self.role} {self.index}"
 
     @property
@@ -56,19 +55,19 @@ class ProcessStatus:
 
 
 class ProcessMonitor:
-    """The parameter servers of this host, and on host 0 those of the others.
+    """The processes of this host beside its workers, and on host 0 those of the others.
 
     Args:
-        list_servers: Returns those of this host once they have started.
-        host_name: Returns the name of a server's host, by its role and number; "" if there is one host only.
+        list_rows: Returns those of this host once they have started.
+        host_name: Returns the name of a process's host, by its role and number; "" if there is one host only.
     """
 
     def __init__(
         self,
-        list_servers: Callable[[], Sequence[ProcessRow]],
+        list_rows: Callable[[], Sequence[ProcessRow]],
         host_name: Callable[[Name], str] = lambda _name: "",
     ) -> None:
-        self._list_servers = list_servers
+        self._list_rows = list_rows
         self._host_name = host_name
         self._trackers: dict[Name, ActivityTracker] = {}
         self._pages: dict[Name, int | None] = {}
@@ -78,15 +77,15 @@ class ProcessMonitor:
         self._interrupted_at = float("-inf")
 
     def receive(self, record: AnyRecord, now: float) -> None:
-        """Take note of a record about a server of another host."""
-        if isinstance(record, ProcessLost):  # also one of this host, whose partner goes on
+        """Take note of a record about a process of another host."""
+        if isinstance(record, ProcessLost):  # also one of this host, whose copy continues
             self._remote.pop((record.role, record.number), None)
             self._remote_restarting.discard((record.role, record.number))
             self._interrupted_at = now
         if not isinstance(record, ProcessExited | ProcessRestarted | ProcessObserved):
             return
         name = (record.role, record.number)
-        if name in {row.name for row in self._list_servers()}:
+        if name in {row.name for row in self._list_rows()}:
             return
         if isinstance(record, ProcessObserved):
             self._remote[name] = ProcessStatus(
@@ -99,8 +98,8 @@ class ProcessMonitor:
                 self._remote_restarting.add(name)
 
     def update(self, now: float) -> None:
-        """Read the counters of each server's present process."""
-        rows = self._list_servers()
+        """Read the counters of each process."""
+        rows = self._list_rows()
         self._restarting = {row.name for row in rows if row.is_restarting}
         self._pages = {row.name: row.status_descriptor for row in rows}
         for row in rows:
@@ -115,22 +114,22 @@ class ProcessMonitor:
 
     @property
     def is_restarting(self) -> bool:
-        """Whether workers may wait for a server that is being started again."""
+        """Whether workers may wait for a process that is being started again."""
         return bool(self._restarting or self._remote_restarting)
 
     def seconds_since_restart(self, now: float) -> float:
-        """Return for how long all servers have served: 0 while one is started again, infinity if none ever was."""
+        """Return for how long all processes have served: 0 while one is started again, infinity if none ever was."""
         return now - self._interrupted_at
 
     def seconds_since_activity(self, now: float) -> float:
-        """Return for how long no server of this host has computed or moved data; infinity without servers.
+        """Return for how long no process of this host has computed or moved data; infinity without processes.
 
-        A server may compile, or apply a large gradient on a loaded machine, while all ranks wait for it.
+        A process may compile, or apply a large gradient on a loaded machine, while all ranks wait for it.
         """
         return min((now - tracker.tree_idle_since for tracker in self._trackers.values()), default=float("inf"))
 
     def list_statuses(self, now: float) -> list[ProcessStatus]:
-        """Return what each server does; those that hold up the job come first."""
+        """Return what each process does; those that hold up the job come first."""
         restarting = [ProcessStatus(role=name[0], index=name[1], doing=_RESTARTING) for name in self._remote_restarting]
         remote = [each for name, each in self._remote.items() if name not in self._remote_restarting]
         found = [*self._list_own(now), *remote, *restarting]
@@ -138,7 +137,7 @@ class ProcessMonitor:
         return sorted(named, key=lambda status: (not status.holds_up, status.role, status.index))
 
     def make_records(self, now: float) -> Iterator[ProcessObserved]:
-        """Yield for host 0 what each server of this host does."""
+        """Yield for host 0 what each process of this host does."""
         for each in self._list_own(now):
             yield ProcessObserved(
                 rank=NO_RANK,
@@ -176,7 +175,7 @@ def _describe(name: Name, tracker: ActivityTracker, page: int | None, now: float
 
 
 def _describe_work(page: int | None) -> str:
-    """Say what a server has done, and which workers' steps it has not committed yet; "" if it publishes nothing."""
+    """Say what a process has done, and which workers' steps it has not committed yet; "" if it publishes nothing."""
     record = None if page is None else read_record(page)
     if record is None:
         return ""

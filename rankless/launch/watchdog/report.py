@@ -21,15 +21,15 @@ def format_report(
     *,
     host_name: HostName,
     stacks_file: str,
-    servers: Sequence[ProcessStatus] = (),
+    processes: Sequence[ProcessStatus] = (),
 ) -> str:
-    """Say which ranks wait where, what the servers do, where the missing ranks are, and which file has all stacks."""
+    """Say where ranks wait, what other processes do, where the missing ranks are, and which file has all stacks."""
     steps = f"{step_rate.steps} steps made" if step_rate.steps else "no step yet"
     if step_rate.step_seconds is not None:
         steps += f", a step took {format_seconds(step_rate.step_seconds)}"
     lines = [f"no progress for {format_seconds(diagnosis.seconds)} ({steps}): {describe_waiting(diagnosis)}"]
-    for server in (diagnosis.servers or servers)[: len(servers) if diagnosis.waits_for_servers else MAX_LISTED]:
-        lines.append(f"  {server.name} {server.doing}")
+    for process in (diagnosis.silent or processes)[: len(processes) if diagnosis.asked_roles else MAX_LISTED]:
+        lines.append(f"  {process.name} {process.doing}")
     for missing_rank in diagnosis.missing[:MAX_LISTED]:
         name = format_rank(missing_rank, host_name) + ("" if diagnosis.waiting else ":")
         lines.append(f"  {name} {describe_missing(diagnosis, missing_rank)}")
@@ -38,7 +38,7 @@ def format_report(
     more = len(diagnosis.missing) - MAX_LISTED
     if more > 0:
         lines.append(f"  and {more} more")
-    if not diagnosis.missing and not diagnosis.servers:
+    if not diagnosis.missing and not diagnosis.silent:
         lines.append(f"  no rank is missing: {describe_full_wait(diagnosis)}")
     if stacks_file:
         lines.append(f"  all threads of all ranks: {stacks_file}")
@@ -47,10 +47,10 @@ def format_report(
 
 def format_headline(diagnosis: HangDiagnosis, *, host_name: HostName) -> str:
     """Return the cause for which the job ends, to follow "rank 1" of the first missing rank, or "server 1"."""
-    if diagnosis.servers:
-        more = "".join(f"; {server.name} {server.doing}" for server in diagnosis.servers[1:])
+    if diagnosis.silent:
+        more = "".join(f"; {process.name} {process.doing}" for process in diagnosis.silent[1:])
         seconds = format_seconds(diagnosis.seconds)
-        return f"{diagnosis.servers[0].doing}; {describe_waiting(diagnosis)} for {seconds}{more}"
+        return f"{diagnosis.silent[0].doing}; {describe_waiting(diagnosis)} for {seconds}{more}"
     first = diagnosis.missing[0] if diagnosis.missing else diagnosis.waiting[0]
     rest = [missing_rank for missing_rank in diagnosis.missing if missing_rank is not first]
     seconds = format_seconds(diagnosis.seconds)
@@ -86,10 +86,13 @@ def describe_full_wait(diagnosis: HangDiagnosis) -> str:
             "the ranks do not find each other: MASTER_ADDR, MASTER_PORT, world size or store may differ between them, "
             "or a firewall rejects their connections"
         )
-    if diagnosis.waits_for_servers:
-        names = ", ".join(server.name for server in diagnosis.busy_servers)
-        verb = "computes" if len(diagnosis.busy_servers) == 1 else "compute"
-        return f"{names} {verb}" if names else "no server computes: a request or an answer may be lost"
+    roles = diagnosis.asked_roles
+    if roles:
+        names = ", ".join(process.name for process in diagnosis.busy)
+        verb = "computes" if len(diagnosis.busy) == 1 else "compute"
+        return (
+            f"{names} {verb}" if names else f"no {' and no '.join(roles)} computes: a request or an answer may be lost"
+        )
     return "sizes, dtypes or groups may differ between ranks, or the network is at fault"
 
 

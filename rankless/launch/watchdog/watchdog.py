@@ -47,14 +47,14 @@ class RemoteRanks:
     Args:
         peers: The other hosts.
         ranks: The ranks there.
-        servers: The parameter servers on hosts without workers, which respond too.
+        processes: The processes on hosts without workers, which respond too.
     """
 
-    def __init__(self, peers: Peers, ranks: Collection[int], *, servers: Collection[tuple[str, int]] = ()) -> None:
+    def __init__(self, peers: Peers, ranks: Collection[int], *, processes: Collection[tuple[str, int]] = ()) -> None:
         self._peers = peers
-        self._ranks, self._servers = frozenset(ranks), frozenset(servers)
+        self._ranks, self._processes = frozenset(ranks), frozenset(processes)
         self._pending: frozenset[int] = frozenset()
-        self._pending_servers: frozenset[tuple[str, int]] = frozenset()
+        self._pending_processes: frozenset[tuple[str, int]] = frozenset()
         self._requested_at = 0.0
         self.statuses: dict[int, RankStatus] = {}
 
@@ -63,20 +63,20 @@ class RemoteRanks:
         self.statuses[where.rank] = where
         self._pending -= {where.rank}
 
-    def receive_server(self, observed: ProcessObserved) -> None:
-        """Note that the host of a server has responded."""
-        self._pending_servers -= {(observed.role, observed.number)}
+    def receive_process(self, observed: ProcessObserved) -> None:
+        """Note that the host of a process has responded."""
+        self._pending_processes -= {(observed.role, observed.number)}
 
     def request_statuses(self, now: float) -> None:
-        """Request the status of every remote rank, and of servers on hosts without ranks."""
-        if self._ranks or self._servers:
+        """Request the status of every remote rank, and of processes on hosts without ranks."""
+        if self._ranks or self._processes:
             self._peers.request_rank_status()
-            self._pending, self._pending_servers, self._requested_at = self._ranks, self._servers, now
+            self._pending, self._pending_processes, self._requested_at = self._ranks, self._processes, now
 
     def is_complete(self, now: float, *, ended: Collection[int]) -> bool:
         """Return True once all but the ranks in `ended` have responded, or the responses have timed out."""
         return (
-            self._pending <= set(ended) and not self._pending_servers
+            self._pending <= set(ended) and not self._pending_processes
         ) or now - self._requested_at > RESPONSE_TIMEOUT_SECONDS
 
 
@@ -102,12 +102,12 @@ class WatchdogConfig:
     stacks_file: str
     """The file to which the watchdog appends the stacks of all threads."""
     host_name: Callable[[int], str] = lambda _rank: ""
-    list_servers: Callable[[], Sequence[ProcessRow]] = list
-    """Returns the parameter servers of this host."""
-    server_host_name: Callable[[tuple[str, int]], str] = lambda _name: ""
-    """Returns the name of the host of a server of the job."""
-    lone_servers: Sequence[tuple[str, int]] = ()
-    """The servers of the job on hosts without workers."""
+    list_rows: Callable[[], Sequence[ProcessRow]] = list
+    """Returns the processes of this host beside its workers."""
+    process_host_name: Callable[[tuple[str, int]], str] = lambda _name: ""
+    """Returns the name of the host of a process of the job."""
+    lone_processes: Sequence[tuple[str, int]] = ()
+    """The processes of the job on hosts without workers."""
 
 
 class Watchdog:
@@ -127,9 +127,9 @@ class Watchdog:
         self._remote_ranks = RemoteRanks(
             config.peers,
             set(range(size)) - set(self._worker_configs) if config.peers.attributes_failures else (),
-            servers=config.lone_servers if config.peers.attributes_failures else (),
+            processes=config.lone_processes if config.peers.attributes_failures else (),
         )
-        self._servers = ProcessMonitor(config.list_servers, config.server_host_name)
+        self._processes = ProcessMonitor(config.list_rows, config.process_host_name)
         self._timed_out: dict[int, RankStatus] = {}
         self._is_requested = False
         """Whether host 0, or a collective that timed out on a rank, requested the statuses."""
@@ -142,7 +142,7 @@ class Watchdog:
 
     def receive(self, record: AnyRecord) -> None:
         """Take note of a record."""
-        self._servers.receive(record, time.monotonic())
+        self._processes.receive(record, time.monotonic())
         if isinstance(record, Started) and record.rank in self._pages:
             config, page = self._worker_configs[record.rank], self._pages[record.rank]
             self._workers[record.rank] = WorkerMonitor(config, record.pid, page, time.monotonic())
@@ -157,7 +157,7 @@ class Watchdog:
                 self._timed_out[record.rank] = where
                 self._is_requested = True
         elif isinstance(record, ProcessObserved):
-            self._remote_ranks.receive_server(record)
+            self._remote_ranks.receive_process(record)
         elif isinstance(record, RankStatus) and record.rank not in self._worker_configs:
             self._remote_ranks.receive(record)
             if not record.requested and record.state != "moves":
@@ -166,7 +166,7 @@ class Watchdog:
     def tick(self, now: float) -> list[AnyRecord]:
         """Check the workers if a check is due, and return the records to send."""
         if not self._worker_configs:
-            return list(self._observe_lone_servers(now))
+            return list(self._observe_lone_processes(now))
         if not self._pages or self._is_finished:
             return []
         self._is_requested = self._config.peers.take_rank_status_request() or self._is_requested
@@ -184,22 +184,22 @@ class Watchdog:
         self._update_parent(now)
         for worker in self._list_workers():
             worker.update(now)
-        self._servers.update(now)
+        self._processes.update(now)
         self._step_rate.update([worker.page for worker in self._workers.values()])
         stalled = self._stalled_seconds(now)
         if self._is_requested or (stalled >= self._stall_limit and stalled >= self._next_check_at):
             self._start_collecting(now)
-        elif stalled < self._stall_limit and not self._servers.is_restarting:
+        elif stalled < self._stall_limit and not self._processes.is_restarting:
             return list(self._report_recovery())
         return []
 
-    def _observe_lone_servers(self, now: float) -> Iterator[AnyRecord]:
-        """Yield for host 0, if it asks, what the servers of this host without workers do."""
+    def _observe_lone_processes(self, now: float) -> Iterator[AnyRecord]:
+        """Yield for host 0, if it asks, what the processes of this host without workers do."""
         if now >= self._next_update_at:
             self._next_update_at = now + SHORTEST_INTERVAL_SECONDS
-            self._servers.update(now)
+            self._processes.update(now)
         if self._config.peers.take_rank_status_request():
-            yield from self._servers.make_records(now)
+            yield from self._processes.make_records(now)
 
     def _start_collecting(self, now: float) -> None:
         for worker in self._list_workers():
@@ -232,7 +232,7 @@ class Watchdog:
         return [worker for rank, worker in self._workers.items() if rank not in self._finished]
 
     def _stalled_seconds(self, now: float) -> float:
-        """How long some rank has been idle while no rank made a step, and while all servers served and were idle."""
+        """How long some rank has been idle while no rank made a step, and all other processes served and were idle."""
         stalled = [now - worker.idle_since() for worker in self._live_workers() if not self._is_busy_waiting(worker)]
         busy_waiting = [
             self._step_rate.seconds_since_step(now) for worker in self._live_workers() if self._is_busy_waiting(worker)
@@ -245,8 +245,8 @@ class Watchdog:
         remote = [where.idle_seconds for where in statuses if where.state not in ("moves", "computes", "debugged")]
         return min(
             self._step_rate.seconds_since_step(now),
-            self._servers.seconds_since_restart(now),
-            self._servers.seconds_since_activity(now),
+            self._processes.seconds_since_restart(now),
+            self._processes.seconds_since_activity(now),
             max([*stalled, *busy_waiting, *remote], default=0.0),
         )
 
@@ -270,7 +270,7 @@ class Watchdog:
         self._reported_seconds = 0.0
 
     def _diagnose(self, now: float) -> Iterator[AnyRecord]:
-        self._servers.update(now)
+        self._processes.update(now)
         stall_limit, stalled = self._stall_limit, self._stalled_seconds(now)
         self._next_check_at = self._choose_next_check(stalled)
         local = self._local_statuses(now, gpu_waits=False)
@@ -278,7 +278,7 @@ class Watchdog:
         if any(where.state in ("blocked", "stopped", "debugged") for where in local.values()):
             local = self._local_statuses(now, gpu_waits=True)
         if not self._config.peers.attributes_failures:  # host 0 waits for the statuses of ranks, which follow
-            yield from self._servers.make_records(now)
+            yield from self._processes.make_records(now)
         yield from (msgspec.structs.replace(where, requested=self._is_requested) for where in local.values())
         self._is_requested = False
         if not self._config.peers.attributes_failures:
@@ -286,15 +286,15 @@ class Watchdog:
             write_stacks(self._config.stacks_file, self._list_workers())
         elif self._timed_out:
             yield from self._report_missing_ranks(self._all_statuses(local))
-        elif not self._servers.is_restarting:
-            ranks, servers = self._all_statuses(local), self._servers.list_statuses(now)
+        elif not self._processes.is_restarting:
+            ranks, processes = self._all_statuses(local), self._processes.list_statuses(now)
             missing_ranks = load_part("missing_ranks")
-            diagnosis = missing_ranks.blame_processes(ranks, servers, seconds=stalled) or missing_ranks.diagnose(
+            diagnosis = missing_ranks.blame_processes(ranks, processes, seconds=stalled) or missing_ranks.diagnose(
                 ranks, seconds=stalled, stall_limit=stall_limit
             )
             if diagnosis is not None:
-                diagnosis = replace(diagnosis, busy_servers=tuple(each for each in servers if each.is_busy))
-                yield from self._report_diagnosis(diagnosis, stalled - diagnosis.seconds, servers)
+                diagnosis = replace(diagnosis, busy=tuple(each for each in processes if each.is_busy))
+                yield from self._report_diagnosis(diagnosis, stalled - diagnosis.seconds, processes)
 
     def _report_missing_ranks(self, statuses: Mapping[int, RankStatus]) -> Iterator[HangDetected]:
         diagnosis = load_part("timed_out_collectives").find_missing(statuses, self._timed_out)
@@ -322,14 +322,14 @@ class Watchdog:
         return local
 
     def _report_diagnosis(
-        self, diagnosis: "HangDiagnosis", later: float, servers: Sequence[ProcessStatus]
+        self, diagnosis: "HangDiagnosis", later: float, processes: Sequence[ProcessStatus]
     ) -> Iterator[AnyRecord]:
         """Report a hang if it has lasted long enough, or choose when to check again.
 
         Args:
             diagnosis: The hang.
             later: How many seconds after the stall's start it began.
-            servers: The state of every server.
+            processes: The state of every process beside the workers.
         """
         stall_limit, timeout = self._stall_limit, self._config.timeout_seconds
         abort_after = diagnosis.abort_after(timeout=timeout, stall_limit=stall_limit)
@@ -353,7 +353,7 @@ class Watchdog:
                 self._step_rate,
                 host_name=self._config.host_name,
                 stacks_file=stacks,
-                servers=servers,
+                processes=processes,
             )
         )
 
@@ -362,8 +362,8 @@ class Watchdog:
             load_part("report").format_headline(diagnosis, host_name=self._config.host_name) + more,
             time.monotonic_ns(),
         )
-        if diagnosis.servers:
-            first = diagnosis.servers[0]
+        if diagnosis.silent:
+            first = diagnosis.silent[0]
             return HangDetected(
                 rank=NO_RANK, time_ns=now, headline=text, traceback="", number=first.index, role=first.role
             )

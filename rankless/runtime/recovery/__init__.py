@@ -1,1 +1,1 @@
-"""How a worker continues without others that were killed, in a run with parameter servers (decision 0049)."""
+"""How a worker continues without others that were killed, in a run whose servers have the tables (decision 0049)."""

@@ -165,7 +165,7 @@ class WorkerRecovery:
             raise CollectiveError(
                 expected="all workers in an operation that they make together",
                 found="a worker that was killed",
-                fix="go on without it",
+                fix="continue without it",
             )
 
     def _wait_for_notice(self, error: BaseException) -> bool:

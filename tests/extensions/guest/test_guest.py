@@ -83,7 +83,7 @@ def test_the_status_of_a_run_shows_it(installed, tmp_path):
             command = [sys.executable, "-m", "rankless", "status", "log/latest"]
             return subprocess.run(command, cwd=tmp_path, env=installed, capture_output=True, text=True).stdout
 
-        wait_until(lambda: re.search(r"^ +clock 0 +\d+ +serves", status(), re.MULTILINE) is not None)
+        wait_until(lambda: re.search(r"^ +clock +pid.*\n +0 +\d+ +serves", status(), re.MULTILINE) is not None)
     finally:
         job.send_signal(signal.SIGINT)
         errors = job.communicate()[1]

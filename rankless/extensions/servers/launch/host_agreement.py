@@ -2,7 +2,7 @@
 
 Each host says which of the given addresses are its own, with the facts of its `JoinRequest`. Host 0 then lets each
 reserve those of its servers, and learns the ports that they have chosen. All this goes through the authenticated
-connections between the agents. No secret does: see `derive_server_token`.
+connections between the agents. No secret does: see `derive_role_token`.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Which servers of a run are lost for good, and whether others have their tables, so that the run goes on.
+"""Which servers of a run are lost for good, and whether others have their tables, so that the run continues.
 
 Host 0 decides it (`LostServers.cover_hosts` and `cover_processes`), because it attributes failures. It tells the other
 hosts, and each agent tells its workers through memory (`extensions.servers.lost_memory`). See Note [copies of servers]
@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Sequence
 import msgspec
 
 from rankless.config.run_config import AgreedJobConfig
-from rankless.extensions.servers.config import NAME, ServersConfig, find_original, find_partner
+from rankless.extensions.servers.config import NAME, SERVER_ROLE, ServersConfig, find_original, find_partner
 from rankless.extensions.servers.lost_memory import mark_lost, open_lost_servers
 from rankless.launch.peers import Peers
 from rankless.launch.rendezvous.peers import FollowerPeers, LeaderPeer
@@ -63,7 +63,7 @@ class LostServers:
         return judged
 
     def cover_processes(self, records: Sequence[AnyRecord]) -> Sequence[AnyRecord]:
-        """Return records of ended servers, which say whether the run goes on without them.
+        """Return records of ended servers, which say whether the run continues without them.
 
         Other hosts than host 0 return them as they are.
         """
@@ -99,13 +99,13 @@ class LostServers:
         where = f" on {self._names[self._hosts[server]]}" if len(self._names) > 1 else ""
         return [
             msgspec.structs.replace(record, is_covered=True),
-            *self._lose([server], f"server {server}{where} {how}{record.note}; the run goes on"),
+            *self._lose([server], f"server {server}{where} {how}{record.note}; the run continues"),
         ]
 
     def _judge_host(self, record: HostLost) -> Iterable[AnyRecord]:
         """Go on without the servers of a host, if other hosts have their tables, and without a host of servers alone.
 
-        `elastic.survivors` decides whether the run goes on without its workers.
+        `elastic.survivors` decides whether the run continues without its workers.
         """
         host = record.host_index
         if host is None:
@@ -119,9 +119,9 @@ class LostServers:
                 return [msgspec.structs.replace(record, how=record.how + more)]
         has_workers = self._workers[host] > 0
         if has_workers and not servers:
-            return [msgspec.structs.replace(record, are_servers_covered=True)]
-        how = "its tables go on" if has_workers else "the run goes on"
-        covered = msgspec.structs.replace(record, is_covered=not has_workers, are_servers_covered=True)
+            return [msgspec.structs.replace(record, are_processes_covered=True)]
+        how = "its tables continue" if has_workers else "the run continues"
+        covered = msgspec.structs.replace(record, is_covered=not has_workers, are_processes_covered=True)
         return [covered, *self._lose(servers, f"host {record.host} {record.how}; {how}")]
 
     def _lose(self, servers: Sequence[int], how: str) -> Iterable[AnyRecord]:
@@ -131,7 +131,7 @@ class LostServers:
         others = ", ".join(map(self._describe_partner, servers))
         text = how + (f" with {others}" if others else "")
         now = time.monotonic_ns()
-        yield from (ProcessLost(rank=NO_RANK, time_ns=now, number=server) for server in servers)
+        yield from (ProcessLost(rank=NO_RANK, time_ns=now, role=SERVER_ROLE, number=server) for server in servers)
         yield Notice(rank=NO_RANK, time_ns=now, text=text)
 
     def _describe_partner(self, lost: int) -> str:

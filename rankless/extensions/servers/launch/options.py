@@ -43,21 +43,15 @@ class ServerOptions(RunOptions):
     def read(self, given: GivenOptions, command: str) -> Settings:
         """See `RunOptions`. The commands plan and verify take servers in the mode `sync` alone."""
         servers = read_servers(given)
-        if servers is None:
-            return {}
-        if command != "run" and servers.mode != "sync":
+        if command != "run" and servers is not None and servers.mode != "sync":
             raise ConfigError(
                 expected="--server-mode sync, in which several workers make the steps of one",
                 found=servers.mode,
                 fix=f"{command} the script in the mode sync; the other modes are other trainings",
             )
-        if command == "plan" and any(not is_here(parse_endpoint(each).host) for each in servers.endpoints):
-            raise ConfigError(
-                expected="workers and servers on this host, where the plan is found",
-                found="addresses of other hosts",
-                fix="give numbers: --servers 2 --workers 4",
-            )
-        return make_settings(servers)
+        if command == "plan":
+            _require_one_host(given, servers)
+        return {} if servers is None else make_settings(servers)
 
     def find_workers(self, given: GivenOptions, *, worker_count: int | None, names_hosts: bool) -> NamedWorkers:
         """See `RunOptions`: those of `--workers` and `--heter-workers`."""
@@ -184,6 +178,18 @@ def _require_lists(
             expected="on several hosts --workers and --heter-workers with one address for each worker",
             found=("" if workers is None else f"--workers {workers} ") + f"--heter-workers {text}",
             fix="list both: --workers A,A,B --heter-workers C,C",
+        )
+
+
+def _require_one_host(given: GivenOptions, servers: RequestedServers | None) -> None:
+    """Raise `ConfigError` for addresses of other hosts."""
+    endpoints = () if servers is None else servers.endpoints
+    workers = read_workers(given, worker_count=None, names_hosts=False)
+    if workers.hosts or any(not is_here(parse_endpoint(each).host) for each in endpoints):
+        raise ConfigError(
+            expected="workers and servers on this host, where the plan is found",
+            found="addresses of other hosts",
+            fix="give numbers: --servers 2 --workers 4",
         )
 
 

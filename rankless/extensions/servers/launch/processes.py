@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from rankless.errors import LaunchError
-from rankless.extensions.servers.config import CANNOT_GO_ON, DEFAULT_SERVER_RESTARTS, SERVER_ROLE, find_original
+from rankless.extensions.servers.config import CANNOT_CONTINUE, DEFAULT_SERVER_RESTARTS, SERVER_ROLE, find_original
 from rankless.extensions.servers.launch.server_launches import ServerLaunch
 from rankless.extensions.servers.launch.server_process import ServerPhase, ServerProcess
 from rankless.launch.roles import ProcessRow
@@ -113,7 +113,7 @@ class ServerProcesses:
 
     def _take_end(self, server: ServerProcess, code: int) -> ProcessExited:
         """Start the server again if that is possible. See Note [servers that die]."""
-        if not server.is_durable or code in (0, CANNOT_GO_ON) or not self._max_restarts:
+        if not server.is_durable or code in (0, CANNOT_CONTINUE) or not self._max_restarts:
             note = "" if server.outage is None else ", when it was started again"
         elif not self._restarts_left:
             note = f"; servers have been started again {self._max_restarts} times, as --server-restarts allows"
@@ -154,7 +154,11 @@ def _check_start(server: ServerProcess) -> ProcessExited | ProcessRestarted | No
     assert server.outage is not None
     if server.phase is ServerPhase.SERVING and server.is_durable:
         return ProcessRestarted(
-            rank=NO_RANK, time_ns=time.monotonic_ns(), number=server.index, text=server.end_outage()
+            rank=NO_RANK,
+            time_ns=time.monotonic_ns(),
+            role=SERVER_ROLE,
+            number=server.index,
+            text=server.end_outage(),
         )
     if server.phase is ServerPhase.SERVING:
         note = ", and was started again without its tables"
@@ -171,6 +175,7 @@ def _make_exit_record(server: ServerProcess, code: int, *, is_restarted: bool = 
     return ProcessExited(
         rank=NO_RANK,
         time_ns=time.monotonic_ns(),
+        role=SERVER_ROLE,
         number=server.index,
         exit_code=code,
         is_restarted=is_restarted,

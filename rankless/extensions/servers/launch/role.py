@@ -24,7 +24,7 @@ from rankless.extensions.servers.launch.processes import ServerProcesses
 from rankless.extensions.servers.launch.server_hosts import describe_servers, find_own_servers
 from rankless.extensions.servers.launch.server_launches import make_server_launches
 from rankless.launch.rendezvous.host_facts import RoleFacts
-from rankless.launch.rendezvous.job_token import derive_server_token
+from rankless.launch.rendezvous.job_token import derive_role_token
 from rankless.launch.roles import JoinedHosts, ProcessRole, ProcessRow, RoleHost, WorkerContent
 from rankless.launch.signals import Interrupts
 from rankless.records.connection_attempts import UsedPort
@@ -89,7 +89,7 @@ class ServersRole(ProcessRole):
         agreed, servers = host.start.roles[self.name], self._on_one_host
         if servers is None:
             assert host.token is not None
-            token = derive_server_token(host.token, agreed.salt)
+            token = derive_role_token(host.token, self.name, agreed.salt)
             servers = make_servers_config(self._requested, agreed.addresses, token)
         self._lost = LostServers(servers, host.start, names=host.names, peers=host.peers)
         self._processes = ServerProcesses(

@@ -1,4 +1,4 @@
-"""Check that parameter servers run on a host, and that one that is killed goes on with its tables."""
+"""Check that parameter servers run on a host, and that one that is killed continues with its tables."""
 
 import subprocess
 import tempfile

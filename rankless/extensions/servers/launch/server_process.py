@@ -61,7 +61,7 @@ class ServerProcess:
         self.launch = launch
         self.incarnation = 0
         self.is_durable = False
-        """Whether another process can go on with the memory of its first one."""
+        """Whether another process can continue with the memory of its first one."""
         self.outage: Outage | None = None
         self._memory: int | None = None
         if hasattr(os, "memfd_create"):

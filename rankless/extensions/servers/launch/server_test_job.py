@@ -1,4 +1,4 @@
-"""The doctor's test of parameter servers: a server makes a step, is killed, and goes on in a new process.
+"""The doctor's test of parameter servers: a server makes a step, is killed, and continues in a new process.
 
 It prints how long both took. Its argument is a folder for the server's socket and log.
 """
@@ -73,7 +73,7 @@ def run_test(folder: Path, interrupts: Interrupts) -> str:
             raise TableError(expected="rows of 1.0 after the kill", found=f"{rows.mean():g}", fix="check the memory")
     finally:
         servers.close()
-    return f"a step after {format_seconds(served)}; after a kill it went on in {format_seconds(back)}"
+    return f"a step after {format_seconds(served)}; after a kill it continued in {format_seconds(back)}"
 
 
 if __name__ == "__main__":

@@ -83,7 +83,7 @@ class ServerClient:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
-        else:  # a worker that fails does not leave: the others must not go on without its part
+        else:  # a worker that fails does not leave: the others must not continue without its part
             self._close_connections()
 
     def open_table(self, name: str, settings: TableSettings) -> ServedTable:
@@ -122,7 +122,7 @@ class ServerClient:
         return self._transaction.committed
 
     def regroup(self, lost: Collection[int], transaction: int, round_number: int) -> None:
-        """Tell the servers that workers are lost, and that the others go on; see Note [lost workers] in `transactions`.
+        """Tell the servers that workers are lost and others continue; see Note [lost workers] in `transactions`.
 
         Args:
             lost: All workers that are lost.
@@ -200,7 +200,7 @@ class ServerClient:
             self._requests.read(lambda: self._requests.ask_all(header))
 
     def close(self) -> None:
-        """Leave the run once the last commit has been made, and close the connections. The others can go on alone.
+        """Leave the run once the last commit has been made, and close the connections. The others can continue alone.
 
         If the other workers do not make their part of it within half a minute, the worker does not leave.
         A worker with pushes that it has not committed only closes its connections.

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import zmq
 
 from rankless.errors import RanklessError, TableError
-from rankless.extensions.servers.config import CANNOT_GO_ON, ServerConfig, read_server_config
+from rankless.extensions.servers.config import CANNOT_CONTINUE, SERVER_ROLE, ServerConfig, read_server_config
 from rankless.extensions.servers.service.server_status import ServerStatusPage
 from rankless.extensions.servers.service.table_server import TableServer, log_line
 from rankless.extensions.servers.service.wire.addresses import bound
@@ -86,7 +86,7 @@ def _map_tables(config: ServerConfig, log: Callable[[str], None]) -> DurableTabl
     durable = DurableTables(config.memory_descriptor, decode_table_settings)
     if durable.tables or config.incarnation:
         log(
-            f"goes on after transaction {durable.committed} with {len(durable.tables)} tables of an earlier process, "
+            f"continues after transaction {durable.committed} with {len(durable.tables)} tables of an earlier process, "
             f"mapped in {(time.perf_counter() - start) * 1e3:.1f} ms"
         )
     return durable
@@ -108,11 +108,12 @@ def main() -> int:
     """Serve with the configuration of the environment. Return the exit code."""
     try:
         config = read_server_config()
-        process_title.show_parameter_server(config.index, config.server_count * (1 + config.replicas))
+        count = config.server_count * (1 + config.replicas)
+        process_title.show_role_process("parameter server", config.index, count, short=SERVER_ROLE)
         serve(config)
     except RanklessError as error:
         print(f"a parameter server cannot run: {error}", file=sys.stderr)
-        return CANNOT_GO_ON if isinstance(error, TableError) else 1
+        return CANNOT_CONTINUE if isinstance(error, TableError) else 1
     return 0
 
 

@@ -150,7 +150,7 @@ class ReplicatedConnection:
         if not answers:
             raise TransferLostError(
                 expected=f"{self.name} to run while its contents are read",
-                found="it is lost, and its copy goes on",
+                found="it is lost, and its copy continues",
                 fix="read them again",
             )
         answer = next(iter(answers.values()))
@@ -216,7 +216,7 @@ class ReplicatedConnection:
         self._living.remove(lost)
         if lost.is_waiting and self._notify is not None:
             other = self._living[0].name
-            self._notify(f"worker {self._worker} goes on without {lost.name}: {other} has the same tables")
+            self._notify(f"worker {self._worker} continues without {lost.name}: {other} has the same tables")
         lost.close()
         for request in self._requests.values():
             own = request.numbers.pop(lost, None)

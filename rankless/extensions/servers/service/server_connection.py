@@ -65,11 +65,11 @@ class ConnectionSettings(NamedTuple):
 
     Args:
         reconnect_seconds: How long a server may be away. 0: its end is an error at once.
-        notify: Tells the user that a worker waits for a server, and that it goes on.
+        notify: Tells the user that a worker waits for a server, and that it continues.
         on_wait: Called several times a second while the worker waits. It may raise.
         is_interrupted: Called several times a second within reads: whether a worker is lost, whose step they may await.
-        recover: Called then, in the handler of the error. It goes on without that worker, or raises.
-        is_lost: Whether a server is lost for good, by its index, so that its copy goes on alone.
+        recover: Called then, in the handler of the error. It continues without that worker, or raises.
+        is_lost: Whether a server is lost for good, by its index, so that its copy continues alone.
         defers: Whether changes return before servers have answered them. The next commit awaits the answers.
         open_sockets: Makes the sockets to the servers.
     """
@@ -339,7 +339,7 @@ class ServerConnection:
                 self._note_number(number, self._transfer_lost())
             how = "has started again"
         seconds = time.monotonic() - self._lost_at
-        self._notify(f"worker {self._hello.worker} goes on after {seconds:.1f} s: {self.name} {how}")
+        self._notify(f"worker {self._hello.worker} continues after {seconds:.1f} s: {self.name} {how}")
 
     def _transfer_lost(self) -> TransferLostError:
         return TransferLostError(

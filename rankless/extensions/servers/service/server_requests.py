@@ -143,7 +143,7 @@ class ServerRequests:
         """Return what an exchange returns that only reads. It is made again if a lost worker has interrupted it.
 
         Raises:
-            ReadInterruptedError: A worker was lost, and the caller must first go on without it.
+            ReadInterruptedError: A worker was lost, and the caller must first continue without it.
         """
         while True:
             try:

@@ -182,7 +182,7 @@ class TableServer:
         if worker in self.requests.transactions.lost:
             raise ServerError(
                 expected="a worker that the others have not lost",
-                found=f"worker {worker}, without which they go on",
+                found=f"worker {worker}, without which they continue",
                 fix="start the run again",
             )
 

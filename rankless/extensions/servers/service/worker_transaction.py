@@ -15,7 +15,7 @@ class WorkerTransaction:
         self.committed = committed
         """The last transaction that this worker has committed."""
         self.defers = defers
-        """Whether the next transaction awaits the answers to this one's requests, so that the worker goes on."""
+        """Whether the next transaction awaits the answers to this one's requests, so that the worker continues."""
         self.changes = 0
         """Number of changes in the next one so far."""
         self.prepared: list[PreparedPush] = []

@@ -76,7 +76,7 @@ class TableStatistics:
 
 @dataclass(frozen=True, kw_only=True)
 class TableState:
-    """All of a table but its arrays, and where those are: what another process needs to go on with the same memory.
+    """All of a table but its arrays, and where those are: what another process needs to continue with the same memory.
 
     Args:
         step: Number of steps so far.

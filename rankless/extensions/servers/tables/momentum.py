@@ -43,7 +43,7 @@ class MomentumHistory:
     def __init__(
         self, memory: TableMemory, *, steps: int = 0, first_moving: int = 1, length: int = FIRST_LENGTH
     ) -> None:
-        """Begin before the first step, or go on after `steps` with the arrays of an earlier process."""
+        """Begin before the first step, or continue after `steps` with the arrays of an earlier process."""
         self._memory = memory
         self._caught_up = memory.reserve("caught_up", (memory.most_rows,), np.int64)
         self._movements, self._decays = (memory.reserve(name, (length,), np.float64) for name in ARRAYS[1:])

@@ -54,7 +54,7 @@ class Table:
     def __init__(
         self, settings: TableSettings, memory: ArrayMemory | None = None, state: TableState | None = None
     ) -> None:
-        """Make an empty table, or go on with one.
+        """Make an empty table, or continue with one.
 
         Args:
             settings: The table's settings.
@@ -210,7 +210,7 @@ class Table:
         self._memory, self._optimizer, self.step = memory, optimizer, contents.step
 
     def state(self) -> TableState:
-        """Return what another process needs to go on with the same memory."""
+        """Return what another process needs to continue with the same memory."""
         history = self._optimizer.history if isinstance(self._optimizer, MomentumRows) else None
         return TableState(
             step=self.step,

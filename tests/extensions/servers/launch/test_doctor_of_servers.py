@@ -15,7 +15,7 @@ from rankless.extensions.servers.launch.server_checks import run_check
 def test_a_server_makes_a_step_and_goes_on_after_a_kill():
     found = run_check()
     assert found.status == "pass", found
-    assert re.fullmatch(r"a step after [\d.]+ \w+; after a kill it went on in [\d.]+ \w+", found.seen)
+    assert re.fullmatch(r"a step after [\d.]+ \w+; after a kill it continued in [\d.]+ \w+", found.seen)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Whether a run goes on without a lost server or host, and what its records then say."""
+"""Whether a run continues without a lost server or host, and what its records then say."""
 
 from collections.abc import Iterator
 
@@ -45,7 +45,7 @@ def host_lost(host: int) -> HostLost:
 
 
 def exited(server: int, code: int = -9, **more) -> ProcessExited:
-    return ProcessExited(rank=NO_RANK, time_ns=0, number=server, exit_code=code, **more)
+    return ProcessExited(rank=NO_RANK, time_ns=0, role="server", number=server, exit_code=code, **more)
 
 
 def judge(run: LostServers, records: list[AnyRecord]) -> list[AnyRecord]:
@@ -65,7 +65,7 @@ def test_a_lost_host_of_servers_with_copies_is_no_failure(run: LostServers):
     assert attribute_failure(records) is None
     assert [record.number for record in records if isinstance(record, ProcessLost)] == [0, 3]
     assert texts_of(records) == [
-        "host b was lost: gone; the run goes on with server 2 in place of server 0, server 1 without a copy"
+        "host b was lost: gone; the run continues with server 2 in place of server 0, server 1 without a copy"
     ]
     assert lost_of(run) == [0, 3]
 
@@ -80,14 +80,14 @@ def test_the_second_host_of_the_same_tables_is_the_root_cause(run: LostServers):
 @pytest.mark.parametrize(
     ("record", "text"),
     [
-        (exited(3), "server 3 on b was killed by SIGKILL; the run goes on with server 1 without a copy"),
+        (exited(3), "server 3 on b was killed by SIGKILL; the run continues with server 1 without a copy"),
         (
             exited(0, 3, note=", in vain"),
-            "server 0 on b ended with exit code 3, in vain; the run goes on with server 2 in place of server 0",
+            "server 0 on b ended with exit code 3, in vain; the run continues with server 2 in place of server 0",
         ),
         (
             exited(1, 0),
-            "server 1 on c ended with exit code 0; the run goes on with server 3 in place of server 1",
+            "server 1 on c ended with exit code 0; the run continues with server 3 in place of server 1",
         ),
     ],
 )
@@ -115,7 +115,7 @@ def test_a_server_that_is_lost_after_its_copy_is_the_root_cause(run: LostServers
 def test_a_host_whose_servers_are_lost_already_can_be_lost_too(run: LostServers):
     records = [each for record in (exited(0), exited(3), host_lost(1)) for each in judge(run, [record])]
     assert attribute_failure(records) is None
-    assert texts_of(records)[-1] == "host b was lost: gone; the run goes on"
+    assert texts_of(records)[-1] == "host b was lost: gone; the run continues"
 
 
 @pytest.mark.parametrize(
@@ -136,8 +136,8 @@ def test_of_a_host_with_workers_the_servers_are_covered():
     run = make_run(hosts=HOSTS, workers=(2, 1, 0))
     record, *more = judge(run, [host_lost(1)])
     assert isinstance(record, HostLost)
-    assert (record.are_servers_covered, record.is_covered) == (True, False)
-    assert texts_of(more)[0].startswith("host b was lost: gone; its tables go on with server 2 in place of")
+    assert (record.are_processes_covered, record.is_covered) == (True, False)
+    assert texts_of(more)[0].startswith("host b was lost: gone; its tables continue with server 2 in place of")
     assert lost_of(run) == [0, 3]
     run.close()
 
@@ -146,7 +146,7 @@ def test_a_host_of_workers_alone_has_no_tables_that_go_on():
     run = make_run(hosts=HOSTS, workers=(2, 0, 0, 1))
     (record,) = judge(run, [HostLost(rank=2, time_ns=0, host="d", how="was lost: gone", host_index=3)])
     assert isinstance(record, HostLost)
-    assert (record.are_servers_covered, record.is_covered) == (True, False)
+    assert (record.are_processes_covered, record.is_covered) == (True, False)
     run.close()
 
 

@@ -23,7 +23,7 @@ from rankless.extensions.servers.launch.processes import ServerProcesses
 from rankless.extensions.servers.launch.server_launches import ServerLaunch
 from rankless.launch.roles import ProcessRow
 from rankless.launch.signals import Interrupts
-from rankless.launch.supervisor.failure_attribution import has_lost_server
+from rankless.launch.supervisor.failure_attribution import find_lost_process
 from rankless.launch.watchdog.missing_ranks import BLOCKED_SECONDS, blame_processes, diagnose
 from rankless.launch.watchdog.process_monitor import ProcessMonitor, ProcessStatus
 from rankless.launch.watchdog.report import format_report
@@ -39,14 +39,14 @@ from rankless.records.events import (
 from rankless.records.run_summary import decode_run_summary
 
 WAITING = RankStatus(rank=0, time_ns=0, state="waits", doing="a request to the servers", idle_seconds=100.0)
-STOPPED = ProcessStatus(index=1, doing="does not answer: it is stopped by a signal", state="stopped")
-RUNNING = ProcessStatus(index=0, doing="is idle (0 % CPU)")
+STOPPED = ProcessStatus(role="server", index=1, doing="does not answer: it is stopped by a signal", state="stopped")
+RUNNING = ProcessStatus(role="server", index=0, doing="is idle (0 % CPU)")
 
 
 def test_a_stopped_server_holds_up_ranks_that_are_idle():
     diagnosis = blame_processes({0: WAITING}, [STOPPED, RUNNING], seconds=30.0)
     assert diagnosis is not None
-    assert (diagnosis.servers, diagnosis.waiting, diagnosis.missing) == ((STOPPED,), (WAITING,), ())
+    assert (diagnosis.silent, diagnosis.waiting, diagnosis.missing) == ((STOPPED,), (WAITING,), ())
     assert diagnosis.abort_after(timeout=5.0, stall_limit=10.0) == 5.0
     assert diagnosis.abort_after(timeout=None, stall_limit=10.0) == BLOCKED_SECONDS
 
@@ -60,18 +60,18 @@ def test_a_running_server_holds_up_nothing():
 def test_ranks_that_wait_for_servers_that_compute_are_no_fault_of_the_network():
     ranks = {rank: msgspec.structs.replace(WAITING, rank=rank, doing="a lookup in a table") for rank in (0, 1)}
     found = diagnose(ranks, seconds=30.0, stall_limit=10.0)
-    busy = ProcessStatus(index=1, doing="computes (90 % CPU)", is_busy=True)
-    diagnosis = dataclasses.replace(found, busy_servers=(busy,))
-    report = format_report(diagnosis, StepRate(), host_name=lambda _: "", stacks_file="", servers=[RUNNING, busy])
+    busy = ProcessStatus(role="server", index=1, doing="computes (90 % CPU)", is_busy=True)
+    diagnosis = dataclasses.replace(found, busy=(busy,))
+    report = format_report(diagnosis, StepRate(), host_name=lambda _: "", stacks_file="", processes=[RUNNING, busy])
     assert "server 1 computes (90 % CPU)\n  no rank is missing: server 1 computes" in report
     assert diagnosis.abort_after(timeout=5.0, stall_limit=10.0) == float("inf")
     assert found.abort_after(timeout=5.0, stall_limit=10.0) == 5.0
-    idle = format_report(found, StepRate(), host_name=lambda _: "", stacks_file="", servers=[RUNNING])
+    idle = format_report(found, StepRate(), host_name=lambda _: "", stacks_file="", processes=[RUNNING])
     assert "no rank is missing: no server computes: a request or an answer may be lost" in idle
     assert "sizes, dtypes" not in report + idle
     elsewhere = {rank: msgspec.structs.replace(where, doing="all_reduce") for rank, where in ranks.items()}
     found = diagnose(elsewhere, seconds=30.0, stall_limit=10.0)
-    assert "sizes, dtypes" in format_report(found, StepRate(), host_name=lambda _: "", stacks_file="", servers=[busy])
+    assert "sizes, dtypes" in format_report(found, StepRate(), host_name=lambda _: "", stacks_file="", processes=[busy])
 
 
 def test_a_server_that_computes_makes_progress():
@@ -98,7 +98,7 @@ def test_a_server_that_computes_makes_progress():
 
 
 def test_a_server_in_a_debugger_never_ends_the_job():
-    debugged = ProcessStatus(index=0, doing="is in a debugger", state="debugged")
+    debugged = ProcessStatus(role="server", index=0, doing="is in a debugger", state="debugged")
     diagnosis = blame_processes({0: WAITING}, [debugged], seconds=30.0)
     assert diagnosis is not None
     assert diagnosis.abort_after(timeout=5.0, stall_limit=10.0) == float("inf")
@@ -147,7 +147,7 @@ def test_the_monitor_follows_a_server_that_is_started_again():
 def test_host_0_knows_the_servers_of_other_hosts_from_records():
     own = ProcessRow(role="server", index=0, process_id=os.getpid(), address="tcp://a:1", log_file="server0.log")
     monitor = ProcessMonitor(lambda: [own], lambda name: "ab"[name[1]])
-    about = {"rank": NO_RANK, "time_ns": 0, "number": 1}
+    about = {"rank": NO_RANK, "time_ns": 0, "role": "server", "number": 1}
     monitor.receive(ProcessObserved(**about, doing="does not answer", state="stopped"), 1.0)
     monitor.receive(ProcessObserved(**(about | {"number": 0}), doing="is another host's"), 1.0)
     monitor.update(1.0)
@@ -236,6 +236,6 @@ def test_the_error_of_a_worker_that_lost_its_server_is_recognized(tmp_path: Path
         finally:
             servers.close()
     text = "".join(traceback.format_exception(error.value))
-    assert has_lost_server(
+    assert find_lost_process(
         Raised(rank=0, time_ns=0, error_type="ServerError", message=str(error.value), traceback=text)
-    )
+    ) == ("server", 0)

@@ -9,10 +9,11 @@ from support.warm_runs import rankless
 
 from rankless.cli import main
 from rankless.config import hosts, validation
+from rankless.config.extensions import find_extension
 from rankless.config.hosts import Endpoint, parse_endpoint
 from rankless.config.run_config import Elastic, Program, RunConfig, RunRequest
 from rankless.errors import ConfigError
-from rankless.extensions.servers.config import NAME, RequestedServers, make_settings
+from rankless.extensions.servers.config import NAME, SERVER_MODES, SERVER_ROLE, RequestedServers, make_settings
 from rankless.extensions.servers.launch import options as server_options
 from rankless.extensions.servers.launch import server_hosts
 from rankless.extensions.servers.launch.options import find_requested
@@ -251,6 +252,20 @@ def test_elastic_jobs_have_no_servers():
     request = RunRequest(worker_count=1, elastic=elastic, options={NAME: make_settings(RequestedServers(count=1))})
     with pytest.raises(ConfigError, match="omit the options of elastic jobs, or the servers"):
         validation.make_run_config(Program(kind="script", target=__file__), request)
+
+
+def test_the_declaration_says_what_the_code_does():
+    extension = find_extension(NAME)
+    assert extension is not None
+    assert extension.role is not None
+    assert extension.role.process == SERVER_ROLE
+    options, request = extension.options, RequestedServers(count=1)
+    assert options["server-mode"].metavar == "|".join(SERVER_MODES)
+    defaults = {"server-mode": request.mode, "staleness": request.staleness, "geo-steps": request.geo_steps}
+    defaults |= {"replicas": request.replicas, "server-restarts": request.max_restarts}
+    assert {name: options[name].help.endswith(f" Default: {value}.") for name, value in defaults.items()} == (
+        dict.fromkeys(defaults, True)
+    )
 
 
 def test_servers_keep_a_core_each_if_there_are_enough(monkeypatch: pytest.MonkeyPatch):

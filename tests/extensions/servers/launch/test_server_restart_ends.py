@@ -94,7 +94,7 @@ def test_the_end_of_the_agent_during_a_restart_leaves_nothing(number: int, tmp_p
     assert job.returncode == (-number if number == signal.SIGKILL else 128 + number)
 
 
-CANNOT_GO_ON = (
+CANNOT_CONTINUE = (
     ASK
     + """
 from rankless.errors import ServerError
@@ -110,9 +110,11 @@ raise ServerError(
 
 @pytest.mark.exhaustive
 def test_a_server_is_the_root_cause_if_a_worker_cannot_go_on(tmp_path: Path):
-    job = run(tmp_path, CANNOT_GO_ON, "--servers", "1", "--workers", "1", server=DURABLE)
+    job = run(tmp_path, CANNOT_CONTINUE, "--servers", "1", "--workers", "1", server=DURABLE)
     assert job.returncode == 128 + signal.SIGKILL
-    killed = r"rankless: server 0 was killed by signal 9 \(SIGKILL\), was started again, and rank 0 could not go on\n"
+    killed = (
+        r"rankless: server 0 was killed by signal 9 \(SIGKILL\), was started again, and rank 0 could not continue\n"
+    )
     assert re.search(killed, job.stderr)
     require_nothing_left(tmp_path)
 

@@ -1,4 +1,4 @@
-"""Servers that die and keep their tables: the agent starts them again, and the run goes on."""
+"""Servers that die and keep their tables: the agent starts them again, and the run continues."""
 
 import os
 import re
@@ -208,7 +208,9 @@ def test_a_system_without_files_in_memory_starts_no_server_again(server_folder: 
     finally:
         polled.servers.close()
     (record,) = polled.records
-    assert record == ProcessExited(rank=NO_RANK, time_ns=record.time_ns, number=0, exit_code=-signal.SIGKILL)
+    assert record == ProcessExited(
+        rank=NO_RANK, time_ns=record.time_ns, role="server", number=0, exit_code=-signal.SIGKILL
+    )
 
 
 def test_a_server_that_the_system_cannot_start_again_has_ended(server_folder: Path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Workers go on when connections break: every request is done once, in its order."""
+"""Workers continue when connections break: every request is done once, in its order."""
 
 import numpy as np
 import pytest
@@ -75,7 +75,7 @@ def test_a_training_over_connections_that_break_is_the_same(tmp_path, optimizer,
         assert_equal_contents(tables[0].contents(), reference.contents())
         breaks = sum(forwarder.breaks for own in forwarders for forwarder in own)
         assert breaks > 3
-        assert any("goes on after" in notice for notice in notices)
+        assert any("continues after" in notice for notice in notices)
     finally:
         for own in forwarders:
             for forwarder in own:
@@ -106,7 +106,7 @@ def test_a_worker_that_was_busy_while_its_connection_broke_goes_on(tmp_path):
         forwarder.break_all()
         wait_until(lambda connections=connections: forwarder.connections > connections)
     assert_equal_contents(table.contents(), reference.contents(), bound=0)
-    assert sum("goes on after" in notice for notice in notices) == 3
+    assert sum("continues after" in notice for notice in notices) == 3
     client.close()
     forwarder.close()
     run.close()

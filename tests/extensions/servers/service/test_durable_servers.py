@@ -1,4 +1,4 @@
-"""Servers whose tables are in memory that another process holds: a new process of a killed server goes on with them."""
+"""Servers whose tables are in memory of another process: a new process of a killed server continues with them."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +11,7 @@ from served_training import OPTIMIZERS
 from server_processes import RestartedServer, ServerProcess
 
 from rankless.errors import TableError
-from rankless.extensions.servers.config import CANNOT_GO_ON, ServerConfig, ServersConfig
+from rankless.extensions.servers.config import CANNOT_CONTINUE, ServerConfig, ServersConfig
 from rankless.extensions.servers.service.client import ServerClient
 from rankless.extensions.servers.service.server_connection import ConnectionSettings
 from rankless.extensions.servers.service.wire.authentication import PROOF_BYTES
@@ -134,7 +134,7 @@ def test_a_killed_server_goes_on_with_its_tables(server):
         push(tables, 1000)  # which is never committed
         server.kill()
     server.start()
-    assert "goes on after transaction 20 with 2 tables" in server.process.text()
+    assert "continues after transaction 20 with 2 tables" in server.process.text()
 
 
 def test_restored_contents_outlive_a_server(server):
@@ -195,7 +195,7 @@ def test_a_server_with_damaged_memory_says_that_it_cannot_go_on(server):
     server.kill()
     os.pwrite(server._descriptor, b"x" * 8, 0)
     process = server.start()
-    assert process.process.wait(30) == CANNOT_GO_ON
+    assert process.process.wait(30) == CANNOT_CONTINUE
     assert "fix:" in process.text()
 
 

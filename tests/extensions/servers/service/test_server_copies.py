@@ -1,4 +1,4 @@
-"""Servers with copies: both hold the same bits after each step, and workers go on with the one that is left."""
+"""Servers with copies: both hold the same bits after each step, and workers continue with the one that is left."""
 
 import threading
 
@@ -216,7 +216,7 @@ def test_a_worker_that_waited_says_that_it_goes_on_without_a_server(run, losses)
     with_loss.start()
     training.check()
     assert any("worker 0 waits for server 0 at" in text for text in notices)
-    assert any("worker 0 goes on without server 0 at" in text and "server 1 at" in text for text in notices)
+    assert any("worker 0 continues without server 0 at" in text and "server 1 at" in text for text in notices)
     together([client.close for client in clients])
 
 

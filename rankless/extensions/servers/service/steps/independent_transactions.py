@@ -12,7 +12,7 @@ class IndependentTransactions:
     """Transactions of each worker alone: an optimizer step for each of its batches; see PendingTransactions."""
 
     def __init__(self, worker_count: int, committed: Sequence[int] = (), left: Iterable[int] = ()) -> None:
-        """Begin, or go on after an earlier process of this server.
+        """Begin, or continue after an earlier process of this server.
 
         Args:
             worker_count: Number of workers.

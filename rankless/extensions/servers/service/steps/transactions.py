@@ -182,7 +182,7 @@ class CommonTransactions:
         left: Iterable[int] = (),
         lost: Mapping[int, int] | None = None,
     ) -> None:
-        """Begin, or go on after an earlier process of this server.
+        """Begin, or continue after an earlier process of this server.
 
         Args:
             worker_count: Number of workers.

@@ -61,7 +61,7 @@ class Kind(IntEnum):
     PREPARE = 15
     """A worker's slice of a step, before the step."""
     REGROUP = 16
-    """Workers are lost, and the others go on. The payload says which."""
+    """Workers are lost, and the others continue. The payload says which."""
     PUSH_FOR_LOST = 17
     """What a lost worker would have pushed. The payload says which worker, and the number of its change."""
     PULL_SEVERAL = 18
