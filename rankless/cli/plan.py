@@ -10,8 +10,13 @@ import msgspec
 
 from rankless.cli.extension_options import add_own_options, find_given_options
 from rankless.cli.host_options import LOG_FOLDER_HELP, read_workers
-from rankless.cli.json_output import add_json_option, make_json_header, read_json_destination
-from rankless.cli.picture_option import PICTURE_HELP, read_picture_path
+from rankless.cli.json_output import (
+    add_json_option,
+    make_json_header,
+    read_json_destination,
+    require_different_files,
+    require_writable_file,
+)
 from rankless.cli.program_options import (
     PLAN_HELP,
     add_program_options,
@@ -28,7 +33,7 @@ from rankless.config.script_source import digest_source
 from rankless.config.validation import make_run_config
 from rankless.errors import ConfigError
 from rankless.launch.agent import make_job_runner
-from rankless.plan_picture.picture_file import write_picture
+from rankless.plan_picture.picture_file import find_format, write_picture
 from rankless.plan_picture.pictured_job import collect_plan
 from rankless.records.job_programs import DefinedJob, ProgramRecord, read_program_records
 from rankless.records.parallel_plan import JobPlan, ParallelPlan, PlannedAxis
@@ -202,3 +207,37 @@ def _make_parallel_plan(
         axes=name_axes(mesh, workers),
         jobs=jobs,
     )
+
+
+PICTURE_HELP = (
+    "Draw the plan in this file: the mesh, who holds which module, what moves, and the memory. plan.svg is a picture, "
+    "plan.html a page with tables too."
+)
+
+
+def read_picture_path(arguments: argparse.Namespace) -> str | None:
+    """Return the file for the picture; None without one.
+
+    Raises:
+        ConfigError: It is of another kind, cannot be written, or is the file of another option.
+    """
+    path: str | None = arguments.picture
+    if path is None:
+        return None
+    if find_format(path) is None:
+        raise ConfigError(
+            expected="--picture FILE with the extension .svg or .html",
+            found=repr(path),
+            fix="for example --picture plan.svg, before the script",
+        )
+    require_writable_file("--picture", path)
+    require_different_files(
+        {
+            "--picture": path,
+            "--json": arguments.json,
+            "--save": arguments.save,
+            "--plan": arguments.plan,
+            "the script": arguments.script[0] if arguments.script else None,
+        }
+    )
+    return path

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import get_args
 
+from rich.console import Console
+
 from rankless.cli.extension_options import add_own_options, find_given_options
 from rankless.cli.host_options import LOG_FOLDER_HELP, add_host_options, make_cluster, read_workers
 from rankless.cli.json_output import add_json_option, make_json_header, read_json_destination
@@ -27,7 +29,6 @@ from rankless.config.validation import check_program, choose_run_mesh
 from rankless.errors import ConfigError
 from rankless.launch.agent import make_job_runner
 from rankless.launch.supervisor.fork_server_client import ForkServerPoolClient
-from rankless.terminal.styled_text import print_colored
 from rankless.verify.decision import ComparisonOptions, Outcome, decide
 from rankless.verify.runs import RunFailed, VerifyRuns
 from rankless.verify.verdict import VerifyReport, make_report, render_details
@@ -197,3 +198,11 @@ def _read_cluster(arguments: argparse.Namespace, requested: NamedWorkers) -> tup
             fix="start `rankless run` with the same options here: it joins the run on all hosts",
         )
     return cluster, cluster.workers
+
+
+def print_colored(text: str, style: str) -> None:
+    """Print text in a style such as "bold green" on a terminal, and plainly elsewhere or if NO_COLOR is set."""
+    if not sys.stdout.isatty():
+        print(text, flush=True)
+        return
+    Console(file=sys.stdout, highlight=False, soft_wrap=True).print(text, style=style, markup=False)

@@ -44,8 +44,7 @@ from rankless.runtime.process_tree import (
     set_parent_death_signal,
     thread_count,
 )
-from rankless.runtime.shutdown.connections import cut_connections
-from rankless.runtime.shutdown.shared_groups import end_shared_groups
+from rankless.runtime.shutdown.connections import cut_connections, end_shared_groups
 from rankless.runtime.subprocess_command import python_command
 from rankless.runtime.worker import WorkerProcess, start_forked_worker
 from rankless.terminal import process_title

@@ -19,12 +19,13 @@ from rankless.records.job_programs import (
     ReplicatedOperator,
     TableLookup,
 )
-from rankless.records.module_groups import format_modules, group_by_module
+from rankless.records.module_groups import ModuleGroup, format_modules, group_by_module
 from rankless.records.quantities import format_decimal_bytes
-from rankless.terminal.module_table import render_modules
 
 WIDTH = 100
 """Columns if the output is not a terminal."""
+_COLUMN_WIDTH = 10
+"""The least width of a column of the modules."""
 MIN_WIDTH = 40
 MIN_LAST_COLUMN = 30
 NARROW_INDENT = 9
@@ -315,3 +316,18 @@ def _count(number: int, noun: str) -> str:
 
 def _shorten_line(line: str) -> str:
     return os.path.basename(line)
+
+
+def render_modules(groups: Sequence[ModuleGroup]) -> Iterator[str]:
+    """Yield a row for each group under a title; nothing for a single group."""
+    if len(groups) < 2:
+        return
+    totals = [group.sent_bytes for group in groups]
+    axes = list(dict.fromkeys(axis for sent in totals for axis in sent))
+    titles = ["parameters", *(f"sent along {axis}" for axis in axes)]
+    yield "  ".join([*(f"{title:>{_COLUMN_WIDTH}}" for title in titles), "module"])
+    for group, sent in zip(groups, totals, strict=True):
+        sizes = [group.parameter_bytes, *(sent.get(axis, 0) for axis in axes)]
+        cells = [format_decimal_bytes(size) if size else "-" for size in sizes]
+        columns = [f"{cell:>{max(_COLUMN_WIDTH, len(title))}}" for cell, title in zip(cells, titles, strict=True)]
+        yield "  ".join([*columns, group.label])

@@ -18,8 +18,7 @@ from rankless.records.job_programs import (
 )
 from rankless.records.module_groups import group_by_module
 from rankless.records.quantities import format_decimal_bytes
-from rankless.terminal.module_table import render_modules
-from rankless.terminal.program_table import make_plan_report, render_plan
+from rankless.terminal.program_table import make_plan_report, render_modules, render_plan
 
 SCRIPT = """
 import pathlib

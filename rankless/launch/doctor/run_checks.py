@@ -1,12 +1,17 @@
 """Run all checks, on one host or between several, in the order in which later checks depend on earlier ones."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+import secrets
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import TracebackType
 
 from rankless.config.environment import carried_variables
 from rankless.config.extensions import DoctorCheck, list_extensions
 from rankless.config.hosts import Host, addresses_of, own_addresses
-from rankless.launch.doctor.collective_test import run_collective_test, start_collective_processes
 from rankless.launch.doctor.host_pairs import HostPairs, PairCheckContext
 from rankless.launch.doctor.probe_protocol import (
     ApplyEnvironment,
@@ -16,13 +21,26 @@ from rankless.launch.doctor.probe_protocol import (
     HostReport,
     ProbeFailed,
     ProbeRequest,
+    ProbeResponse,
+    RelayTask,
+    StartCollectiveProcess,
 )
 from rankless.launch.doctor.remote_probes import HostProbes
-from rankless.launch.doctor.startup_test import StartupTest
 from rankless.launch.rendezvous.host_facts import MAX_CLOCK_SKEW_SECONDS, find_differences
 from rankless.launch.rendezvous.host_probe import describe_reachability
 from rankless.records.check_results import CheckResult, make_failure, make_pass, make_warning, with_place
-from rankless.records.quantities import format_seconds
+from rankless.records.collective_test_messages import (
+    AllReduceResult,
+    CheckTorch,
+    CollectiveTestTask,
+    RunAllReduce,
+    ServeStore,
+    StoreServedMessage,
+    TorchImported,
+)
+from rankless.records.encoding import encode_json
+from rankless.records.quantities import format_bytes, format_seconds
+from rankless.runtime.subprocess_command import python_command
 
 WARNING_SKEW_SECONDS = 1.0
 """A clock that differs by more is a warning."""
@@ -261,3 +279,141 @@ def _make_clock_result(*, skew: float, doubt: float) -> CheckResult:
     if abs(skew) - doubt > MAX_CLOCK_SKEW_SECONDS:
         return make_failure("clock", seen, fix)
     return make_warning("clock", seen, fix) if abs(skew) - doubt > WARNING_SKEW_SECONDS else make_pass("clock", seen)
+
+
+SLOW_START_SECONDS = 15.0
+TIMEOUT_SECONDS = 40.0
+_START_CHECK = "start of a job"
+
+
+class StartupTest:
+    """The test job; leaving the context ends it and removes its files."""
+
+    def __init__(self, *, is_enabled: bool) -> None:
+        self._is_enabled = is_enabled
+        self._marker = f"began {secrets.token_hex(4)} "
+        self._files = contextlib.ExitStack()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> "StartupTest":
+        if not self._is_enabled:
+            return self
+        self._output = self._files.enter_context(tempfile.TemporaryFile())
+        self._stderr_file = self._files.enter_context(tempfile.TemporaryFile())
+        self._start = time.time()
+        self._process = subprocess.Popen(
+            [*python_command("rankless.launch.startup_test_job"), self._marker],
+            stdin=subprocess.DEVNULL,
+            stdout=self._output,
+            stderr=self._stderr_file,
+            start_new_session=True,  # Ctrl-C must reach the doctor only
+        )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.terminate()  # its agent ends the workers
+            self._process.wait()
+        self._files.close()
+
+    def result(self) -> CheckResult:
+        """Wait for the job and return how long it took."""
+        assert self._process is not None
+        try:
+            code = self._process.wait(max(0.0, self._start + TIMEOUT_SECONDS - time.time()))
+        except subprocess.TimeoutExpired:
+            return _start_failure(f"not finished within {TIMEOUT_SECONDS:g} s")
+        self._output.seek(0)
+        for line in self._output.read().decode(errors="replace").splitlines():
+            if line.startswith(self._marker) and code == 0:
+                seconds = float(line.removeprefix(self._marker)) - self._start
+                seen = f"2 workers, {seconds:.1f} s to their first collective"
+                fix = "check for a slow disk or a busy host; a second start is faster"
+                return (
+                    make_warning(_START_CHECK, seen, fix)
+                    if seconds > SLOW_START_SECONDS
+                    else make_pass(_START_CHECK, seen)
+                )
+        self._stderr_file.seek(0)
+        lines = self._stderr_file.read().decode(errors="replace").strip().splitlines()
+        return _start_failure(lines[-1] if lines else f"it ended with exit code {code}")
+
+
+def _start_failure(text: str) -> CheckResult:
+    return make_failure(_START_CHECK, f"2 workers: {text}", "run rankless run -n 2 -c 'import torch; print(1)'")
+
+
+JOIN_TIMEOUT_SECONDS = 10.0
+IMPORT_TIMEOUT_SECONDS = 30.0
+_COLLECTIVE_CHECK = "all_reduce"
+
+
+def start_collective_processes(probes: HostProbes) -> None:
+    """Let a process on every host import torch while other checks run."""
+    probes.request({index: StartCollectiveProcess() for index in probes.ready})
+
+
+def run_collective_test(
+    probes: HostProbes, names: list[str], *, address: str, interfaces: Mapping[int, str]
+) -> list[CheckResult]:
+    """Return the result of the sums on all hosts, or a failure for each host whose process could not take part."""
+    # A process that still imports torch would make the rendezvous of the others time out.
+    responses = probes.request(
+        {index: _make_relay_task(CheckTorch()) for index in probes.ready}, IMPORT_TIMEOUT_SECONDS
+    )
+    failures = {index: found for index, found in responses.items() if not isinstance(found, TorchImported)}
+    if failures:
+        return _results(failures, names)
+    (store,) = probes.request({0: _make_relay_task(ServeStore(address=address))}, IMPORT_TIMEOUT_SECONDS).values()
+    if not isinstance(store, StoreServedMessage):
+        return _results({0: store}, names)
+    tasks = {
+        index: _make_relay_task(
+            RunAllReduce(
+                address=address,
+                port=store.port,
+                rank=index,
+                size=len(names),
+                interface=interfaces[index],
+                timeout_seconds=JOIN_TIMEOUT_SECONDS,
+            )
+        )
+        for index in probes.ready
+    }
+    sums = probes.request(tasks, IMPORT_TIMEOUT_SECONDS)
+    incomplete = {index: found for index, found in sums.items() if not isinstance(found, AllReduceResult)}
+    if incomplete:
+        return _results(incomplete, names)
+    reduced = [found for found in sums.values() if isinstance(found, AllReduceResult)]
+    slowest = {size: max(each.seconds[size] for each in reduced) for size in reduced[0].seconds}
+    times = ", ".join(f"{format_bytes(size)} in {format_seconds(seconds)}" for size, seconds in slowest.items())
+    cards = ", ".join(dict.fromkeys(interfaces[index] for index in sorted(probes.ready)))
+    join_seconds = max(each.join_seconds for each in reduced)
+    return with_place(
+        [make_pass(_COLLECTIVE_CHECK, f"{times} by Gloo over {cards}; rendezvous in {format_seconds(join_seconds)}")],
+        "all hosts",
+    )
+
+
+def _make_relay_task(task: CollectiveTestTask) -> RelayTask:
+    return RelayTask(line=encode_json(task), timeout_seconds=IMPORT_TIMEOUT_SECONDS - 1)
+
+
+def _results(failures: Mapping[int, ProbeResponse], names: list[str]) -> list[CheckResult]:
+    return [
+        result for index, found in failures.items() for result in with_place([_collective_failure(found)], names[index])
+    ]
+
+
+def _collective_failure(found: ProbeResponse) -> CheckResult:
+    text = _describe_failure(found)
+    fix = "set the network card on every host with export GLOO_SOCKET_IFNAME=…; see also the connection checks"
+    if "No module named" in text:
+        fix = "install the same packages on that host as here"
+    return make_failure(_COLLECTIVE_CHECK, text, fix)
+
+
+def _describe_failure(found: ProbeResponse) -> str:
+    return found.text if isinstance(found, ProbeFailed) else f"unexpected response: {type(found).__name__}"

@@ -1,7 +1,10 @@
 """The other hosts of a run on several: the followers that host 0 leads, and host 0 as a follower sees it."""
 
+import os
+import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from rankless.config.run_config import AgreedJobConfig
@@ -32,7 +35,6 @@ from rankless.launch.rendezvous.messages import (
     WorkerOutput,
     WorkerRecords,
 )
-from rankless.launch.rendezvous.recording_transfer import CHUNK_BYTES, read_recording, write_recording
 from rankless.launch.worker_output import Source
 from rankless.records.elastic_messages import DriverMessage, WorkerMessage
 from rankless.records.events import NO_RANK, AnyRecord, HostInterrupted, HostLost, Notice
@@ -274,3 +276,39 @@ class LeaderPeer(Peers):
 def _first_rank(start: AgreedJobConfig, host: int) -> int:
     """Return the first rank of a host, or NO_RANK if it has servers alone."""
     return start.first_rank(host) if start.workers[host] else NO_RANK
+
+
+CHUNK_BYTES = 1 << 20
+_FILE_NAME = re.compile(r"rank(\d+)\.(results|safetensors|values)")
+
+
+def read_recording(start: AgreedJobConfig, host_index: int) -> Iterator[RecordingChunk]:
+    """Yield the files that a host's workers have recorded, in chunks."""
+    if start.recording is None:
+        return
+    for path in sorted(Path(start.recording).glob("rank*")):
+        match = _FILE_NAME.fullmatch(path.name)
+        if match is None or int(match[1]) >= start.world_size or start.host_of(int(match[1])) != host_index:
+            continue
+        with path.open("rb") as file:
+            data = file.read(CHUNK_BYTES)
+            while True:
+                next_data = file.read(CHUNK_BYTES)
+                yield RecordingChunk(name=path.name, data=data, is_last=not next_data)
+                if not next_data:
+                    break
+                data = next_data
+
+
+def write_recording(chunk: RecordingChunk, start: AgreedJobConfig) -> None:
+    """Append a chunk of a file in the folder where this host's workers record. The last chunk completes the file."""
+    match = _FILE_NAME.fullmatch(chunk.name)
+    if match is None or start.recording is None or int(match[1]) >= start.world_size:
+        return
+    folder = Path(start.recording)
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = folder / f".{chunk.name}.partial"
+    with partial.open("ab") as file:
+        file.write(chunk.data)
+    if chunk.is_last:
+        os.replace(partial, folder / chunk.name)  # on a shared disk the file exists already

@@ -5,6 +5,10 @@ Python of that rank runs: no signal handler, no `except`, no `finally`. To close
 a thread in every worker. From outside, the parent of a process may copy its descriptors (pidfd_getfd, Linux 5.6). A
 shutdown applies to all copies, so the collective finds its connection closed and raises. If the kernel or the filter of
 a container forbids this, nothing happens, and the agent kills the rank like any other.
+
+Note [ending groups in shared memory]: a rank that waits looks at its group's memory at least every 50 ms. The parent of
+the ranks writes there that the run ends. It finds the memory among the open files of the ranks, as files of the
+launcher's own user.
 """
 
 import contextlib
@@ -12,10 +16,19 @@ import ctypes
 import errno
 import os
 import socket
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack
+import struct
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
+from rankless.records.group_failures import (
+    FAILURE_OFFSET,
+    GROUP_MARK,
+    MARK_OFFSET,
+    WORD_BYTES,
+    FailureKind,
+    encode_failure,
+)
 from rankless.runtime.process_tree import descendants
 
 _PIDFD_GETFD = 438
@@ -84,3 +97,38 @@ def _copy_descriptor(process: int, descriptor: int) -> int:
 def _address(name: tuple[str, int]) -> tuple[str, int]:
     """Return address and port. An IPv4 connection of an IPv6 socket has its IPv4 address."""
     return name[0].removeprefix("::ffff:"), name[1]
+
+
+_WORD = struct.Struct("=Q")
+_NAME_PART = "rankless-"
+"""In the name of every memory that processes of a run share."""
+
+
+def end_shared_groups(process_ids: Iterable[int]) -> None:
+    """End the groups in shared memory of these processes and their descendants. Their waits raise `CollectiveError`."""
+    for process_id in process_ids:
+        for each in (process_id, *descendants(process_id)):
+            for path in _find_memory(each):
+                with suppress(OSError):  # the process has ended, or has closed the group
+                    _end_group(path)
+
+
+def _find_memory(process_id: int) -> Iterator[str]:
+    with suppress(OSError):
+        for name in os.listdir(f"/proc/{process_id}/fd"):
+            path = f"/proc/{process_id}/fd/{name}"
+            with suppress(OSError):
+                if _NAME_PART in os.readlink(path):
+                    yield path
+
+
+def _end_group(path: str) -> None:
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        head = os.pread(descriptor, MARK_OFFSET + WORD_BYTES, FAILURE_OFFSET)
+        if len(head) == MARK_OFFSET + WORD_BYTES:
+            (word,), (mark,) = _WORD.unpack_from(head, FAILURE_OFFSET), _WORD.unpack_from(head, MARK_OFFSET)
+            if mark == GROUP_MARK and not word:
+                os.pwrite(descriptor, _WORD.pack(encode_failure(FailureKind.RUN_ENDED, 0)), FAILURE_OFFSET)
+    finally:
+        os.close(descriptor)
