@@ -220,7 +220,7 @@ def has_dense_gradient(piece: Tensor) -> bool:
     raise LostWorkerError(
         expected="dense gradients, where a worker is lost in the step of a parameter that one worker has",
         found=f"a gradient with the layout {piece.grad.layout}",
-        fix="use a table of rows, or sparse=False",
+        fix="use a table of rankless.parameter_server, or sparse=False",
     )
 
 

@@ -37,6 +37,7 @@ PUBLIC = {
     "__init__": "the public names of the package",
     "compiler/ir/row_lookups": "the error for an id outside an embedding names the table that takes any id",
     "errors": "an example of an error",
+    "ownership/states_of_survivors": "the error for sparse gradients of a lost worker names tables",
     "parameter_server": "the public path of the extension `servers`",
 }
 """Files of the core that name parameter servers, with the reason."""

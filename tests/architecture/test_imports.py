@@ -3,6 +3,7 @@
 import ast
 import importlib
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -49,18 +50,35 @@ MOST_MODULES_OF_AN_AGENT = 72
 """Each module costs the start of every run about a millisecond. This number only shrinks."""
 
 
-@pytest.mark.slow
-def test_the_agent_of_a_plain_run_loads_few_modules_and_none_of_an_extension(tmp_path: Path):
-    (tmp_path / "plain.py").write_text("print('trained')")
+def list_modules_of_agent(folder: Path, prepare: str = "") -> list[str]:
+    """Return the modules of Rankless that the agent of a run has imported in the end."""
+    (folder / "plain.py").write_text("import time; time.sleep(0.5); print('trained')")
     code = (
-        "import sys; from rankless.cli import main; code = main(['run', '-n', '2', 'plain.py'])\n"
+        f"import sys; from rankless.cli import main; {prepare}\ncode = main(['run', '-n', '2', 'plain.py'])\n"
         "print(*sorted(name for name in sys.modules if name.startswith('rankless')), sep='\\n'); sys.exit(code)"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     trained, *modules = done.stdout.splitlines()
     assert trained == "trained"
     assert "rankless.launch.agent" in modules
+    return modules
+
+
+@pytest.mark.slow
+def test_the_agent_of_a_longer_run_has_loaded_what_a_failure_needs(tmp_path: Path):
+    """The installation may be another version by then."""
+    from_start = "from rankless.launch.supervisor import supervisor; supervisor.LOADED_AFTER_SECONDS = 0"
+    sources = [file.read_text() for file in (PACKAGE / "launch").rglob("*.py")]
+    parts = {f"watchdog.{name}" for text in sources for name in re.findall(r'load_part\("(\w+)"\)', text)}
+    parts |= {name for text in sources for name in re.findall(r'"rankless\.launch\.(supervisor\.\w+)"\)', text)}
+    assert {"watchdog.report", "supervisor.failure_attribution", "supervisor.error_lines"} <= parts
+    assert {f"rankless.launch.{name}" for name in parts} <= set(list_modules_of_agent(tmp_path, from_start))
+
+
+@pytest.mark.slow
+def test_the_agent_of_a_plain_run_loads_few_modules_and_none_of_an_extension(tmp_path: Path):
+    modules = list_modules_of_agent(tmp_path)
     assert not [name for name in modules if name.startswith("rankless.extensions")]
     assert len(modules) <= MOST_MODULES_OF_AN_AGENT, modules
 

@@ -44,6 +44,16 @@ NOTICE_AFTER_SECONDS = 5.0
 """When the terminal says that workers have not ended yet, and for how long they may."""
 SAME_STOP_SECONDS = 0.25
 """A second signal within this time belongs to the first: some launchers send a signal to a process in two ways."""
+LOADED_AFTER_SECONDS = 10.0
+"""How old a run is when the agent loads what only a failure or a stall needs. A start does not wait for it. Later the
+installation may be another version, or its disk may be what the run waits for."""
+_NEEDED_BY_FAILURES = (
+    *("supervisor.failure_attribution", "supervisor.error_lines"),
+    *(
+        f"watchdog.{name}"
+        for name in ("missing_ranks", "report", "stack_classifier", "stacks", "timed_out_collectives")
+    ),
+)
 _LOOK_SECONDS = 1.0
 """Between two looks at where stopping workers are."""
 _MAX_STACK_BYTES = 1 << 20
@@ -225,6 +235,7 @@ class Supervisor:
         self._verdict: Verdict | None = None
         self._interrupted_by: int | None = None
         self._has_sent_end = False
+        self._loads_at = self._last_tick_at + LOADED_AFTER_SECONDS
 
     def run_to_end(self) -> RunOutcome:
         """Supervise until the fork server has ended, or no longer answers, and the other hosts have ended too."""
@@ -239,6 +250,7 @@ class Supervisor:
                 self._extend_deadlines(now)
                 self._process_peers(now)
                 self._watch_stop(now)
+                self._load_rest(now)
                 if exit_code is not None and self._has_everything_ended(exit_code, selector):
                     return self._make_outcome(exit_code)
                 signals: list[int | None] = [*self._interrupts.read()]
@@ -250,6 +262,13 @@ class Supervisor:
                         return self._make_outcome(None)
                 left = self._deadline - now
                 selector.select(min(POLL_SECONDS, left) if left > 0 else POLL_SECONDS)
+
+    def _load_rest(self, now: float) -> None:
+        """Import what only a failure or a stall needs, once: see LOADED_AFTER_SECONDS."""
+        if now > self._loads_at:
+            self._loads_at = float("inf")
+            for name in _NEEDED_BY_FAILURES:
+                importlib.import_module(f"rankless.launch.{name}")
 
     def _register_sources(self, selector: selectors.BaseSelector, stack: contextlib.ExitStack) -> None:
         selector.register(self._fork_server.records, selectors.EVENT_READ)

@@ -3,9 +3,11 @@
 import importlib.util
 from collections.abc import Sequence
 
+from rankless.config.backends import ABORTABLE
 from rankless.config.hosts import Endpoint, Host, is_here, parse_endpoint, read_endpoints
 from rankless.config.run_config import Cluster, RunRequest
 from rankless.config.run_options import GivenOptions, NamedWorkers, RunOptions, Settings
+from rankless.config.shared_memory_support import is_supported
 from rankless.errors import ConfigError
 from rankless.extensions.servers.config import (
     DEFAULT_GEO_STEPS,
@@ -283,6 +285,8 @@ def check_servers(servers: RequestedServers, request: RunRequest, cluster: Clust
             found=f"--lost-workers {servers.lost_workers} with --mesh or a plan",
             fix="omit --lost-workers",
         )
+    if servers.lost_workers:
+        _require_groups_that_end(servers.lost_workers, request)
     has_kinds = request.heterogeneous_workers if cluster is None else cluster.heterogeneous_workers
     if has_kinds and servers.mode != "sync":
         raise ConfigError(
@@ -293,6 +297,22 @@ def check_servers(servers: RequestedServers, request: RunRequest, cluster: Clust
     require_replicas(servers)
     require_server_hosts(servers, cluster)
     require_server_packages()
+
+
+def _require_groups_that_end(lost_workers: int, request: RunRequest) -> None:
+    """Raise `ConfigError` if the workers' groups cannot be ended, so that they wait for a lost worker."""
+    support = is_supported()
+    devices = request.devices or "cpu"
+    if request.backend not in (None, *ABORTABLE) or not devices.startswith("cpu") or not support:
+        raise ConfigError(
+            expected="workers on CPUs that share memory, for --lost-workers: others cannot continue without a worker",
+            found=f"--lost-workers {lost_workers} with --backend {request.backend}"
+            if request.backend not in (None, *ABORTABLE)
+            else f"--lost-workers {lost_workers} with --devices {devices}"
+            if support
+            else f"no shared memory: {support.reason}",
+            fix="omit --lost-workers: then the first killed worker ends the run",
+        )
 
 
 def _require_known_mode(mode: str) -> None:

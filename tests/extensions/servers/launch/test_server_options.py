@@ -12,6 +12,7 @@ from rankless.config import hosts, validation
 from rankless.config.extensions import find_extension
 from rankless.config.hosts import Endpoint, parse_endpoint
 from rankless.config.run_config import Elastic, Program, RunConfig, RunRequest
+from rankless.config.shared_memory_support import Support
 from rankless.errors import ConfigError
 from rankless.extensions.servers.config import NAME, SERVER_MODES, SERVER_ROLE, RequestedServers, make_settings
 from rankless.extensions.servers.launch import options as server_options
@@ -142,6 +143,24 @@ def test_heterogeneous_workers_that_cannot_be_are_refused(command, options, mess
     assert main([command, *options, __file__]) == 2
     assert message in capsys.readouterr().err
     assert not started
+
+
+@pytest.mark.parametrize("options", [("--backend", "gloo"), ("--devices", "0,1")], ids=" ".join)
+def test_a_run_whose_workers_cannot_end_their_groups_tolerates_no_lost_worker(options, started, monkeypatch, capsys):
+    monkeypatch.setattr(validation, "count_gpus", lambda: 8)
+    assert main(["run", "--servers", "1", "--workers", "2", "--lost-workers", "1", *options, __file__]) == 2
+    assert f"found:    --lost-workers 1 with {' '.join(options)}" in capsys.readouterr().err
+    assert not started
+
+
+def test_without_shared_memory_a_run_tolerates_no_lost_worker(started, monkeypatch, capsys):
+    monkeypatch.setattr(server_options, "is_supported", lambda: Support("it needs PyTorch 2.13 or newer"))
+    options = ("--servers", "1", "--workers", "2", __file__)
+    assert main(["run", "--lost-workers", "1", *options]) == 2
+    assert "found:    no shared memory: it needs PyTorch 2.13 or newer" in capsys.readouterr().err
+    assert not started
+    assert main(["run", "--lost-workers", "0", *options]) == main(["run", *options]) == 0
+    assert len(started) == 2
 
 
 @pytest.mark.parametrize("servers", ["2", "127.0.0.1,127.0.0.1"])
