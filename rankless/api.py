@@ -25,8 +25,8 @@ from rankless.deferred_models.building import DeferredBuild
 from rankless.errors import ConfigError
 from rankless.jobs.argument_annotations import PerDevice, Whole
 from rankless.jobs.definition import Models, Optimizers, RandomSource, StepOptions
+from rankless.jobs.division_before_load import divide_states_of_jobs
 from rankless.jobs.job import Job, make_job
-from rankless.jobs.jobs_of_optimizers import divide_states_of_jobs
 from rankless.jobs.views.mirrored import LocalArgument
 from rankless.launch.self_launch import ScriptHosts, relaunch, require_script
 from rankless.launch.spawn_function import Spawned

@@ -5,7 +5,7 @@ from types import TracebackType
 import msgspec
 
 from rankless.collectives.byte_messages import all_gather_bytes
-from rankless.collectives.sync_point import CHECKPOINTS
+from rankless.collectives.sync_point_encoding import CHECKPOINTS
 from rankless.errors import CheckpointError
 from rankless.parallel.mesh import Mesh
 from rankless.records.encoding import encode_msgpack

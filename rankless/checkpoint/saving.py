@@ -27,8 +27,8 @@ from rankless.checkpoint.collective_errors import Agreement
 from rankless.checkpoint.content import Content, gather_content, pack_random_state, unpack_random_state
 from rankless.checkpoint.file_io import write_manifest
 from rankless.checkpoint.folder import UncommittedCheckpoint, disk_errors, resolve_target
+from rankless.checkpoint.incremental.omitted_rows import leave_out_rows
 from rankless.checkpoint.incremental.row_files import KeyedRows, write_rows
-from rankless.checkpoint.incremental.rows_of_others import leave_out_rows
 from rankless.checkpoint.manifest import Manifest, Node, RowRange, SeriesPosition, TensorPiece
 from rankless.checkpoint.retention import CheckpointSeries
 from rankless.checkpoint.tensor_file_writer import TensorFileWriter

@@ -30,8 +30,8 @@ from rankless.errors import ConfigError
 from rankless.launch.agent import make_job_runner
 from rankless.launch.supervisor.fork_server_client import ForkServerPoolClient
 from rankless.verify.decision import ComparisonOptions, Outcome, decide
+from rankless.verify.decision_report import VerifyReport, make_report, render_details
 from rankless.verify.runs import RunFailed, VerifyRuns
-from rankless.verify.verdict import VerifyReport, make_report, render_details
 
 NAME = "verify"
 TAKES_EXTENSION_OPTIONS = True

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from rankless.collectives.call_signature import format_ranks
-from rankless.collectives.sync_point import MAX_DETAILS_BYTES
+from rankless.collectives.sync_point_encoding import MAX_DETAILS_BYTES
 from rankless.context.optimizer_changes import OptimizerChanges, StateEntry
 from rankless.records.encoding import encode_msgpack
 

@@ -10,9 +10,9 @@ Note [order of step events]: within one process the events come in this order.
    With `accumulate=`, the step of the last calls of a pass comes without a call, before `end_pass`.
 4. `close` comes once, when the process leaves the run or a participant ends it.
 
-The participants hear each event in the order in which the runtime lists them: recorders first, then the progress meter,
-then those of extensions, last what may end the script. An event is no place to communicate with other ranks. An
-exception of a participant is raised in the script.
+The participants hear each event in the order in which `runtime.process_context` lists them: recorders first, then the
+progress meter, then those of extensions, last what may end the script. An event is no place to communicate with other
+ranks. An exception of a participant is raised in the script.
 """
 
 from collections.abc import Iterable, Mapping

@@ -12,7 +12,7 @@ from rankless.collectives.byte_messages import all_gather_bytes
 from rankless.collectives.mesh_collectives import broadcast
 from rankless.compiler.capture.graph_cleanup import named_tensors
 from rankless.compiler.capture.side_effects import require_initialized
-from rankless.compiler.ir.dense_parts import list_dense_parts
+from rankless.compiler.ir.sparse_tensor_parts import list_dense_parts
 from rankless.context.optimizer_changes import list_state_entries
 from rankless.context.world import World
 from rankless.errors import ConfigError, RanksDiverged

@@ -14,7 +14,7 @@ from rankless.jobs.arguments import FlattenedArguments, PositionDims, find_batch
 from rankless.jobs.definition import JobDefinition
 from rankless.jobs.optimizer_step import count_group_parameters
 from rankless.jobs.stage_assignment import choose_copies, choose_owner, count_microbatches
-from rankless.ownership.default_policy import give_to, make_default_plan
+from rankless.ownership.default_plan import give_to, make_default_plan
 from rankless.ownership.divided_owner import DividedOwner
 from rankless.ownership.extension_modules import list_extension_modules
 from rankless.ownership.gather_after_step import GATHER_BYTES

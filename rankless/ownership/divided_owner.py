@@ -31,7 +31,7 @@ from rankless.ownership.partitioned_tensor import (
     run_directly,
 )
 from rankless.ownership.piece_layout import PieceLayout, fit_placement, gather_pieces
-from rankless.ownership.shared_pieces import SharedPieces, SharedValue
+from rankless.ownership.shards_in_shared_memory import SharedPieces, SharedValue
 from rankless.ownership.state_owner import Replica, StateOwner, WholeOwner, get_elements
 from rankless.ownership.states_of_survivors import DividedStates
 from rankless.ownership.unread_tensor import UnreadTensor

@@ -9,7 +9,7 @@ from rankless.errors import ConfigError
 from rankless.ownership.host_memory import copy_to_host
 from rankless.ownership.partitioned_tensor import Partition, WholeValues, divide_parameter
 from rankless.ownership.piece_layout import PieceLayout
-from rankless.ownership.shared_pieces import SharedValue
+from rankless.ownership.shards_in_shared_memory import SharedValue
 from rankless.parallel.tensor_placement import Shard
 from rankless.records.parallel_plan import StatePlan
 

@@ -47,11 +47,11 @@ from rankless.runtime.rendezvous.tcp import join_tcp_rendezvous
 from rankless.runtime.status_publisher import publish_totals
 from rankless.runtime.world_mesh import make_world_mesh
 from rankless.user_code import caller_line
-from rankless.verify.recording.call_values_recorder import InspectedCallRecorder
 from rankless.verify.recording.input_digests import InputDigests
+from rankless.verify.recording.inspected_call_recorder import InspectedCallRecorder
+from rankless.verify.recording.jobs_and_models_survey import survey_script
 from rankless.verify.recording.run_recorder import RunRecorder
-from rankless.verify.recording.script_survey import survey_script
-from rankless.verify.recording.value_inspection import ValueInspector
+from rankless.verify.recording.value_probes import ValueInspector
 
 _JOINS = itertools.count()
 """Numbers how often this process has joined again. All ranks do so equally often."""

@@ -34,7 +34,7 @@ from rankless.runtime.hooks.import_hook import FirstImportHook
 from rankless.runtime.hooks.nested_spawn_warning import warn_on_nested_spawn
 from rankless.runtime.process_tree import allow_interrupts, set_parent_death_signal
 from rankless.runtime.redirect_output import measure_error_log, redirect_output, take_terminal
-from rankless.runtime.shutdown.error_cause import find_cause, read_message
+from rankless.runtime.shutdown.exception_cause import find_cause, read_message
 from rankless.runtime.status_publisher import publish_status
 from rankless.runtime.user_program import exec_command, expand_local_rank, prepare_main
 from rankless.terminal import process_title

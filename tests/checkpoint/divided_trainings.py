@@ -10,8 +10,8 @@ from rankless.checkpoint import SaveOptions, Saver, load
 from rankless.context.world import World
 from rankless.deferred_models.building import DeferredBuild
 from rankless.jobs.definition import StepOptions
+from rankless.jobs.division_before_load import divide_states_of_jobs
 from rankless.jobs.job import make_job
-from rankless.jobs.jobs_of_optimizers import divide_states_of_jobs
 from rankless.parallel.mesh import Mesh
 
 

@@ -24,7 +24,7 @@ from rankless.compiler.pipeline_parallel.options import PipelineOptions
 from rankless.compiler.pipeline_parallel.pipeline_program import build_pipeline_program
 from rankless.compiler.pipeline_parallel.schedules import StageWorkers, make_schedule
 from rankless.compiler.pipeline_parallel.stages import Stages, find_stages
-from rankless.compiler.scheduling.stored_states import StateStorage
+from rankless.compiler.scheduling.state_storage import StateStorage
 from rankless.parallel.mesh import Mesh, MeshAxis
 from rankless.parallel.tensor_placement import Replicate, Shard, split_lengths
 from rankless.records.parallel_plan import PipelineSchedule

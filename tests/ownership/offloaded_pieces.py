@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 from rankless.compiler.scheduling.parameter_gathers import GatherOfParameters
 from rankless.ownership import divided_owner
-from rankless.ownership.default_policy import make_default_plan
+from rankless.ownership.default_plan import make_default_plan
 from rankless.ownership.divided_owner import DividedOwner
 from rankless.ownership.piece_layout import PieceGroup, PieceLayout
 from rankless.parallel.mesh import Mesh, MeshAxis

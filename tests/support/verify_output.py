@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from rankless.verify.comparison import Comparison
 from rankless.verify.decision import classify
-from rankless.verify.verdict import VerifyReport, make_report
+from rankless.verify.decision_report import VerifyReport, make_report
 
 
 def report_on(comparison: Comparison, *, workers: int) -> VerifyReport:

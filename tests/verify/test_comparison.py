@@ -11,11 +11,11 @@ from rankless.jobs.perturbation import perturb_gradients, perturbed_parameters
 from rankless.records.recorded_calls import JobCalled
 from rankless.verify.comparison import compare
 from rankless.verify.decision import describe_doubt
+from rankless.verify.decision_report import render_table
 from rankless.verify.differences import measure
 from rankless.verify.recording.run_recorder import RunRecorder
 from rankless.verify.recordings import read_recordings, take_beginning
 from rankless.verify.tolerance import NoiseFloor
-from rankless.verify.verdict import render_table
 
 ROWS, STEPS = 12, 6
 

@@ -14,9 +14,9 @@ from verify.test_injected_faults import STOPPED as DIVERGING
 from rankless.config.run_config import Program
 from rankless.launch.agent import make_job_runner
 from rankless.verify.comparison import compare
+from rankless.verify.decision_report import VerifyReport
 from rankless.verify.recordings import Recording
 from rankless.verify.runs import RunFailed, VerifyRuns
-from rankless.verify.verdict import VerifyReport
 
 pytestmark = pytest.mark.slow
 

@@ -14,8 +14,8 @@ from rankless.jobs.job import Job, make_job
 from rankless.parallel.mesh import Mesh
 from rankless.records.recorded_calls import read_values
 from rankless.verify.first_differing_value import FirstDifferingValue, find_first_value, render_first_value
-from rankless.verify.recording.call_values_recorder import InspectedCallRecorder
-from rankless.verify.recording.value_inspection import ValueInspector
+from rankless.verify.recording.inspected_call_recorder import InspectedCallRecorder
+from rankless.verify.recording.value_probes import ValueInspector
 
 pytestmark = pytest.mark.slow
 

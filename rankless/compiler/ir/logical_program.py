@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx
 
-from rankless.compiler.ir.dense_parts import list_dense_parts
+from rankless.compiler.ir.sparse_tensor_parts import list_dense_parts
 
 InputKind = Literal["parameter", "buffer", "argument", "constant"]
 OutputKind = Literal["result", "gradient", "mutation", "check"]

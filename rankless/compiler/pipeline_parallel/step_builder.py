@@ -46,7 +46,7 @@ from rankless.compiler.scheduling.parameter_gathers import (
     count_bytes,
     group_values,
 )
-from rankless.compiler.scheduling.stored_states import StateStorage, limit_group
+from rankless.compiler.scheduling.state_storage import StateStorage, limit_group
 from rankless.compiler.sharding.redistribute import CollectiveRecord
 from rankless.ownership.piece_layout import PieceLayout
 from rankless.parallel.mesh import Mesh

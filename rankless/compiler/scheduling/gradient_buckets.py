@@ -23,7 +23,7 @@ from rankless.compiler.scheduling.gradient_memory import (
     GradientLayout,
     StagingMemory,
 )
-from rankless.compiler.scheduling.stored_states import StateStorage, limit_group
+from rankless.compiler.scheduling.state_storage import StateStorage, limit_group
 from rankless.compiler.sharding.redistribute import CollectiveRecord, all_reduce_bytes
 from rankless.ownership.piece_layout import PieceGroup, PieceLayout, group_in_order
 from rankless.parallel.mesh import MeshAxis

@@ -27,7 +27,7 @@ from torch import Tensor, fx
 from rankless.collectives.mesh_collectives import start_all_gather
 from rankless.compiler.ir.logical_program import LogicalProgram, LogicalValue, is_fresh
 from rankless.compiler.lowering.local_graph import LocalGraph
-from rankless.compiler.scheduling.stored_states import StateStorage, limit_group
+from rankless.compiler.scheduling.state_storage import StateStorage, limit_group
 from rankless.compiler.sharding.redistribute import CollectiveRecord
 from rankless.ownership.host_memory import copy_to_device
 from rankless.ownership.piece_layout import PieceGroup, PieceLayout, group_in_order

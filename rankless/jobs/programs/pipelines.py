@@ -16,7 +16,7 @@ from rankless.compiler.pipeline_parallel.schedules import INTERLEAVED_STAGES, ma
 from rankless.compiler.pipeline_parallel.stages import Stages, find_stages
 from rankless.compiler.pipeline_parallel.transfers import GroupTransport
 from rankless.compiler.probing.operator_probe import OperatorProbe
-from rankless.compiler.scheduling.stored_states import StateStorage
+from rankless.compiler.scheduling.state_storage import StateStorage
 from rankless.context.world import World
 from rankless.errors import ConfigError
 from rankless.jobs.arguments import FlattenedArguments, find_batch_dim

@@ -39,7 +39,7 @@ from rankless.jobs.programs.cache_entries import (
 )
 from rankless.jobs.programs.pipelines import Pipelines
 from rankless.jobs.programs.program_records import ProgramNotices
-from rankless.jobs.programs.state_storage import find_storage
+from rankless.jobs.programs.storage_by_owner import find_storage
 from rankless.jobs.programs.varying_sizes import (
     Shapes,
     SizeConstraints,

@@ -1,6 +1,6 @@
 """The plain view: run a job on one device exactly as the plain script would.
 
-`rankless.jobs.views.whole_batch` runs it on every rank too.
+`rankless.jobs.views.uncaptured` runs it on every rank too.
 """
 
 import contextlib

@@ -12,7 +12,7 @@ from rankless.jobs.dtype_override import cast_job
 from rankless.jobs.views.consistent import ConsistentView
 from rankless.jobs.views.mirrored import MirroredView
 from rankless.jobs.views.one_device import PlainView
-from rankless.jobs.views.whole_batch import WholeBatchView
+from rankless.jobs.views.uncaptured import WholeBatchView
 
 
 class JobView(Protocol):

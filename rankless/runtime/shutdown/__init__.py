@@ -3,5 +3,5 @@
 Enters: the processes of the ranks. Leaves: nothing; their connections, and their groups in shared memory, are ended, so
 that what waits in them raises. The fork server calls it when a run ends before its ranks do.
 
-`error_cause` runs in the rank itself: it finds what the report of a failed script says first.
+`exception_cause` runs in the rank itself: it finds what the report of a failed script says first.
 """

@@ -21,7 +21,7 @@ from rankless.compiler.lowering.local_graph import LocalGraph
 from rankless.compiler.lowering.lower import LoweringPass
 from rankless.compiler.scheduling.gradient_buckets import schedule_gradients
 from rankless.compiler.scheduling.parameter_gathers import gather_parameters
-from rankless.compiler.scheduling.stored_states import StateStorage
+from rankless.compiler.scheduling.state_storage import StateStorage
 from rankless.compiler.sharding.sharding_propagation import ShardedProgram, propagate_shardings
 from rankless.context.generator_states import restore_generators, save_generators
 from rankless.context.world import World
@@ -32,7 +32,7 @@ from rankless.parallel.mesh import Mesh
 from rankless.parallel.tensor_placement import Replicate, Sharding
 from rankless.records.recorded_calls import Role
 from rankless.user_code import user_line
-from rankless.verify.recording.call_values_recorder import InspectedCallRecorder, gather_whole
+from rankless.verify.recording.inspected_call_recorder import InspectedCallRecorder, gather_whole
 
 
 class ValueInspector:
