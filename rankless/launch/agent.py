@@ -293,12 +293,17 @@ class HostRun:
             if self.report.summary_file is not None:
                 self.report.summary_file.measure(self._pages, 0 if self._survivors is None else self._survivors.first)
 
-    def before_records(self) -> Sequence[AnyRecord]:
+    @property
+    def has_processes(self) -> bool:
+        """See `RunObserver`."""
+        return bool(self._job.roles)
+
+    def before_records(self, *, is_settling: bool) -> Sequence[AnyRecord]:
         """See `RunObserver`."""
         self._has_parent_ended = self._parent is not None and self._parent.poll() is not None
         self._terminal.measure()
         # The processes beside the workers of this host serve the workers of others, too.
-        if self._has_parent_ended and not self._job.peers.are_running:
+        if self._has_parent_ended and not self._job.peers.are_running and not is_settling:
             return []
         return [record for role in self._job.roles for record in role.poll()]
 

@@ -94,10 +94,18 @@ def choose_stop_times(config: RunConfig, profile: LauncherProfile) -> StopTimes:
 class RunObserver(Protocol):
     """What the agent does while the supervisor runs."""
 
-    def before_records(self) -> Sequence[AnyRecord]:
+    @property
+    def has_processes(self) -> bool:
+        """Whether this host has processes beside its workers."""
+        ...
+
+    def before_records(self, *, is_settling: bool) -> Sequence[AnyRecord]:
         """Called before records are read. What workers write after a record, they have not written yet.
 
         Returns records of what has ended on this host besides workers, which may explain the records of workers.
+
+        Args:
+            is_settling: Whether all workers have ended, and one of them has lost a connection for an unknown reason.
         """
         ...
 
@@ -236,6 +244,7 @@ class Supervisor:
         self._interrupted_by: int | None = None
         self._has_sent_end = False
         self._loads_at = self._last_tick_at + LOADED_AFTER_SECONDS
+        self._settled_at = float("inf")
 
     def run_to_end(self) -> RunOutcome:
         """Supervise until the fork server has ended, or no longer answers, and the other hosts have ended too."""
@@ -243,7 +252,7 @@ class Supervisor:
             self._register_sources(selector, stack)
             while True:
                 exit_code = self._fork_server.poll()  # before reading: its last records have arrived by then
-                self._take_records(self._observer.before_records())
+                self._take_records(self._observer.before_records(is_settling=self._settled_at != float("inf")))
                 self._take_records(self._judge(receive_records(self._fork_server.records)[0]))
                 self._process_local_records(self._observer.tick())
                 now = time.monotonic()
@@ -251,7 +260,7 @@ class Supervisor:
                 self._process_peers(now)
                 self._watch_stop(now)
                 self._load_rest(now)
-                if exit_code is not None and self._has_everything_ended(exit_code, selector):
+                if exit_code is not None and self._has_everything_ended(exit_code, selector) and self._is_settled(now):
                     return self._make_outcome(exit_code)
                 signals: list[int | None] = [*self._interrupts.read()]
                 for number in self._interrupts.take_passed():
@@ -300,6 +309,17 @@ class Supervisor:
                 if isinstance(key.fileobj, int):  # the descriptor of an ended process stays readable
                     selector.unregister(key.fileobj)
         return not self._peers.are_running
+
+    def _is_settled(self, now: float) -> bool:
+        """After the end of all workers: return whether no process beside them can still be why a connection was lost.
+
+        A process that fails closes its connections, and ends a little later. Workers may have ended by then.
+        """
+        verdict = self._verdict
+        if verdict is None or verdict.cause != "lost" or not self._observer.has_processes:
+            return True
+        self._settled_at = min(self._settled_at, now + verdict.settling_seconds)
+        return now >= self._settled_at
 
     def _take_records(self, records: Sequence[AnyRecord]) -> None:
         """Process records of this host, and send them to host 0."""

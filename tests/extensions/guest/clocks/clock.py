@@ -3,6 +3,7 @@
 import signal
 import socket
 import sys
+import time
 
 
 def main(address: str, lifetime: int) -> None:
@@ -14,6 +15,7 @@ def main(address: str, lifetime: int) -> None:
         while not lifetime or count < lifetime:
             own.recv(16)
             count += 1
+    time.sleep(0.3)  # its socket is closed: workers know it before the agent does
     sys.exit(7)
 
 
