@@ -159,6 +159,14 @@ class Recovery(Protocol):
         """Return whether a worker has been lost, and the others have not formed a group anew."""
         ...
 
+    def has_lost(self, error: BaseException) -> bool:
+        """Return whether a worker was lost: whether the agent says so, or soon will.
+
+        Args:
+            error: What a call has raised that all workers make.
+        """
+        ...
+
     def go_on(self) -> None:
         """Form a group without lost workers. Called in the handler of an error, which it raises again in operations."""
         ...

@@ -200,7 +200,7 @@ ENDS = {
         ("3", "2"),
         "all gradients that job 'measure' has",
     ),
-    "sums of gradients": ("accumulate", "3:5", ("3", "2"), "a job that can go on without a lost worker"),
+    "sums of gradients": ("accumulate", "3:5", ("3", "2"), "a job that can continue without a lost worker"),
 }
 
 

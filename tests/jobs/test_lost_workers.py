@@ -92,11 +92,23 @@ def test_an_error_of_the_script_ends_the_run_after_a_worker_was_lost(tmp_path):
     assert re.search(r"rankless: rank [02] raised ValueError: no at script.py:\d+\n", done.stderr)
 
 
-@pytest.mark.ci_sample(1)
+REPORTED_LATE = """
+whole = rankless.job(model=layer, capture=False)(lambda x: layer(x).sum())
+def die_at(step, now):  # the process that reports the death is slow
+    if step == now and os.environ["RANK"] == "1":
+        import subprocess
+        subprocess.Popen(["sh", "-c", f"sleep 2; kill -CONT {os.getppid()}"], start_new_session=True)
+        os.kill(os.getppid(), 19)
+        os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.ci_sample(2)
 @pytest.mark.parametrize(
     "text",
     [
         pytest.param("whole = rankless.job(model=layer, capture=False)(lambda x: layer(x).sum())", id="not captured"),
+        pytest.param(REPORTED_LATE, id="not captured, reported late"),
         pytest.param("loader = rankless.loader(range(90), batch_size=9, reading='first')", id="read by rank 0"),
     ],
 )

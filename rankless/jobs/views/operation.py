@@ -28,7 +28,7 @@ class WorldView:
     def find(self, world: World) -> JobView:
         """Return the view for a world, which is made anew if a worker was lost since the last call.
 
-        Raises LostWorkerError if the job cannot go on in it.
+        Raises LostWorkerError if the job cannot continue in it.
         """
         if self.view is not None and world.recovery is not None and self._world is not world:
             self._require_movable(world)
@@ -46,7 +46,7 @@ class WorldView:
         view = self.find(world)
         if not isinstance(view, ConsistentView):
             world.operations.begin(world.mesh)
-            return functools.partial(view.run, divide_arguments(arguments, world))
+            return functools.partial(self._run_once, view, divide_arguments(arguments, world), world)
         if world.recovery is None:
             return world.run_for_all(
                 lambda _: self._compute(view, arguments, world), generators=lambda: view.generators
@@ -66,6 +66,15 @@ class WorldView:
 
         counts = world.joint.counts_steps
         return world.run_for_all(attempt, commits=lambda: self._job.trains and counts)
+
+    def _run_once(self, view: JobView, arguments: FlattenedArguments, world: World) -> CallResult:
+        """Run a call that cannot be made again without a lost worker. Raises LostWorkerError if one is lost in it."""
+        try:
+            return view.run(arguments)
+        except Exception as error:
+            if world.recovery is not None and world.mesh.size > 1 and world.recovery.has_lost(error):
+                self._require_movable(world)
+            raise
 
     def _compute(self, view: ConsistentView, arguments: FlattenedArguments, world: World) -> Callable[[], CallResult]:
         """Run a call's program. What this rank raises is what all ranks raise."""
@@ -96,7 +105,7 @@ class WorldView:
             found = 'view="mirrored"' if job.view == "mirrored" else "capture=False"
         if found is not None:
             raise LostWorkerError(
-                expected=f"a job that can go on without a lost worker, as {job.name!r}",
+                expected=f"a job that can continue without a lost worker, as {job.name!r}",
                 found=found,
                 fix="start the run again from a checkpoint",
                 where=job.line,

@@ -139,7 +139,7 @@ class WorkerRecovery:
             self._passed, self._counted = number, max(self._counted, self._joint.committed + commits())
             return finished
         except Exception as error:  # the script's own, or that of any library that lost its group
-            if not self._wait_for_notice(error):
+            if not self.has_lost(error):
                 raise
         finally:
             self._is_inside = False
@@ -164,8 +164,8 @@ class WorkerRecovery:
                 fix="continue without it",
             )
 
-    def _wait_for_notice(self, error: BaseException) -> bool:
-        """Return whether the agent says, or soon says, that a worker is lost."""
+    def has_lost(self, error: BaseException) -> bool:
+        """See `Recovery`."""
         if is_of_another_rank(error, None):
             return self._member.has_ended
         seconds = OTHER_ERROR_SECONDS if isinstance(error, RuntimeError) else 0.0
