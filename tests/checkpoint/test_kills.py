@@ -34,7 +34,7 @@ def outcomes_of_kills(folder, *, step=1, **how):
     return outcomes
 
 
-@pytest.mark.ci_sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(("background", "step"), [(False, 1), (True, 2)])
 def test_a_save_killed_at_100_points_leaves_the_old_or_the_new_checkpoint(tmp_path, background, step):

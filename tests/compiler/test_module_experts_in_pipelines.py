@@ -112,7 +112,7 @@ def test_with_other_schedules_and_axes(sizes, rows, options):
     check("loop", sizes, rows, *options)
 
 
-@pytest.mark.ci_sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("form", ["loop", "slots and a loop", "results in one tensor"])
 @pytest.mark.parametrize("border", ["model.layers.1.experts.1", "model.layers.0.experts.3"])
 def test_a_stage_may_end_between_the_experts_of_a_layer(form, border):

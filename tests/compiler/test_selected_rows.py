@@ -193,6 +193,7 @@ def test_accumulation_refuses_other_losses_of_selected_rows(loss):
         analyze(loss)
 
 
+@pytest.mark.exhaustive
 def test_what_the_backward_pass_asks_of_a_number_of_rows_is_read_at_the_end_of_the_function():
     outcome, known = check(make_loss_job("questions_of_the_backward_pass"), (2,))
     checks = [output.expected for _, output in outcome.sharded.logical.outputs if output.kind == "check"]

@@ -90,6 +90,7 @@ def test_a_loader_that_was_iterated_is_carried_and_begins_a_new_pass(kind: str):
     assert len(list(carried(loader))) == 2
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_function_with_a_job_and_a_loader_that_ran_here_trains_on_two_processes():
     trainer = Trainer()

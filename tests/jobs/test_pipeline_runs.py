@@ -62,6 +62,7 @@ def test_a_saved_plan_has_the_stages_and_runs(tmp_path):
     assert "expected: the mesh of the plan: pipeline=2" in other.stderr
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_plan_shows_stages_what_they_send_and_what_a_worker_holds(tmp_path):
     write(tmp_path)

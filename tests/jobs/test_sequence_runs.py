@@ -105,7 +105,7 @@ def run_script(folder: Path, text: str, *options: str) -> list[float]:
     return [float(word) for word in re.findall(r"-?\d+\.?\d*", found.stdout)]
 
 
-@pytest.mark.ci_sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["sequence=2", pytest.param("data=2,sequence=2", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("form", FORMS)

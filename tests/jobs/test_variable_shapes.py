@@ -198,6 +198,7 @@ def count_captures(mesh, build, batches):
     return found, warnings
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_200_lengths_need_three_captures(workers):

@@ -180,6 +180,7 @@ def test_without_the_pool_a_run_imports_torch_itself(action: str, tmp_path: Path
         kill_job(job)
 
 
+@pytest.mark.exhaustive
 def test_ctrl_c_during_the_import_of_torch_ends_everything(tmp_path: Path) -> None:
     job = start_verify(VERIFIED, tmp_path)
     try:

@@ -88,6 +88,7 @@ def test_a_command_line_overrides_configure(tmp_path: Path):
     assert "gives way" not in verdict.stdout + verdict.stderr
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_configure_without_a_script_is_rejected(tmp_path: Path):
     done = plain(tmp_path, given="import rankless\nrankless.configure(devices_per_host=2)\n")

@@ -86,6 +86,7 @@ def found(tmp_path: Path, workers: int, fault: str) -> FirstDifferingValue | Non
     return find_first_value(list(read_values(one, 0)), everyone, list(read_values(noise, 0)), call=CALL)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_an_inspected_correct_call_has_equal_values_and_trains_the_same(tmp_path: Path, workers: int) -> None:
     first = found(tmp_path, workers, "")

@@ -83,6 +83,7 @@ def test_rank_0_warns_about_a_stall_and_ends_the_job_if_configured(tmp_path: Pat
         assert f"[{rank}]<stdout>:error: {SHUT_DOWN}" in done.stdout
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_ends_counts_as_shut_down(tmp_path: Path):
     (tmp_path / "script.py").write_text(ENDING)
     done = rankless("horovodrun", "-np", "2", sys.executable, "script.py", folder=tmp_path)
