@@ -35,9 +35,9 @@ demo: $(READY)
 	$(BIN)/rankless run -n 4 examples/lenet.py --at-least 0.97
 	$(BIN)/rankless verify -n 4 examples/lenet.py --epochs 2
 
-# Three test processes for each core, up to six, each with worker pools of its own: most of a test's time is one process
+# Two test processes for each core, up to four, each with worker pools of its own: most of a test's time is one process
 # waiting for another. All of them have more threads than there are cores, so threads that wait for work must not spin.
-TEST_PROCESSES := $(shell $(PYTHON) -c 'import os; print(min(6, 3 * len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 3))')
+TEST_PROCESSES := $(shell $(PYTHON) -c 'import os; print(min(4, 2 * len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 3))')
 test: $(READY)
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist worksteal $(PYTEST)
 
