@@ -292,10 +292,11 @@ class JointEvents:
             each.finish()
 
     def close(self) -> None:
-        """Send this event. No participant takes part in anything after it."""
-        for each in self._list():
-            each.close()
-        self._participants.clear()
+        """Send this event to all, also if one raises an error. No participant takes part in anything after it."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._participants.clear)
+            for each in reversed(list(self._list())):
+                stack.callback(each.close)
 
 
 def _list_extensions(config: WorkerConfig) -> list[Extension]:
