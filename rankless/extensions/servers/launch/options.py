@@ -8,6 +8,7 @@ from rankless.config.hosts import Endpoint, Host, is_here, parse_endpoint, read_
 from rankless.config.run_config import Cluster, RunRequest
 from rankless.config.run_options import GivenOptions, NamedWorkers, RunOptions, Settings
 from rankless.config.shared_memory_support import is_supported
+from rankless.config.validation import count_gpus
 from rankless.errors import ConfigError
 from rankless.extensions.servers.config import (
     DEFAULT_GEO_STEPS,
@@ -302,17 +303,21 @@ def check_servers(servers: RequestedServers, request: RunRequest, cluster: Clust
 def _require_groups_that_end(lost_workers: int, request: RunRequest) -> None:
     """Raise `ConfigError` if the workers' groups cannot be ended, so that they wait for a lost worker."""
     support = is_supported()
-    devices = request.devices or "cpu"
-    if request.backend not in (None, *ABORTABLE) or not devices.startswith("cpu") or not support:
-        raise ConfigError(
-            expected="workers on CPUs that share memory, for --lost-workers: others cannot continue without a worker",
-            found=f"--lost-workers {lost_workers} with --backend {request.backend}"
-            if request.backend not in (None, *ABORTABLE)
-            else f"--lost-workers {lost_workers} with --devices {devices}"
-            if support
-            else f"no shared memory: {support.reason}",
-            fix="omit --lost-workers: then the first killed worker ends the run",
-        )
+    if request.backend not in (None, *ABORTABLE):
+        found = f"--lost-workers {lost_workers} with --backend {request.backend}"
+    elif request.devices is not None and not request.devices.startswith("cpu"):
+        found = f"--lost-workers {lost_workers} with --devices {request.devices}"
+    elif request.devices is None and count_gpus():
+        found = f"--lost-workers {lost_workers} on a host with GPUs, which the workers use without --devices cpu"
+    elif not support:
+        found = f"no shared memory: {support.reason}"
+    else:
+        return
+    raise ConfigError(
+        expected="workers on CPUs that share memory, for --lost-workers: others cannot continue without a worker",
+        found=found,
+        fix="omit --lost-workers: then the first killed worker ends the run",
+    )
 
 
 def _require_known_mode(mode: str) -> None:

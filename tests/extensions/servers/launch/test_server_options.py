@@ -145,6 +145,15 @@ def test_heterogeneous_workers_that_cannot_be_are_refused(command, options, mess
     assert not started
 
 
+def test_a_run_that_finds_gpus_tolerates_no_lost_worker(started, monkeypatch, capsys):
+    monkeypatch.setattr(server_options, "count_gpus", lambda: 8)
+    options = ("--servers", "1", "--workers", "2", "--lost-workers", "1", __file__)
+    assert main(["run", *options]) == 2
+    assert "found:    --lost-workers 1 on a host with GPUs" in capsys.readouterr().err
+    assert main(["run", "--devices", "cpu", *options]) == 0
+    assert len(started) == 1
+
+
 @pytest.mark.parametrize("options", [("--backend", "gloo"), ("--devices", "0,1")], ids=" ".join)
 def test_a_run_whose_workers_cannot_end_their_groups_tolerates_no_lost_worker(options, started, monkeypatch, capsys):
     monkeypatch.setattr(validation, "count_gpus", lambda: 8)
