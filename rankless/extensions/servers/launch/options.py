@@ -4,6 +4,7 @@ import importlib.util
 from collections.abc import Sequence
 
 from rankless.config.backends import ABORTABLE
+from rankless.config.environment import user_backend
 from rankless.config.hosts import Endpoint, Host, is_here, parse_endpoint, read_endpoints
 from rankless.config.run_config import Cluster, RunRequest
 from rankless.config.run_options import GivenOptions, NamedWorkers, RunOptions, Settings
@@ -305,6 +306,8 @@ def _require_groups_that_end(lost_workers: int, request: RunRequest) -> None:
     support = is_supported()
     if request.backend not in (None, *ABORTABLE):
         found = f"--lost-workers {lost_workers} with --backend {request.backend}"
+    elif request.backend is None and user_backend() not in (None, *ABORTABLE):
+        found = f"--lost-workers {lost_workers} with RANKLESS_BACKEND={user_backend()}"
     elif request.devices is not None and not request.devices.startswith("cpu"):
         found = f"--lost-workers {lost_workers} with --devices {request.devices}"
     elif request.devices is None and count_gpus():

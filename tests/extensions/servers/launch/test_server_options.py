@@ -145,12 +145,15 @@ def test_heterogeneous_workers_that_cannot_be_are_refused(command, options, mess
     assert not started
 
 
-def test_a_run_that_finds_gpus_tolerates_no_lost_worker(started, monkeypatch, capsys):
+def test_what_a_run_finds_on_its_host_tolerates_no_lost_worker(started, monkeypatch, capsys):
     monkeypatch.setattr(server_options, "count_gpus", lambda: 8)
     options = ("--servers", "1", "--workers", "2", "--lost-workers", "1", __file__)
     assert main(["run", *options]) == 2
     assert "found:    --lost-workers 1 on a host with GPUs" in capsys.readouterr().err
     assert main(["run", "--devices", "cpu", *options]) == 0
+    monkeypatch.setenv("RANKLESS_BACKEND", "gloo")
+    assert main(["run", "--devices", "cpu", *options]) == 2
+    assert "found:    --lost-workers 1 with RANKLESS_BACKEND=gloo" in capsys.readouterr().err
     assert len(started) == 1
 
 
