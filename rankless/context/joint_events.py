@@ -17,7 +17,6 @@ A job that runs eagerly has neither `begin_program` nor `end_program`, and no `e
 """
 
 import contextlib
-import importlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -222,7 +221,7 @@ class JointEvents:
         """Make the participants that the models of a job name, unless they are there."""
         for name in list_participants(job.modules.values()):
             if name not in self._participants:
-                make = importlib.import_module(name).make_joint_participant
+                make = import_declared(name, "rankless_participant", name, name="make_joint_participant")
                 self._participants[name] = make(self, self._config, self._workers)
 
     def make_view(self, job: Any, world: Any) -> Any:

@@ -1,6 +1,6 @@
 """The world that the runtime passes to jobs and loaders, so that they never look up rank or process group.
 
-Note [operations]: in some runs the others may go on without a worker that was killed. What workers
+Note [operations]: in some runs the others may continue without a worker that was killed. What workers
 do together is therefore an operation: a job's call, a pass over a loader, `once`, `save`. It changes nothing that
 lasts, and ends with a barrier. A worker that has passed the barrier knows that all have entered it. After a loss the
 others compare how many operations they have passed. The largest number counts for all of them. A worker that has not

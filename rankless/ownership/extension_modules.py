@@ -5,9 +5,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-PARTICIPANT = "rankless_participant"
-"""The attribute by which a module, or its class, names the participant of its extension: see `joint_events`."""
-
 
 class ExtensionModule(nn.Module):
     """A module whose states are elsewhere. Its extension shares them between ranks, and steps them.
@@ -48,9 +45,12 @@ def list_extension_modules(modules: Iterable[nn.Module]) -> list[ExtensionModule
 
 
 def list_participants(modules: Iterable[nn.Module]) -> list[str]:
-    """Return the participants that modules and their parts name, each once."""
-    parts = (part for module in modules for part in module.modules())
-    return list(dict.fromkeys(name for part in parts if (name := getattr(part, PARTICIPANT, ""))))
+    """Return the participants that modules and their parts name, each once.
+
+    Modules of a script are not asked: their `__getattr__` may answer anything.
+    """
+    names = (part.rankless_participant for part in list_extension_modules(modules))
+    return list(dict.fromkeys(name for name in names if name))
 
 
 def list_extension_packages() -> set[str]:

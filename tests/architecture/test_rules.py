@@ -21,7 +21,6 @@ IMPORTED_LATE = {
     "rankless/cli/checkpoint.py": "an export needs torch, and the help of the command line must not",
     "rankless/config/environment.py": "reads the variables of foreign launchers only if they exist",
     "rankless/extensions/servers/training/shared_tables.py": "only shared tables need numba and zmq",
-    "rankless/context/joint_events.py": "loads the participant that a module of a script names",
     "rankless/launch/agent.py": "few runs are elastic, and few have processes beside workers",
     "rankless/launch/job_setup.py": "most runs have one host",
     "rankless/launch/supervisor/supervisor.py": "only a run in which something fails needs to know why",
