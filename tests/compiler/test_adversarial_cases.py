@@ -63,7 +63,7 @@ def _restore_random_state():
         yield
 
 
-@pytest.mark.ci_sample(30)
+@pytest.mark.ci_sample(15)
 @pytest.mark.parametrize("case", SUPPORTED, ids=str)
 def test_the_captured_job_equals_the_plain_script(case: AdversarialCase):
     expected = run_plain(case)
@@ -78,7 +78,7 @@ def test_the_job_is_refused_with_the_cause_and_the_line(case: AdversarialCase):
     assert raised.value.where == case.line()
 
 
-@pytest.mark.ci_sample(10)
+@pytest.mark.ci_sample(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [case for case in SUPPORTED if str(case) not in ROUNDED_PER_RANK], ids=str)
 def test_on_two_workers_every_rank_equals_the_plain_script(case: AdversarialCase):

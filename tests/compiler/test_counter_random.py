@@ -95,7 +95,7 @@ DRAWS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@pytest.mark.ci_sample(50)
+@pytest.mark.ci_sample(25)
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("name", DRAWS)
 def test_ranks_draw_the_numbers_of_one_device(name, ranks):
@@ -151,6 +151,7 @@ def test_each_rank_draws_only_its_elements(ranks, monkeypatch):
     assert sum(drawn) == 4 * 35
 
 
+@pytest.mark.ci_sample(3)
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("kind", ["attention", "lstm", "encoder"])
 def test_layers_with_dropout_inside_are_those_of_one_device(kind, ranks):

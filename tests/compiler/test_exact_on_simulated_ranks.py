@@ -144,7 +144,7 @@ def write_slices(value):
     return value
 
 
-@pytest.mark.ci_sample(24)
+@pytest.mark.ci_sample(12)
 @pytest.mark.parametrize("name", JOBS)
 @pytest.mark.parametrize("ranks", [3, pytest.param(2, marks=pytest.mark.exhaustive), 7])
 def test_a_job_is_exact_whatever_it_does_with_its_batch(name, ranks):
@@ -161,6 +161,7 @@ def parametrize_linear(parametrization):
     return lambda: parametrization(nn.Linear(6, 6))
 
 
+@pytest.mark.ci_sample(13)
 @pytest.mark.parametrize(
     "build",
     [

@@ -39,7 +39,7 @@ def find_moves(outcome, backward):
     return Counter(item.kind for item in large if item.bytes >= ROWS * LENGTH * WIDTH * 8 and item.backward == backward)
 
 
-@pytest.mark.ci_sample(4)
+@pytest.mark.ci_sample(2)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("form", FORMS)
 def test_a_mixture_is_the_same_training_and_its_experts_are_divided(form, mesh):
@@ -50,7 +50,7 @@ def test_a_mixture_is_the_same_training_and_its_experts_are_divided(form, mesh):
     assert not [item for item in outcome.local.collectives if item.value in stacked]
 
 
-@pytest.mark.ci_sample(4)
+@pytest.mark.ci_sample(2)
 @pytest.mark.parametrize("form", FORMS)
 def test_a_batch_that_workers_cannot_share_equally(form):
     function, modules, arguments = make_mixture(form, rows=5)

@@ -102,7 +102,7 @@ def make_job(form, rows):
     return train, {"model": model}, [ids, ids.roll(-1, 1)]
 
 
-@pytest.mark.ci_sample(2)
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("rows", [ROWS, 3])
 @pytest.mark.parametrize("mesh", [(2,), (4,), (2, 2)], ids=str)
 @pytest.mark.parametrize("form", FORMS)

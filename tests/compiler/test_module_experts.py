@@ -33,7 +33,7 @@ def divide(model, rows=4, ranks=2):
     return ExpertDivider(program, ranks, {}).divide(fills=True)
 
 
-@pytest.mark.ci_sample(6)
+@pytest.mark.ci_sample(3)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("form", LOOPS)
 def test_each_expert_is_on_one_rank_and_the_training_is_the_same(form, mesh):

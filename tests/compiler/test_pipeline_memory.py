@@ -108,6 +108,7 @@ class UsedTwice(nn.Module):
         return self.last(self.twice(self.twice(self.first(inputs)).tanh()))
 
 
+@pytest.mark.ci_sample(5)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble"])
 @pytest.mark.parametrize("rows", [(12,), (2, 3), (7,)], ids=["matrices", "more dims", "uneven"])
 def test_products_of_later_microbatches_are_added_in_place(schedule, rows):

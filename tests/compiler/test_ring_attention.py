@@ -270,6 +270,7 @@ def test_two_layers_with_their_own_rings_are_exact_beside_a_divided_batch():
     assert (first.bytes, first.axis) == (2 * 2 * 7 * WIDTH * 8, "tensor")  # of half of the batch; the second axis
 
 
+@pytest.mark.ci_sample(3)
 @pytest.mark.parametrize(("heads", "keys"), [(2, 2), (4, 2), (4, 4)])
 @pytest.mark.parametrize("mesh", [(2, 2), (2, 2, 2)])
 def test_heads_are_divided_by_an_inner_axis_and_positions_in_a_ring(heads, keys, mesh):

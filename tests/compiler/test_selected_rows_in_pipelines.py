@@ -76,13 +76,13 @@ def check(job, workers=2, microbatches=3, schedule="1f1b", **settings):
     return assert_runs_as_plain(run, function, modules, arguments), known
 
 
-@pytest.mark.ci_sample(2)
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("form", FORMS)
 def test_a_mixture_is_the_same_training(form):
     check(make_stack_job(form))
 
 
-@pytest.mark.ci_sample(3)
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("workers", "schedule"), [(2, "interleaved"), (3, "zero-bubble"), (2, "gpipe")])
 def test_stages_that_end_between_experts(form, workers, schedule):

@@ -46,6 +46,7 @@ def test_a_model_with_divided_positions_is_the_same_training(name, mesh):
     check_sequence_axis(function, modules, arguments, mesh)
 
 
+@pytest.mark.ci_sample(3)
 @pytest.mark.parametrize("mesh", [(2,), (4,), (2, 2)])
 @pytest.mark.parametrize("form", ["split", "heads"])
 def test_a_decoder_exchanges_positions_for_heads_and_sends_no_other_activation(form, mesh):
@@ -87,7 +88,7 @@ def attend(heads, keys, length, other, is_causal, has_mask):
     return function, {"model": model}, arguments
 
 
-@pytest.mark.ci_sample(8)
+@pytest.mark.ci_sample(4)
 @pytest.mark.parametrize(
     ("heads", "keys", "length", "other", "is_causal", "has_mask"),
     [

@@ -38,7 +38,7 @@ MESHES = [
 ]
 
 
-@pytest.mark.ci_sample(40)
+@pytest.mark.ci_sample(20)
 @pytest.mark.parametrize(("axis_sizes", "kind"), MESHES, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_divided_features_are_exact_and_stay_where_they_are(name: str, axis_sizes: tuple[int, ...], kind: str):

@@ -38,7 +38,7 @@ def _restore_global_state(monkeypatch: pytest.MonkeyPatch):
     nn.modules.module._global_forward_hooks.clear()
 
 
-@pytest.mark.ci_sample(30)
+@pytest.mark.ci_sample(15)
 @pytest.mark.parametrize("case", SUPPORTED, ids=str)
 def test_every_call_of_the_captured_job_equals_the_plain_function(case: AdversarialCase):
     expected = run_plain(case)

@@ -22,7 +22,7 @@ def count_parameters(model: nn.Module, names) -> float:
     return sum(sizes[name] for name in names) / sum(sizes.values())
 
 
-@pytest.mark.ci_sample(4)
+@pytest.mark.ci_sample(2)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_a_model_is_the_same_training_and_most_of_it_is_divided(name, mesh):
@@ -31,7 +31,7 @@ def test_a_model_is_the_same_training_and_most_of_it_is_divided(name, mesh):
     assert count_parameters(modules["model"], states) > (0.6 if name in ("gated", "phi3") else 0.85)
 
 
-@pytest.mark.ci_sample(4)
+@pytest.mark.ci_sample(2)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_a_model_with_divided_activations_is_the_same_training(name, mesh):
@@ -49,7 +49,7 @@ def test_a_decoder_sends_what_megatron_sends(form):
     assert all(item.bytes == ACTIVATION for item in large)
 
 
-@pytest.mark.ci_sample(4)
+@pytest.mark.ci_sample(2)
 @pytest.mark.parametrize("layers", [0.0, 0.1])
 @pytest.mark.parametrize("embedding", [0.0, 0.1])
 def test_dropout_does_not_make_a_decoder_send_more(embedding, layers):
@@ -215,7 +215,7 @@ def test_values_can_be_computed_again(recompute):
     assert outcome.local.recomputed > 0
 
 
-@pytest.mark.ci_sample(3)
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("form", ["split", "three", "heads"])
 @pytest.mark.parametrize("mesh", [(2,), (4,), (2, 2)])
 def test_sequence_parallelism_sends_what_megatron_sends(form, mesh):

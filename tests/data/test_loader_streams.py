@@ -53,6 +53,7 @@ def test_on_a_mesh_concatenated_stream_batches_equal_a_data_loaders(size, readin
             assert passes == plain, case
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 def test_on_a_mesh_reader_processes_divide_a_stream_as_in_a_data_loader(size):

@@ -89,6 +89,7 @@ SCENARIOS = [
 ]
 
 
+@pytest.mark.ci_sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(("scenario", "workers", "dtype"), sample_cases(SCENARIOS, 2, 3))
 def test_other_first_dims_plain_values_and_pytrees_train_exactly(scenario, workers, dtype):

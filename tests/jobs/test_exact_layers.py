@@ -363,7 +363,7 @@ SCENARIOS = [
 ]
 
 
-@pytest.mark.ci_sample(2)
+@pytest.mark.ci_sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("scenario", "workers", "dtype"), sample_cases(SCENARIOS))
 def test_losses_gradients_statistics_and_parameters_equal_the_plain_scripts(scenario, workers, dtype):

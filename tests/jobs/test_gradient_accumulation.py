@@ -293,7 +293,7 @@ def test_on_one_device_accumulated_calls_equal_one_call_on_all_rows(build, worke
     assert_accumulated(build, workers, torch.float64)
 
 
-@pytest.mark.ci_sample(2)
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize(("build", "workers"), sample_cases(2, 3))
 def test_on_workers_accumulated_calls_equal_one_call_on_all_rows(build, workers):
     assert_accumulated(build, workers, torch.float64)

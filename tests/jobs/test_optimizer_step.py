@@ -179,6 +179,7 @@ def train_until_not_finite(mesh, where, accumulate):
     return None
 
 
+@pytest.mark.ci_sample(7)
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("where", ["loss", "gradient"])
 @pytest.mark.parametrize("accumulate", [1, 3])

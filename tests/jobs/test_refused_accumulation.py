@@ -133,6 +133,7 @@ REFUSED = [
 ]  # fmt: skip
 
 
+@pytest.mark.ci_sample(9)
 @pytest.mark.parametrize("build", REFUSED, ids=lambda build: build.__name__)
 def test_a_loss_that_cannot_accumulate_raises_with_its_line_untrained(build):
     model = nn.Linear(5, 4)

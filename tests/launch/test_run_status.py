@@ -111,6 +111,7 @@ def test_two_runs_at_once_are_both_shown_and_one_can_be_chosen(held: Path, tmp_p
         kill_job(job)
 
 
+@pytest.mark.exhaustive
 def test_many_calls_at_once_get_the_same_answer_and_disturb_nothing(held: Path):
     calls = [start_rankless("status", "log/latest", "--json", folder=held) for _ in range(6)]
     texts = [call.communicate(timeout=60)[0] for call in calls]
@@ -231,6 +232,7 @@ def test_a_run_of_a_notebook_or_of_no_script_is_shown_by_its_code(tmp_path: Path
         kill_job(job)
 
 
+@pytest.mark.exhaustive
 def test_a_script_that_has_closed_all_descriptors_has_a_state_and_no_place(tmp_path: Path):
     script = HOLDING.replace("signal.pause()", "os.closerange(3, 200)\nopen('closed', 'w').close()\nsignal.pause()")
     job = start_script(script, "-n", "1", "--no-warm", "--quiet", "--hang-timeout", "0", folder=tmp_path)
@@ -284,6 +286,7 @@ def test_a_run_whose_log_folder_is_gone_is_found_by_its_id(tmp_path: Path):
         kill_job(job)
 
 
+@pytest.mark.exhaustive
 def test_the_agent_survives_a_status_that_is_killed(held: Path):
     call = start_rankless("status", "log/latest", "--watch", "0.1", folder=held)
     assert call.stdout is not None

@@ -120,6 +120,7 @@ def train_plainly_with_flushes():
     return found
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("size", [2, 3])
 def test_no_worker_steps_while_another_still_reads(size):
     wanted = train_plainly_with_flushes()

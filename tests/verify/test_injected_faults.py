@@ -165,7 +165,7 @@ def test_a_diverging_rank_stops_the_run_at_its_call(
     assert STOPPED[fault] in errors
 
 
-@pytest.mark.ci_sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("fault", "optimizer", "code"),
     [

@@ -42,7 +42,7 @@ def reduce_fused(mesh: Mesh, hosts: str, lengths: Sequence[int], dtype: torch.dt
         return outputs, is_kept
 
 
-@pytest.mark.ci_sample(15)
+@pytest.mark.ci_sample(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("hosts", ["aa", "aaa", "aab"])
 @pytest.mark.parametrize("lengths", LENGTHS)

@@ -40,6 +40,7 @@ def gather_alone(data: bytes) -> list[bytes]:
     return [data]
 
 
+@pytest.mark.ci_sample(2)
 @pytest.mark.parametrize("servers", [1, 2])
 @pytest.mark.parametrize("steps", [1, 3])
 def test_rows_are_exchanged_by_the_rule(tmp_path, servers, steps):
@@ -92,7 +93,7 @@ def test_rows_are_exchanged_by_the_rule(tmp_path, servers, steps):
             client.close()
 
 
-@pytest.mark.ci_sample(2)
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_one_worker_trains_as_without_servers(tmp_path, name):
     settings = table_settings("every_id")

@@ -35,6 +35,7 @@ def test_workers_that_open_a_table_with_different_settings(two_workers):
         table.pull(IDS)
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("name", ["momentum", "adagrad", "sparse_adam"])
 def test_workers_that_push_with_different_settings_both_fail(two_workers, name):
     clients, (first, second) = two_workers
