@@ -47,7 +47,7 @@ def test_a_collective_gives_the_same_with_nccl(case: str, asynchronous: bool, wh
     require_expected(case, answers, SHAPES, "nccl")
 
 
-@pytest.mark.ci_sample(10)
+@pytest.mark.ci_sample(5)
 @pytest.mark.parametrize("case", [case for case in CASES if case != "send batch"])
 @settings(max_examples=10, deadline=None)
 @given(shapes=st.lists(st.lists(st.integers(0, 5), max_size=4).map(tuple), min_size=1, max_size=3))

@@ -105,7 +105,7 @@ def captured(script: Script) -> LogicalProgram:
     return capture(source, arguments.unflatten, get_shapes(arguments), device).program
 
 
-@pytest.mark.ci_sample(18)
+@pytest.mark.ci_sample(9)
 @pytest.mark.parametrize("case", [case for case in SUPPORTED if not case.reads_values], ids=str)
 def test_every_operator_forward_and_backward_has_a_line_of_the_script(case: AdversarialCase):
     script, _ = start_script(case)

@@ -151,7 +151,6 @@ def test_each_rank_draws_only_its_elements(ranks, monkeypatch):
     assert sum(drawn) == 4 * 35
 
 
-@pytest.mark.ci_sample(3)
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("kind", ["attention", "lstm", "encoder"])
 def test_layers_with_dropout_inside_are_those_of_one_device(kind, ranks):

@@ -118,7 +118,6 @@ def test_a_predicting_job_takes_the_path_of_a_plain_run(form: str):
         assert_equal(found.results, call(module, batch()))
 
 
-@pytest.mark.ci_sample(3)
 @pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "without gradients"])
 @pytest.mark.parametrize("form", ["encoder, padding", "layer, an additive mask", "attention, padding"])
 def test_a_teacher_in_a_training_job_takes_the_path_of_a_plain_run(form: str, frozen: bool):

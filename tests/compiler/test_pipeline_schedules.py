@@ -38,6 +38,7 @@ def test_gradients_of_parameters_fill_the_waiting_times(workers, microbatches):
     assert made.makespan == 3 * microbatches + workers - 1
 
 
+@pytest.mark.ci_sample(3)
 @pytest.mark.parametrize(("workers", "microbatches"), SIZES)
 def test_workers_hold_the_activations_of_as_many_microbatches_as_each_schedule_says(workers, microbatches):
     places = range(workers)

@@ -118,7 +118,7 @@ def test_a_pipeline_draws_the_numbers_of_one_device(job: Job, options: Mapping[s
     assert_same_as_plain((chain(6, 8, 8, 4), job, [samples(9, 6), labels(4, 9)]), options)
 
 
-@pytest.mark.ci_sample(5)
+@pytest.mark.ci_sample(7)
 @pytest.mark.parametrize("job", [sample_by_value, draw_per_sample], ids=lambda job: job.__name__)
 @pytest.mark.parametrize("options", ALL[:3] + KINDS[:2], ids=str)
 def test_a_pipeline_draws_by_counter(job: Job, options: Mapping[str, Any]) -> None:
@@ -131,7 +131,7 @@ def train_with_checkpoints(model: nn.Sequential, x: Tensor, y: Tensor) -> Tensor
     return F.cross_entropy(model[3](x), y)
 
 
-@pytest.mark.ci_sample(4)
+@pytest.mark.ci_sample(5)
 @pytest.mark.parametrize("counter", [False, True])
 @pytest.mark.parametrize("options", ALL[:1] + ALL[2:], ids=str)
 def test_a_pipeline_recomputes_checkpoints(options: Mapping[str, Any], counter: bool) -> None:

@@ -72,6 +72,7 @@ def run_in_pieces(job, *lengths, change=lambda program: program):
     )
 
 
+@pytest.mark.ci_sample(3)
 @pytest.mark.parametrize("queries", [(5, 0, 0), (0, 5, 0), (3, 2, 0)], ids=str)
 @pytest.mark.parametrize("keys", [(1, 0, 0), (0, 0, 1)], ids=str)
 def test_a_worker_without_queries_beside_one_key(queries, keys):
@@ -232,6 +233,7 @@ MASKS = {
 }
 
 
+@pytest.mark.ci_sample(4)
 @pytest.mark.parametrize("name", MASKS)
 def test_masks_hide_keys_of_any_block(name):
     outcome = run_in_pieces(make_job(2, 2, 7, 9, MASKS[name]), (3, 0, 4), (2, 5, 2))

@@ -82,7 +82,7 @@ def test_a_mixture_is_the_same_training(form):
     check(make_stack_job(form))
 
 
-@pytest.mark.ci_sample(1)
+@pytest.mark.ci_sample(3)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("workers", "schedule"), [(2, "interleaved"), (3, "zero-bubble"), (2, "gpipe")])
 def test_stages_that_end_between_experts(form, workers, schedule):
@@ -139,6 +139,7 @@ class Packed(nn.Module):
         return whole, rows
 
 
+@pytest.mark.ci_sample(5)
 @pytest.mark.parametrize("early", [True, False], ids=["by arguments", "by values of the model"])
 @pytest.mark.parametrize(("workers", "schedule"), [(2, "1f1b"), (3, "gpipe"), (2, "interleaved"), (2, "zero-bubble")])
 def test_rows_that_a_first_stage_selects_go_through_all_stages(early, workers, schedule):

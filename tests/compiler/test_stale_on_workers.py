@@ -50,6 +50,7 @@ def test_every_rank_follows_what_the_script_changes(build, workers: int):
         assert_alike(calls, expected, case.tolerance)
 
 
+@pytest.mark.ci_sample(3)
 @pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize("build", REFUSED, ids=lambda build: build.__name__)
 def test_every_rank_refuses_a_job_that_no_program_can_follow(build, workers: int):

@@ -49,7 +49,7 @@ def test_a_decoder_sends_what_megatron_sends(form):
     assert all(item.bytes == ACTIVATION for item in large)
 
 
-@pytest.mark.ci_sample(2)
+@pytest.mark.ci_sample(3)
 @pytest.mark.parametrize("layers", [0.0, 0.1])
 @pytest.mark.parametrize("embedding", [0.0, 0.1])
 def test_dropout_does_not_make_a_decoder_send_more(embedding, layers):
@@ -215,7 +215,7 @@ def test_values_can_be_computed_again(recompute):
     assert outcome.local.recomputed > 0
 
 
-@pytest.mark.ci_sample(1)
+@pytest.mark.ci_sample(3)
 @pytest.mark.parametrize("form", ["split", "three", "heads"])
 @pytest.mark.parametrize("mesh", [(2,), (4,), (2, 2)])
 def test_sequence_parallelism_sends_what_megatron_sends(form, mesh):

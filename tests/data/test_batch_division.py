@@ -87,7 +87,6 @@ def read(mesh: Mesh, inner: AxisRole, how: str) -> list[tuple[list[float], list[
     return found
 
 
-@pytest.mark.ci_sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["split", "replicated", "first", "stream"])
 @pytest.mark.parametrize(("inner", "parts"), [("tensor", [(0, 4), (0, 4), (4, 7), (4, 7)])])

@@ -62,6 +62,7 @@ for batch in rankless.loader(torch.arange(8.0), batch_size=8):
 """
 
 
+@pytest.mark.exhaustive
 def test_a_gather_on_one_rank_only_ends_the_run_and_names_the_line(tmp_path: Path) -> None:
     job = run_script(ALONE, "-n", "2", folder=tmp_path)
     assert "rank 1 has waited 0 s at" in job.stderr

@@ -109,7 +109,7 @@ def marks_of(name: str) -> list[pytest.MarkDecorator]:
 EXAMPLES = [pytest.param(name, marks=marks_of(name), id=name) for name in PUBLIC]
 
 
-@pytest.mark.ci_sample(8)
+@pytest.mark.ci_sample(4)
 @pytest.mark.usefixtures("world_of_one")
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_the_examples_of_a_public_docstring_run(name: str) -> None:

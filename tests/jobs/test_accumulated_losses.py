@@ -53,7 +53,7 @@ FROM_TORCH += [Case(name, "batchmean") for name in FUNCTIONS if name.startswith(
 FROM_SCRIPTS = [Case(loss.__name__) for losses in WRITTEN.values() for loss in losses]
 
 
-@pytest.mark.ci_sample(1)
+@pytest.mark.ci_sample(2)
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("case", FROM_TORCH, ids=repr)
 def test_losses_of_torch_accumulate_over_calls(case, workers):
@@ -93,7 +93,6 @@ def random_masks():
     return Script(modules={"model": model}, loss=loss, batch=batch, together=together)
 
 
-@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_mean_over_a_mask_that_the_job_draws_accumulates(workers):
     assert_accumulated(random_masks, workers, torch.float64, GROUPS)

@@ -139,6 +139,7 @@ def test_a_plan_with_an_unknown_axis_is_refused(tmp_path):
     assert "found:    pipeline with the role tensor" in found.stderr
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_killed_stage_ends_the_run_and_is_named(tmp_path):
     write(tmp_path, end="if rankless.rank() == 1: import os; os.kill(os.getpid(), 9)\ntrain(*data.tensors)")

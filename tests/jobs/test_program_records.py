@@ -97,6 +97,7 @@ def compare_plan_with_traffic(mesh: Mesh, rows: int, dtype: torch.dtype) -> tupl
     return describe_program(job, executable.local), moved
 
 
+@pytest.mark.ci_sample(2)
 @pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_redistributions_have_their_bytes_in_program_order(workers: int, dtype: torch.dtype) -> None:

@@ -53,7 +53,7 @@ def test_on_three_workers_whose_pieces_differ_in_length(name):
     check(name, 3)
 
 
-@pytest.mark.ci_sample(3)
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("name", ALL)
 def test_blocks_that_are_computed_again_read_shared_memory(name):
     check(name, 2, "blocks")

@@ -29,6 +29,7 @@ def warnings_in(stderr: str) -> list[str]:
     return [line for line in stderr.splitlines() if " both write " in line]
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("size", ["2", "3"])
 def test_files_that_several_ranks_write_are_warned_about_once_with_the_line(size: str, tmp_path: Path) -> None:

@@ -153,7 +153,7 @@ def test_an_injected_fault_is_found_with_its_step_and_line(baseline: Baseline, f
         assert first.operator == operator
 
 
-@pytest.mark.ci_sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("fault", STOPPED)
 def test_a_diverging_rank_stops_the_run_at_its_call(
     baseline: Baseline, fault: str, capsys: pytest.CaptureFixture[str]

@@ -87,7 +87,6 @@ def test_every_caller_across_hosts_learns_why_a_collective_failed(caller: str, f
     check(3, caller, fault, "aab")
 
 
-@pytest.mark.ci_sample(3)
 @pytest.mark.parametrize(
     ("caller", "fault", "hosts"),
     [

@@ -30,6 +30,7 @@ def reduce_shared(mesh: Mesh, dtype: torch.dtype, counts: list[int]) -> list[tor
     return found
 
 
+@pytest.mark.ci_sample(7)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_an_all_reduce_of_shared_tensors_sums_them(size: int, dtype: torch.dtype):
@@ -96,6 +97,7 @@ def scatter_shared(mesh: Mesh, dtype: torch.dtype, count: int) -> list[tuple[tor
     return found
 
 
+@pytest.mark.ci_sample(7)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_a_reduce_scatter_of_shared_tensors_sums_them(size: int, dtype: torch.dtype):

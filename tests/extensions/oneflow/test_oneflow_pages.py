@@ -20,6 +20,7 @@ def run(python: Path, folder: Path, *words: str, seconds: float) -> subprocess.C
     return done
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not SCRIPTS, reason="OneFlow's page is not at hand")
 @pytest.mark.parametrize("view", ["mirrored", pytest.param("consistent", marks=pytest.mark.exhaustive)])
 def test_the_scripts_of_oneflows_page_run_word_for_word(view: str, oneflow_python: Path, tmp_path: Path):

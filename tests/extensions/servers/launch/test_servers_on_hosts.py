@@ -132,7 +132,7 @@ ENDS = [
 ]
 
 
-@pytest.mark.ci_sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("server", "name", "code", "how"), ENDS)
 def test_a_server_that_cannot_go_on_ends_the_run_on_all_hosts(server, name, code, how, hosts: Hosts, tmp_path: Path):
     jobs = start(hosts, tmp_path, WAITING, server=server)

@@ -40,7 +40,6 @@ def gather_alone(data: bytes) -> list[bytes]:
     return [data]
 
 
-@pytest.mark.ci_sample(2)
 @pytest.mark.parametrize("servers", [1, 2])
 @pytest.mark.parametrize("steps", [1, 3])
 def test_rows_are_exchanged_by_the_rule(tmp_path, servers, steps):

@@ -68,7 +68,7 @@ def table_settings(dtype: str) -> TableSettings:
     return TableSettings(dim=DIM, dtype=dtype, seed=7)
 
 
-@pytest.mark.ci_sample(4)
+@pytest.mark.ci_sample(8)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize(("dtype", "bound"), [("float64", 1e-12), ("float32", 2e-4)])
 def test_all_rows_step_like_a_dense_parameter(name, dtype, bound):

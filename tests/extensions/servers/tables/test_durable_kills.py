@@ -52,6 +52,7 @@ def kill_often(descriptor: int, forker: ProcessForker, kills: int, seed: int) ->
     return moments
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_tables_survive_kills_at_random_moments(descriptor, forker):
     moments = kill_often(descriptor, forker, 8, seed=1)
