@@ -2,7 +2,7 @@
 
 import ast
 
-from architecture.sources import PACKAGE, parsed, python_files, short
+from architecture.sources import PACKAGE, nodes_of, python_files, short
 
 CONSTRUCTORS = {
     *("arange", "empty", "empty_strided", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "randperm"),
@@ -30,7 +30,7 @@ def test_a_new_tensor_has_a_device():
         f"{short(file)}:{node.lineno}"
         for file in python_files(PACKAGE)
         if not short(file).endswith(AS_A_SCRIPT)
-        for node in ast.walk(parsed(file))
+        for node in nodes_of(file)
         if names_no_device(node)
     ]
     assert found == []

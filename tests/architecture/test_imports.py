@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from architecture.sources import PACKAGE, ROOT, parsed, python_files, short
+from architecture.sources import PACKAGE, ROOT, nodes_of, python_files, short
 
 import rankless
 
@@ -100,7 +100,7 @@ def test_no_import_stands_inside_a_function():
     late = {
         short(file)
         for file in python_files("rankless")
-        for function in ast.walk(parsed(file))
+        for function in nodes_of(file)
         if isinstance(function, ast.FunctionDef)
         for node in ast.walk(function)
         if isinstance(node, ast.Import | ast.ImportFrom)

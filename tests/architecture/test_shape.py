@@ -4,7 +4,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from architecture.sources import PACKAGE, parsed, python_files, short
+from architecture.sources import PACKAGE, nodes_of, parsed, python_files, short
 
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "base", "core"}
 FORBIDDEN_ENDINGS = ("Manager", "Handler", "Helper", "Wrapper", "Engine")
@@ -67,7 +67,7 @@ MANY_PARAMETERS = {
 
 
 def functions(file: Path) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
-    for node in ast.walk(parsed(file)):
+    for node in nodes_of(file):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield f"{short(file)}:{node.name}", node
 
@@ -116,7 +116,7 @@ def test_no_file_folder_or_class_has_a_name_that_says_nothing():
     for path in PACKAGE.rglob("*"):
         assert path.stem not in FORBIDDEN_NAMES or short(path) in FOREIGN_NAMES, path
     for file in python_files("rankless", "tests", "bench"):
-        for node in ast.walk(parsed(file)):
+        for node in nodes_of(file):
             if isinstance(node, ast.ClassDef) and short(file) not in FOREIGN_CLASSES:
                 assert not node.name.endswith(FORBIDDEN_ENDINGS), f"{short(file)}: {node.name}"
 

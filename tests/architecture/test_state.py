@@ -4,7 +4,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from architecture.sources import parsed, python_files, short
+from architecture.sources import nodes_of, parsed, python_files, short
 
 from rankless import errors
 
@@ -98,7 +98,7 @@ def test_every_error_of_ours_says_expected_found_and_fix():
     ours = {name for name, kind in vars(errors).items() if is_ours(kind)}
     seen = 0
     for file in python_files("rankless"):
-        for node in ast.walk(parsed(file)):
+        for node in nodes_of(file):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ours:
                 keywords = {keyword.arg for keyword in node.keywords}
                 seen += 1
