@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from importlib.util import find_spec
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
@@ -31,6 +32,11 @@ from rankless.parallel.mesh import Mesh
 DEADLINE_SECONDS = 60.0
 GRACE_SECONDS = 8.0
 """How long the other workers may take after one has failed: they may wait for it in a collective."""
+
+WORKER_MODULES = ("torch._dynamo", "torch._functorch.aot_autograd", "rankless.api", "rankless.jobs.job")
+"""What most workers of tests import: two seconds of each one."""
+SERVER_PROGRAM = ("rankless.extensions.servers.service.process",) if find_spec("numba") and find_spec("zmq") else ()
+"""The module of a parameter server, which tests fork too."""
 
 _pools: dict[tuple[int, str], "Pool"] = {}
 
@@ -72,9 +78,7 @@ def _discard(key: tuple[int, str]) -> None:
 def fork_server_context() -> ForkServerContext:
     """Return a context whose fork server imports torch once for all processes, and has no threads when it forks."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["torch", "torch._dynamo", "torch.distributed.tensor", "numpy", "rankless.collectives"]
-    )
+    context.set_forkserver_preload(["torch.distributed.tensor", "numpy", *WORKER_MODULES, *SERVER_PROGRAM])
     return context
 
 

@@ -1,19 +1,43 @@
-"""Real servers, each a process, and clients of them."""
+"""Real servers, each a process, and clients of them.
+
+The processes are forked by one that has imported the program of a server: tests start hundreds of them.
+"""
 
 import contextlib
 import os
 import secrets
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from rankless.extensions.servers.config import ServerConfig, ServersConfig, server_environment
+from forked_server import ServerStart
+from support.processes import fork_server_context
+
+from rankless.extensions.servers.config import ServerConfig, ServersConfig
 from rankless.extensions.servers.service.client import ServerClient
 
-ROOT = Path(__file__).parents[3]
-PROGRAM = "rankless.extensions.servers.service.process"
+
+class ForkedProcess:
+    """The process of a server, with the methods of `subprocess.Popen` that tests use."""
+
+    def __init__(self, config: ServerConfig, descriptors: dict[str, int], log: int) -> None:
+        start = ServerStart(config, descriptors, log)
+        self._process = fork_server_context().Process(target=start, daemon=True)
+        self._process.start()
+        self.pid = self._process.pid
+        self.terminate = self._process.terminate
+        self.kill = self._process.kill
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, seconds: float | None = None) -> int:
+        self._process.join(seconds)
+        assert self._process.exitcode is not None, "the server has not ended in time"
+        return self._process.exitcode
 
 
 class ServerProcess:
@@ -21,21 +45,14 @@ class ServerProcess:
 
     def __init__(self, config: ServerConfig) -> None:
         reading, writing = os.pipe()
-        try:
-            config = ServerConfig(
-                **{**{f: getattr(config, f) for f in config.__struct_fields__}, "ready_descriptor": writing}
-            )
-            environment = server_environment(config) | {"PYTHONPATH": str(ROOT)}
-            kept = (config.memory_descriptor, config.status_descriptor)
-            self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115  # it lives as long as the process
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", PROGRAM],
-                env=environment,
-                pass_fds=[writing, *(descriptor for descriptor in kept if descriptor is not None)],
-                stderr=self.log,
-            )
-        finally:
-            os.close(writing)
+        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115  # it lives as long as the process
+        given = {"ready_descriptor": writing} | {
+            name: descriptor
+            for name in ("memory_descriptor", "status_descriptor")
+            if (descriptor := getattr(config, name)) is not None
+        }
+        self.process = ForkedProcess(config, given, self.log.fileno())
+        os.close(writing)
         with os.fdopen(reading) as pipe:
             line = pipe.readline()
         self.is_durable = line.endswith(" durable\n")

@@ -7,13 +7,14 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 from raw_worker import RawWorker
 from served_training import OPTIMIZERS, table_settings
-from server_processes import PROGRAM, ROOT, ServerProcess, ServersOfRun, servers_of_run
+from server_processes import ServerProcess, ServersOfRun, servers_of_run
 
 from rankless.errors import ServerError
 from rankless.extensions.servers.config import ServerConfig, ServersConfig, server_environment
@@ -22,6 +23,8 @@ from rankless.extensions.servers.service.server_connection import ConnectionSett
 from rankless.extensions.servers.service.wire.messages import Kind, MessageHeader
 from rankless.extensions.servers.tables.settings import TableSettings
 
+PROGRAM = "rankless.extensions.servers.service.process"
+ROOT = Path(__file__).parents[4]
 SETTINGS = TableSettings(dim=2)
 IDS = np.arange(3)
 SGD = OPTIMIZERS["sgd"]
