@@ -3,6 +3,8 @@
 The arguments are those of PyTorch's database of modules, and our own for the classes that it lacks.
 """
 
+import functools
+import importlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -23,7 +25,6 @@ from operator_outcomes import (
     run_eagerly,
 )
 from torch import Tensor, nn
-from torch.testing._internal.common_modules import FunctionInput, module_db
 from torch.utils import _pytree as pytree
 
 from rankless.errors import CaptureError
@@ -89,8 +90,6 @@ OWN: dict[str, list[Sample]] = {
         for mode in ("nearest", "bilinear", "bicubic")
     ],
 }
-DATABASE = {info.name.removeprefix("nn."): info for info in module_db}
-MODULES = sorted({*DATABASE, *OWN})
 BASES = {
     *("Container", "Module", "ModuleDict", "ModuleList", "ParameterDict", "ParameterList", "RNNBase", "RNNCellBase"),
     *("Sequential", "DataParallel"),
@@ -101,6 +100,18 @@ SAME_AS = {"NLLLoss2d", "UpsamplingBilinear2d", "UpsamplingNearest2d", "MaxUnpoo
 }
 """Classes that are others once they are initialized, or with another number of dims."""
 NEEDS_GROUP = {"SyncBatchNorm"}
+
+
+@functools.cache
+def database() -> dict[str, Any]:
+    """Return PyTorch's database by the names of classes. Only tests that read it import it: that takes seconds."""
+    found = importlib.import_module("torch.testing._internal.common_modules").module_db
+    return {info.name.removeprefix("nn."): info for info in found}
+
+
+def modules() -> list[str]:
+    """Return the names of the classes that are swept."""
+    return sorted({*database(), *OWN})
 
 
 @dataclass(frozen=True)
@@ -149,13 +160,13 @@ def samples_of(name: str, training: bool, dtype: torch.dtype) -> Iterator[tuple[
             moved = pytree.tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, arguments)
             yield build().to(dtype), moved, {}
         return
-    info = DATABASE[name]
+    info = database()[name]
     given = list(info.module_inputs_func(info, device="cpu", dtype=dtype, requires_grad=False, training=training))
     limit = MAX_ATTENTION_SAMPLES if any(word in name for word in ATTENTION) else MAX_SAMPLES
     if len(given) > limit:
         given = [given[place * (len(given) - 1) // (limit - 1)] for place in range(limit)]
     for item in given:
-        constructed: FunctionInput = item.constructor_input
+        constructed = item.constructor_input
         options = {"dtype": dtype, "device": "cpu"} if takes_dtype(info.module_cls) else {}
         module = info.module_cls(*constructed.args, **(constructed.kwargs | options))
         called = item.forward_input

@@ -5,17 +5,20 @@ them, and says on which dims their arguments can be divided.
 """
 
 import contextlib
+import functools
+import importlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.testing._internal import common_methods_invocations
-from torch.testing._internal.common_methods_invocations import op_db
-from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 from torch.utils import _pytree as pytree
+
+if TYPE_CHECKING:
+    from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 
 Mode = Literal["forward", "backward", "double backward", "forward mode", "in place"]
 Layout = Literal["contiguous", "transposed", "channels_last"]
@@ -49,12 +52,21 @@ NOT_TRACEABLE = {
 """Variants that have no result to compare, with the reason."""
 
 
-def variant_name(operator: OpInfo) -> str:
+def variant_name(operator: "OpInfo") -> str:
     """Return a variant's name in the database, such as "norm.fro"."""
     return operator.name + (f".{operator.variant_test_name}" if operator.variant_test_name else "")
 
 
-VARIANTS: dict[str, OpInfo] = {variant_name(operator): operator for operator in op_db}
+@functools.cache
+def invocations() -> ModuleType:
+    """Return PyTorch's module of the database. Only tests that read it import it: that takes three seconds."""
+    return importlib.import_module("torch.testing._internal.common_methods_invocations")
+
+
+@functools.cache
+def variants() -> dict[str, "OpInfo"]:
+    """Return the variants by name."""
+    return {variant_name(operator): operator for operator in invocations().op_db}
 
 
 @dataclass(frozen=True)
@@ -172,12 +184,12 @@ class DatabaseCase:
 @contextlib.contextmanager
 def without_seeds() -> Iterator[None]:
     """Within the context, random operators of the database draw on: by itself it seeds the generator for each call."""
-    seeding = common_methods_invocations.wrapper_set_seed
-    common_methods_invocations.wrapper_set_seed = lambda operator, *args, **kwargs: operator(*args, **kwargs)
+    seeding = invocations().wrapper_set_seed
+    invocations().wrapper_set_seed = lambda operator, *args, **kwargs: operator(*args, **kwargs)
     try:
         yield
     finally:
-        common_methods_invocations.wrapper_set_seed = seeding
+        invocations().wrapper_set_seed = seeding
 
 
 class Scales(nn.Module):
@@ -248,7 +260,7 @@ def set_layout(value: Tensor, layout: Layout) -> Tensor:
     return plain
 
 
-def modes_for(operator: OpInfo, dtype: torch.dtype, layout: Layout) -> list[Mode]:
+def modes_for(operator: "OpInfo", dtype: torch.dtype, layout: Layout) -> list[Mode]:
     """Return how an operator runs in a dtype: with its backward if it has one, and with what else eager PyTorch has."""
     differentiable = operator.supports_autograd and dtype in operator.supported_backward_dtypes("cpu")
     modes: list[Mode] = ["backward" if differentiable else "forward"]
@@ -266,7 +278,7 @@ FlattenedSample = tuple[tuple[Any, ...], pytree.TreeSpec, bool]
 """The leaves of a sample's arguments, their structure, and whether the first is broadcast to the others."""
 
 
-def samples_of(operator: OpInfo, dtype: torch.dtype) -> list[FlattenedSample]:
+def samples_of(operator: "OpInfo", dtype: torch.dtype) -> list[FlattenedSample]:
     """Return a few samples of an operator's arguments that have a tensor to divide: flattened, with their structure.
 
     The samples are those with other shapes and other plain arguments, spread over all that the database gives.
@@ -288,7 +300,7 @@ def samples_of(operator: OpInfo, dtype: torch.dtype) -> list[FlattenedSample]:
     return [ranked[place * (len(ranked) - 1) // (MAX_SAMPLES - 1)] for place in range(MAX_SAMPLES)]
 
 
-def flatten_sample(sample: SampleInput) -> FlattenedSample | None:
+def flatten_sample(sample: "SampleInput") -> FlattenedSample | None:
     """Return a sample's leaves and structure, or None if it has no dense tensor that can be divided."""
     leaves, spec = pytree.tree_flatten((sample.input, tuple(sample.args), dict(sample.kwargs)))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -304,7 +316,7 @@ def count_divisible(leaves: Sequence[Any]) -> int:
 
 def cases_of(variant: str) -> Iterator[DatabaseCase]:
     """Yield the cases of a variant: every dtype, layout and mode that it has, with a few samples each."""
-    operator = VARIANTS[variant]
+    operator = variants()[variant]
     if variant in NOT_TRACEABLE:
         return
     for dtype in DTYPES:

@@ -1,6 +1,7 @@
 """A padding collator of transformers pads the whole batch, on several ranks too."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,7 +9,6 @@ from data.loader_cases import seed_all_generators
 from data.test_collation_probe import make_loader, read_twice
 from support.processes import on_mesh
 from torch.utils.data import DataLoader
-from transformers import BertTokenizerFast, DataCollatorWithPadding
 
 from rankless.data.logical_tensor import LogicalTensor
 from rankless.parallel.mesh import Mesh
@@ -17,9 +17,10 @@ pytestmark = pytest.mark.slow
 
 
 @functools.cache
-def make_bert_collator() -> DataCollatorWithPadding:
+def make_bert_collator() -> Callable[[list[Any]], Any]:
+    transformers = pytest.importorskip("transformers")  # here, because its import takes seconds in each test process
     vocabulary = {word: number for number, word in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b"])}
-    return DataCollatorWithPadding(BertTokenizerFast(vocab=vocabulary), return_tensors="pt")
+    return transformers.DataCollatorWithPadding(transformers.BertTokenizerFast(vocab=vocabulary), return_tensors="pt")
 
 
 TOKENS = [{"input_ids": [5 + number % 2] * (number % 5 + 1), "labels": number % 3} for number in range(13)]
