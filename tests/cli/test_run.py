@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 def test_the_start_prints_a_table_of_ranks_process_ids_devices_and_log_files(tmp_path: Path) -> None:
     script = "import os\nprint(os.getpid())"
-    job = run_script(script, "-n", "2", "--devices", "cpu", "--seed", "5", folder=tmp_path)
+    job = run_script_here(script, "-n", "2", "--devices", "cpu", "--seed", "5", folder=tmp_path)
     lines = job.stderr.splitlines()
     assert re.fullmatch(r"rankless: 2 workers, \d+ threads? each, seed 5, logs in log/\S+", lines[0])
     assert lines[1].split() == ["rank", "pid", "device", "log", "file"]

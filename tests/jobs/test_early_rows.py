@@ -2,11 +2,10 @@
 
 import itertools
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from support.warm_process import run_warm
 from support.warm_runs import rankless
 
 SCRIPT = Path(__file__).parent / "scripts/train_early_rows.py"
@@ -39,11 +38,9 @@ def read_forms(output: str) -> dict[str, dict]:
 
 def require_same_training(folder: Path, options: tuple[str, ...], *words: str) -> int:
     """Check that workers train in each form what plain PyTorch does, with rows that came early. Return how many."""
-    command = (str(SCRIPT), *words)
-    plain = subprocess.run((sys.executable, *command, "--plain"), capture_output=True, text=True, check=True)
-    done = rankless("run", *options, "--no-progress", *command, folder=folder)
+    done = rankless("run", *options, "--no-progress", str(SCRIPT), *words, folder=folder)
     assert done.returncode == 0, done.stdout + done.stderr
-    wanted, found = read_forms(plain.stdout), read_forms(done.stdout)
+    wanted, found = read_forms(run_warm(SCRIPT, *words, "--plain")), read_forms(done.stdout)
     assert list(found) == list(wanted)
     for form, line in wanted.items():
         assert found[form]["numbers"] == pytest.approx(line["numbers"], rel=0, abs=1e-12), form

@@ -17,6 +17,7 @@ import pytest
 from support.hosts import Hosts, some_hosts
 from support.jobs import wait_until
 from support.server_jobs import summary_of
+from support.warm_process import run_warm
 from support.warm_runs import rankless
 
 from rankless.extensions.servers.config import SERVER
@@ -40,8 +41,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
 
 @pytest.fixture(scope="module")
 def plain() -> list[float]:
-    command = (sys.executable, str(SCRIPT), "--plain", "--steps", str(STEPS))
-    return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    return json.loads(run_warm(SCRIPT, "--plain", "--steps", STEPS))
 
 
 def require_same(output: str, plain: list[float]) -> None:
@@ -153,8 +153,7 @@ COUNT = Path(__file__).parent / "scripts/count_steps.py"
 def count_undisturbed(mode: Sequence[str], folder: Path) -> list[float]:
     """Return what the training gives without a loss: on one device, but with `geo`, which is another training."""
     if mode[0] != "geo":
-        command = (sys.executable, str(COUNT), "--plain", "--steps", "60")
-        return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+        return json.loads(run_warm(COUNT, "--plain", "--steps", "60"))
     line = ("run", "--servers", "2", "--workers", "2", "--no-progress", "--server-mode", *mode, str(COUNT))
     done = rankless(*line, "--steps", "60", folder=folder)
     assert done.returncode == 0, done.stderr

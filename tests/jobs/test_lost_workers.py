@@ -103,13 +103,16 @@ def die_at(step, now):  # the process that reports the death is slow
 """
 
 
-@pytest.mark.ci_sample(2)
+NOT_CAPTURED = "whole = rankless.job(model=layer, capture=False)(lambda x: layer(x).sum())"
+READ_BY_FIRST = "loader = rankless.loader(range(90), batch_size=9, reading='first')"
+
+
 @pytest.mark.parametrize(
     "text",
     [
-        pytest.param("whole = rankless.job(model=layer, capture=False)(lambda x: layer(x).sum())", id="not captured"),
         pytest.param(REPORTED_LATE, id="not captured, reported late"),
-        pytest.param("loader = rankless.loader(range(90), batch_size=9, reading='first')", id="read by rank 0"),
+        pytest.param(NOT_CAPTURED, id="not captured", marks=pytest.mark.exhaustive),
+        pytest.param(READ_BY_FIRST, id="read by rank 0", marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_run_that_cannot_go_on_names_the_killed_worker(tmp_path, text):

@@ -41,6 +41,7 @@ MORE_MESHES = (
 @pytest.mark.parametrize(
     ("model", "mesh", "options", "setting"),
     [
+        ("towers", "data=2,tensor=2", (), "sgd"),
         ("lenet", "data=2,tensor=2", (), "bfloat16"),
         ("gpt", "pipeline=2,tensor=2", (), "sgd"),
         ("mixture", "data=2,expert=2", (), "plain"),

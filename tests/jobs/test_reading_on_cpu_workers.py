@@ -1,11 +1,10 @@
 """In a run with heterogeneous workers, those on the CPU alone read samples. It is the training of one device."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from support.warm_process import run_warm
 from support.warm_runs import rankless
 
 SCRIPT = Path(__file__).parent / "scripts/read_on_cpu_workers.py"
@@ -23,7 +22,7 @@ def read_cases(folder: Path, rank: object) -> dict[str, dict]:
 
 
 def run_plainly(folder: Path, *options: str) -> dict[str, dict]:
-    subprocess.run((sys.executable, str(SCRIPT), str(folder), *options), capture_output=True, text=True, check=True)
+    run_warm(SCRIPT, folder, *options)
     return read_cases(folder, "plain")
 
 

@@ -43,7 +43,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.exhaustive
+@pytest.mark.ci_sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", OTHERS)
 def test_changes_in_place_hold_after_a_job_of_each_view(tmp_path: Path, case: str) -> None:

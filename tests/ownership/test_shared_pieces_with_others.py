@@ -8,9 +8,9 @@ import pytest
 import torch
 from checkpoint.divided_trainings import TRAININGS, continue_training, save_training, train_plainly
 from collectives.backends.shared_groups import in_shared_memory
-from support.jobs import rankless
 from support.processes import on_mesh
 from support.training_runs import require_equal
+from support.warm_runs import rankless
 from test_memory_of_divided_states import BLOCK_BYTES, LAYERS, WIDTH, train
 from test_programs_on_pieces import compile_program, count, deep, residual, small
 from torch import nn
@@ -102,7 +102,7 @@ def train_in_bfloat16(mesh, way, recompute):
     return [*losses, *[item.detach().clone() for item in model.parameters()]], programs.gathers
 
 
-@pytest.mark.ci_sample(2)
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("recompute", [None, "blocks"])
 @pytest.mark.parametrize("way", ["float32", "bfloat16", "autocast"])
 def test_shared_and_gathered_parameters_give_the_same_bits(way, recompute):
@@ -113,6 +113,7 @@ def test_shared_and_gathered_parameters_give_the_same_bits(way, recompute):
         assert gathers == 0 < gathers_before
 
 
+@pytest.mark.ci_sample(4)
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize(("make_model", "gradients"), [(deep, 8), (residual, 6), (small, 1)])
 def test_programs_on_shared_pieces_gather_nothing(make_model, gradients, autocast):
@@ -132,6 +133,7 @@ def list_shared_files() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if "rankless" in name}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_killed_worker_leaves_no_memory_and_no_hang(tmp_path: Path):
     (tmp_path / "train.py").write_text(KILLED)

@@ -9,6 +9,7 @@ import os
 import runpy
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,11 +17,17 @@ from support.processes import DEADLINE_SECONDS, fork_server_context
 
 
 class WarmProcess:
-    """A running script."""
+    """A running script.
 
-    def __init__(self, script: Path, *arguments: object) -> None:
+    Args:
+        script: The script, in whose folder it runs.
+        arguments: Its arguments.
+        folder: Where its output is written. Default: beside the script.
+    """
+
+    def __init__(self, script: Path, *arguments: object, folder: Path | None = None) -> None:
         self._command = [script.name, *map(str, arguments)]
-        self._texts = [script.with_name(f"{script.stem}-{id(self)}.{name}") for name in ("out", "err")]
+        self._texts = [(folder or script.parent) / f"{script.stem}-{id(self)}.{name}" for name in ("out", "err")]
         self._process = fork_server_context().Process(
             target=_run_script, args=(script.parent, self._command, self._texts)
         )
@@ -49,6 +56,14 @@ class WarmProcess:
         code = self._process.exitcode
         assert code is not None
         return subprocess.CompletedProcess(self._command, code, *(text.read_text() for text in self._texts))
+
+
+def run_warm(script: Path, *arguments: object) -> str:
+    """Run a script to its end, and return its output. Fails with its errors if it fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        done = WarmProcess(script, *arguments, folder=Path(folder)).wait()
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def wait_for(processes: Sequence[WarmProcess]) -> list[tuple[int, str, str]]:

@@ -20,6 +20,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 from support.jobs import DEADLINE_SECONDS, job_environment
+from support.processes import WORKER_MODULES
 
 from rankless.cli import main
 from rankless.config.run_config import Program, RunConfig, RunRequest
@@ -68,6 +69,8 @@ def run_script(
 class SharedForkServerPool(ForkServerPoolClient):
     """Serves all tests of this process, and ignores the variables that pytest changes from test to test.
 
+    It has imported what the workers of a run without a pool import in each process.
+
     Args:
         preload: The modules that it imports besides those that every pool imports.
     """
@@ -88,7 +91,7 @@ class SharedForkServerPool(ForkServerPoolClient):
     def _make_command(self, module: str) -> list[str]:
         """Return the command of the pool's process, with further imports before its own."""
         start = f"from {module} import main\n"
-        imports = "".join(f"import {name}\n" for name in self._preload)
+        imports = "".join(f"import {name}\n" for name in (*WORKER_MODULES, *self._preload))
         return [part.replace(start, imports + start) for part in python_command(module)]
 
 
