@@ -1,7 +1,6 @@
 """Jobs with tables on the servers of two hosts: the same training as on one device, also after servers were killed."""
 
 import re
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 import pytest
 from jobs.test_table_runs import SCRIPT, read_forms
 from support.hosts import Hosts, two_hosts
+from support.warm_process import run_warm
 
 pytestmark = pytest.mark.slow
 
@@ -57,8 +57,7 @@ def run_on_hosts(hosts: Hosts, folder: Path, lines: Sequence[Sequence[str]], *sc
 
 @pytest.fixture(scope="module")
 def plain() -> dict[str, list[float]]:
-    command = (sys.executable, str(SCRIPT), "--plain", "--optimizer", "adagrad", "--forms", FORMS)
-    return read_forms(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    return read_forms(run_warm(SCRIPT, "--plain", "--optimizer", "adagrad", "--forms", FORMS))
 
 
 def require_same(found: dict[str, list[float]], wanted: dict[str, list[float]]) -> None:
