@@ -104,7 +104,7 @@ def test_brute_force_decides_what_can_be_split(variant, arguments, dims, expecte
     ],
 )
 def test_cases_that_the_soak_found_are_right(variant: str, described: str, kinds: set[str]):
-    (case,) = (case for case in cases_of(variant) if str(case).startswith(f"{variant}, {described}:"))
+    case = next(case for case in cases_of(variant) if str(case).startswith(f"{variant}, {described}:"))
     found = score(variant, [case])
     assert_right(found)
     assert {kind for _, _, _, kind, _ in found.counts} == kinds
