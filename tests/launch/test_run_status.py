@@ -232,7 +232,6 @@ def test_a_run_of_a_notebook_or_of_no_script_is_shown_by_its_code(tmp_path: Path
         kill_job(job)
 
 
-@pytest.mark.exhaustive
 def test_a_script_that_has_closed_all_descriptors_has_a_state_and_no_place(tmp_path: Path):
     script = HOLDING.replace("signal.pause()", "os.closerange(3, 200)\nopen('closed', 'w').close()\nsignal.pause()")
     job = start_script(script, "-n", "1", "--no-warm", "--quiet", "--hang-timeout", "0", folder=tmp_path)

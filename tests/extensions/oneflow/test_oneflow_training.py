@@ -166,7 +166,6 @@ def test_rankless_run_makes_the_training_of_plain_pytorch_in_the_mirrored_view(t
     require_same_training(tmp_path, 0.9)
 
 
-@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("view", ["consistent", pytest.param("mirrored", marks=pytest.mark.exhaustive)])
 def test_plain_python_on_two_machines_makes_the_training_of_plain_pytorch(
