@@ -122,7 +122,6 @@ def listening(agent: psutil.Process) -> set[tuple[str, str]]:
     return found
 
 
-@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [QUICK, *SLOW])
 def test_a_run_listens_where_the_page_says_and_its_files_have_the_modes_of_the_page(name: str, tmp_path: Path):
