@@ -16,15 +16,12 @@ from rankless.parallel.tensor_placement import BlockedShard, Shard
 
 @dataclass(frozen=True)
 class Replica:
-    """What a worker holds of a parameter, a buffer or a tensor of optimizer state.
-
-    Attributes:
-        local (Tensor): All of it, or this worker's shard.
-        divided_along (Sequence[WorkerGroup]): The axes whose workers hold different shards. None if all hold the whole.
-    """
+    """What a worker holds of a parameter, a buffer or a tensor of optimizer state."""
 
     local: Tensor
+    """All of it, or this worker's shard."""
     divided_along: Sequence[WorkerGroup] = ()
+    """The axes whose workers hold different shards; empty if all hold the whole."""
 
     def is_shared(self, mesh: Mesh) -> bool:
         """Whether another worker holds the same."""

@@ -95,17 +95,14 @@ def count_loads(owners: Mapping[Tensor, int]) -> dict[int, int]:
 
 
 class Pipelines:
-    """Cuts the programs of one job into stages. Jobs that share parameters have the stages of the first one.
-
-    Attributes:
-        axis (MeshAxis | None): The axis of the mesh; None if it has none.
-    """
+    """Cuts the programs of one job into stages. Jobs that share parameters have the stages of the first one."""
 
     def __init__(self, job: JobDefinition, world: World) -> None:
         self._job = job
         self._world = world
         self._plan = job.plan or Plan()
-        self.axis: MeshAxis | None = find_pipeline_axis(world.mesh)
+        self.axis = find_pipeline_axis(world.mesh)
+        """The axis `pipeline` of the mesh; None if it has none."""
 
     def _count_stages(self, known: Collection[int]) -> int:
         """Return the number of stages: as many as an earlier job has, or as the plan says."""
